@@ -1,0 +1,483 @@
+"""Every option, one dataclass per owner, read from YAML and dotted command-line overrides.
+
+Parsing never imports torch: a mistake costs the user a moment, not a model load. Nothing changes a
+configuration after it was parsed. What can be derived (accumulation, micro-batches) is not asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+
+from hybrid_grpo.errors import UserError
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run as a whole: where it writes, how long it lasts, how it repeats."""
+
+    name: str = "run"
+    """Name of the run; its folder is DIR/NAME."""
+    dir: str = "runs"
+    """Folder that holds the runs."""
+    seed: int = 0
+    """Seed of the data order and of every sampled token."""
+    steps: int = 100
+    """Steps to train: rollouts for `train`, optimizer steps for `sft`."""
+    resume: Literal["never", "auto"] = "never"
+    """`auto` goes on from the newest checkpoint of this run, or starts where there is none."""
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """The model that is trained and its optimizer."""
+
+    model: str = ""
+    """Folder or hub name of the starting model and its tokenizer."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the weights in forward and backward; the optimizer always keeps float32 masters."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention of the training forward (flash_attention_2 needs the extra `flash`)."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer's activations in backward instead of keeping them."""
+    lr: float = 1e-6
+    """Peak learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up; linear and cosine end at 0 with the last step."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up from 0."""
+    weight_decay: float = 0.0
+    """AdamW weight decay."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW moment decays."""
+    max_grad_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down."""
+    micro_batch_tokens: int = 16384
+    """Padded tokens of one forward and backward, per rank; a longer row goes alone."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The DeepSpeed engine."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 3
+    """ZeRO stage of the policy: 3 shards weights, gradients and optimizer over the ranks."""
+    offload_optimizer: bool = False
+    """Keep optimizer state in host memory (ZeRO stage 1 or higher)."""
+    adam: Literal["auto", "torch", "deepspeed"] = "auto"
+    """AdamW kernels: `deepspeed` compiles its own on first use; `auto` takes them for GPU runs that offload."""
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed configuration merged over the one built here, section by section."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts: where they come from and how they become tokens."""
+
+    path: str = ""
+    """JSONL or parquet file, folder of a saved dataset, or hub name."""
+    subset: str | None = None
+    """Configuration name of a hub dataset."""
+    split: str = "train"
+    """Split to train on, where the source has splits."""
+    eval_path: str | None = None
+    """Source of the held-out prompts; not given: the same as `path`."""
+    eval_split: str | None = None
+    """Split to evaluate on; with neither this nor `eval_path` there is no evaluation."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages."""
+    completion_column: str = "completion"
+    """Column with the target text (`sft` only)."""
+    system_prompt: str | None = None
+    """System message put before every prompt; makes text prompts into chats."""
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    """`auto` applies the tokenizer's template to message lists, `always` also to text (as a user message)."""
+    max_prompt_tokens: int = 512
+    """Longest prompt that is kept."""
+    over_long: Literal["drop", "refuse"] = "drop"
+    """What to do with longer prompts: drop and count them, or stop."""
+    shuffle: bool = True
+    """Draw prompts in a seeded random order, a new one every epoch."""
+    limit: int | None = None
+    """Read only the first rows of the training split."""
+    eval_limit: int | None = None
+    """Read only the first rows of the evaluation split."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How completions are sampled."""
+
+    prompts_per_step: int = 32
+    """Prompts of one rollout, over all ranks (P)."""
+    num_generations: int = 8
+    """Completions per prompt (G), the group that advantages are relative to."""
+    max_completion_tokens: int = 512
+    """Longest completion."""
+    temperature: float = 1.0
+    """Softmax temperature, of sampling and of every log-probability in the loss."""
+    top_p: float = 1.0
+    """Nucleus: smallest set of tokens with at least this probability; 1 keeps all."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    stop_ids: list[int] = field(default_factory=list)
+    """Token ids that end a completion, beside the model's own end-of-sequence ids."""
+    max_slots: int = 256
+    """Completions decoded at the same time on one rank."""
+    prefill_tokens: int = 16384
+    """Padded prompt tokens of one prefill forward."""
+
+
+@dataclass(frozen=True)
+class GrpoConfig:
+    """The objective."""
+
+    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    """Average of the token losses: over all tokens (dapo), per completion then over completions (grpo), or by the
+    constant B * max_completion_tokens (dr_grpo)."""
+    scale_rewards: Literal["group", "none"] = "group"
+    """Divide the centred rewards of a group by their standard deviation, or do not (Dr. GRPO)."""
+    epsilon_low: float = 0.2
+    """The ratio is clipped from below at 1 - epsilon_low."""
+    epsilon_high: float = 0.2
+    """The ratio is clipped from above at 1 + epsilon_high (0.28 in DAPO)."""
+    beta: float = 0.0
+    """Weight of the KL to the reference in the loss; 0 loads no reference."""
+    num_iterations: int = 1
+    """Passes over one rollout (mu of DeepSeekMath)."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """One reward function."""
+
+    function: str
+    """`exact_match` or another built-in, `path/to/file.py:function`, or `package.module:function`."""
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+    name: str | None = None
+    """Name in the metrics; not given: the function's own."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Fixed keyword arguments for the function."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Greedy evaluation on the held-out prompts."""
+
+    every: int = 0
+    """Steps between evaluations; 0 evaluates before the first and after the last step only."""
+    name: str = "heldout"
+    """Name of the set in the metrics: eval/NAME/accuracy."""
+    outcome: str | None = None
+    """Name of the reward that tells right from wrong; not given: the first one."""
+    threshold: float = 1.0
+    """A completion is right when its outcome reward is at least this."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is written to resume from."""
+
+    every: int = 0
+    """Steps between checkpoints; 0 writes none (the trained model is always exported at the end)."""
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is shown and written while it runs."""
+
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """`auto` is online where an account is configured, else offline."""
+    wandb_project: str = "hybrid_grpo"
+    """Project on wandb."""
+    rollouts_every: int = 1
+    """Steps between rollouts written to rollouts/ and to the wandb table; 0 writes none."""
+    parity_alarm: float = 0.05
+    """Warn when sampler and training forward differ by more than this, on average, in log-probability."""
+
+
+@dataclass(frozen=True)
+class SftLoopConfig:
+    """The supervised stage."""
+
+    batch_size: int = 64
+    """Rows of one optimizer step, over all ranks."""
+    max_completion_tokens: int = 512
+    """Longest target that is kept; rows beyond it are dropped and counted."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """GRPO training."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward functions: `[{function: exact_match, weight: 1.0}, ...]`."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Supervised fine-tuning, on the same engine."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    sft: SftLoopConfig = field(default_factory=SftLoopConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The batch equation of a GRPO step, derived from the configuration and the number of ranks."""
+
+    world_size: int
+    prompts_per_rank: int
+    num_generations: int
+    num_minibatches: int
+    num_iterations: int
+    micro_batch_tokens: int
+
+    @property
+    def rows_per_minibatch(self) -> int:
+        """Completions behind one optimizer step, over all ranks."""
+        return self.world_size * self.prompts_per_rank * self.num_generations // self.num_minibatches
+
+    def __str__(self) -> str:
+        rows = self.world_size * self.prompts_per_rank * self.num_generations
+        steps = self.num_iterations * self.num_minibatches
+        return (
+            f"{self.world_size} ranks x {self.prompts_per_rank} prompts x {self.num_generations} completions"
+            f" = {rows} rows a rollout; {self.num_iterations} iterations x {self.num_minibatches} minibatches"
+            f" = {steps} optimizer steps of {self.rows_per_minibatch} rows,"
+            f" in micro-batches of at most {self.micro_batch_tokens} tokens a rank"
+        )
+
+
+def _refuse(condition: bool, message: str) -> None:
+    if condition:
+        raise UserError(message)
+
+
+def _nearest_multiple(value: int, step: int) -> int:
+    return max(step, round(value / step) * step)
+
+
+def _refuse_indivisible(name: str, value: int, divisor: int, why: str) -> None:
+    _refuse(
+        value % divisor != 0,
+        f"{name} {value} does not divide by {why} = {divisor}: the nearest value is"
+        f" {_nearest_multiple(value, divisor)}",
+    )
+
+
+def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
+    """The batch equation; refuses one that does not come out even, with the nearest value that does."""
+    rollout, grpo = config.rollout, config.grpo
+    shards = world_size * grpo.num_minibatches
+    _refuse_indivisible(
+        "rollout.prompts_per_step", rollout.prompts_per_step, shards, "ranks x grpo.num_minibatches"
+    )
+    return BatchPlan(
+        world_size=world_size,
+        prompts_per_rank=rollout.prompts_per_step // world_size,
+        num_generations=rollout.num_generations,
+        num_minibatches=grpo.num_minibatches,
+        num_iterations=grpo.num_iterations,
+        micro_batch_tokens=config.policy.micro_batch_tokens,
+    )
+
+
+_POSITIVE = {
+    "run.steps", "policy.lr", "policy.max_grad_norm", "policy.micro_batch_tokens", "data.max_prompt_tokens",
+    "rollout.prompts_per_step", "rollout.max_completion_tokens", "rollout.max_slots", "rollout.prefill_tokens",
+    "grpo.num_iterations", "grpo.num_minibatches", "grpo.epsilon_low", "grpo.epsilon_high", "checkpoint.keep",
+    "sft.batch_size", "sft.max_completion_tokens", "log.parity_alarm",
+}  # fmt: skip
+_NOT_NEGATIVE = {
+    "run.seed", "policy.warmup_steps", "policy.weight_decay", "rollout.temperature", "rollout.top_k", "grpo.beta",
+    "eval.every", "checkpoint.every", "log.rollouts_every",
+}  # fmt: skip
+
+
+def _check_common(config: TrainConfig | SftConfig) -> None:
+    for section in dataclasses.fields(config):
+        for name, value in vars(getattr(config, section.name)).items() if section.name != "rewards" else ():
+            path = f"{section.name}.{name}"
+            _refuse(path in _POSITIVE and value <= 0, f"{path} {value} must be greater than 0")
+            _refuse(path in _NOT_NEGATIVE and value < 0, f"{path} {value} must be 0 or greater")
+    _check_model(config.policy.model)
+    _check_source("data.path", config.data.path)
+    if config.data.eval_path is not None:
+        _check_source("data.eval_path", config.data.eval_path)
+    for name, limit in (("data.limit", config.data.limit), ("data.eval_limit", config.data.eval_limit)):
+        _refuse(limit is not None and limit < 1, f"{name} {limit} must be 1 or greater")
+    _refuse(
+        config.engine.offload_optimizer and config.engine.zero_stage == 0,
+        "engine.offload_optimizer needs engine.zero_stage 1 or higher: set engine.zero_stage to 1, 2 or 3",
+    )
+    _refuse(
+        not re.fullmatch(r"[\w.\-]+", config.run.name) or config.run.name.strip(".") == "",
+        f"run.name {config.run.name!r} must be letters, digits, '.', '_' or '-': it names a folder",
+    )
+
+
+def _check_model(model: str) -> None:
+    _refuse(not model, "policy.model is not set: give a model folder or a hub name")
+    if _looks_like_path(model):
+        _refuse(not Path(model).is_dir(), f"policy.model {model}: there is no such folder")
+        _refuse(
+            not (Path(model) / "config.json").is_file(),
+            f"policy.model {model} is not a model folder: it has no config.json",
+        )
+
+
+def _check_source(name: str, source: str) -> None:
+    _refuse(not source, f"{name} is not set: give a JSONL or parquet file, a dataset folder or a hub name")
+    if _looks_like_path(source):
+        _refuse(not Path(source).exists(), f"{name} {source}: there is no such file or folder")
+        _refuse(Path(source).is_file() and Path(source).stat().st_size == 0, f"{name} {source} is empty")
+
+
+def _looks_like_path(name: str) -> bool:
+    """A hub name is `name` or `owner/name`; anything that exists, or could not be one, is a path."""
+    return os.path.exists(name) or not re.fullmatch(r"[\w\-][\w.\-]*(/[\w.\-]+)?", name) or bool(
+        re.search(r"\.(jsonl?|parquet|csv|txt|yaml)$", name)
+    )
+
+
+def check_sft(config: SftConfig, world_size: int) -> None:
+    """Refuse what cannot work, before anything is loaded.
+
+    Raises:
+        UserError: one line that names the settings and the way out.
+    """
+    _check_common(config)
+    _refuse_indivisible("sft.batch_size", config.sft.batch_size, world_size, "ranks")
+
+
+def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
+    """Refuse what cannot work, before anything is loaded; return the batch equation.
+
+    Raises:
+        UserError: one line that names the settings and the way out.
+    """
+    _check_common(config)
+    rollout, grpo = config.rollout, config.grpo
+    _refuse(
+        rollout.num_generations < 2,
+        f"rollout.num_generations {rollout.num_generations} makes no group: advantages need 2 or more",
+    )
+    _refuse(not 0 < rollout.top_p <= 1, f"rollout.top_p {rollout.top_p} must be in (0, 1]")
+    _refuse(
+        rollout.temperature == 0,
+        "rollout.temperature 0 samples the same completion for a whole group: give a value above 0",
+    )
+    _refuse(grpo.epsilon_low >= 1, f"grpo.epsilon_low {grpo.epsilon_low} must be below 1: the ratio stays positive")
+    _refuse(not config.rewards, "rewards is empty: give at least one, as in --rewards '[{function: exact_match}]'")
+    names = [reward_name(reward) for reward in config.rewards]
+    doubles = {name for name in names if names.count(name) > 1}
+    _refuse(bool(doubles), f"rewards: two are named {', '.join(sorted(doubles))}: set `name` on one of them")
+    outcome = config.eval.outcome
+    _refuse(
+        outcome is not None and outcome not in names,
+        f"eval.outcome {outcome!r} is not a reward of this run{_did_you_mean(outcome or '', names)}",
+    )
+    return batch_plan(config, world_size)
+
+
+def reward_name(reward: RewardConfig) -> str:
+    """The name of a reward in the metrics."""
+    return reward.name or reward.function.rpartition(":")[2].rpartition(".")[2]
+
+
+ConfigT = TypeVar("ConfigT", TrainConfig, SftConfig)
+
+
+@dataclass(frozen=True)
+class Parsed(Generic[ConfigT]):
+    """A parsed command line: the configuration, and the same as YAML."""
+
+    config: ConfigT
+    yaml: str
+
+
+def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[ConfigT]:
+    """Read `--config FILE` and dotted overrides into a configuration; later ones win.
+
+    Raises:
+        UserError: one line that names the setting and the nearest valid one.
+        SystemExit: after `--help` or `--print_config`.
+    """
+    parser = ArgumentParser(
+        prog=f"hybrid-grpo {command}", description=cls.__doc__, exit_on_error=False, default_env=False
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the settings below.")
+    parser.add_class_arguments(cls)
+    try:
+        namespace = parser.parse_args(arguments)
+        config = parser.instantiate_classes(namespace)
+    except ArgumentError as error:
+        raise UserError(_one_line(str(error), cls)) from None
+    values = {f.name: config[f.name] for f in dataclasses.fields(cls)}
+    return Parsed(cls(**values), parser.dump(namespace, skip_link_targets=False))
+
+
+def setting_names(cls: type[Any]) -> list[str]:
+    """Names of all sections and settings, dotted."""
+    names = [f.name for f in dataclasses.fields(cls)]
+    for f in dataclasses.fields(cls):
+        section = f.default_factory() if f.default_factory is not dataclasses.MISSING else None
+        if dataclasses.is_dataclass(section):
+            names += [f"{f.name}.{inner.name}" for inner in dataclasses.fields(section)]
+    return names
+
+
+def _one_line(message: str, cls: type[Any]) -> str:
+    line = " ".join(message.split())
+    unknown = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", line)
+    if unknown:
+        return _unknown(f"{unknown[1]}.{unknown[2]}", cls)
+    unknown = re.search(r"class_path '[\w.]+\.(\w+)': Option '(\w+)' is not accepted", line)
+    if unknown:
+        fields = [f.name for f in dataclasses.fields(globals()[unknown[1]])]
+        return f"there is no setting {unknown[2]} of a {unknown[1]}{_did_you_mean(unknown[2], fields)}"
+    unknown = re.search(r"unrecognized arguments: --([\w.]+)", line) or re.search(
+        r"(?:Option|Key) '([\w.]+)' is not (?:accepted|expected)$", line
+    )
+    if unknown and "Parser key" not in line:
+        return _unknown(unknown[1], cls)
+    line = re.sub(r"Parser key \"([\w.]+)\":", r"\1:", line)
+    return re.sub(r"<class '(\w+)'>", r"\1", line).replace("typing.", "")
+
+
+def _unknown(name: str, cls: type[Any]) -> str:
+    return f"there is no setting {name}{_did_you_mean(name, setting_names(cls))}"
+
+
+def _did_you_mean(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f": did you mean {close[0]}?" if close else f"; known are {', '.join(names)}"

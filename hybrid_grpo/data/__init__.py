@@ -1,0 +1,1 @@
+"""From rows to prompts, from rollouts to micro-batches."""
