@@ -1,0 +1,10 @@
+"""Decoding on a plain module: no engine, no collective, every rank at its own pace.
+
+`generate()` in loop.py is the entry. This package knows torch and transformers and nothing above it.
+"""
+
+from hybrid_grpo.generation.attention import ATTENTION
+from hybrid_grpo.generation.loop import Request, Stats, generate
+from hybrid_grpo.generation.sampler import GREEDY, Sampling, stream_key
+
+__all__ = ["ATTENTION", "GREEDY", "Request", "Sampling", "Stats", "generate", "stream_key"]
