@@ -207,26 +207,29 @@ class Meter:
 
 
 def _total(added: list[tuple[float, float]], reduction: Reduction) -> tuple[float, float]:
-    """What the sum over ranks needs: the (weighted) total and its count."""
+    """What the sum over ranks needs: the total and its count; of extrema only whether there is a NaN."""
     if reduction == "mean":
         return sum(value * count for value, count in added), sum(count for _, count in added)
-    if reduction == "same":
-        return added[-1][0], 1
-    return sum(value for value, _ in added), 1
+    if reduction in ("sum", "rank_mean"):
+        return sum(value for value, _ in added), 1
+    return (math.nan if any(math.isnan(value) for value, _ in added) else 0.0), 1
 
 
 def _extrema(added: list[tuple[float, float]], reduction: Reduction) -> tuple[float, float]:
-    """What the maximum over ranks needs: the highest value and minus the lowest one."""
-    values = [value for value, _ in added[-1:] if reduction == "same"] or [value for value, _ in added]
-    # A comparison with NaN has no defined outcome in a collective; the total carries the NaN instead.
-    ordered = [value for value in values if not math.isnan(value)] or [-math.inf]
-    return max(ordered), -min(ordered)
+    """What the maximum over ranks needs: the highest value and minus the lowest one.
+
+    A comparison with NaN has no defined outcome in a collective: NaN is left out, and carried by the total.
+    """
+    values = [value for value, _ in (added[-1:] if reduction == "same" else added) if not math.isnan(value)]
+    return (max(values), -min(values)) if values else (-math.inf, -math.inf)
 
 
 def _value(metric: Metric, total: float, count: float, high: float, low: float) -> float:
     if metric.reduction == "sum":
         return total
-    if metric.reduction in ("mean", "rank_mean") or math.isnan(total):
+    if metric.reduction in ("mean", "rank_mean"):
         return total / count
+    if math.isnan(total):
+        return math.nan
     assert metric.reduction != "same" or high == low, f"{metric.name} differs between ranks: {low} to {high}"
     return low if metric.reduction == "min" else high

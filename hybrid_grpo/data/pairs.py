@@ -1,0 +1,77 @@
+"""From rows to pairs of a prompt and the completion to learn, for the supervised stage.
+
+The prompt is read as for GRPO, so what is learned here is what the policy later samples from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hybrid_grpo.config import DataConfig
+from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.data.prompts import DataReport, drop_over_long, require_column, tokenize_prompts
+from hybrid_grpo.data.sources import read_rows, training_source
+from hybrid_grpo.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt and its target."""
+
+    prompt: Prompt
+    completion_ids: list[int]
+    """Tokens to learn; the last is end-of-sequence."""
+
+
+def read_pairs(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, max_completion_tokens: int
+) -> tuple[list[Pair], DataReport]:
+    """The pairs to train on and their report; completions over the limit, end-of-sequence counted, are dropped.
+
+    Raises:
+        UserError: as `read_prompts`, and for the completions alike.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            "policy.model: its tokenizer has no end-of-sequence token, so a completion would never end: set eos_token"
+            " in its tokenizer_config.json"
+        )
+    if config.completion_column == config.prompt_column:
+        raise UserError(f"data.completion_column and data.prompt_column are both {config.prompt_column}: change one")
+    source = training_source(config)
+    rows = read_rows(source)
+    require_column("data.completion_column", config.completion_column, rows, source)
+    prompts = tokenize_prompts(rows, source, config, tokenizer)
+    short = drop_over_long(prompts, source, config)
+    pairs = [
+        Pair(prompt, _completion_ids(rows[prompt.id][config.completion_column], prompt.id, config, tokenizer))
+        for prompt in short
+    ]
+    kept = [pair for pair in pairs if len(pair.completion_ids) <= max_completion_tokens]
+    if not kept:
+        shortest = min(len(pair.completion_ids) for pair in pairs)
+        raise UserError(
+            f"sft.max_completion_tokens {max_completion_tokens}: all {len(pairs)} completions of {source} are longer,"
+            f" the shortest has {shortest} tokens: raise the limit"
+        )
+    report = DataReport.of(
+        source, rows, [pair.prompt for pair in kept], len(prompts) - len(short), len(pairs) - len(kept)
+    )
+    return kept, report
+
+
+def _completion_ids(value: Any, number: int, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The target of a row: text, or a chat of one assistant message, and one end-of-sequence token."""
+    match value:
+        case str(text) | [{"role": "assistant", "content": str(text)}]:
+            token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        case _:
+            raise UserError(
+                f"data.completion_column {config.completion_column}: row {number} (from 0) has"
+                f" {type(value).__name__} {str(value)[:40]!r}: give text or a list of one assistant message"
+            )
+    return token_ids if token_ids[-1:] == [tokenizer.eos_token_id] else [*token_ids, tokenizer.eos_token_id]

@@ -1,0 +1,208 @@
+"""From rows to prompts: the columns, the system message, the chat template, the length limit, the report.
+
+Does not read files (`sources`), and does not decide the order of prompts (`loader`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from hybrid_grpo.config import DataConfig
+from hybrid_grpo.data.batch import Message, Prompt
+from hybrid_grpo.data.sources import Row, Source, evaluation_source, read_rows, training_source
+from hybrid_grpo.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What was read from a source, and what was dropped."""
+
+    source: str
+    split: str | None
+    rows: int
+    """Rows read."""
+    kept: int
+    over_long_prompts: int
+    """Rows dropped for a prompt over data.max_prompt_tokens."""
+    over_long_completions: int
+    """Rows dropped for a completion over sft.max_completion_tokens."""
+    prompt_tokens_min: int
+    """Tokens of the kept prompts: shortest, mean, longest."""
+    prompt_tokens_mean: float
+    prompt_tokens_max: int
+    columns: list[str]
+    """All columns of the source."""
+
+    @classmethod
+    def of(
+        cls, source: Source, rows: list[Row], kept: list[Prompt], over_long_prompts: int, over_long_completions: int = 0
+    ) -> DataReport:
+        """Count and measure; `kept` is not empty."""
+        lengths = [len(prompt.token_ids) for prompt in kept]
+        return cls(
+            source=source.path,
+            split=source.split,
+            rows=len(rows),
+            kept=len(kept),
+            over_long_prompts=over_long_prompts,
+            over_long_completions=over_long_completions,
+            prompt_tokens_min=min(lengths),
+            prompt_tokens_mean=sum(lengths) / len(lengths),
+            prompt_tokens_max=max(lengths),
+            columns=list(rows[0]),
+        )
+
+    def __str__(self) -> str:
+        split = "" if self.split is None else f" [{self.split}]"
+        dropped = [
+            f"{count} dropped for an over-long {what}"
+            for count, what in ((self.over_long_prompts, "prompt"), (self.over_long_completions, "completion"))
+            if count
+        ]
+        return (
+            f"{self.source}{split}: {', '.join([f'{self.kept} of {self.rows} rows kept', *dropped])};"
+            f" prompts of {self.prompt_tokens_min} to {self.prompt_tokens_max} tokens"
+            f" (mean {self.prompt_tokens_mean:.1f}); columns {', '.join(self.columns)}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the run folder."""
+        return asdict(self)
+
+
+def read_prompts(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool = False
+) -> tuple[list[Prompt], DataReport]:
+    """The prompts to train on, or the held-out ones (only where `evaluation_source` gives one), with their report.
+
+    Raises:
+        UserError: the source, the prompt column, a row, the chat template or the length limit does not do.
+    """
+    source = evaluation_source(config) if evaluation else training_source(config)
+    assert source is not None
+    rows = read_rows(source)
+    prompts = tokenize_prompts(rows, source, config, tokenizer)
+    kept = drop_over_long(prompts, source, config)
+    return kept, DataReport.of(source, rows, kept, over_long_prompts=len(prompts) - len(kept))
+
+
+def require_column(setting: str, column: str, rows: list[Row], source: Source) -> None:
+    """Refuse a column that the rows do not have, with those they have."""
+    columns = list(rows[0])
+    if column not in columns:
+        close = difflib.get_close_matches(column, columns, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise UserError(f"{setting} {column}: {source} has no such column: {hint}There are {', '.join(columns)}")
+
+
+def tokenize_prompts(
+    rows: list[Row], source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    """A prompt for every row, of any length.
+
+    Raises:
+        UserError: there is no prompt column, a row that is no prompt, or no chat template where one is needed.
+    """
+    require_column("data.prompt_column", config.prompt_column, rows, source)
+    if config.system_prompt is not None and config.chat_template == "never":
+        raise UserError(
+            "data.system_prompt needs a chat template, and data.chat_template is never: set it to auto,"
+            " or leave data.system_prompt out"
+        )
+    return [
+        _prompt(number, row, f"row {number} (from 0) of {source}", config, tokenizer) for number, row in enumerate(rows)
+    ]
+
+
+def drop_over_long(prompts: list[Prompt], source: Source, config: DataConfig) -> list[Prompt]:
+    """The prompts of at most `max_prompt_tokens`.
+
+    Raises:
+        UserError: there are longer ones and `over_long` is `refuse`, or there is none that is short enough.
+    """
+    limit = config.max_prompt_tokens
+    kept = [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
+    if len(kept) < len(prompts) and config.over_long == "refuse":
+        first = next(prompt for prompt in prompts if len(prompt.token_ids) > limit)
+        raise UserError(
+            f"data.max_prompt_tokens {limit}: the prompt of row {first.id} (from 0) of {source} has"
+            f" {len(first.token_ids)} tokens, one of {len(prompts) - len(kept)} over-long ones: raise the limit,"
+            " or set data.over_long to drop"
+        )
+    if not kept:
+        shortest = min(len(prompt.token_ids) for prompt in prompts)
+        raise UserError(
+            f"data.max_prompt_tokens {limit}: all {len(prompts)} prompts of {source} are longer, the shortest has"
+            f" {shortest} tokens: raise the limit"
+        )
+    return kept
+
+
+def _prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    value = row[config.prompt_column]
+    text = value if isinstance(value, str) else _messages(value, where, config)
+    if config.system_prompt is not None:
+        text = _with_system(config.system_prompt, _as_chat(text), where)
+    if isinstance(text, list) or config.chat_template == "always":
+        token_ids = _apply_template(_as_chat(text), where, tokenizer)
+    else:
+        token_ids = tokenizer(text)["input_ids"]
+    if not token_ids:
+        if tokenizer.bos_token_id is None:
+            raise UserError(
+                f"data.prompt_column {config.prompt_column}: {where} is an empty prompt, and the tokenizer has no"
+                " beginning-of-sequence token to start from: remove the row"
+            )
+        token_ids = [tokenizer.bos_token_id]
+    columns = {name: other for name, other in row.items() if name != config.prompt_column}
+    return Prompt(number, text, token_ids, columns)
+
+
+def _messages(value: Any, where: str, config: DataConfig) -> list[Message]:
+    """The chat of a row, checked."""
+    column = f"data.prompt_column {config.prompt_column}"
+    if not isinstance(value, list):
+        raise UserError(f"{column}: {where} has a {type(value).__name__}: give text or a list of chat messages")
+    if not value or not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in value):
+        raise UserError(f"{column}: {where} is no chat: give a list of {{role: ..., content: ...}}, at least one")
+    if value[-1]["role"] == "assistant":
+        raise UserError(f"{column}: {where} ends with a message of the assistant: a prompt ends with the user's")
+    if config.chat_template == "never":
+        raise UserError(
+            f"data.chat_template never: {where} has chat messages, which need a template: set it to auto,"
+            f" or give text in {column}"
+        )
+    # Arrow gives every message every key that any has; templates take a key with None for one that is set.
+    return [
+        {key: part for key, part in message.items() if part is not None or key == "content"} for message in value
+    ]
+
+
+def _as_chat(text: str | list[Message]) -> list[Message]:
+    return [{"role": "user", "content": text}] if isinstance(text, str) else text
+
+
+def _with_system(system_prompt: str, chat: list[Message], where: str) -> list[Message]:
+    if chat[0]["role"] == "system":
+        raise UserError(f"data.system_prompt is set, and {where} has a system message of its own: leave one out")
+    return [{"role": "system", "content": system_prompt}, *chat]
+
+
+def _apply_template(chat: list[Message], where: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    from jinja2 import TemplateError
+
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"data.chat_template: {where} is a chat, and the tokenizer of policy.model has no chat template: take a"
+            " chat model, or give text prompts with data.chat_template auto and no data.system_prompt"
+        )
+    try:
+        # The template writes the special tokens itself; transformers adds none to it.
+        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except TemplateError as error:
+        raise UserError(f"data.chat_template: the tokenizer's template refuses {where}: {error}") from error

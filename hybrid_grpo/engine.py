@@ -1,0 +1,340 @@
+"""Everything DeepSpeed: its configuration, the engine around the policy, and the switch to generation.
+
+No other module imports deepspeed. What was found out the hard way:
+
+- The injected inference kernels of the hybrid engine do not run on transformers 5; it is told to know none, and
+  decoding reads the shards through a `view` instead: a second module of the same class, without hooks or
+  storage of its own. With one process, or below ZeRO stage 3, its parameters are the engine's own memory.
+- `memory_efficient_linear` would replace `torch.nn.functional.linear` for the whole process, slow decoding
+  several times and round differently from it; it is off.
+- The engine averages gradients over ranks. Losses here are already divided by global counts, so `backward`
+  multiplies by the number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.runtime.hybrid_engine
+import torch
+import yaml
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+from hybrid_grpo.config import EngineConfig, PolicyConfig
+from hybrid_grpo.distributed import all_reduce, world_size
+from hybrid_grpo.errors import UserError
+
+_BUCKET_ELEMENTS = 1 << 26
+"""Parameters gathered by one collective: bounds the transient copy to a few hundred MB."""
+
+
+def start() -> torch.device:
+    """Join the process group that the launcher describes, or be a group of one; return this rank's device."""
+    # DeepSpeed's logger speaks at INFO once a parameter otherwise.
+    deepspeed.utils.logging.logger.setLevel(logging.WARNING)
+    deepspeed.runtime.hybrid_engine.replace_policies = []
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in alone.items()})
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), verbose=False)
+    return torch.device(accelerator.current_device_name())
+
+
+def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
+    """The complete DeepSpeed configuration of the policy, the user's sections merged in."""
+    on_gpu = get_accelerator().device_name() != "cpu"
+    torch_adam = engine.adam == "torch" or (engine.adam == "auto" and not (on_gpu and engine.offload_optimizer))
+    config: dict[str, Any] = {
+        **_common(policy),
+        # One engine.step() is one optimizer step, after any number of micro-batches.
+        "managed_gradient_accumulation": False,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "gradient_clipping": policy.max_grad_norm,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": policy.lr,
+                "betas": list(policy.betas),
+                "weight_decay": policy.weight_decay,
+                "torch_adam": torch_adam,
+            },
+        },
+        "zero_optimization": {"stage": engine.zero_stage, "memory_efficient_linear": False},
+        "hybrid_engine": {"enabled": True},
+        "checkpoint": {"tag_validation": "Fail"},
+    }
+    if engine.offload_optimizer:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
+    return _merged(config, engine.deepspeed)
+
+
+def reference_config(policy: PolicyConfig) -> dict[str, Any]:
+    """The DeepSpeed configuration of the reference: parameters live in host memory, a shard on each rank."""
+    on_gpu = get_accelerator().device_name() != "cpu"
+    return {
+        **_common(policy),
+        "zero_optimization": {
+            "stage": 3,
+            "memory_efficient_linear": False,
+            "offload_param": {"device": "cpu", "pin_memory": on_gpu},
+        },
+    }
+
+
+def _common(policy: PolicyConfig) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": policy.dtype == "bfloat16"},
+        "steps_per_print": 10**9,
+    }
+
+
+def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    """`override` over `base`, section by section; text (from the command line) is read as YAML."""
+    merged = dict(base)
+    for key, value in override.items():
+        below = merged.get(key)
+        if isinstance(below, dict) and isinstance(value, dict):
+            merged[key] = _merged(below, value)
+        else:
+            merged[key] = yaml.safe_load(value) if isinstance(value, str) else value
+    return merged
+
+
+@contextlib.contextmanager
+def sharded_loading(config: dict[str, Any]) -> Iterator[None]:
+    """Inside, `from_pretrained` builds models as `config` says: under ZeRO-3 straight into shards."""
+    if config["zero_optimization"]["stage"] < 3:
+        yield
+        return
+    keep_alive = HfDeepSpeedConfig(config)
+    try:
+        yield
+    finally:
+        del keep_alive
+        unset_hf_deepspeed_config()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step did."""
+
+    grad_norm: float
+    """Global gradient norm before clipping; not finite when the step was skipped."""
+    applied: bool
+    """False when the gradient was not finite: no rank stepped."""
+
+
+class Engine:
+    """The policy in training, and the switch to generation.
+
+    Args:
+        module: what is trained; its parameters may be sharded already.
+        source: the submodule that generates.
+        view: a module of the same class and structure as `source`, on the meta device.
+        config: see `policy_config`.
+    """
+
+    def __init__(self, module: nn.Module, source: nn.Module, view: nn.Module, config: dict[str, Any]) -> None:
+        self.config = config
+        try:
+            self.engine, *_ = deepspeed.initialize(
+                model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=config
+            )
+        except (ValueError, AssertionError) as error:
+            raise UserError(f"engine.deepspeed: DeepSpeed refuses the configuration: {error}") from error
+        self.stage = self.engine.zero_optimization_stage()
+        self.engine.module.train()
+        if self.stage == 0 and not self.engine.bfloat16_enabled():
+            self.engine.clip_fp32_gradients = self._clip_gradients
+        self._view = _View(source, view.eval(), sharded=self.stage == 3)
+        self._generating = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of the module; collective under ZeRO-3."""
+        assert not self._generating, "the training forward is closed while the policy generates"
+        return self.engine(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss`, this rank's share of a sum over all ranks."""
+        # Undoes the engine's averaging over ranks; see the module's docstring.
+        self.engine.backward(loss * world_size(), scale_wrt_gas=False)
+
+    def step(self, lr: float) -> StepResult:
+        """Update the weights with what `backward` gathered, at learning rate `lr`."""
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+        norm = self.engine.get_global_grad_norm()
+        return StepResult(float("nan") if norm is None else float(norm), self.engine.was_step_applied())
+
+    def _clip_gradients(self) -> None:
+        """Without ZeRO, in float32, the engine neither reports the norm nor looks whether it is finite."""
+        parameters = [p for p in self.engine.module.parameters() if p.grad is not None]
+        norm = nn.utils.clip_grad_norm_(parameters, self.engine.gradient_clipping())
+        self.engine._global_grad_norm = norm
+        self.engine.optimizer.overflow = not bool(torch.isfinite(norm))
+        if self.engine.optimizer.overflow:
+            # The gradients are reduced, so all ranks are here; without gradients AdamW leaves everything as it is.
+            self.engine.module.zero_grad(set_to_none=True)
+
+    @contextlib.contextmanager
+    def generation(self) -> Iterator[nn.Module]:
+        """The policy for decoding: a plain module with whole weights, no hooks, in eval mode.
+
+        All ranks enter and leave together; nothing in between waits for another rank. An error on one rank is
+        an error on all of them at the end.
+        """
+        if self._generating:
+            raise RuntimeError("generation() is already open: it does not nest")
+        if self.stage == 3:
+            self.engine.empty_partition_cache()
+        self._generating = True
+        failed = torch.zeros(1, device=get_accelerator().current_device_name())
+        self._view.gather()
+        try:
+            yield self._view.module
+        except Exception:
+            failed.fill_(1)
+            raise
+        finally:
+            self._view.release()
+            self._generating = False
+            here = bool(failed)
+            if bool(all_reduce(failed, "max")) and not here:
+                raise RuntimeError("generation failed on another rank; its own message says why")
+
+    def save(self, folder: Path, tag: str, state: dict[str, Any]) -> None:
+        """Write a checkpoint `folder/tag`; `state` is this rank's own. The caller moves `latest`."""
+        self.engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
+
+    def load(self, folder: Path, tag: str) -> dict[str, Any]:
+        """Read the checkpoint `folder/tag`; return this rank's state.
+
+        Raises:
+            UserError: it was written by another number of ranks.
+        """
+        try:
+            path, state = self.engine.load_checkpoint(str(folder), tag=tag)
+        except Exception as error:
+            raise UserError(f"run.resume: checkpoint {folder / tag} cannot be read: {error}") from error
+        if path is None:
+            raise UserError(f"run.resume: checkpoint {folder / tag} holds nothing for this rank")
+        return dict(state)
+
+
+class Frozen:
+    """A model under ZeRO-3 that is only run forward, its parameters in host memory."""
+
+    def __init__(self, module: nn.Module, config: dict[str, Any]) -> None:
+        self.engine, *_ = deepspeed.initialize(model=module.requires_grad_(False), config=config)
+        self.engine.module.eval()
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of the module; collective."""
+        return self.engine(*args, **kwargs)
+
+
+class _View:
+    """A module whose parameters are the whole weights of another, while they are gathered."""
+
+    def __init__(self, source: nn.Module, module: nn.Module, sharded: bool) -> None:
+        self.module = module
+        self.source = source
+        self.sharded = sharded
+        self._flat: dict[torch.dtype, Tensor] = {}
+        self._homes: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+        by_name = dict(source.named_parameters(remove_duplicate=False))
+        buffers = dict(source.named_buffers(remove_duplicate=False))
+        for path, child in module.named_modules():
+            prefix = f"{path}." if path else ""
+            for name in child._parameters:
+                if child._parameters[name] is not None:
+                    # Tied weights are one parameter with several homes.
+                    self._homes.setdefault(by_name[prefix + name], []).append((child, name))
+            for name in child._buffers:
+                child._buffers[name] = buffers.get(prefix + name)
+
+    def gather(self) -> None:
+        """Give every parameter its whole weight; collective when sharded over ranks."""
+        if not self.sharded:
+            whole = {p: p.data for p in self._homes}
+        elif world_size() == 1:
+            device = get_accelerator().current_device_name()
+            whole = {p: p.ds_tensor.to(device)[: p.ds_numel].view(p.ds_shape) for p in self._homes}
+        else:
+            whole = self._gather_shards()
+        for parameter, homes in self._homes.items():
+            self._bind(homes, whole[parameter].detach())
+
+    def release(self) -> None:
+        """Let go of the weights."""
+        for parameter, homes in self._homes.items():
+            self._bind(homes, torch.empty(0, dtype=parameter.dtype))
+        self._flat = {}
+
+    @staticmethod
+    def _bind(homes: list[tuple[nn.Module, str]], tensor: Tensor) -> None:
+        bound = nn.Parameter(tensor, requires_grad=False)
+        for module, name in homes:
+            module._parameters[name] = bound
+
+    def _gather_shards(self) -> dict[Tensor, Tensor]:
+        """All-gather the shards into one buffer a type, bucket by bucket."""
+        device = get_accelerator().current_device_name()
+        whole: dict[Tensor, Tensor] = {}
+        for dtype in {p.ds_tensor.dtype for p in self._homes}:
+            parameters = [p for p in self._homes if p.ds_tensor.dtype == dtype]
+            self._flat[dtype] = torch.empty(sum(p.ds_numel for p in parameters), dtype=dtype, device=device)
+            offset = 0
+            for bucket in _buckets(parameters):
+                local = torch.cat([p.ds_tensor.to(device).view(-1) for p in bucket])
+                ranks = torch.empty(world_size(), len(local), dtype=dtype, device=device)
+                torch.distributed.all_gather_into_tensor(ranks, local)
+                start = 0
+                for p in bucket:
+                    shards = ranks[:, start : start + p.ds_tensor.numel()].reshape(-1)
+                    start += p.ds_tensor.numel()
+                    target = self._flat[dtype][offset : offset + p.ds_numel]
+                    offset += p.ds_numel
+                    # The last shards may be padded.
+                    whole[p] = target.copy_(shards[: p.ds_numel]).view(p.ds_shape)
+        return whole
+
+
+def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for p in parameters:
+        if bucket and size + p.ds_numel > _BUCKET_ELEMENTS:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(p)
+        size += p.ds_numel
+    yield bucket
+
+
+def meta_copy(model: Any, attn_implementation: str) -> nn.Module:
+    """A module like the transformers model `model`, on the meta device, with another attention."""
+    config = deepcopy(model.config)
+    with torch.device("meta"):
+        copy: nn.Module = type(model)._from_config(config, attn_implementation=attn_implementation)
+    return copy.requires_grad_(False)

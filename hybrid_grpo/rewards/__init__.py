@@ -1,0 +1,1 @@
+"""From completions to rewards, from rewards to advantages."""

@@ -1,0 +1,342 @@
+"""Where a run's numbers and rollouts go: metrics.jsonl, the console, wandb and rollouts/.
+
+Rank 0 writes everything; the other ranks only hand over their rollouts, so no shared file system is needed.
+What the numbers mean and how they are reduced is not decided here (see `metrics.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import netrc
+import os
+import secrets
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+from torch import Tensor
+
+from hybrid_grpo import distributed
+from hybrid_grpo.config import LogConfig
+from hybrid_grpo.data.batch import Rollout, Scores
+from hybrid_grpo.metrics import describe
+
+
+class Sink(Protocol):
+    """Takes the reduced numbers of one step after another."""
+
+    def write(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Log:
+    """All outputs of a run behind one door; made and called on every rank, it writes on rank 0 only."""
+
+    def __init__(
+        self, config: LogConfig, run_dir: Path, steps: int, done: int = -1, settings: dict[str, Any] | None = None
+    ) -> None:
+        """
+        Args:
+            config: what is logged.
+            run_dir: folder of the run; its name is the run's.
+            steps: the last step of the run.
+            done: last step that counts, when resuming: what was written of later ones is removed. -1 starts anew.
+            settings: the configuration of the run, for wandb.
+        """
+        self._every, self._steps, self._dir = config.rollouts_every, steps, run_dir
+        self._sinks: list[Sink] = []
+        self._wandb: WandbSink | None = None
+        if distributed.rank() != 0:
+            return
+        run_dir.mkdir(parents=True, exist_ok=True)
+        cut_rollouts(run_dir / "rollouts", done)
+        self._sinks = [JsonlSink(run_dir / "metrics.jsonl", done), ConsoleSink(steps, done)]
+        mode = resolve_wandb_mode(config.wandb)
+        if mode != "disabled":
+            self._wandb = WandbSink(config.wandb_project, run_dir, settings or {}, mode, resumes=done >= 0)
+            self._sinks.append(self._wandb)
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Write the numbers of a step, once per step.
+
+        Raises:
+            KeyError: a name is not in the catalogue.
+        """
+        for name in values:
+            describe(name)
+        for sink in self._sinks:
+            sink.write(step, values)
+
+    def write_rollouts(self, step: int, rollout: Rollout, scores: Scores, advantages_B: Tensor) -> None:
+        """Write the completions of all ranks, if it is the turn of this step: the first, the last and every n-th.
+
+        All ranks must call it.
+        """
+        if self._every == 0 or (step % self._every and step not in (1, self._steps)):
+            return
+        parts = distributed.gather_objects(rollout_lines(step, rollout, scores, advantages_B))
+        if parts is None:
+            return
+        lines = [line for part in parts for line in part]
+        write_rollouts(self._dir / "rollouts", step, lines)
+        if self._wandb:
+            self._wandb.write_rollouts(step, lines)
+
+    def close(self) -> None:
+        """End the outputs; the numbers on disk are complete already."""
+        for sink in self._sinks:
+            sink.close()
+        self._sinks, self._wandb = [], None
+
+
+class JsonlSink:
+    """metrics.jsonl: one flat JSON object per step, readable at any moment. NaN and infinity become null."""
+
+    def __init__(self, path: Path, done: int = -1) -> None:
+        """Lines of steps after `done` are cut, and so is a line that a crash left incomplete."""
+        kept = [line for line in _lines(path) if _step(line) <= done]
+        replace_text(path, "".join(kept))
+        self._last = max((_step(line) for line in kept), default=-1)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        assert step > self._last, f"step {step} is written after step {self._last}"
+        self._last = step
+        print(json.dumps(json_safe({"step": step, **values})), file=self._file, flush=True)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _lines(path: Path) -> list[str]:
+    with path.open(encoding="utf-8") if path.exists() else open(os.devnull) as file:
+        return list(file)
+
+
+def _step(line: str) -> float:
+    """The step of a line; infinite where the line is not whole."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith("\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old or the new one, never a part."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8", errors="replace", newline="\n")
+    part.replace(path)
+
+
+def json_safe(value: Any) -> Any:
+    """`value` with everything JSON cannot hold made into null (NaN, infinity) or text."""
+    if isinstance(value, dict):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Tensor) -> list[str]:
+    """[B], one JSON object per completion of this rank; groups are numbered over all ranks."""
+    first_group = distributed.rank() * len(rollout.prompts)
+    rewards = {name: reward_B.tolist() for name, reward_B in scores.by_function.items()}
+    rows = zip(
+        rollout.row_prompts, rollout.completions, scores.reward_B.tolist(), advantages_B.tolist(), strict=True
+    )
+    return [
+        json.dumps(
+            json_safe(
+                {
+                    "step": step,
+                    "group": first_group + row // rollout.num_generations,
+                    "sample": row % rollout.num_generations,
+                    "prompt_id": prompt.id,
+                    "prompt": prompt.text,
+                    "completion": completion.text,
+                    "reward": reward,
+                    "rewards": {name: values[row] for name, values in rewards.items()},
+                    "advantage": advantage,
+                    "length": len(completion.token_ids),
+                    "finish": completion.finish,
+                    "columns": prompt.columns,
+                }
+            ),
+            ensure_ascii=False,
+        )
+        for row, (prompt, completion, reward, advantage) in enumerate(rows)
+    ]
+
+
+def write_rollouts(folder: Path, step: int, lines: list[str]) -> Path:
+    """Write the completions of one step, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step_{step:06d}.jsonl"
+    replace_text(path, "".join(f"{line}\n" for line in lines))
+    return path
+
+
+def cut_rollouts(folder: Path, done: int) -> None:
+    """Remove the rollouts of steps after `done`."""
+    for path in folder.glob("step_*.jsonl"):
+        if int(path.stem.removeprefix("step_")) > done:
+            path.unlink()
+
+
+_TELLING = (
+    ("reward/mean", "reward {:.3f}"),
+    ("accuracy", "accuracy {:.3f}"),
+    ("sft/loss", "loss {:.4f}"),
+    ("completion/length_mean", "length {:.1f}"),
+    ("policy/entropy", "entropy {:.3f}"),
+    ("policy/kl", "kl {:.4f}"),
+    ("policy/grad_norm", "grad {:.3f}"),
+    ("throughput/generated_tokens_per_s", "{:,.0f} tok/s"),
+    ("time/step_s", "{:.2f} s"),
+)
+"""The numbers of the console line, in order; `accuracy` is that of the latest evaluation."""
+
+
+class ConsoleSink:
+    """A progress bar with one live line of numbers; where there is no terminal, plain lines (at most about 200)."""
+
+    def __init__(self, steps: int, done: int = -1, stream: TextIO | None = None) -> None:
+        self._steps, self._stream = steps, stream or sys.stdout
+        self._accuracy: dict[str, float] = {}
+        self._first, self._start = max(done, 0), time.monotonic()
+        self._live: Live | None = None
+        if self._stream.isatty() and os.environ.get("TERM") != "dumb":
+            self._progress = Progress(
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+            )
+            self._task = self._progress.add_task("steps", total=steps, completed=self._first)
+            console = Console(file=self._stream, force_terminal=True)
+            self._live = Live(self._progress, console=console, refresh_per_second=4)
+            self._live.start()
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        evaluated = {name: value for name, value in values.items() if name.endswith("/accuracy")}
+        self._accuracy = {"accuracy": next(iter(evaluated.values()))} if evaluated else self._accuracy
+        shown = {**values, **self._accuracy}
+        numbers = "  ".join(text.format(shown[name]) for name, text in _TELLING if name in shown)
+        if self._live:
+            self._progress.update(self._task, completed=step)
+            self._live.update(Group(self._progress, Text(numbers, overflow="ellipsis", no_wrap=True)))
+        elif step % max(1, self._steps // 200) == 0 or evaluated or step == self._steps:
+            width = len(str(self._steps))
+            line = f"step {step:{width}d}/{self._steps}  {numbers}{self._remaining(step)}"
+            print(line, file=self._stream, flush=True)
+
+    def _remaining(self, step: int) -> str:
+        if not self._first < step < self._steps:
+            return ""
+        seconds = (time.monotonic() - self._start) / (step - self._first) * (self._steps - step)
+        return f"  left {int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()
+
+
+def resolve_wandb_mode(mode: str) -> str:
+    """`auto` becomes what WANDB_MODE says, else online where an account is configured, else offline."""
+    if mode != "auto":
+        return mode
+    if "WANDB_MODE" in os.environ:
+        return os.environ["WANDB_MODE"]
+    return "online" if os.environ.get("WANDB_API_KEY") or _logged_in() else "offline"
+
+
+def _logged_in() -> bool:
+    """Whether `wandb login` has left a key, which it does in the netrc file."""
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].strip("/")
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+class WandbSink:
+    """A wandb run. Whatever fails in wandb is warned of once and turns this sink off; it never stops the run."""
+
+    TABLE_ROWS = 64
+    """Completions of a step that go into the rollouts table; all are in rollouts/."""
+
+    def __init__(
+        self, project: str, run_dir: Path, settings: dict[str, Any], mode: str, resumes: bool = False
+    ) -> None:
+        self._run: Any = None
+        self._attempt(lambda: self._open(project, run_dir, settings, mode, resumes))
+
+    def _open(self, project: str, run_dir: Path, settings: dict[str, Any], mode: str, resumes: bool) -> None:
+        import wandb  # here, so that a broken installation of it costs no more than its dashboard
+
+        id_file = run_dir / "wandb" / "id"
+        if not (resumes and id_file.exists()):
+            id_file.parent.mkdir(parents=True, exist_ok=True)
+            id_file.write_text(secrets.token_hex(4))
+        self._run = wandb.init(
+            project=project,
+            name=run_dir.name,
+            id=id_file.read_text(),
+            resume="allow",
+            config=json_safe(settings),
+            mode=mode,
+            dir=str(run_dir),
+            settings=wandb.Settings(init_timeout=60, console="off", silent=True),
+        )
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._run = None
+            reason = " ".join(str(error).split())
+            warnings.warn(f"wandb is off for the rest of this run: {type(error).__name__}: {reason}", stacklevel=3)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        if self._run:
+            self._attempt(lambda: self._run.log(dict(values), step=step))
+
+    def write_rollouts(self, step: int, lines: list[str]) -> None:
+        """Log the first completions as a table."""
+        if self._run:
+            self._attempt(lambda: self._run.log({"rollouts": self._table(lines)}, step=step))
+
+    def _table(self, lines: list[str]) -> Any:
+        import wandb
+
+        rows = [json.loads(line) for line in lines[: self.TABLE_ROWS]]
+        names = ["step", "group", "prompt", "completion", "reward", "advantage", "length", "finish"]
+        functions = list(rows[0]["rewards"]) if rows else []
+        data = [
+            [_cell(row[name]) for name in names] + [row["rewards"][function] for function in functions] for row in rows
+        ]
+        return wandb.Table(columns=names + [f"reward/{function}" for function in functions], data=data)
+
+    def close(self) -> None:
+        if self._run:
+            self._attempt(lambda: self._run.finish())
+            self._run = None
+
+
+def _cell(value: Any) -> Any:
+    """Chat messages as text; wandb takes one type a column."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
