@@ -333,6 +333,7 @@ def _check_common(config: TrainConfig | SftConfig) -> None:
     _check_source("data.path", config.data.path)
     if config.data.eval_path is not None:
         _check_source("data.eval_path", config.data.eval_path)
+    _check_deepspeed(config.engine.deepspeed)
     for name, limit in (("data.limit", config.data.limit), ("data.eval_limit", config.data.eval_limit)):
         _refuse(limit is not None and limit < 1, f"{name} {limit} must be 1 or greater")
     _refuse(
@@ -369,6 +370,32 @@ def _looks_like_path(name: str) -> bool:
     )
 
 
+_OWNED = {
+    "zero_optimization.stage": "engine.zero_stage",
+    "bf16.enabled": "policy.dtype",
+    "fp16.enabled": "policy.dtype",
+    "gradient_clipping": "policy.max_grad_norm",
+    "gradient_accumulation_steps": "policy.micro_batch_tokens",
+    "train_batch_size": "rollout.prompts_per_step",
+    "train_micro_batch_size_per_gpu": "policy.micro_batch_tokens",
+    "managed_gradient_accumulation": "policy.micro_batch_tokens",
+    "hybrid_engine.enabled": "nothing: generation depends on it",
+    "optimizer.params.lr": "policy.lr",
+    "optimizer.params.betas": "policy.betas",
+    "optimizer.params.weight_decay": "policy.weight_decay",
+    "scheduler": "policy.lr_schedule",
+}
+"""DeepSpeed settings that follow from one of ours."""
+
+
+def _check_deepspeed(overrides: dict[str, Any]) -> None:
+    for owned, setting in _OWNED.items():
+        value: Any = overrides
+        for key in owned.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        _refuse(value is not None, f"engine.deepspeed.{owned} is set by {setting}: take it out of engine.deepspeed")
+
+
 def check_sft(config: SftConfig, world_size: int) -> None:
     """Refuse what cannot work, before anything is loaded.
 
@@ -377,6 +404,11 @@ def check_sft(config: SftConfig, world_size: int) -> None:
     """
     _check_common(config)
     _refuse_indivisible("sft.batch_size", config.sft.batch_size, world_size, "ranks")
+    for name in ("eval_path", "eval_split"):
+        _refuse(
+            getattr(config.data, name) is not None,
+            f"data.{name} is set, but sft does not evaluate: take it out, and use `hybrid-grpo eval` on the result",
+        )
 
 
 def check_train(config: TrainConfig, world_size: int) -> BatchPlan:

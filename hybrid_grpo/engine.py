@@ -17,6 +17,8 @@ import contextlib
 import logging
 import os
 import socket
+import time
+import warnings
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -41,7 +43,8 @@ _BUCKET_ELEMENTS = 1 << 26
 
 def start() -> torch.device:
     """Join the process group that the launcher describes, or be a group of one; return this rank's device."""
-    # DeepSpeed's logger speaks at INFO once a parameter otherwise.
+    # torch renames collectives that DeepSpeed still calls by their old names, at every call.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     deepspeed.utils.logging.logger.setLevel(logging.WARNING)
     deepspeed.runtime.hybrid_engine.replace_policies = []
     if "RANK" not in os.environ:
@@ -132,6 +135,14 @@ def sharded_loading(config: dict[str, Any]) -> Iterator[None]:
         unset_hf_deepspeed_config()
 
 
+@dataclass
+class SwitchTime:
+    """Seconds of the last switch, without the waiting of ranks for each other at its end."""
+
+    gather_s: float = 0.0
+    release_s: float = 0.0
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What an optimizer step did."""
@@ -166,6 +177,7 @@ class Engine:
             self.engine.clip_fp32_gradients = self._clip_gradients
         self._view = _View(source, view.eval(), sharded=self.stage == 3)
         self._generating = False
+        self.switch_time = SwitchTime()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the module; collective under ZeRO-3."""
@@ -204,19 +216,27 @@ class Engine:
         """
         if self._generating:
             raise RuntimeError("generation() is already open: it does not nest")
+        start = time.perf_counter()
         if self.stage == 3:
-            self.engine.empty_partition_cache()
+            # What prefetching left gathered is memory that the cache can use. (The engine's own method of this
+            # name also collects garbage, which costs more than a whole decode of a small model.)
+            self.engine.optimizer.empty_partition_cache()
+            get_accelerator().empty_cache()
         self._generating = True
         failed = torch.zeros(1, device=get_accelerator().current_device_name())
         self._view.gather()
+        get_accelerator().synchronize()
+        self.switch_time.gather_s = time.perf_counter() - start
         try:
             yield self._view.module
         except Exception:
             failed.fill_(1)
             raise
         finally:
+            start = time.perf_counter()
             self._view.release()
             self._generating = False
+            self.switch_time.release_s = time.perf_counter() - start
             here = bool(failed)
             if bool(all_reduce(failed, "max")) and not here:
                 raise RuntimeError("generation failed on another rank; its own message says why")
@@ -307,8 +327,10 @@ class _View:
             offset = 0
             for bucket in _buckets(parameters):
                 local = torch.cat([p.ds_tensor.to(device).view(-1) for p in bucket])
-                ranks = torch.empty(world_size(), len(local), dtype=dtype, device=device)
+                # gloo takes a flat output only.
+                ranks = torch.empty(world_size() * len(local), dtype=dtype, device=device)
                 torch.distributed.all_gather_into_tensor(ranks, local)
+                ranks = ranks.view(world_size(), -1)
                 start = 0
                 for p in bucket:
                     shards = ranks[:, start : start + p.ds_tensor.numel()].reshape(-1)

@@ -111,7 +111,6 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("eval/<set>/reward_mean", "Reward of the greedy completions, averaged.", "", "mean"),
     Metric("eval/<set>/length_mean", "Tokens of a greedy completion, averaged.", "tokens", "mean"),
     Metric("eval/<set>/clipped_frac", "Share of greedy completions cut at the length limit.", "", "mean"),
-    Metric("eval/<set>/loss", "Cross-entropy of the held-out target tokens, averaged.", "nats", "mean"),
 )
 # fmt: on
 
@@ -121,19 +120,24 @@ _PATTERNS = [
 ]
 
 
+def find(name: str) -> Metric | None:
+    """The catalogue's entry for `name`, under that name where the entry is a pattern; None where there is none."""
+    if name in _FIXED:
+        return _FIXED[name]
+    return next((replace(metric, name=name) for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
+
+
 def describe(name: str) -> Metric:
-    """The catalogue's entry for `name`, under that name where the entry is a pattern.
+    """The catalogue's entry for `name`.
 
     Raises:
         KeyError: the name is not in the catalogue; names the nearest one.
     """
-    if name in _FIXED:
-        return _FIXED[name]
-    for pattern, metric in _PATTERNS:
-        if pattern.fullmatch(name):
-            return replace(metric, name=name)
-    nearest = difflib.get_close_matches(name, [metric.name for metric in CATALOGUE], n=1, cutoff=0.0)[0]
-    raise KeyError(f"{name} is not in the catalogue of metrics; the nearest is {nearest}")
+    metric = find(name)
+    if metric is None:
+        nearest = difflib.get_close_matches(name, [metric.name for metric in CATALOGUE], n=1, cutoff=0.0)[0]
+        raise KeyError(f"{name} is not in the catalogue of metrics; the nearest is {nearest}")
+    return metric
 
 
 class Meter:

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -59,11 +59,12 @@ class Log:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
         cut_rollouts(run_dir / "rollouts", done)
-        self._sinks = [JsonlSink(run_dir / "metrics.jsonl", done), ConsoleSink(steps, done)]
+        self._sinks = [JsonlSink(run_dir / "metrics.jsonl", done)]
         mode = resolve_wandb_mode(config.wandb)
         if mode != "disabled":
             self._wandb = WandbSink(config.wandb_project, run_dir, settings or {}, mode, resumes=done >= 0)
             self._sinks.append(self._wandb)
+        self._sinks.append(ConsoleSink(steps, done))
 
     def __enter__(self) -> Log:
         return self
@@ -124,7 +125,9 @@ class JsonlSink:
 
 
 def _lines(path: Path) -> list[str]:
-    with path.open(encoding="utf-8") if path.exists() else open(os.devnull) as file:
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8") as file:
         return list(file)
 
 
@@ -255,12 +258,17 @@ class ConsoleSink:
             self._live.stop()
 
 
-def resolve_wandb_mode(mode: str) -> str:
+WandbMode = Literal["online", "offline", "disabled"]
+
+
+def resolve_wandb_mode(mode: Literal["auto"] | WandbMode) -> WandbMode:
     """`auto` becomes what WANDB_MODE says, else online where an account is configured, else offline."""
     if mode != "auto":
         return mode
-    if "WANDB_MODE" in os.environ:
-        return os.environ["WANDB_MODE"]
+    known: WandbMode
+    for known in ("online", "offline", "disabled"):
+        if os.environ.get("WANDB_MODE") == known:
+            return known
     return "online" if os.environ.get("WANDB_API_KEY") or _logged_in() else "offline"
 
 
@@ -280,12 +288,12 @@ class WandbSink:
     """Completions of a step that go into the rollouts table; all are in rollouts/."""
 
     def __init__(
-        self, project: str, run_dir: Path, settings: dict[str, Any], mode: str, resumes: bool = False
+        self, project: str, run_dir: Path, settings: dict[str, Any], mode: WandbMode, resumes: bool = False
     ) -> None:
         self._run: Any = None
         self._attempt(lambda: self._open(project, run_dir, settings, mode, resumes))
 
-    def _open(self, project: str, run_dir: Path, settings: dict[str, Any], mode: str, resumes: bool) -> None:
+    def _open(self, project: str, run_dir: Path, settings: dict[str, Any], mode: WandbMode, resumes: bool) -> None:
         import wandb  # here, so that a broken installation of it costs no more than its dashboard
 
         id_file = run_dir / "wandb" / "id"
@@ -302,6 +310,8 @@ class WandbSink:
             dir=str(run_dir),
             settings=wandb.Settings(init_timeout=60, console="off", silent=True),
         )
+        offline = f"offline, upload with: wandb sync {run_dir}/wandb/latest-run"
+        print(f"wandb: {self._run.url if mode == 'online' else offline}", flush=True)
 
     def _attempt(self, action: Callable[[], None]) -> None:
         try:
@@ -326,10 +336,9 @@ class WandbSink:
         rows = [json.loads(line) for line in lines[: self.TABLE_ROWS]]
         names = ["step", "group", "prompt", "completion", "reward", "advantage", "length", "finish"]
         functions = list(rows[0]["rewards"]) if rows else []
-        data = [
-            [_cell(row[name]) for name in names] + [row["rewards"][function] for function in functions] for row in rows
-        ]
-        return wandb.Table(columns=names + [f"reward/{function}" for function in functions], data=data)
+        columns: list[str | int] = [*names, *(f"reward/{function}" for function in functions)]
+        data = [[*(_cell(row[name]) for name in names), *(row["rewards"][name] for name in functions)] for row in rows]
+        return wandb.Table(columns=columns, data=data)
 
     def close(self) -> None:
         if self._run:

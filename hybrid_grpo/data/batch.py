@@ -36,6 +36,8 @@ class Prompt:
     """The prompt as the model reads it."""
     columns: dict[str, Any]
     """All other columns of the row, for the reward functions."""
+    epoch: int = 0
+    """Pass over the data in which it was drawn: tells two draws of one row in the same step apart."""
 
 
 @dataclass(frozen=True)

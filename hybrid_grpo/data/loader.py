@@ -57,12 +57,18 @@ class PromptLoader(Generic[ItemT]):
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
 
-    def next_batch(self) -> list[ItemT]:
-        """This rank's contiguous slice of the next global batch: `batch_size_global / world_size` items."""
+    def next_batch(self) -> list[tuple[ItemT, int]]:
+        """This rank's contiguous slice of the next global batch: `batch_size_global / world_size` items.
+
+        Each comes with the number of its epoch, which tells two draws of one item apart.
+        """
         share = self._batch_size // self._world_size
         start = self._position + self._rank * share
         self._position += self._batch_size
-        return [self._prompts[self._index(position)] for position in range(start, start + share)]
+        return [
+            (self._prompts[self._index(position)], position // len(self._prompts))
+            for position in range(start, start + share)
+        ]
 
     def state_dict(self) -> LoaderState:
         """The position after the batches handed out so far."""
@@ -83,7 +89,7 @@ class PromptLoader(Generic[ItemT]):
         """
         ours = self.state_dict()
         for setting, saved, here in (
-            ("data", f"{state['length']} rows", f"{ours['length']} rows"),
+            ("data.path", f"{state['length']} prompts", f"{ours['length']} prompts"),
             ("run.seed", state["seed"], ours["seed"]),
             ("data.shuffle", state["shuffle"], ours["shuffle"]),
         ):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.data.batch import Message, Prompt
@@ -97,7 +97,7 @@ def require_column(setting: str, column: str, rows: list[Row], source: Source) -
     if column not in columns:
         close = difflib.get_close_matches(column, columns, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise UserError(f"{setting} {column}: {source} has no such column: {hint}There are {', '.join(columns)}")
+        raise UserError(f"{setting} {column}: {source} has no such column: {hint}the columns are {', '.join(columns)}")
 
 
 def tokenize_prompts(
@@ -167,20 +167,25 @@ def _messages(value: Any, where: str, config: DataConfig) -> list[Message]:
     """The chat of a row, checked."""
     column = f"data.prompt_column {config.prompt_column}"
     if not isinstance(value, list):
-        raise UserError(f"{column}: {where} has a {type(value).__name__}: give text or a list of chat messages")
-    if not value or not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in value):
-        raise UserError(f"{column}: {where} is no chat: give a list of {{role: ..., content: ...}}, at least one")
+        raise UserError(f"{column}: {where} has {value!r:.40}: give text or a list of chat messages")
+    if not value or not all(map(_is_message, value)):
+        raise UserError(f"{column}: {where} has {value!r:.40}: give messages {{role: ..., content: ...}}, at least one")
     if value[-1]["role"] == "assistant":
         raise UserError(f"{column}: {where} ends with a message of the assistant: a prompt ends with the user's")
     if config.chat_template == "never":
         raise UserError(
-            f"data.chat_template never: {where} has chat messages, which need a template: set it to auto,"
-            f" or give text in {column}"
+            f"data.chat_template never: {where} has chat messages, which need a template: set it to auto, or choose"
+            " a data.prompt_column with text"
         )
     # Arrow gives every message every key that any has; templates take a key with None for one that is set.
-    return [
-        {key: part for key, part in message.items() if part is not None or key == "content"} for message in value
-    ]
+    return [{key: part for key, part in message.items() if part is not None or key == "content"} for message in value]
+
+
+def _is_message(value: Any) -> bool:
+    """Text or a list of parts under a role; the assistant's may have tool calls in place of content."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return isinstance(value.get("content"), str | list) or value["role"] == "assistant"
 
 
 def _as_chat(text: str | list[Message]) -> list[Message]:
@@ -203,6 +208,7 @@ def _apply_template(chat: list[Message], where: str, tokenizer: PreTrainedTokeni
         )
     try:
         # The template writes the special tokens itself; transformers adds none to it.
-        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
-    except TemplateError as error:
+        token_ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except (TemplateError, TypeError) as error:
         raise UserError(f"data.chat_template: the tokenizer's template refuses {where}: {error}") from error
+    return cast(list[int], token_ids)

@@ -52,9 +52,7 @@ def evaluation_source(config: DataConfig) -> Source | None:
         settings = {"path_setting": "data.eval_path", "split_setting": "data.eval_split"}
         return Source(config.eval_path, config.eval_split, limit=config.eval_limit, **settings)
     if config.eval_split is not None:
-        return Source(
-            config.path, config.eval_split, config.subset, config.eval_limit, split_setting="data.eval_split"
-        )
+        return Source(config.path, config.eval_split, config.subset, config.eval_limit, split_setting="data.eval_split")
     return None
 
 
@@ -73,12 +71,13 @@ def read_rows(source: Source) -> list[Row]:
         raise
     except ConnectionError as error:
         raise UserError(
-            f"{source.path_setting} {source.path}: the hub cannot be reached ({_first_line(error)}), and there is no"
-            " such file or folder here: check the network, or give a local file or folder"
+            f"{source.path_setting} {source.path}: there is no such file or folder here, and the hub cannot be"
+            f" reached ({_one_line(error)}): check the network, or give a local file or folder"
         ) from error
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        chosen = "" if source.subset is None else f" (data.subset {source.subset})"
-        raise UserError(f"{source.path_setting} {source.path}{chosen} cannot be read: {_first_line(error)}") from error
+        takes_subset = source.path_setting == "data.path" and not Path(source.path).is_file()
+        subset = f" (data.subset {source.subset or 'not set'})" if takes_subset else ""
+        raise UserError(f"{source.path_setting} {source.path}{subset} cannot be read: {_one_line(error)}") from error
     if not rows:
         raise UserError(f"{source.path_setting} {source} is empty: it has no rows")
     columns = list(dict.fromkeys(column for row in rows for column in row))
@@ -96,15 +95,29 @@ def _open(source: Source) -> Mapping[str, Iterable[Row]]:
     if source.subset is not None and (saved or path.is_file()):
         raise UserError(f"data.subset {source.subset}: {source.path_setting} {path} has no subsets: leave it out")
     if saved:
-        return _named(datasets.load_from_disk(source.path))
+        return _saved_splits(source)
     if path.is_file():
         return {"train": _file_rows([path], source)}
     files = datasets.load_dataset_builder(source.path, source.subset).config.data_files
     return {str(name): _file_rows([Path(file) for file in paths], source) for name, paths in files.items()}
 
 
+def _saved_splits(source: Source) -> Mapping[str, Iterable[Row]]:
+    import datasets
+
+    try:
+        return _named(datasets.load_from_disk(source.path))
+    except IndexError as error:
+        # A split without rows is saved without a file, and `datasets` does not load that.
+        raise UserError(
+            f"{source.path_setting} {source.path} is empty, or has a split without rows: save it without that split"
+        ) from error
+
+
 def _named(loaded: Any) -> Mapping[str, Iterable[Row]]:
-    return loaded if isinstance(loaded, Mapping) else {"train": loaded}
+    # A data set keeps the output format it was saved with; rows are plain Python.
+    plain = loaded.with_format(None)
+    return plain if isinstance(plain, Mapping) else {"train": plain}
 
 
 def _split_name(source: Source, names: list[str]) -> str:
@@ -159,5 +172,5 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         yield from datasets.Dataset(file.read())
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

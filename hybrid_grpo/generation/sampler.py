@@ -33,9 +33,9 @@ GREEDY = 0.0
 """The temperature that means: take the most probable token."""
 
 
-def stream_key(seed: int, step: int, prompt: int, sample: int) -> int:
-    """The 64-bit key of one completion's random stream."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{prompt}/{sample}".encode(), digest_size=8).digest()
+def stream_key(*parts: int) -> int:
+    """The 64-bit key of one completion's random stream, from what identifies the completion."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 

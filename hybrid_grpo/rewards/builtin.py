@@ -25,14 +25,12 @@ def exact_match(completions: Completions, answer: list[Any]) -> list[float | Non
     None where `answer` is None. Answers that are not text are compared as `str` shows them.
     """
     return [
-        None if gold is None else float(_text(completion).strip() == str(gold).strip())
-        for completion, gold in zip(completions, answer, strict=True)
+        None if gold is None else float(text.strip() == str(gold).strip())
+        for text, gold in zip(_texts(completions), answer, strict=True)
     ]
 
 
-def numeric_answer(
-    completions: Completions, answer: list[Any], *, last_number: bool = False
-) -> list[float | None]:
+def numeric_answer(completions: Completions, answer: list[Any], *, last_number: bool = False) -> list[float | None]:
     r"""1.0 where the number that the completion states as its answer equals the column `answer`, else 0.0.
 
     The completion states it after `####` (GSM8K, arXiv:2110.14168) or in `\boxed{}`; the last such number counts.
@@ -47,8 +45,8 @@ def numeric_answer(
     """
     golds = [None if gold is None else _gold_number(gold) for gold in answer]
     return [
-        None if gold is None else float(stated_number(_text(completion), last_number) == gold)
-        for completion, gold in zip(completions, golds, strict=True)
+        None if gold is None else float(stated_number(text, last_number) == gold)
+        for text, gold in zip(_texts(completions), golds, strict=True)
     ]
 
 
@@ -65,7 +63,7 @@ def format_regex(completions: Completions, *, pattern: str) -> list[float | None
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
-    return [float(compiled.fullmatch(_text(completion)) is not None) for completion in completions]
+    return [float(compiled.fullmatch(text) is not None) for text in _texts(completions)]
 
 
 def length_penalty(completion_ids: list[list[int]], *, max_length: int, buffer: int) -> list[float | None]:
@@ -79,7 +77,7 @@ def length_penalty(completion_ids: list[list[int]], *, max_length: int, buffer: 
     if not 0 < buffer <= max_length:
         raise ValueError(f"buffer {buffer} must be above 0 and at most max_length {max_length}")
     free = max_length - buffer
-    return [-min(max(len(ids) - free, 0) / buffer, 1.0) for ids in completion_ids]
+    return [max(min((free - len(ids)) / buffer, 0.0), -1.0) for ids in completion_ids]
 
 
 def letters_in_place(completions: Completions, answer: list[Any]) -> list[float | None]:
@@ -89,8 +87,8 @@ def letters_in_place(completions: Completions, answer: list[Any]) -> list[float 
     is None.
     """
     return [
-        None if gold is None else _share_in_place(_text(completion).strip(), str(gold).strip())
-        for completion, gold in zip(completions, answer, strict=True)
+        None if gold is None else _share_in_place(text.strip(), str(gold).strip())
+        for text, gold in zip(_texts(completions), answer, strict=True)
     ]
 
 
@@ -101,13 +99,14 @@ BUILTINS: dict[str, Callable[..., list[float | None]]] = {
 """By the name that a configuration gives."""
 
 
-def _text(completion: str | list[Message]) -> str:
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+def _texts(completions: Completions) -> list[str]:
+    return [c if isinstance(c, str) else str(c[-1]["content"]) for c in completions]
 
 
 def _gold_number(gold: Any) -> Fraction:
     if isinstance(gold, str):
-        number = parse_number(gold) if parse_number(gold) is not None else stated_number(gold)
+        number = parse_number(gold)
+        number = stated_number(gold) if number is None else number
         if number is None:
             raise ValueError(f"answer {gold!r} is not a number, and states none after #### or in \\boxed{{}}")
         return number

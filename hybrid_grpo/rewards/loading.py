@@ -8,11 +8,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import math
 import sys
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -76,6 +77,8 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def _load(config: RewardConfig, entry: str) -> Reward:
+    if not math.isfinite(config.weight):
+        raise UserError(f"{entry}.weight {config.weight} must be a finite number")
     function = _find(config.function, f"{entry}.function {config.function}")
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -132,8 +135,8 @@ def _find(spec: str, setting: str) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if not callable(function):
         what = "is not a function" if hasattr(module, attribute) else "does not exist"
-        raise UserError(f"{setting}: {attribute or 'the name behind the colon'} {what} in {place}:"
-                        f" {did_you_mean(attribute, _functions(module))}")
+        name = attribute or "the name behind the colon"
+        raise UserError(f"{setting}: {name} {what} in {place}: {did_you_mean(attribute, _functions(module))}")
     return function
 
 
@@ -185,9 +188,9 @@ def _import_file(path: Path) -> ModuleType:
 
 @contextmanager
 def _first_on_path(folder: Path) -> Iterator[None]:
-    before = list(sys.path)
     sys.path.insert(0, str(folder))
     try:
         yield
     finally:
-        sys.path[:] = before
+        with suppress(ValueError):  # the imported code may have rearranged the path
+            sys.path.remove(str(folder))

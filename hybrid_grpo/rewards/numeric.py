@@ -19,14 +19,12 @@ _WHOLE = re.compile(
     r"\s?%?(?:\s+(?!(?:and|or)\b)[A-Za-z][A-Za-z /.-]*)?"
 )
 # A sign after a digit, letter or bracket is a subtraction; digits next to '/', '.' or ',' are part of a date or list.
-_INSIDE = re.compile(
-    rf"(?:(?<![\w)\]])(?P<sign>{_SIGN}){_CURRENCY}?)?(?<![\w/.,]){_QUOTIENT}(?![\w/]|[.,][0-9])"
-)
+_INSIDE = re.compile(rf"(?:(?<![\w)\]])(?P<sign>{_SIGN}){_CURRENCY}?)?(?<![\w/.,]){_QUOTIENT}(?![\w/]|[.,][0-9])")
 _LONGEST = 100  # characters of a number: int() refuses, and takes quadratic time for, runs of thousands of digits
 
 _FRAC = re.compile(r"(?<![0-9])\\[dt]?frac\s?\{\s?(-?[0-9.,]+)\s?\}\s?\{\s?([0-9.,]+)\s?\}")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]*)\}")
-_MARKER = re.compile(r"####(?P<line>[^\n]*)|\\boxed\s?\{")
+_MARKER = re.compile(r"####|\\boxed\s?\{")
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -61,19 +59,20 @@ def stated_number(text: str, last_number: bool = False) -> Fraction | None:
 def _marked(text: str) -> list[str]:
     contents = []
     for match in _MARKER.finditer(text):
-        content = match["line"] if match["line"] is not None else _balanced(text, match.end())
+        rest = text[match.end() : match.end() + _LONGEST + 1]
+        content = rest.partition("\n")[0] if match[0] == "####" else _until_closed(rest)
         if content is not None:
             contents.append(content)
     return contents
 
 
-def _balanced(text: str, start: int) -> str | None:
-    """What stands between a brace opened just before `start` and the one that closes it; None if none does."""
+def _until_closed(text: str) -> str | None:
+    """What stands before the brace that closes one opened before `text`; None if none does."""
     depth = 1
-    for brace in re.finditer(r"[{}]", text[start:]):
+    for brace in re.finditer(r"[{}]", text):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[start : start + brace.start()]
+            return text[: brace.start()]
     return None
 
 

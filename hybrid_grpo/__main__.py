@@ -1,0 +1,46 @@
+"""The command line: `python -m hybrid_grpo COMMAND ...`, `hybrid-grpo COMMAND ...`, or under the deepspeed launcher.
+
+Nothing heavy is imported before a command has read its settings.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from hybrid_grpo.errors import UserError
+
+COMMANDS = {
+    "train": "GRPO training",
+    "sft": "supervised fine-tuning on prompt and completion pairs",
+    "eval": "greedy accuracy and mean reward on the held-out prompts",
+    "report": "write report.html of a run again",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; the exit status is 0, or 2 after a mistake of the user."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: hybrid-grpo COMMAND [options]; `hybrid-grpo COMMAND --help` lists the options\n")
+        print("\n".join(f"  {name:8} {what}" for name, what in COMMANDS.items()))
+        return 0 if arguments else 2
+    command, *rest = arguments
+    try:
+        if command not in COMMANDS:
+            raise UserError(f"there is no command {command}; known are {', '.join(COMMANDS)}")
+        importlib.import_module(f"hybrid_grpo.commands.{command}").run(rest)
+    except UserError as error:
+        rank = os.environ.get("RANK", "0")
+        where = "" if rank == "0" else f" [rank {rank}]"
+        print(f"hybrid-grpo{where}: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    finally:
+        if "hybrid_grpo.distributed" in sys.modules:
+            sys.modules["hybrid_grpo.distributed"].leave()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Checkpoints of a run: written whole, then named in `latest`, then the old ones pruned.
+
+`latest` is replaced only when every rank's files are on disk, so a run killed at any moment resumes from the
+last complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hybrid_grpo.distributed import barrier, rank
+from hybrid_grpo.engine import Engine
+
+_TAG = re.compile(r"step_(\d{6,})")
+
+
+class Checkpoints:
+    """The folder `checkpoints/` of a run."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def latest(self) -> str | None:
+        """Tag of the newest complete checkpoint."""
+        pointer = self.folder / "latest"
+        return pointer.read_text().strip() if pointer.is_file() else None
+
+    def save(self, engine: Engine, step: int, state: dict[str, Any]) -> None:
+        """Write the checkpoint of `step`; `state` is this rank's own. Collective."""
+        tag = f"step_{step:06d}"
+        if rank() == 0:
+            # Left by a run that was killed while it wrote.
+            shutil.rmtree(self.folder / tag, ignore_errors=True)
+        barrier()
+        # One key of ours: the engine stores its own beside it.
+        engine.save(self.folder, tag, {"hybrid_grpo": {"step": step, **state}})
+        barrier()
+        if rank() == 0:
+            _replace(self.folder / "latest", tag)
+            self._prune(tag)
+        barrier()
+
+    def load(self, engine: Engine) -> dict[str, Any] | None:
+        """Restore the newest complete checkpoint; this rank's state, or None where there is none. Collective."""
+        tag = self.latest()
+        return None if tag is None else dict(engine.load(self.folder, tag)["hybrid_grpo"])
+
+    def _prune(self, newest: str) -> None:
+        tags = sorted(path.name for path in self.folder.iterdir() if _TAG.fullmatch(path.name))
+        for tag in tags[: -self.keep]:
+            if tag != newest:
+                shutil.rmtree(self.folder / tag)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old text or the new one, never a part."""
+    draft = path.with_name(f".{path.name}.draft")
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)

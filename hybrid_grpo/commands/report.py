@@ -1,0 +1,20 @@
+"""`report`: write report.html of a run again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hybrid_grpo.errors import UserError
+
+
+def run(arguments: list[str]) -> None:
+    """Write the report of the run folder that is the only argument."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        raise UserError("usage: hybrid-grpo report RUN_FOLDER")
+    folder = Path(arguments[0])
+    if not (folder / "metrics.jsonl").is_file():
+        raise UserError(f"{folder} is not the folder of a run: it has no metrics.jsonl")
+
+    from hybrid_grpo.report import write_report
+
+    print(write_report(folder))

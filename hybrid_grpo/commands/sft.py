@@ -1,0 +1,33 @@
+"""`sft`: a supervised run."""
+
+from __future__ import annotations
+
+import os
+
+from hybrid_grpo.config import SftConfig, check_sft, parse
+
+
+def run(arguments: list[str]) -> None:
+    """Parse, build and train."""
+    parsed = parse(SftConfig, arguments, "sft")
+    config = parsed.config
+    check_sft(config, int(os.environ.get("WORLD_SIZE", "1")))
+
+    # The settings are sound: now the imports that take seconds.
+    from hybrid_grpo import engine
+    from hybrid_grpo.data.pairs import read_pairs
+    from hybrid_grpo.loading import check_lengths, load_config, load_tokenizer
+    from hybrid_grpo.policy import Policy
+    from hybrid_grpo.run import Run
+    from hybrid_grpo.sft import SftTrainer
+
+    device = engine.start()
+    model_config = load_config(config.policy.model)
+    tokenizer = load_tokenizer(config.policy.model)
+    pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens)
+    check_lengths(model_config, max(len(pair.prompt.token_ids) + len(pair.completion_ids) for pair in pairs))
+    this = Run(parsed, {"data": str(report)})
+    policy = Policy(config.policy, config.engine, tokenizer, config.run.steps)
+    this.write_engine_config(policy.deepspeed_config)
+    SftTrainer(config, policy, pairs, device).run(this)
+    this.say(f"model: {this.folder / 'model'}")

@@ -1,0 +1,108 @@
+"""Models and tokenizers from a folder or the hub, ready for this package.
+
+A sharded load happens inside `engine.sharded_loading`; nothing here knows the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import logging as transformers_logging
+
+from hybrid_grpo.config import PolicyConfig
+from hybrid_grpo.errors import UserError
+
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model folder or hub name.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise UserError(f"policy.model {name}: its tokenizer does not load: {_first_line(error)}") from error
+
+
+def load_config(name: str) -> Any:
+    """The model's configuration, as it is.
+
+    Raises:
+        UserError: there is none, or it is not one that transformers knows.
+    """
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise UserError(f"policy.model {name} does not load: {_first_line(error)}") from error
+
+
+def check_lengths(config: Any, longest: int) -> None:
+    """Refuse sequences that the model has no positions for.
+
+    Raises:
+        UserError: `longest` tokens are more than `max_position_embeddings`.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        raise UserError(
+            f"the longest prompt plus max_completion_tokens is {longest} tokens and policy.model has {limit} positions:"
+            f" lower data.max_prompt_tokens or max_completion_tokens by {longest - limit}"
+        )
+
+
+def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> Any:
+    """The causal language model that `policy` names, without dropout; its attention may be another than there.
+
+    Dropout would make the policy that is trained another one than the policy that sampled (a ratio other than 1
+    before the first update), so it is off in training too.
+
+    Raises:
+        UserError: the weights do not load, or generation cannot run this architecture.
+    """
+    config = load_config(policy.model)
+    for field, value in vars(config).items():
+        if ("dropout" in field or "pdrop" in field) and isinstance(value, float):
+            setattr(config, field, 0.0)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            policy.model,
+            config=config,
+            dtype=getattr(torch, policy.dtype),
+            attn_implementation=attn_implementation or policy.attn_implementation,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(f"policy.model {policy.model} does not load: {_first_line(error)}") from error
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UserError(
+            f"policy.model {policy.model}: {type(model).__name__} does not route its attention through transformers'"
+            " attention interface, which generation needs; Llama, Qwen, Mistral, Gemma, Phi-3 and GPT-2 do"
+        )
+    if policy.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def stop_ids(name: str, tokenizer: Any, more: list[int]) -> tuple[int, ...]:
+    """All tokens that end a completion: the tokenizer's, those of the model's generation config, and `more`."""
+    ids = {*more, tokenizer.eos_token_id}
+    generation = Path(name) / "generation_config.json"
+    if generation.is_file() or not Path(name).exists():
+        try:
+            declared = GenerationConfig.from_pretrained(name).eos_token_id
+            ids.update(declared if isinstance(declared, list) else [declared])
+        except OSError:
+            # A hub model need not have one.
+            pass
+    return tuple(sorted(token for token in ids if token is not None))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

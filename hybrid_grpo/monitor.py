@@ -1,0 +1,81 @@
+"""What the stages of a step look like in numbers: from their records to the meter."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+from torch import Tensor
+
+from hybrid_grpo.config import EvalConfig
+from hybrid_grpo.data.batch import Completion, MicroBatch, Rollout, Scores
+from hybrid_grpo.metrics import Meter
+from hybrid_grpo.objective import LossStats
+from hybrid_grpo.rewards.advantages import group_stats
+
+
+def measure_rollout(meter: Meter, rollout: Rollout, scores: Scores, outcome: str, threshold: float) -> None:
+    """Rewards, groups and completions of a rollout."""
+    rows, group_size = len(rollout.completions), rollout.num_generations
+    reward_B = scores.reward_B
+    meter.add("reward/mean", reward_B.mean(), rows)
+    meter.add("reward/max", reward_B.max())
+    meter.add("reward/min", reward_B.min())
+    meter.add("reward/std", reward_B.view(-1, group_size).std(1).mean(), len(rollout.prompts))
+    for name, value_B in scores.by_function.items():
+        meter.add(f"reward/{name}/mean", value_B.nanmean(), int((~value_B.isnan()).sum()))
+    stats = group_stats(reward_B, scores.by_function[outcome], group_size, threshold)
+    meter.add("group/count", stats.groups)
+    for name, count in (("zero_std", stats.zero_std), ("all_right", stats.all_right), ("all_wrong", stats.all_wrong)):
+        meter.add(f"group/{name}_frac", count / stats.groups, stats.groups)
+    measure_lengths(meter, "completion", rollout.completions)
+    meter.add("completion/length_max", max(len(c.token_ids) for c in rollout.completions))
+    tokens = [tuple(c.token_ids) for c in rollout.completions]
+    groups = [tokens[i : i + group_size] for i in range(0, rows, group_size)]
+    meter.add("completion/duplicate_frac", 1 - sum(len(set(group)) for group in groups) / rows, rows)
+
+
+def measure_lengths(meter: Meter, stage: str, completions: list[Completion]) -> None:
+    """Mean length of completions and the share that was cut."""
+    count = len(completions)
+    meter.add(f"{stage}/length_mean", sum(len(c.token_ids) for c in completions) / max(count, 1), count)
+    meter.add(f"{stage}/clipped_frac", sum(c.finish == "length" for c in completions) / max(count, 1), count)
+
+
+def measure_eval(
+    meter: Meter, config: EvalConfig, outcome: str, completions: list[Completion], scores: Scores
+) -> None:
+    """Accuracy and reward of the greedy completions of this rank's share of the held-out prompts."""
+    stage, count = f"eval/{config.name}", len(completions)
+    right_B = scores.by_function[outcome] >= config.threshold
+    meter.add(f"{stage}/accuracy", right_B.double().mean(), count)
+    meter.add(f"{stage}/reward_mean", scores.reward_B.mean(), count)
+    measure_lengths(meter, stage, completions)
+
+
+def measure_loss(meter: Meter, stats: LossStats, entropy_bT: Tensor, weight_bT: Tensor, with_kl: bool) -> None:
+    """Per-token numbers of one micro-batch of training."""
+    tokens = int(stats.tokens)
+    if not tokens:
+        return
+    meter.add("policy/entropy", entropy_bT[weight_bT > 0].mean(), tokens)
+    meter.add("policy/clip_frac_low", stats.clipped_low / tokens, tokens)
+    meter.add("policy/clip_frac_high", stats.clipped_high / tokens, tokens)
+    meter.add("policy/ratio_max", stats.ratio_max)
+    if with_kl:
+        meter.add("policy/kl", stats.kl / tokens, tokens)
+
+
+def measure_parity(meter: Meter, micro: MicroBatch, logp_bT: Tensor, old_logp_bT: Tensor) -> None:
+    """How far the sampler was from the training forward of the same weights."""
+    if micro.rows:
+        gap_N = (logp_bT.detach() - old_logp_bT)[micro.mask_bT].abs()
+        meter.add("parity/logp_abs_diff_mean", gap_N.mean(), len(gap_N))
+        meter.add("parity/logp_abs_diff_max", gap_N.max())
+
+
+def measure_memory(meter: Meter) -> None:
+    """Peak of the GPU since the last call, and host memory now."""
+    meter.add("memory/rss_gb", psutil.Process().memory_info().rss / 1e9)
+    if torch.cuda.is_available():
+        meter.add("memory/peak_gb", torch.cuda.max_memory_allocated() / 1e9)
+        torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,135 @@
+"""The policy: one set of weights that samples, scores and is trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_grpo import engine as engines
+from hybrid_grpo import generation
+from hybrid_grpo.config import EngineConfig, PolicyConfig, RolloutConfig
+from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
+from hybrid_grpo.distributed import rank
+from hybrid_grpo.engine import StepResult
+from hybrid_grpo.generation import Request, Sampling, Stats, stream_key
+from hybrid_grpo.loading import load_config, load_model
+from hybrid_grpo.logprobs import LogprobModel
+
+
+def learning_rate(config: PolicyConfig, step: int, total: int) -> float:
+    """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up, then the schedule's decay to 0."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, total - config.warmup_steps)
+    shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
+    return config.lr * shape[config.lr_schedule]
+
+
+class Policy:
+    """A causal language model inside one DeepSpeed engine.
+
+    Args:
+        policy, engine: what to load and how to train it.
+        tokenizer: decodes completions.
+        total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+    """
+
+    def __init__(self, policy: PolicyConfig, engine: EngineConfig, tokenizer: Any, total_steps: int) -> None:
+        self.config = policy
+        self.tokenizer = tokenizer
+        self.total_steps = total_steps
+        self.optimizer_steps = 0
+        self.skipped_steps = 0
+        self.deepspeed_config = engines.policy_config(policy, engine)
+        with engines.sharded_loading(self.deepspeed_config):
+            model = load_model(policy)
+        view = engines.meta_copy(model, generation.ATTENTION)
+        self.engine = engines.Engine(LogprobModel(model), model, view, self.deepspeed_config)
+
+    def rollout(
+        self, prompts: list[Prompt], config: RolloutConfig, stop_ids: tuple[int, ...], *, seed: int, step: int
+    ) -> tuple[Rollout, Stats]:
+        """Sample `num_generations` completions of every prompt. Ranks enter and leave together."""
+        sampling = Sampling(
+            max_tokens=config.max_completion_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            stop_ids=stop_ids,
+        )
+        requests = [
+            Request(p.token_ids, [stream_key(seed, step, p.epoch, p.id, k) for k in range(config.num_generations)])
+            for p in prompts
+        ]
+        groups, stats = self._generate(requests, sampling, config)
+        return Rollout(prompts, [c for group in groups for c in group], config.num_generations), stats
+
+    def greedy(self, prompts: list[Prompt], config: RolloutConfig, stop_ids: tuple[int, ...]) -> list[Completion]:
+        """The most probable continuation of every prompt. Ranks enter and leave together."""
+        sampling = Sampling(config.max_completion_tokens, temperature=generation.GREEDY, stop_ids=stop_ids)
+        groups, _ = self._generate([Request(p.token_ids, [0]) for p in prompts], sampling, config)
+        return [group[0] for group in groups]
+
+    def _generate(
+        self, requests: Sequence[Request], sampling: Sampling, config: RolloutConfig
+    ) -> tuple[list[list[Completion]], Stats]:
+        with self.engine.generation() as view:
+            groups, stats = generation.generate(
+                view, requests, sampling, max_slots=config.max_slots, prefill_tokens=config.prefill_tokens
+            )
+        return [[self._decoded(completion) for completion in group] for group in groups], stats
+
+    def _decoded(self, completion: Completion) -> Completion:
+        return replace(completion, text=self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+
+    def logprobs(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability (differentiable) and entropy of the completion tokens, float32 [b, T]. Collective."""
+        logp_N, entropy_N = self.engine(micro.input_ids_bS, micro.target_mask_bS, temperature)
+        return micro.unflatten(logp_N), micro.unflatten(entropy_N)
+
+    def step(self) -> StepResult:
+        """One optimizer step over what was given to `engine.backward`; skipped on all ranks, and counted, when the
+        gradient is not finite."""
+        result = self.engine.step(self.lr)
+        self.optimizer_steps += 1
+        self.skipped_steps += not result.applied
+        return result
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next optimizer step."""
+        return learning_rate(self.config, self.optimizer_steps, self.total_steps)
+
+    def state_dict(self) -> dict[str, int]:
+        """What the engine's own checkpoint does not hold."""
+        return {"optimizer_steps": self.optimizer_steps, "skipped_steps": self.skipped_steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a saved state."""
+        self.optimizer_steps, self.skipped_steps = state["optimizer_steps"], state["skipped_steps"]
+
+    def export(self, folder: Path) -> None:
+        """Write weights, configuration and tokenizer in Hugging Face format. Collective."""
+        with self.engine.generation() as view:
+            if rank() == 0:
+                view.save_pretrained(folder, state_dict=_untangled(view.state_dict()))
+                # As it came, dropout included, but for the type of the weights.
+                config = load_config(self.config.model)
+                config.dtype = getattr(torch, self.config.dtype)
+                config.save_pretrained(folder)
+                self.tokenizer.save_pretrained(folder)
+
+
+def _untangled(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies with a memory of their own each: gathered weights are slices of one buffer. Tied ones stay one."""
+    copies: dict[int, Tensor] = {}
+    return {
+        name: copies.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", copy=True))
+        for name, tensor in state.items()
+    }

@@ -1,0 +1,208 @@
+"""Calling the reward functions on a rollout, and adding up what they say.
+
+The convention is TRL's, so that its functions run unchanged:
+
+    f(prompts, completions, completion_ids=..., **dataset_columns, **kwargs) -> list[float | None]
+
+Every input is a list with one element per row; everything is given by name. A function without **kwargs is given
+only what its signature names. Chat prompts are lists of messages, and so are their completions (one message of the
+assistant). None means that the function does not apply to the row. `async def` functions run at the same time, in
+one event loop that lives as long as the rewards do.
+
+Functions run in this process: one that hangs is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import reprlib
+import warnings
+import weakref
+from collections.abc import Collection
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from hybrid_grpo.data.batch import Completion, Prompt, Scores
+from hybrid_grpo.errors import UserError
+from hybrid_grpo.rewards.loading import INPUTS, Reward, describe, did_you_mean
+
+Inputs = dict[str, list[Any]]
+"""By name, each with one element per row."""
+
+
+class Rewards:
+    """The reward functions of a run; their names differ."""
+
+    def __init__(self, rewards: list[Reward]) -> None:
+        self._rewards = rewards
+        # One loop for all steps: clients of HTTP and model services are bound to the loop they were first used in.
+        self._loop = asyncio.new_event_loop()
+        weakref.finalize(self, self._loop.close)
+        self._warned = False
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the functions, in the order of the configuration."""
+        return [reward.name for reward in self._rewards]
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Refuse a data set whose columns the functions cannot be called with.
+
+        Args:
+            columns: names of the columns beside the prompt.
+
+        Raises:
+            UserError: a column has the name of an input or of a fixed argument, or one that is needed is not there.
+        """
+        for name in INPUTS:
+            if name in columns:
+                raise UserError(
+                    f"data: column {name} has the name under which rewards are given {name} of the rollout: rename it"
+                )
+        for reward in self._rewards:
+            for name in columns:
+                if name in reward.kwargs:
+                    raise UserError(
+                        f"rewards: {reward.name} has {name} both in kwargs and as a column of the data: rename one"
+                    )
+            for name in sorted(reward.required.difference(columns, INPUTS)):
+                raise UserError(
+                    f"rewards: {reward.name} needs {name}, which is neither a column of the data nor in its kwargs:"
+                    f" {did_you_mean(name, columns)}"
+                )
+
+    def score(self, prompts: list[Prompt], completions: list[Completion]) -> Scores:
+        """Call every function with all rows, and add up their rewards with their weights.
+
+        A function that does not apply to a row adds nothing to its reward; where none applies the reward is 0.0,
+        as in TRL, with one warning per run. Such a prompt teaches nothing as long as none applies to any of its
+        completions; `by_function` has NaN there, so that metrics need not count it as 0.
+
+        A function that fails is called again with one row at a time, to name the first row that it fails on.
+
+        Args:
+            prompts: [B], the prompt of every row.
+            completions: [B]
+
+        Raises:
+            UserError: a function raised, or returned anything but one finite number or None per row; the
+                exception of the function is the cause. Or see `check_columns`.
+        """
+        assert len(prompts) == len(completions)
+        if not prompts:
+            return self._sum({name: torch.empty(0, dtype=torch.float64) for name in self.names})
+        columns = [name for name in prompts[0].columns if all(name in prompt.columns for prompt in prompts)]
+        self.check_columns(columns)
+        inputs = _inputs(prompts, completions) | {name: [p.columns[name] for p in prompts] for name in columns}
+        by_function = {}
+        for reward, result in zip(self._rewards, self._results(self._rewards, inputs), strict=True):
+            if _fault(reward, result, len(prompts)) is not None:
+                self._refuse(reward, result, inputs, prompts)
+            by_function[reward.name] = torch.tensor(_numbers(reward, result, prompts), dtype=torch.float64)
+        return self._sum(by_function)
+
+    def _sum(self, by_function: dict[str, Tensor]) -> Scores:
+        weighted = [reward.weight * by_function[reward.name] for reward in self._rewards]
+        reward_B = torch.stack(weighted).nansum(dim=0)
+        unscored_B = torch.stack(weighted).isnan().all(dim=0)
+        if unscored_B.any() and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"rewards: no function applies to row {int(unscored_B.nonzero()[0])} ({int(unscored_B.sum())} of"
+                f" {len(unscored_B)} rows): the reward is 0 there, and in later steps",
+                stacklevel=3,
+            )
+        return Scores(reward_B, by_function)
+
+    def _results(self, rewards: list[Reward], inputs: Inputs) -> list[Any]:
+        """What each function returns, or the exception that it raises."""
+        results = [_call(reward, inputs) for reward in rewards]
+        if any(inspect.isawaitable(result) for result in results):
+            results = self._loop.run_until_complete(_settled(results))
+        return [result.tolist() if hasattr(result, "tolist") else result for result in results]
+
+    def _refuse(self, reward: Reward, result: Any, inputs: Inputs, prompts: list[Prompt]) -> NoReturn:
+        """Name the first row that the function fails on when called with it alone."""
+        problem = f"rewards: {reward.name} {_fault(reward, result, len(prompts))}"
+        for row, prompt in enumerate(prompts):
+            (alone,) = self._results([reward], {name: [values[row]] for name, values in inputs.items()})
+            fault = _fault(reward, alone, 1)
+            if fault is not None:
+                again = "" if problem.endswith(fault) else f", which alone {fault}"
+                raise UserError(f"{problem}; the first row at fault is {_row(row, prompt)}{again}") from _cause(alone)
+        raise UserError(
+            f"{problem}; called with one row at a time it does not fail: it must return one value per row"
+        ) from _cause(result)
+
+
+def _inputs(prompts: list[Prompt], completions: list[Completion]) -> Inputs:
+    # Copies of what the data set and the rollout hold: a function may change what it is given.
+    return {
+        "prompts": [p.text if isinstance(p.text, str) else [dict(m) for m in p.text] for p in prompts],
+        "completions": [
+            c.text if isinstance(p.text, str) else [{"role": "assistant", "content": c.text}]
+            for p, c in zip(prompts, completions, strict=True)
+        ],
+        "completion_ids": [list(completion.token_ids) for completion in completions],
+    }
+
+
+def _call(reward: Reward, inputs: Inputs) -> Any:
+    try:
+        return reward(inputs)
+    except Exception as error:
+        return error
+
+
+async def _settled(results: list[Any]) -> list[Any]:
+    async def settle(result: Any) -> Any:
+        return await result if inspect.isawaitable(result) else result
+
+    return await asyncio.gather(*map(settle, results), return_exceptions=True)
+
+
+def _fault(reward: Reward, result: Any, rows: int) -> str | None:
+    """What is wrong with a result as a whole; None if nothing is."""
+    if isinstance(result, BaseException):
+        code = getattr(reward.function, "__code__", None)
+        return f"raised {describe(result, code.co_filename if code else None)}"
+    if not isinstance(result, list | tuple):
+        return f"returned a {type(result).__name__}, expected a list of {rows}"
+    if len(result) != rows:
+        return f"returned {len(result)} values, expected {rows}"
+    return None
+
+
+def _numbers(reward: Reward, values: list[Any], prompts: list[Prompt]) -> list[float]:
+    """The values as floats, NaN for None."""
+    numbers = []
+    for row, value in enumerate(values):
+        number = math.nan if value is None else _number(value)
+        if number is None:
+            raise UserError(
+                f"rewards: {reward.name} returned {reprlib.repr(value)} for {_row(row, prompts[row])}:"
+                " return a finite number, or None where it does not apply"
+            )
+        numbers.append(number)
+    return numbers
+
+
+def _number(value: Any) -> float | None:
+    # float() also reads text; a reward given as text is a mistake.
+    try:
+        number = float(value) if hasattr(value, "__float__") or hasattr(value, "__index__") else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _row(row: int, prompt: Prompt) -> str:
+    return f"row {row} (prompt {prompt.id})"
+
+
+def _cause(result: Any) -> BaseException | None:
+    return result if isinstance(result, BaseException) else None

@@ -1,0 +1,68 @@
+"""Supervised fine-tuning on prompt and completion pairs: what people run before RL, on the same engine."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from hybrid_grpo.config import SftConfig
+from hybrid_grpo.data.loader import PromptLoader
+from hybrid_grpo.data.packing import pack
+from hybrid_grpo.data.pairs import Pair
+from hybrid_grpo.distributed import all_reduce, rank, world_size
+from hybrid_grpo.metrics import Meter
+from hybrid_grpo.monitor import measure_memory
+from hybrid_grpo.policy import Policy
+from hybrid_grpo.run import Run
+from hybrid_grpo.sinks import Log
+
+
+class SftTrainer:
+    """One rank's part of a supervised run: next-token cross-entropy on the completions, averaged over tokens."""
+
+    def __init__(self, config: SftConfig, policy: Policy, pairs: list[Pair], device: torch.device) -> None:
+        self.config = config
+        self.policy = policy
+        self.device = device
+        self.meter = Meter(device=device)
+        self.loader = PromptLoader(
+            pairs, config.sft.batch_size, rank(), world_size(), config.run.seed, config.data.shuffle
+        )
+
+    def run(self, run: Run) -> None:
+        """Train from the start or the newest checkpoint to the last step."""
+        done = run.restore(self.policy, {"loader": self.loader})
+        settings = {"config": run.config, "deepspeed": self.policy.deepspeed_config}
+        with Log(self.config.log, run.folder, self.config.run.steps, done if run.resumes else -1, settings) as log:
+            run.loop(self.policy, {"loader": self.loader}, self.meter, self.step, log, done)
+
+    def step(self, step: int) -> None:
+        """One optimizer step."""
+        start = time.perf_counter()
+        pairs = [pair for pair, _ in self.loader.next_batch()]
+        tokens = sum(len(pair.completion_ids) for pair in pairs)
+        total_tokens = int(all_reduce(torch.tensor(tokens, device=self.device)))
+        batches = pack(
+            [pair.prompt.token_ids for pair in pairs],
+            [pair.completion_ids for pair in pairs],
+            budget=self.config.policy.micro_batch_tokens,
+            device=self.device,
+        )
+        for micro in batches:
+            logp_bT, _ = self.policy.logprobs(micro, temperature=1.0)
+            # A filler has no rows: its token counts for nothing.
+            loss = -logp_bT.sum() / total_tokens if micro.rows else 0.0 * logp_bT.sum()
+            self.policy.engine.backward(loss)
+            if micro.rows:
+                count = int(micro.mask_bT.sum())
+                self.meter.add("sft/loss", -logp_bT.detach().sum() / count, count)
+        self.meter.add("policy/lr", self.policy.lr)
+        self.meter.add("policy/grad_norm", self.policy.step().grad_norm)
+        self.meter.add("policy/skipped_steps", self.policy.skipped_steps)
+        self.meter.add("sft/tokens", tokens)
+        step_s = time.perf_counter() - start
+        self.meter.add("time/step_s", step_s)
+        read = tokens + sum(len(pair.prompt.token_ids) for pair in pairs)
+        self.meter.add("throughput/trained_tokens_per_s", read / step_s)
+        measure_memory(self.meter)

@@ -1,0 +1,74 @@
+"""What a GRPO run is about: prompts, how completions end, and what they are worth. Read before any model loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_grpo.config import TrainConfig, reward_name
+from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.data.prompts import read_prompts
+from hybrid_grpo.data.sources import evaluation_source
+from hybrid_grpo.errors import UserError
+from hybrid_grpo.loading import check_lengths, load_config, load_tokenizer, stop_ids
+from hybrid_grpo.rewards.loading import load_rewards
+from hybrid_grpo.rewards.scoring import Rewards
+
+
+@dataclass(frozen=True)
+class Task:
+    """The parts of a run that do not need the model's weights."""
+
+    tokenizer: Any
+    rewards: Rewards
+    outcome: str
+    """Name of the reward that tells right from wrong."""
+    prompts: list[Prompt]
+    """To train on; the same on every rank."""
+    eval_prompts: list[Prompt]
+    """Held out; empty where there is no evaluation."""
+    stop_ids: tuple[int, ...]
+    """Tokens that end a completion."""
+    facts: dict[str, str]
+    """What was read, in lines for the console and the run folder."""
+
+    @classmethod
+    def read(cls, config: TrainConfig) -> Task:
+        """Read everything that the configuration names.
+
+        Raises:
+            UserError: something is not there, or does not fit together.
+        """
+        rewards = Rewards(load_rewards(config.rewards))
+        model_config = load_config(config.policy.model)
+        tokenizer = load_tokenizer(config.policy.model)
+        prompts, report = read_prompts(config.data, tokenizer)
+        if len(prompts) < config.rollout.prompts_per_step:
+            raise UserError(
+                f"rollout.prompts_per_step {config.rollout.prompts_per_step} is more than the {len(prompts)} prompts"
+                f" of data.path: set it to {len(prompts)} or lower"
+            )
+        facts = {"data": str(report)}
+        eval_prompts: list[Prompt] = []
+        if evaluation_source(config.data) is not None:
+            eval_prompts, eval_report = read_prompts(config.data, tokenizer, evaluation=True)
+            facts["held out"] = str(eval_report)
+            rewards.check_columns(eval_prompts[0].columns)
+        rewards.check_columns(prompts[0].columns)
+        longest = max(len(prompt.token_ids) for prompt in prompts + eval_prompts)
+        check_lengths(model_config, longest + config.rollout.max_completion_tokens)
+        ends = stop_ids(config.policy.model, tokenizer, config.rollout.stop_ids)
+        outcome = config.eval.outcome or reward_name(config.rewards[0])
+        facts["sampling"] = _sampling(config, ends, tokenizer)
+        facts["rewards"] = ", ".join(f"{reward.weight:g} {reward_name(reward)}" for reward in config.rewards)
+        return cls(tokenizer, rewards, outcome, prompts, eval_prompts, ends, facts)
+
+
+def _sampling(config: TrainConfig, ends: tuple[int, ...], tokenizer: Any) -> str:
+    """The effective settings: nothing else, the model's own generation config included, changes them."""
+    rollout = config.rollout
+    names = ", ".join(f"{token} {tokenizer.convert_ids_to_tokens(token)!r}" for token in ends)
+    return (
+        f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k},"
+        f" at most {rollout.max_completion_tokens} tokens, ended by {names or 'the limit only'}"
+    )

@@ -1,0 +1,111 @@
+"""The built-in reward functions, on text and on chat completions."""
+
+import inspect
+import math
+
+import pytest
+
+from hybrid_grpo.rewards.builtin import (
+    BUILTINS,
+    exact_match,
+    format_regex,
+    length_penalty,
+    letters_in_place,
+    numeric_answer,
+)
+
+
+def chats(*texts: str) -> list:
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+GSM8K = "He sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs.\nThat is 9 * 2 = $<<9*2=18>>18.\n#### 18"
+
+
+@pytest.mark.parametrize(
+    "completion, answer",
+    [
+        ("#### 18", GSM8K), ("#### 18", "18"), ("#### 18", 18), ("#### 18", 18.0), ("#### $18", GSM8K),
+        ("#### 18.", GSM8K), ("#### 18.00", GSM8K), ("#### 18 dollars", GSM8K), ("####18", GSM8K),
+        ("a\n\n#### **18**\n", GSM8K), (r"\boxed{18}", GSM8K), (r"\boxed{\$18}", GSM8K), (r"\boxed{36/2}", GSM8K),
+        (r"\boxed{\frac{36}{2}}", GSM8K), ("#### 9\n#### 18", GSM8K), ("#### 1,234", "#### 1234"),
+        ("#### 1234", "#### 1,234"), ("#### 1,234,567", 1234567), ("#### -5", "-5"), ("#### \u22125", -5),
+        ("#### -$5", "-5"), ("#### 0.1", 0.1), ("#### 1/10", 0.1), ("#### .5", "1/2"), ("#### 50%", "50"),
+        ("#### 50", "50%"), (r"\boxed{50\%}", "#### 50"), (r"\boxed{0.5}", r"\boxed{\frac{1}{2}}"),
+    ],
+)  # fmt: skip
+def test_numeric_answer_right(completion: str, answer: object) -> None:
+    assert numeric_answer([completion], [answer]) == [1.0]
+    assert numeric_answer(chats(completion), [answer]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "completion, answer",
+    [
+        ("18", GSM8K), ("The answer is 18.", GSM8K), ("#### 19", GSM8K), ("#### -18", GSM8K), ("#### 1.8", GSM8K),
+        ("#### 180", GSM8K), ("#### 118", GSM8K), ("#### 18 or 19", GSM8K), ("#### 18, 19", GSM8K),
+        ("#### 18\n#### 19", GSM8K), (r"#### 18 \boxed{19}", GSM8K), (r"\boxed{18", GSM8K), (r"\boxed{}", GSM8K),
+        ("# 18", GSM8K), ("### 18", GSM8K), ("#### eighteen", GSM8K), ("#### 18.01", GSM8K), ("#### 2*9", GSM8K),
+        ("#### 1,8", GSM8K), ("#### 0.33", "1/3"), ("#### 0.5", "50%"), ("#### 12,34", "1234"), ("", GSM8K),
+        ("#### 18/0", GSM8K), (r"\boxed{1\frac{1}{2}}", "11/2"), ("#### 1.234", "1,234"),
+    ],
+)  # fmt: skip
+def test_numeric_answer_wrong(completion: str, answer: object) -> None:
+    assert numeric_answer([completion], [answer]) == [0.0]
+    assert numeric_answer(chats(completion), [answer]) == [0.0]
+
+
+def test_numeric_answer_reads_the_last_number_only_when_asked() -> None:
+    assert numeric_answer(["9 eggs make 18."], [GSM8K], last_number=True) == [1.0]
+    assert numeric_answer(["#### 17\nnot 18"], [GSM8K], last_number=True) == [0.0]
+    assert numeric_answer(["18 eggs make 9."], [GSM8K], last_number=True) == [0.0]
+
+
+def test_numeric_answer_does_not_apply_without_an_answer_and_refuses_one_that_is_no_number() -> None:
+    assert numeric_answer(["#### 1", "#### 1"], [None, 1]) == [None, 1.0]
+    for gold in ("x^2", "", math.nan, True, "#### none"):
+        with pytest.raises(ValueError):
+            numeric_answer(["#### 1"], [gold])
+
+
+def test_exact_match() -> None:
+    assert exact_match([" abc\n", "abd", "", "5"], ["abc ", "abc", "", 5]) == [1.0, 0.0, 1.0, 1.0]
+    assert exact_match(chats("abc", "Abc", "x"), ["abc", "abc", None]) == [1.0, 0.0, None]
+
+
+def test_format_regex_matches_the_whole_over_lines() -> None:
+    pattern = r"<think>.*?</think>\s*<answer>.*?</answer>"
+    good = "<think>a\nb</think>\n<answer>c</answer>"
+    assert format_regex([good, good + ".", "x" + good, ""], pattern=pattern) == [1.0, 0.0, 0.0, 0.0]
+    assert format_regex(chats(good), pattern=pattern) == [1.0]
+
+
+def test_length_penalty_is_equation_13_of_dapo() -> None:
+    lengths = [0, 16, 17, 18, 20, 21, 100]
+    penalties = length_penalty([[7] * n for n in lengths], max_length=20, buffer=4)
+    assert penalties == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0, -1.0]
+    assert math.copysign(1, penalties[0]) == 1
+    for buffer in (0, 21, -1):
+        with pytest.raises(ValueError, match="buffer"):
+            length_penalty([], max_length=20, buffer=buffer)
+
+
+def test_letters_in_place() -> None:
+    assert letters_in_place(["abc", "abd", "cab", "", "ab"], ["abc"] * 5) == [1.0, 2 / 3, 0.0, 0.0, 2 / 3]
+    assert letters_in_place([""], [""]) == [1.0]
+    assert letters_in_place(chats(" abc "), ["abc"]) == [1.0]
+    assert letters_in_place(["abc"], [None]) == [None]
+
+
+def test_letters_in_place_does_not_pay_for_writing_on() -> None:
+    rewards = letters_in_place(["abc" + "abc" * n for n in range(5)], ["abc"] * 5)
+    assert rewards == sorted(rewards, reverse=True) and rewards[0] == 1.0 and rewards[4] == 3 / 15
+
+
+def test_every_builtin_takes_its_settings_by_keyword_and_says_what_it_does() -> None:
+    assert sorted(BUILTINS) == ["exact_match", "format_regex", "length_penalty", "letters_in_place", "numeric_answer"]
+    for name, function in BUILTINS.items():
+        kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
+        columns = {n for n, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        assert columns <= {"completions", "completion_ids", "answer"}, name
+        assert function.__doc__

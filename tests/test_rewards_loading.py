@@ -1,0 +1,155 @@
+"""What `rewards` of a configuration may name, and what is said when it names nothing."""
+
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybrid_grpo.config import RewardConfig
+from hybrid_grpo.errors import UserError
+from hybrid_grpo.rewards.builtin import BUILTINS, exact_match
+from hybrid_grpo.rewards.loading import describe, load_rewards
+
+
+def refusal(function: str, **fields: object) -> str:
+    with pytest.raises(UserError) as caught:
+        load_rewards([RewardConfig("exact_match"), RewardConfig(function, **fields)])  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert "\n" not in message and message.startswith("rewards[1].")
+    return message
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    (tmp_path / "rules_sibling.py").write_text("BONUS = 2.0\n")
+    (tmp_path / "rules.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from rules_sibling import BONUS\n"
+        "CONSTANT = 3\n"
+        "@dataclass\n"
+        "class Case:\n"
+        "    text: str\n"
+        "def bonus(completions, scale=1.0, **kwargs):\n"
+        "    return [BONUS * scale for _ in completions]\n"
+        "def strict(completions, answer):\n"
+        "    return [1.0 for _ in completions]\n"
+        "def _private():\n"
+        "    pass\n"
+    )
+    return tmp_path / "rules.py"
+
+
+def test_a_builtin_by_its_name() -> None:
+    (reward,) = load_rewards([RewardConfig("exact_match", weight=0.5, name="right")])
+    assert (reward.name, reward.weight, reward.function) == ("right", 0.5, exact_match)
+    assert reward.required == {"completions", "answer"} == reward.accepted
+
+
+@pytest.mark.parametrize("name", sorted(BUILTINS))
+def test_every_builtin_loads(name: str) -> None:
+    kwargs = {"format_regex": {"pattern": "a+"}, "length_penalty": {"max_length": 8, "buffer": 4}}.get(name, {})
+    assert load_rewards([RewardConfig(name, kwargs=kwargs)])[0].name == name
+
+
+def test_a_function_of_a_file_with_its_sibling(rules: Path) -> None:
+    path = list(sys.path)
+    bonus, strict = load_rewards([RewardConfig(f"{rules}:bonus", kwargs={"scale": 3}), RewardConfig(f"{rules}:strict")])
+    assert bonus({"prompts": ["p"], "completions": ["c"]}) == [6.0]
+    assert bonus.name == "bonus" and bonus.accepted is None and bonus.required == {"completions"}
+    assert strict({"prompts": ["p"], "completions": ["c"], "answer": ["a"]}) == [1.0]
+    assert sys.path == path
+
+
+def test_a_relative_path_and_a_module_are_found_in_the_working_folder(rules: Path, monkeypatch) -> None:
+    monkeypatch.chdir(rules.parent)
+    by_path, absolute = load_rewards([RewardConfig("rules.py:bonus"), RewardConfig(f"{rules}:bonus")])
+    assert by_path.function is absolute.function  # one file is one module
+    (rules.parent / "rules_as_module.py").write_text("def one(completions): return [1.0] * len(completions)\n")
+    assert load_rewards([RewardConfig("rules_as_module:one")])[0]({"completions": ["a", "b"]}) == [1.0, 1.0]
+
+
+def test_what_a_file_defines_can_be_pickled(rules: Path) -> None:
+    (reward,) = load_rewards([RewardConfig(f"{rules}:bonus")])
+    case = reward.function.__globals__["Case"]("x")
+    assert pickle.loads(pickle.dumps(case)) == case
+    assert pickle.loads(pickle.dumps(reward.function)) is reward.function
+
+
+def test_a_module_of_a_package() -> None:
+    assert load_rewards([RewardConfig("hybrid_grpo.rewards.builtin:exact_match")])[0].function is exact_match
+
+
+def test_no_such_builtin() -> None:
+    assert "exact_mach is no built-in: did you mean exact_match?" in refusal("exact_mach")
+    assert "path/to/file.py:function" in refusal("rules.py")
+    assert "known are exact_match, format_regex" in refusal("zzz")
+
+
+def test_no_such_file_or_module(tmp_path: Path) -> None:
+    assert f"there is no file {tmp_path / 'absent.py'}" in refusal(f"{tmp_path}/absent.py:f")
+    assert "there is no module absent_package: install it" in refusal("absent_package.rules:f")
+    assert "there is no module hybrid_grpo.absent" in refusal("hybrid_grpo.absent:f")
+
+
+def test_no_such_function(rules: Path) -> None:
+    assert "bonsu does not exist in" in refusal(f"{rules}:bonsu")
+    assert "did you mean bonus?" in refusal(f"{rules}:bonsu")
+    assert refusal(f"{rules}:zzz").endswith("known are bonus, strict")
+    assert "CONSTANT is not a function" in refusal(f"{rules}:CONSTANT")
+    assert "the name behind the colon does not exist" in refusal(f"{rules}:")
+
+
+@pytest.mark.parametrize(
+    "source, said",
+    [
+        ("def f(:\n", "SyntaxError: "),
+        ("import absent_dependency\n", "ModuleNotFoundError: No module named 'absent_dependency' (broken.py:1)"),
+        ("x = 1\nraise RuntimeError('two\\nlines')\n", "RuntimeError: two lines (broken.py:2)"),
+    ],
+)
+def test_a_file_that_does_not_import(tmp_path: Path, source: str, said: str) -> None:
+    (tmp_path / "broken.py").write_text(source)
+    before = set(sys.modules)
+    assert said in refusal(f"{tmp_path}/broken.py:f")
+    assert not {name for name in set(sys.modules) - before if "broken" in name}
+
+
+def test_a_file_can_be_loaded_once_it_is_mended(tmp_path: Path) -> None:
+    file = tmp_path / "mended.py"
+    file.write_text("raise ValueError\n")
+    assert "raised ValueError (mended.py:1)" in refusal(f"{file}:f")
+    file.write_text("def f(completions):\n    return [4.0]\n")
+    assert load_rewards([RewardConfig(f"{file}:f")])[0]({"completions": ["a"]}) == [4.0]
+
+
+def test_kwargs_that_the_function_does_not_take(rules: Path) -> None:
+    assert "answers: strict has no such parameter: did you mean answer?" in refusal(
+        f"{rules}:strict", kwargs={"answers": 1}
+    )
+    assert "completions of the rollout: leave it out" in refusal(f"{rules}:bonus", kwargs={"completions": []})
+    assert load_rewards([RewardConfig(f"{rules}:bonus", kwargs={"anything": 1})])[0].kwargs == {"anything": 1}
+
+
+def test_settings_of_a_builtin_are_checked_before_any_row() -> None:
+    assert "kwargs lacks pattern, which format_regex needs" in refusal("format_regex")
+    assert "ValueError: pattern '(' is not a regular expression" in refusal("format_regex", kwargs={"pattern": "("})
+    assert "buffer 9 must be" in refusal("length_penalty", kwargs={"max_length": 8, "buffer": 9})
+    assert "do not suit length_penalty: TypeError" in refusal("length_penalty", kwargs={"max_length": "8", "buffer": 4})
+
+
+def test_weights_are_finite() -> None:
+    assert "weight nan must be a finite number" in refusal("exact_match", weight=float("nan"))
+
+
+def test_an_object_without_a_signature() -> None:
+    assert "wrap it in a `def`" in refusal("builtins:max")
+
+
+def test_describe_is_one_line_that_points_into_the_file() -> None:
+    try:
+        raise KeyError("two\n  lines")
+    except KeyError as error:
+        line = error.__traceback__.tb_lineno  # type: ignore[union-attr]
+        assert describe(error, __file__) == rf"KeyError: 'two\n lines' (test_rewards_loading.py:{line})"
+        assert describe(error, None) == r"KeyError: 'two\n lines'"
