@@ -6,7 +6,6 @@ last complete checkpoint.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from hybrid_grpo.distributed import barrier, rank
 from hybrid_grpo.engine import Engine
+from hybrid_grpo.files import replace_text
 
 _TAG = re.compile(r"step_(\d{6,})")
 
@@ -41,7 +41,7 @@ class Checkpoints:
         engine.save(self.folder, tag, {"hybrid_grpo": {"step": step, **state}})
         barrier()
         if rank() == 0:
-            _replace(self.folder / "latest", tag)
+            replace_text(self.folder / "latest", tag)
             self._prune(tag)
         barrier()
 
@@ -55,13 +55,3 @@ class Checkpoints:
         for tag in tags[: -self.keep]:
             if tag != newest:
                 shutil.rmtree(self.folder / tag)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old text or the new one, never a part."""
-    draft = path.with_name(f".{path.name}.draft")
-    with draft.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)

@@ -298,9 +298,7 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
     """The batch equation; refuses one that does not come out even, with the nearest value that does."""
     rollout, grpo = config.rollout, config.grpo
     shards = world_size * grpo.num_minibatches
-    _refuse_indivisible(
-        "rollout.prompts_per_step", rollout.prompts_per_step, shards, "ranks x grpo.num_minibatches"
-    )
+    _refuse_indivisible("rollout.prompts_per_step", rollout.prompts_per_step, shards, "ranks x grpo.num_minibatches")
     return BatchPlan(
         world_size=world_size,
         prompts_per_rank=rollout.prompts_per_step // world_size,
@@ -365,8 +363,10 @@ def _check_source(name: str, source: str) -> None:
 
 def _looks_like_path(name: str) -> bool:
     """A hub name is `name` or `owner/name`; anything that exists, or could not be one, is a path."""
-    return os.path.exists(name) or not re.fullmatch(r"[\w\-][\w.\-]*(/[\w.\-]+)?", name) or bool(
-        re.search(r"\.(jsonl?|parquet|csv|txt|yaml)$", name)
+    return (
+        os.path.exists(name)
+        or not re.fullmatch(r"[\w\-][\w.\-]*(/[\w.\-]+)?", name)
+        or bool(re.search(r"\.(jsonl?|parquet|csv|txt|yaml)$", name))
     )
 
 

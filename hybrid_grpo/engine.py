@@ -3,8 +3,7 @@
 No other module imports deepspeed. What was found out the hard way:
 
 - The injected inference kernels of the hybrid engine do not run on transformers 5; it is told to know none, and
-  decoding reads the shards through a `view` instead: a second module of the same class, without hooks or
-  storage of its own. With one process, or below ZeRO stage 3, its parameters are the engine's own memory.
+  decoding reads the shards through a view (view.py) instead.
 - `memory_efficient_linear` would replace `torch.nn.functional.linear` for the whole process, slow decoding
   several times and round differently from it; it is off.
 - The engine averages gradients over ranks. Losses here are already divided by global counts, so `backward`
@@ -20,7 +19,6 @@ import socket
 import time
 import warnings
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,9 +34,7 @@ from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_conf
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.distributed import all_reduce, world_size
 from hybrid_grpo.errors import UserError
-
-_BUCKET_ELEMENTS = 1 << 26
-"""Parameters gathered by one collective: bounds the transient copy to a few hundred MB."""
+from hybrid_grpo.view import View
 
 
 def start() -> torch.device:
@@ -175,7 +171,8 @@ class Engine:
         self.engine.module.train()
         if self.stage == 0 and not self.engine.bfloat16_enabled():
             self.engine.clip_fp32_gradients = self._clip_gradients
-        self._view = _View(source, view.eval(), sharded=self.stage == 3)
+        device = torch.device(get_accelerator().current_device_name())
+        self._view = View(source, view.eval(), sharded=self.stage == 3, device=device)
         self._generating = False
         self.switch_time = SwitchTime()
 
@@ -208,7 +205,7 @@ class Engine:
             self.engine.module.zero_grad(set_to_none=True)
 
     @contextlib.contextmanager
-    def generation(self) -> Iterator[nn.Module]:
+    def generation(self) -> Iterator[Any]:
         """The policy for decoding: a plain module with whole weights, no hooks, in eval mode.
 
         All ranks enter and leave together; nothing in between waits for another rank. An error on one rank is
@@ -271,92 +268,3 @@ class Frozen:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the module; collective."""
         return self.engine(*args, **kwargs)
-
-
-class _View:
-    """A module whose parameters are the whole weights of another, while they are gathered."""
-
-    def __init__(self, source: nn.Module, module: nn.Module, sharded: bool) -> None:
-        self.module = module
-        self.source = source
-        self.sharded = sharded
-        self._flat: dict[torch.dtype, Tensor] = {}
-        self._homes: dict[Tensor, list[tuple[nn.Module, str]]] = {}
-        by_name = dict(source.named_parameters(remove_duplicate=False))
-        buffers = dict(source.named_buffers(remove_duplicate=False))
-        for path, child in module.named_modules():
-            prefix = f"{path}." if path else ""
-            for name in child._parameters:
-                if child._parameters[name] is not None:
-                    # Tied weights are one parameter with several homes.
-                    self._homes.setdefault(by_name[prefix + name], []).append((child, name))
-            for name in child._buffers:
-                child._buffers[name] = buffers.get(prefix + name)
-
-    def gather(self) -> None:
-        """Give every parameter its whole weight; collective when sharded over ranks."""
-        if not self.sharded:
-            whole = {p: p.data for p in self._homes}
-        elif world_size() == 1:
-            device = get_accelerator().current_device_name()
-            whole = {p: p.ds_tensor.to(device)[: p.ds_numel].view(p.ds_shape) for p in self._homes}
-        else:
-            whole = self._gather_shards()
-        for parameter, homes in self._homes.items():
-            self._bind(homes, whole[parameter].detach())
-
-    def release(self) -> None:
-        """Let go of the weights."""
-        for parameter, homes in self._homes.items():
-            self._bind(homes, torch.empty(0, dtype=parameter.dtype))
-        self._flat = {}
-
-    @staticmethod
-    def _bind(homes: list[tuple[nn.Module, str]], tensor: Tensor) -> None:
-        bound = nn.Parameter(tensor, requires_grad=False)
-        for module, name in homes:
-            module._parameters[name] = bound
-
-    def _gather_shards(self) -> dict[Tensor, Tensor]:
-        """All-gather the shards into one buffer a type, bucket by bucket."""
-        device = get_accelerator().current_device_name()
-        whole: dict[Tensor, Tensor] = {}
-        for dtype in {p.ds_tensor.dtype for p in self._homes}:
-            parameters = [p for p in self._homes if p.ds_tensor.dtype == dtype]
-            self._flat[dtype] = torch.empty(sum(p.ds_numel for p in parameters), dtype=dtype, device=device)
-            offset = 0
-            for bucket in _buckets(parameters):
-                local = torch.cat([p.ds_tensor.to(device).view(-1) for p in bucket])
-                # gloo takes a flat output only.
-                ranks = torch.empty(world_size() * len(local), dtype=dtype, device=device)
-                torch.distributed.all_gather_into_tensor(ranks, local)
-                ranks = ranks.view(world_size(), -1)
-                start = 0
-                for p in bucket:
-                    shards = ranks[:, start : start + p.ds_tensor.numel()].reshape(-1)
-                    start += p.ds_tensor.numel()
-                    target = self._flat[dtype][offset : offset + p.ds_numel]
-                    offset += p.ds_numel
-                    # The last shards may be padded.
-                    whole[p] = target.copy_(shards[: p.ds_numel]).view(p.ds_shape)
-        return whole
-
-
-def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    size = 0
-    for p in parameters:
-        if bucket and size + p.ds_numel > _BUCKET_ELEMENTS:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(p)
-        size += p.ds_numel
-    yield bucket
-
-
-def meta_copy(model: Any, attn_implementation: str) -> nn.Module:
-    """A module like the transformers model `model`, on the meta device, with another attention."""
-    config = deepcopy(model.config)
-    with torch.device("meta"):
-        copy: nn.Module = type(model)._from_config(config, attn_implementation=attn_implementation)
-    return copy.requires_grad_(False)

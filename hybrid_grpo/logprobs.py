@@ -48,7 +48,7 @@ class _TokenLogprobs(torch.autograd.Function):
     """(hidden_ND, weight, bias) -> (logp_N, entropy_N) of targets_N at a temperature."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden_ND: Tensor,
         weight_VD: Tensor,
@@ -75,9 +75,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logp_N, entropy_N
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, dlogp_N: Tensor | None, dentropy_N: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dlogp_N: Tensor | None, dentropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_ND, target_N, entropy_N = ctx.saved_tensors
         dlogp_N = torch.zeros_like(entropy_N) if dlogp_N is None else dlogp_N
         weight_VD, bias_V = ctx.weight.detach(), None if ctx.bias is None else ctx.bias.detach()
@@ -159,16 +157,14 @@ class LogprobModel(nn.Module):
     hooks around the head (which gather its weight under ZeRO-3) stay where they are.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.shape = LogitShape.of(model.config)
         head = model.get_output_embeddings()
         head.forward = MethodType(_head_forward, head)
 
-    def forward(
-        self, input_ids_bS: Tensor, target_mask_bS: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, input_ids_bS: Tensor, target_mask_bS: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Score the tokens under the mask.
 
         Args:

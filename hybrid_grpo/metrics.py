@@ -95,7 +95,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("time/reference_s", "Log-probabilities of the reference.", "s", "rank_mean"),
     Metric("time/train_s", "Forward, backward and optimizer.", "s", "rank_mean"),
     Metric("time/eval_s", "Evaluation on the held-out prompts.", "s", "rank_mean"),
-    Metric("time/checkpoint_s", "Writing a checkpoint.", "s", "rank_mean"),
+    Metric("time/checkpoint_s", "Writing a checkpoint, counted with the step after it.", "s", "rank_mean"),
 
     Metric("throughput/generated_tokens_per_s", "Completion tokens sampled per second of generation, over all"
            " ranks.", "tokens/s", "sum"),
@@ -115,9 +115,7 @@ CATALOGUE: tuple[Metric, ...] = (
 # fmt: on
 
 _FIXED = {metric.name: metric for metric in CATALOGUE if "<" not in metric.name}
-_PATTERNS = [
-    (re.compile(re.sub(r"<\w+>", "[^/]+", metric.name)), metric) for metric in CATALOGUE if "<" in metric.name
-]
+_PATTERNS = [(re.compile(re.sub(r"<\w+>", "[^/]+", metric.name)), metric) for metric in CATALOGUE if "<" in metric.name]
 
 
 def find(name: str) -> Metric | None:

@@ -41,9 +41,7 @@ def measure_lengths(meter: Meter, stage: str, completions: list[Completion]) -> 
     meter.add(f"{stage}/clipped_frac", sum(c.finish == "length" for c in completions) / max(count, 1), count)
 
 
-def measure_eval(
-    meter: Meter, config: EvalConfig, outcome: str, completions: list[Completion], scores: Scores
-) -> None:
+def measure_eval(meter: Meter, config: EvalConfig, outcome: str, completions: list[Completion], scores: Scores) -> None:
     """Accuracy and reward of the greedy completions of this rank's share of the held-out prompts."""
     stage, count = f"eval/{config.name}", len(completions)
     right_B = scores.by_function[outcome] >= config.threshold

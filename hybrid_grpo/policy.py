@@ -20,6 +20,7 @@ from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import Request, Sampling, Stats, stream_key
 from hybrid_grpo.loading import load_config, load_model
 from hybrid_grpo.logprobs import LogprobModel
+from hybrid_grpo.view import meta_copy
 
 
 def learning_rate(config: PolicyConfig, step: int, total: int) -> float:
@@ -49,7 +50,7 @@ class Policy:
         self.deepspeed_config = engines.policy_config(policy, engine)
         with engines.sharded_loading(self.deepspeed_config):
             model = load_model(policy)
-        view = engines.meta_copy(model, generation.ATTENTION)
+        view = meta_copy(model, generation.ATTENTION)
         self.engine = engines.Engine(LogprobModel(model), model, view, self.deepspeed_config)
 
     def rollout(

@@ -21,8 +21,8 @@ import jinja2
 import yaml
 
 from hybrid_grpo.errors import UserError
+from hybrid_grpo.files import replace_text
 from hybrid_grpo.metrics import describe, find
-from hybrid_grpo.sinks import replace_text
 
 Line = dict[str, Any]
 """One line of metrics.jsonl."""
@@ -54,7 +54,6 @@ CHARTS = (
     Chart("Results", "Reward functions", ("reward/<function>/mean",)),
     Chart("Results", "Held-out reward", ("eval/<set>/reward_mean",)),
     Chart("Results", "Loss", ("sft/loss",)),
-    Chart("Results", "Held-out loss", ("eval/<set>/loss",)),
     Chart("Completions", "Length", ("completion/length_mean", "completion/length_max")),
     Chart("Completions", "Clipped and duplicate", ("completion/clipped_frac", "completion/duplicate_frac")),
     Chart("Completions", "Groups", ("group/zero_std_frac", "group/all_right_frac", "group/all_wrong_frac")),

@@ -88,11 +88,12 @@ class Run:
         every = self.config.checkpoint.every
         for k in range(done + 1, self.config.run.steps + 1):
             step(k)
+            # Numbers first: a checkpoint without them would resume behind a gap; lines without one are cut again.
+            log.write(k, meter.reduce())
             if every and (k % every == 0 or k == self.config.run.steps):
                 with meter.time("time/checkpoint_s"):
                     states = {name: part.state_dict() for name, part in parts.items()}
                     self.checkpoints.save(policy.engine, k, {"policy": policy.state_dict(), **states})
-            log.write(k, meter.reduce())
         policy.export(self.folder / "model")
         log.close()
         if rank() == 0:

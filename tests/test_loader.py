@@ -10,7 +10,7 @@ from hybrid_grpo.errors import UserError
 
 def global_batches(length: int, batch: int, count: int, world_size: int, seed: int = 3, shuffle: bool = True):
     ranks = [PromptLoader(range(length), batch, rank, world_size, seed, shuffle) for rank in range(world_size)]
-    return [[item for loader in ranks for item in loader.next_batch()] for _ in range(count)]
+    return [[item for loader in ranks for item, _ in loader.next_batch()] for _ in range(count)]
 
 
 @pytest.mark.parametrize("length", [1, 5, 17, 60])
@@ -36,8 +36,13 @@ def test_epochs_differ_from_each_other_and_from_those_of_another_seed():
 
 
 def test_a_shuffled_first_place_is_uniform():
-    firsts = Counter(PromptLoader(range(4), 1, 0, 1, seed, True).next_batch()[0] for seed in range(800))
+    firsts = Counter(PromptLoader(range(4), 1, 0, 1, seed, True).next_batch()[0][0] for seed in range(800))
     assert all(150 < firsts[item] < 250 for item in range(4))
+
+
+def test_two_draws_of_one_item_in_a_batch_come_from_different_epochs():
+    batch = PromptLoader(range(3), 8, 0, 1, seed=0).next_batch()
+    assert len(set(batch)) == 8 and [epoch for _, epoch in batch] == [0, 0, 0, 1, 1, 1, 2, 2]
 
 
 def test_without_shuffling_the_order_is_the_source_s():

@@ -4,7 +4,19 @@ import re
 import pytest
 
 from hybrid_grpo.errors import UserError
-from hybrid_grpo.report import differing, duration, key_numbers, samples, step_parts, thin, time_shares, write_report
+from hybrid_grpo.metrics import CATALOGUE
+from hybrid_grpo.report import (
+    CHARTS,
+    PARTS,
+    differing,
+    duration,
+    key_numbers,
+    samples,
+    step_parts,
+    thin,
+    time_shares,
+    write_report,
+)
 
 CONFIG = "# torch: 2.13.0\n# commit: abc1234\npolicy:\n  model: my/model\n  lr: 0.0003\ngrpo:\n  beta: 0.0\n"
 
@@ -36,6 +48,11 @@ def grpo_lines(steps):
             "time/step_s": 1.0, "time/generate_s": 0.5, "time/train_s": 0.25, "progress/completions": 8 * step,
             "throughput/generated_tokens_per_s": 100.0, **({"eval/heldout/accuracy": 0.75} if step == steps else {}),
         }  # fmt: skip
+
+
+def test_charts_show_metrics_of_the_catalogue():
+    shown = {name for chart in CHARTS for name in (*chart.names, chart.band) if name}
+    assert shown | {f"time/{part}_s" for part in PARTS} <= {metric.name for metric in CATALOGUE}
 
 
 def test_a_full_run(tmp_path):

@@ -15,11 +15,9 @@ from hybrid_grpo.sinks import (
     ConsoleSink,
     JsonlSink,
     Log,
-    WandbSink,
-    json_safe,
-    resolve_wandb_mode,
     rollout_lines,
 )
+from hybrid_grpo.wandb_sink import WandbSink, json_safe, resolve_wandb_mode
 
 QUIET = LogConfig(wandb="disabled")
 

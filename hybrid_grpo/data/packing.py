@@ -51,8 +51,7 @@ def pack(
     rows = range(len(prompt_ids)) if rows is None else rows
     lengths = [len(prompt_ids[row]) + len(completion_ids[row]) for row in rows]
     batches = [
-        _micro_batch([rows[i] for i in part], prompt_ids, completion_ids, device)
-        for part in plan_rows(lengths, budget)
+        _micro_batch([rows[i] for i in part], prompt_ids, completion_ids, device) for part in plan_rows(lengths, budget)
     ]
     most = int(all_reduce(torch.tensor(len(batches), device=device), "max"))
     return batches + [_filler(device) for _ in range(most - len(batches))]

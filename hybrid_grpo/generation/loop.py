@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +99,7 @@ class _Loop:
     """One call of `generate`."""
 
     def __init__(
-        self, model: nn.Module, requests: Sequence[Request], sampling: Sampling, max_slots: int, prefill_tokens: int
+        self, model: Any, requests: Sequence[Request], sampling: Sampling, max_slots: int, prefill_tokens: int
     ) -> None:
         self.model = model
         self.requests = requests
@@ -126,7 +127,7 @@ class _Loop:
             if not self.waiting:
                 self._prefill(free)
             prefix = self.waiting[0].prefix
-            batch = []
+            batch: list[_Waiting] = []
             while self.waiting and self.waiting[0].prefix is prefix and len(batch) < free:
                 batch.append(self.waiting.popleft())
             self._insert(prefix, batch)
@@ -230,7 +231,7 @@ class _Loop:
 
 @torch.inference_mode()
 def generate(
-    model: nn.Module,
+    model: Any,
     requests: Sequence[Request],
     sampling: Sampling,
     *,

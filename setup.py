@@ -1,0 +1,45 @@
+"""Packaging. torch and deepspeed are best installed first: see training_scripts/setup.sh."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="hybrid-grpo",
+    version="0.1.0",
+    description="GRPO post-training of Hugging Face causal language models inside one DeepSpeed engine",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["hybrid_grpo", "hybrid_grpo.*"]),
+    package_data={"hybrid_grpo": ["*.j2"]},
+    python_requires=">=3.10,<3.14",
+    install_requires=[
+        "torch>=2.11",
+        "deepspeed>=0.19.8",
+        "transformers>=5.17",
+        "datasets>=4.0",
+        "jsonargparse[signatures]>=4.40",
+        "jinja2>=3.1",
+        "numpy>=1.26",
+        "psutil>=5.9",
+        "pyarrow>=16",
+        "pyyaml>=6.0",
+        "rich>=13.7",
+        "wandb>=0.19",
+    ],
+    extras_require={
+        "flash": ["flash-attn>=2.7"],
+        "dev": [
+            "hypothesis>=6.100",
+            "import-linter>=2.1",
+            "mypy>=1.15",
+            "pytest>=8.2",
+            "ruff>=0.11",
+            "types-PyYAML",
+            "types-psutil",
+        ],
+        "bench": ["trl==1.16.0", "matplotlib>=3.8"],
+    },
+    entry_points={"console_scripts": ["hybrid-grpo=hybrid_grpo.__main__:main"]},
+)
