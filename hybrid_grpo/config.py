@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from types import UnionType
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+import yaml
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_parsing_settings
 
 from hybrid_grpo.errors import UserError
 
@@ -309,6 +312,8 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
     )
 
 
+_MAY_BE_EMPTY_TEXT = {"policy.model", "data.path", "data.eval_path", "data.system_prompt", "run.name", "eval.outcome"}
+"""Empty text means something, or is refused in words of its own."""
 _POSITIVE = {
     "run.steps", "policy.lr", "policy.max_grad_norm", "policy.micro_batch_tokens", "data.max_prompt_tokens",
     "rollout.prompts_per_step", "rollout.max_completion_tokens", "rollout.max_slots", "rollout.prefill_tokens",
@@ -327,6 +332,7 @@ def _check_common(config: TrainConfig | SftConfig) -> None:
             path = f"{section.name}.{name}"
             _refuse(path in _POSITIVE and value <= 0, f"{path} {value} must be greater than 0")
             _refuse(path in _NOT_NEGATIVE and value < 0, f"{path} {value} must be 0 or greater")
+            _refuse(value == "" and path not in _MAY_BE_EMPTY_TEXT, f"{path} is empty: give a value or take it out")
     _check_model(config.policy.model)
     _check_source("data.path", config.data.path)
     if config.data.eval_path is not None:
@@ -334,19 +340,33 @@ def _check_common(config: TrainConfig | SftConfig) -> None:
     _check_deepspeed(config.engine.deepspeed)
     for name, limit in (("data.limit", config.data.limit), ("data.eval_limit", config.data.eval_limit)):
         _refuse(limit is not None and limit < 1, f"{name} {limit} must be 1 or greater")
+    for beta in config.policy.betas:
+        _refuse(not 0 <= beta < 1, f"policy.betas {list(config.policy.betas)} must be in [0, 1)")
     _refuse(
         config.engine.offload_optimizer and config.engine.zero_stage == 0,
         "engine.offload_optimizer needs engine.zero_stage 1 or higher: set engine.zero_stage to 1, 2 or 3",
     )
+    _check_name("run.name", config.run.name, "it names a folder")
+    _check_run_dir(config.run.dir)
+
+
+def _check_name(setting: str, name: str, why: str) -> None:
     _refuse(
-        not re.fullmatch(r"[\w.\-]+", config.run.name) or config.run.name.strip(".") == "",
-        f"run.name {config.run.name!r} must be letters, digits, '.', '_' or '-': it names a folder",
+        not re.fullmatch(r"[\w.][\w.\-]{0,127}", name) or name.strip(".") == "",
+        f"{setting} {name!r} must be at most 128 letters, digits, '.', '_' or '-', without '-' in front: {why}",
     )
+
+
+def _check_run_dir(folder: str) -> None:
+    _refuse(folder.startswith("~"), f"run.dir {folder}: ~ is only known to shells: write the whole path")
+    above = next((path for path in (Path(folder), *Path(folder).parents) if path.exists()), None)
+    _refuse(above is not None and not above.is_dir(), f"run.dir {folder}: {above} is a file, not a folder")
 
 
 def _check_model(model: str) -> None:
     _refuse(not model, "policy.model is not set: give a model folder or a hub name")
     if _looks_like_path(model):
+        _refuse(Path(model).is_file(), f"policy.model {model} is a file: give the folder of a model or a hub name")
         _refuse(not Path(model).is_dir(), f"policy.model {model}: there is no such folder")
         _refuse(
             not (Path(model) / "config.json").is_file(),
@@ -371,29 +391,31 @@ def _looks_like_path(name: str) -> bool:
 
 
 _OWNED = {
-    "zero_optimization.stage": "engine.zero_stage",
-    "bf16.enabled": "policy.dtype",
-    "fp16.enabled": "policy.dtype",
-    "gradient_clipping": "policy.max_grad_norm",
-    "gradient_accumulation_steps": "policy.micro_batch_tokens",
-    "train_batch_size": "rollout.prompts_per_step",
-    "train_micro_batch_size_per_gpu": "policy.micro_batch_tokens",
-    "managed_gradient_accumulation": "policy.micro_batch_tokens",
-    "hybrid_engine.enabled": "nothing: generation depends on it",
-    "optimizer.params.lr": "policy.lr",
-    "optimizer.params.betas": "policy.betas",
-    "optimizer.params.weight_decay": "policy.weight_decay",
-    "scheduler": "policy.lr_schedule",
+    "zero_optimization.stage": "set by engine.zero_stage",
+    "bf16.enabled": "set by policy.dtype",
+    "fp16.enabled": "set by policy.dtype",
+    "gradient_clipping": "set by policy.max_grad_norm",
+    "gradient_accumulation_steps": "derived from policy.micro_batch_tokens",
+    "train_batch_size": "derived from the batch settings",
+    "train_micro_batch_size_per_gpu": "derived from policy.micro_batch_tokens",
+    "managed_gradient_accumulation": "derived from policy.micro_batch_tokens",
+    "hybrid_engine.enabled": "always on, since generation depends on it",
+    "optimizer.params.lr": "set by policy.lr",
+    "optimizer.params.betas": "set by policy.betas",
+    "optimizer.params.weight_decay": "set by policy.weight_decay",
+    "scheduler": "set by policy.lr_schedule",
 }
-"""DeepSpeed settings that follow from one of ours."""
+"""DeepSpeed settings that follow from ours."""
 
 
 def _check_deepspeed(overrides: dict[str, Any]) -> None:
-    for owned, setting in _OWNED.items():
-        value: Any = overrides
-        for key in owned.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        _refuse(value is not None, f"engine.deepspeed.{owned} is set by {setting}: take it out of engine.deepspeed")
+    for owned, origin in _OWNED.items():
+        section, path = overrides, "engine.deepspeed"
+        *above, last = owned.split(".")
+        for key in above:
+            section, path = section.get(key, {}), f"{path}.{key}"
+            _refuse(not isinstance(section, dict), f"{path} {section!r} must be a section of DeepSpeed's settings")
+        _refuse(last in section, f"engine.deepspeed.{owned} is {origin}: take it out of engine.deepspeed")
 
 
 def check_sft(config: SftConfig, world_size: int) -> None:
@@ -404,7 +426,7 @@ def check_sft(config: SftConfig, world_size: int) -> None:
     """
     _check_common(config)
     _refuse_indivisible("sft.batch_size", config.sft.batch_size, world_size, "ranks")
-    for name in ("eval_path", "eval_split"):
+    for name in ("eval_path", "eval_split", "eval_limit"):
         _refuse(
             getattr(config.data, name) is not None,
             f"data.{name} is set, but sft does not evaluate: take it out, and use `hybrid-grpo eval` on the result",
@@ -430,6 +452,10 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     )
     _refuse(grpo.epsilon_low >= 1, f"grpo.epsilon_low {grpo.epsilon_low} must be below 1: the ratio stays positive")
     _refuse(not config.rewards, "rewards is empty: give at least one, as in --rewards '[{function: exact_match}]'")
+    for index, reward in enumerate(config.rewards):
+        _refuse(not reward.function, f"rewards[{index}].function is empty: name a built-in or a function")
+        if reward.name is not None:
+            _check_name(f"rewards[{index}].name", reward.name, "it names a metric")
     names = [reward_name(reward) for reward in config.rewards]
     doubles = {name for name in names if names.count(name) > 1}
     _refuse(bool(doubles), f"rewards: two are named {', '.join(sorted(doubles))}: set `name` on one of them")
@@ -438,6 +464,12 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
         outcome is not None and outcome not in names,
         f"eval.outcome {outcome!r} is not a reward of this run{_did_you_mean(outcome or '', names)}",
     )
+    _check_name("eval.name", config.eval.name, "it names a metric")
+    if config.data.eval_path is None and config.data.eval_split is None:
+        for setting, value in (("eval.every", config.eval.every), ("data.eval_limit", config.data.eval_limit)):
+            _refuse(bool(value), f"{setting} {value} needs held-out prompts: set data.eval_path or data.eval_split")
+    for token in rollout.stop_ids:
+        _refuse(token < 0, f"rollout.stop_ids {rollout.stop_ids}: a token id is 0 or greater")
     return batch_plan(config, world_size)
 
 
@@ -465,27 +497,137 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
         SystemExit: after `--help` or `--print_config`.
     """
     parser = ArgumentParser(
-        prog=f"hybrid-grpo {command}", description=cls.__doc__, exit_on_error=False, default_env=False
+        prog=f"hybrid-grpo {command}",
+        description=cls.__doc__,
+        exit_on_error=False,
+        default_env=False,
+        allow_abbrev=False,
     )
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings below.")
-    parser.add_class_arguments(cls)
+    parser.add_argument("--config", action=_Recipe, help="YAML file with any of the settings below.")
+    parser.add_class_arguments(cls, skip={"rewards"})
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    if "rewards" in fields:
+        # As plain entries: as dataclasses, a later list would be merged into an earlier one, entry by entry.
+        parser.add_argument("--rewards", type=list[dict[str, Any]], default=[], help=_rewards_help())
     try:
         namespace = parser.parse_args(arguments)
-        config = parser.instantiate_classes(namespace)
     except ArgumentError as error:
         raise UserError(_one_line(str(error), cls)) from None
-    values = {f.name: config[f.name] for f in dataclasses.fields(cls)}
+    sections = get_type_hints(cls)
+    values: dict[str, Any] = {
+        name: [_build(RewardConfig, f"rewards[{i}]", entry) for i, entry in enumerate(namespace.rewards or [])]
+        if name == "rewards"
+        else _build(sections[name], name, vars(namespace[name]))
+        for name in fields
+    }
     return Parsed(cls(**values), parser.dump(namespace, skip_link_targets=False))
 
 
-def setting_names(cls: type[Any]) -> list[str]:
-    """Names of all sections and settings, dotted."""
-    names = [f.name for f in dataclasses.fields(cls)]
+def _rewards_help() -> str:
+    keys = ", ".join(f.name for f in dataclasses.fields(RewardConfig))
+    return f"Reward functions: `[{{function: exact_match, weight: 1.0}}, ...]`; an entry has {keys}."
+
+
+class _Recipe(ActionConfigFile):
+    """A YAML file of settings, refused where YAML would let a mistake pass: a key given twice, an empty section."""
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, option_string: str | None = None) -> None:
+        path = Path(value)
+        _refuse(path.is_dir(), f"--config {path} is a folder: give a YAML file")
+        _refuse(not path.is_file(), f"--config {path}: there is no such file")
+        try:
+            recipe = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
+        except (OSError, UnicodeError, yaml.YAMLError) as error:
+            raise UserError(f"--config {path} cannot be read: {_yaml_problem(error)}") from None
+        if not isinstance(recipe, yaml.MappingNode):
+            raise UserError(f"--config {path} holds no settings: write `section:` lines")
+        _refuse_doubles(recipe, path)
+        sections = {*get_type_hints(TrainConfig), *get_type_hints(SftConfig)} - {"rewards"}
+        for key, node in recipe.value:
+            _refuse(
+                key.value in sections and not isinstance(node, yaml.MappingNode),
+                f"--config {path} line {key.start_mark.line + 1}: {key.value} must have settings below it:"
+                " give some or take it out",
+            )
+        super().__call__(parser, namespace, value, option_string)
+
+
+def _refuse_doubles(node: Any, path: Path) -> None:
+    """YAML keeps the last of two equal keys without a word."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            _refuse(key.value in seen, f"--config {path} line {line}: {key.value} is given twice: merge the two")
+            seen.add(key.value)
+        for _, value in node.value:
+            _refuse_doubles(value, path)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _refuse_doubles(value, path)
+
+
+def _yaml_problem(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}: " if mark else ""
+    return where + " ".join((getattr(error, "problem", None) or str(error)).split())
+
+
+def _build(cls: type[Any], path: str, values: Any) -> Any:
+    """The dataclass of one section, every value of the declared type: null, nan and the like are refused."""
+    _refuse(not isinstance(values, dict), f"{path} {values!r} must be settings, as in {{{_first_field(cls)}: ...}}")
+    hints = get_type_hints(cls)
+    for name, value in values.items():
+        if name not in hints:
+            raise UserError(f"there is no setting {path}.{name}{_did_you_mean(str(name), list(hints))}")
+        _refuse(not _fits(value, hints[name]), f"{path}.{name}: expected {_type_name(hints[name])}, got {value!r}")
     for f in dataclasses.fields(cls):
-        section = f.default_factory() if f.default_factory is not dataclasses.MISSING else None
-        if dataclasses.is_dataclass(section):
-            names += [f"{f.name}.{inner.name}" for inner in dataclasses.fields(section)]
-    return names
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        _refuse(required and f.name not in values, f"{path}.{f.name} is not set: give one")
+    return cls(**{name: float(value) if hints[name] is float else value for name, value in values.items()})
+
+
+def _first_field(cls: type[Any]) -> str:
+    return dataclasses.fields(cls)[0].name
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, options = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return any(type(value) is type(option) and value == option for option in options)
+    if origin in (Union, UnionType):
+        return any(_fits(value, option) for option in options)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(map(_fits, value, options))
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, options[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is hint
+
+
+def _type_name(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return " or ".join(map(str, get_args(hint)))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_type_name(option) for option in get_args(hint))
+    if hint == list[RewardConfig]:
+        return "a list such as [{function: exact_match}]"
+    names = {float: "a finite number", int: "a whole number", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(hint) or {tuple: "[number, number]", list: "a list", dict: "a mapping"}[get_origin(hint)]
+
+
+def setting_names(cls: type[Any]) -> list[str]:
+    """Names of all settings, dotted."""
+    return [
+        name
+        for section, hint in get_type_hints(cls).items()
+        for name in (
+            [f"{section}.{f.name}" for f in dataclasses.fields(hint)] if dataclasses.is_dataclass(hint) else [section]
+        )
+    ]
 
 
 def _one_line(message: str, cls: type[Any]) -> str:
@@ -493,23 +635,34 @@ def _one_line(message: str, cls: type[Any]) -> str:
     unknown = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", line)
     if unknown:
         return _unknown(f"{unknown[1]}.{unknown[2]}", cls)
-    unknown = re.search(r"class_path '[\w.]+\.(\w+)': Option '(\w+)' is not accepted", line)
-    if unknown:
-        fields = [f.name for f in dataclasses.fields(globals()[unknown[1]])]
-        return f"there is no setting {unknown[2]} of a {unknown[1]}{_did_you_mean(unknown[2], fields)}"
     unknown = re.search(r"unrecognized arguments: --([\w.]+)", line) or re.search(
         r"(?:Option|Key) '([\w.]+)' is not (?:accepted|expected)$", line
     )
     if unknown and "Parser key" not in line:
         return _unknown(unknown[1], cls)
-    line = re.sub(r"Parser key \"([\w.]+)\":", r"\1:", line)
-    return re.sub(r"<class '(\w+)'>", r"\1", line).replace("typing.", "")
+    stray = re.search(r"unrecognized arguments: (.*)", line)
+    if stray:
+        return f"{stray[1]} is no option: a setting is given as --section.name value"
+    typed = re.search(r"Parser key \"(\w+)(?:\.(\w+))?\": .*?(?:Got|Given) value: ?(.*)", line)
+    if typed:
+        hint = get_type_hints(cls)[typed[1]]
+        hint, name = (get_type_hints(hint)[typed[2]], f"{typed[1]}.{typed[2]}") if typed[2] else (hint, typed[1])
+        return f"{name}: expected {_type_name(hint)}, got {typed[3] or 'nothing'}"
+    line = re.sub(r"^argument --([\w.]+):", r"\1:", line)
+    return re.sub(r"Parser key \"([\w.]+)\":", r"\1:", line)
 
 
 def _unknown(name: str, cls: type[Any]) -> str:
-    return f"there is no setting {name}{_did_you_mean(name, setting_names(cls))}"
+    """A setting of this name in another section is the likeliest; then a like one of the same section."""
+    names = setting_names(cls)
+    section, _, last = name.rpartition(".")
+    same = [known for known in names if known.rpartition(".")[2] == last]
+    if same:
+        return f"there is no setting {name}: did you mean {' or '.join(same)}?"
+    near = [known for known in names if known.startswith(f"{section}.")]
+    return f"there is no setting {name}{_did_you_mean(name, near or list(get_type_hints(cls)))}"
 
 
 def _did_you_mean(name: str, names: list[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f": did you mean {close[0]}?" if close else f"; known are {', '.join(names)}"
+    return f": did you mean {close[0]}?" if close else f": known are {', '.join(names)}"

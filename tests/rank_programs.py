@@ -1,0 +1,238 @@
+"""Programs that tests start under the launcher, one function each: `python rank_programs.py NAME FOLDER`.
+
+Every rank writes what it saw to FOLDER/NAME.WORLD.RANK.json; the tests compare the files.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybrid_grpo import engine as engines
+from hybrid_grpo.config import (
+    BatchPlan,
+    DataConfig,
+    EngineConfig,
+    GrpoConfig,
+    PolicyConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+    check_train,
+)
+from hybrid_grpo.distributed import all_reduce, leave, rank, world_size
+from hybrid_grpo.policy import Policy
+from hybrid_grpo.reference import Reference
+from hybrid_grpo.task import Task
+from hybrid_grpo.trainer import Trainer
+
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "broadcast",
+    "barrier",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "all_to_all_single",
+    "send",
+    "recv",
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "_all_gather_base",
+    "_reduce_scatter_base",
+    "all_gather_coalesced",
+    "all_reduce_coalesced",
+)
+
+
+def count_collectives() -> Counter[str]:
+    """Count every call of a collective from now on, DeepSpeed's included: all end in torch.distributed."""
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        for module in (dist, dist.distributed_c10d):
+            if hasattr(module, name):
+                setattr(module, name, counted(name, getattr(module, name)))
+    return calls
+
+
+def build(folder: Path, *, stage: int = 3, beta: float = 0.0, num_minibatches: int = 1, **rollout: Any) -> Trainer:
+    """A trainer on the quickstart's tiny model and task."""
+    config = TrainConfig(
+        policy=PolicyConfig(model=str(folder / "model"), dtype="float32", lr=1e-3, micro_batch_tokens=160),
+        engine=EngineConfig(zero_stage=stage),  # type: ignore[arg-type]
+        data=DataConfig(path=str(folder / "train.jsonl"), eval_path=str(folder / "heldout.jsonl"), eval_limit=24),
+        rollout=RolloutConfig(
+            **{"prompts_per_step": 8, "num_generations": 4, "max_completion_tokens": 12, "max_slots": 16, **rollout}
+        ),
+        grpo=GrpoConfig(beta=beta, num_minibatches=num_minibatches),
+        rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
+    )
+    device = engines.start()
+    plan: BatchPlan = check_train(config, world_size())
+    task = Task.read(config)
+    policy = Policy(config.policy, config.engine, task.tokenizer, total_steps=100)
+    reference = Reference(config.policy) if beta else None
+    return Trainer(config, plan, policy, reference, task, device)
+
+
+def steps(folder: Path, stage: int, beta: float, num_minibatches: int = 1) -> dict[str, Any]:
+    """Two steps: rollouts, and the reduced numbers."""
+    trainer = build(folder, stage=stage, beta=beta, num_minibatches=num_minibatches)
+    seen: dict[str, Any] = {"rollouts": [], "metrics": []}
+    for step in (1, 2):
+        trainer.step(step)
+        assert trainer.last_rollout is not None
+        rollout, scores, advantages_B = trainer.last_rollout
+        rows = zip(rollout.row_prompts, rollout.completions, advantages_B.tolist(), strict=True)
+        seen["rollouts"].append([(p.id, c.token_ids, c.logp, a) for p, c, a in rows])
+        seen["metrics"].append(trainer.meter.reduce())
+    trainer.evaluate()
+    greedy = trainer.policy.greedy(trainer.eval_prompts, trainer.config.rollout, trainer.task.stop_ids)
+    seen["greedy"] = [c.token_ids for c in greedy]
+    seen["eval"] = trainer.meter.reduce()
+    return seen
+
+
+def zero3(folder: Path) -> dict[str, Any]:
+    return steps(folder, stage=3, beta=0.0)
+
+
+def zero3_reference(folder: Path) -> dict[str, Any]:
+    return steps(folder, stage=3, beta=0.1, num_minibatches=2)
+
+
+def zero2(folder: Path) -> dict[str, Any]:
+    return steps(folder, stage=2, beta=0.0)
+
+
+def zero0(folder: Path) -> dict[str, Any]:
+    return steps(folder, stage=0, beta=0.0)
+
+
+def switch(folder: Path) -> dict[str, Any]:
+    """What happens between gather and release, and after an error."""
+    trainer = build(folder)
+    policy, seen = trainer.policy, {}
+    prompts = trainer.draw_prompts()
+    calls = count_collectives()
+
+    with policy.engine.generation() as view:
+        seen["gather"] = dict(calls)
+        calls.clear()
+        # Ranks of unequal work: nothing inside may wait for the other rank.
+        from hybrid_grpo.generation import Request, Sampling, generate
+
+        start = time.perf_counter()
+        tokens = 4 if rank() == 0 else 48
+        generate(view, [Request(p.token_ids, [0, 1]) for p in prompts], Sampling(tokens))
+        seen["seconds"] = time.perf_counter() - start
+        seen["inside"] = dict(calls)
+        seen["hooks"] = sum(
+            len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in view.modules()
+        )
+        seen["training"] = view.training
+        try:
+            with policy.engine.generation():
+                pass
+        except RuntimeError as error:
+            seen["nested"] = str(error)
+        calls.clear()
+    seen["release"] = dict(calls)
+    seen["empty_after"] = all(p.numel() == 0 for p in policy.engine._view.module.parameters())
+
+    try:
+        with policy.engine.generation():
+            if rank() == 1:
+                raise KeyError("mine")
+    except Exception as error:
+        seen["error"] = f"{type(error).__name__}: {error}"
+    trainer.step(1)
+    seen["after"] = trainer.meter.reduce()["policy/grad_norm"]
+    return seen
+
+
+def losses(folder: Path) -> dict[str, Any]:
+    """Ten training losses, with and without a generation phase between them: the same forwards and backwards."""
+    seen: dict[str, Any] = {}
+    trainer = build(folder)
+    rollout = trainer.sample(trainer.draw_prompts(), 1)
+    batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
+    initial = folder / f"initial.{world_size()}"
+    trainer.policy.engine.save(initial, "start", {})
+    for name in ("without", "with"):
+        trainer.policy.engine.load(initial, "start")
+        seen[name] = []
+        for step in range(10):
+            if name == "with":
+                trainer.policy.rollout(
+                    rollout.prompts, trainer.config.rollout, trainer.task.stop_ids, seed=0, step=step
+                )
+            total = torch.zeros(())
+            for micro in batches:
+                logp_bT, _ = trainer.policy.logprobs(micro, 1.0)
+                loss = -logp_bT.sum() / 100 if micro.rows else 0.0 * logp_bT.sum()
+                trainer.policy.engine.backward(loss)
+                total += loss.detach()
+            trainer.policy.step()
+            seen[name].append(float(all_reduce(total)))
+    return seen
+
+
+def nonfinite(folder: Path) -> dict[str, Any]:
+    """A gradient that is not finite on one rank: every stage skips it on all of them, and goes on."""
+    stage = int(folder.name[-1])
+    trainer = build(folder.parent, stage=stage)
+    rollout = trainer.sample(trainer.draw_prompts(), 1)
+    batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
+    seen: dict[str, Any] = {"applied": [], "norms": [], "logp": []}
+    for bad in (False, True, False):
+        for i, micro in enumerate(batches):
+            logp_bT, _ = trainer.policy.logprobs(micro, 1.0)
+            if i == 0:
+                seen["logp"].append(float(logp_bT.detach().sum()))
+            scale = float("inf") if bad and rank() == world_size() - 1 and i == 0 else 1.0
+            loss = -logp_bT.sum() / 100 * scale if micro.rows else 0.0 * logp_bT.sum()
+            trainer.policy.engine.backward(loss)
+        result = trainer.policy.step()
+        seen["applied"].append(result.applied)
+        seen["norms"].append(str(result.grad_norm))
+    micro = batches[0]
+    seen["logp"].append(float(trainer.policy.logprobs(micro, 1.0)[0].detach().sum()))
+    seen["skipped"] = trainer.policy.skipped_steps
+    return seen
+
+
+def main() -> None:
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    seen = globals()[name](folder)
+    target = folder if folder.is_dir() else folder.parent
+    suffix = "" if folder.is_dir() else f".{folder.name}"
+    (target / f"{name}{suffix}.{world_size()}.{rank()}.json").write_text(json.dumps(seen))
+    leave()
+
+
+if __name__ == "__main__":
+    main()

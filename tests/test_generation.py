@@ -1,0 +1,317 @@
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import ARCHITECTURES, VOCABULARY, WINDOW, build, pair, tiny_config
+
+from hybrid_grpo.generation import ATTENTION, GREEDY, Request, Sampling, generate, stream_key
+from hybrid_grpo.generation import loop as loops
+
+PROMPT_LENGTHS = [1, 2, 7, 19, 4, 1, 12, 9, 3, 16]
+LIMIT = 24
+
+
+def random_prompts(lengths, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+def requests_of(prompts, samples, step=0):
+    return [Request(prompt, [stream_key(7, step, row, k) for k in range(samples)]) for row, prompt in enumerate(prompts)]
+
+
+def tokens(groups):
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+def assert_alike(groups, others):
+    assert tokens(groups) == tokens(others)
+    for mine, theirs in zip((c for g in groups for c in g), (c for g in others for c in g), strict=True):
+        assert mine.finish == theirs.finish
+        assert mine.logp == pytest.approx(theirs.logp, abs=2e-5)
+
+
+def through_transformers(model, prompts, stop_ids):
+    """Greedy continuations by `generate()` of one left-padded batch, cut behind the stop token."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=LIMIT,
+        do_sample=False,
+        eos_token_id=stop_ids or None,
+        pad_token_id=0,
+    )[:, width:].tolist()
+    ends = [next((i + 1 for i, token in enumerate(row) if token in stop_ids), LIMIT) for row in out]
+    return [row[:end] for row, end in zip(out, ends, strict=True)]
+
+
+def training_logp(model, prompt, completion, temperature):
+    """Log-probabilities of a completion by one forward over the whole sequence, without a cache."""
+    sequence = torch.tensor([prompt + completion])
+    with torch.no_grad():
+        logp = (model(sequence, use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+    return logp.gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_are_those_of_transformers_and_logp_that_of_training(architecture):
+    model, view = pair(architecture)
+    prompts = random_prompts(PROMPT_LENGTHS)
+    samples = 3
+    # 5 slots for 30 completions: sequences queue, leave and move. 30 tokens a prefill: several of unequal widths.
+    squeeze = {"max_slots": 5, "prefill_tokens": 30}
+
+    free, _ = generate(view, requests_of(prompts, samples), Sampling(LIMIT, temperature=GREEDY), **squeeze)
+    stop_ids = (free[2][0].token_ids[5], free[3][0].token_ids[11])
+    stopped, stats = generate(
+        view, requests_of(prompts, samples), Sampling(LIMIT, temperature=GREEDY, stop_ids=stop_ids), **squeeze
+    )
+
+    assert {len(prompt) for prompt in prompts} >= {1, 19} and max(map(len, prompts)) > 2 * WINDOW
+    assert all(len(set(group[0].token_ids)) > 1 for group in free), "text that never changes proves little"
+    assert {c.finish for group in stopped for c in group} == {"stop", "length"}
+    for groups, stops in [(free, ()), (stopped, stop_ids)]:
+        padded = through_transformers(model, prompts, stops)
+        alone = [through_transformers(model, [prompt], stops)[0] for prompt in prompts]
+        assert tokens(groups) == [[row] * samples for row in alone] == [[row] * samples for row in padded]
+    for prompt, group in zip(prompts, stopped, strict=True):
+        assert group[0].logp == pytest.approx(training_logp(model, prompt, group[0].token_ids, 1.0), abs=1e-4)
+        # By how many are decoded beside it, its sums may round differently.
+        assert all(other.logp == pytest.approx(group[0].logp, abs=2e-5) for other in group)
+    assert stats.rows == sum(len(c.token_ids) for group in stopped for c in group)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_sampled_logp_agrees_with_the_training_forward(architecture):
+    model, view = pair(architecture)
+    prompts = random_prompts(PROMPT_LENGTHS)
+    sampling = Sampling(LIMIT, temperature=1.7, top_k=20, top_p=0.9)
+    groups, _ = generate(view, requests_of(prompts, 2), sampling, max_slots=7, prefill_tokens=25)
+    for prompt, group in zip(prompts, groups, strict=True):
+        assert group[0].token_ids != group[1].token_ids
+        for completion in group:
+            expected = training_logp(model, prompt, completion.token_ids, 1.7)
+            assert completion.logp == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "without"),
+    [
+        ("mistral", {"sliding_window": None}),
+        ("gemma2", {"layer_types": ["full_attention", "full_attention"]}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"final_logit_softcapping": None}),
+    ],
+)
+def test_the_windows_and_soft_caps_of_these_models_are_felt(architecture, without):
+    """Or the equality with transformers would hold without them too."""
+    prompts = random_prompts([19, 16])
+    sampling = Sampling(LIMIT, temperature=GREEDY)
+    with_it, _ = generate(pair(architecture)[1], requests_of(prompts, 1), sampling)
+    without_it, _ = generate(pair(architecture, **without)[1], requests_of(prompts, 1), sampling)
+    assert with_it[0][0].logp != pytest.approx(without_it[0][0].logp, abs=1e-2)
+
+
+@pytest.fixture(scope="module")
+def view():
+    return pair("qwen2")[1]
+
+
+@pytest.fixture(scope="module")
+def sampled(view):
+    """Completions of 8 prompts x 3 with ends of both kinds, from one roomy call: the reference of the layout tests."""
+    requests = requests_of(random_prompts(PROMPT_LENGTHS[:8], seed=3), 3)
+    sampling = Sampling(LIMIT, temperature=1.3, top_p=0.95, stop_ids=(4, 9))
+    groups, _ = generate(view, requests, sampling)
+    assert {c.finish for group in groups for c in group} == {"stop", "length"}
+    assert len({tuple(c.token_ids) for group in groups for c in group}) > 20
+    return requests, sampling, groups
+
+
+@pytest.mark.parametrize("max_slots", [1, 2, 5, 23, 1000])
+@pytest.mark.parametrize("prefill_tokens", [1, 20, 10000])
+def test_completions_do_not_depend_on_slots_and_prefills(view, sampled, max_slots, prefill_tokens):
+    requests, sampling, groups = sampled
+    again, stats = generate(view, requests, sampling, max_slots=max_slots, prefill_tokens=prefill_tokens)
+    assert_alike(again, groups)
+    assert stats.prefills == len(requests)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_completions_do_not_depend_on_the_order_of_prompts(view, sampled, seed):
+    requests, sampling, groups = sampled
+    order = random.Random(seed).sample(range(len(requests)), len(requests))
+    again, _ = generate(view, [requests[i] for i in order], sampling, max_slots=6, prefill_tokens=40)
+    assert_alike(again, [groups[i] for i in order])
+
+
+def test_completions_do_not_depend_on_the_order_of_samples(view, sampled):
+    requests, sampling, groups = sampled
+    turned = [Request(request.prompt_ids, request.keys[::-1]) for request in requests]
+    again, _ = generate(view, turned, sampling, max_slots=6)
+    assert_alike(again, [group[::-1] for group in groups])
+
+
+@pytest.mark.parametrize("cut", range(1, 8))
+def test_completions_do_not_depend_on_which_call_they_are_part_of(view, sampled, cut):
+    requests, sampling, groups = sampled
+    parts = [generate(view, part, sampling, max_slots=4)[0] for part in (requests[:cut], requests[cut:])]
+    assert_alike(parts[0] + parts[1], groups)
+
+
+def test_another_step_gives_other_completions_of_the_same_prompts(view, sampled):
+    requests, sampling, groups = sampled
+    prompts = [request.prompt_ids for request in requests]
+    others, _ = generate(view, requests_of(prompts, 3, step=1), sampling)
+    same = sum(a == b for x, y in zip(tokens(groups), tokens(others), strict=True) for a, b in zip(x, y, strict=True))
+    assert same <= 2  # two short ones may agree by chance
+
+
+def test_a_limit_cuts_and_a_stop_token_ends_and_belongs_to_the_completion(view):
+    requests = requests_of(random_prompts(PROMPT_LENGTHS), 3)
+    free, _ = generate(view, requests, Sampling(LIMIT))
+    assert all(len(c.token_ids) == len(c.logp) == LIMIT and c.finish == "length" for group in free for c in group)
+    stop_ids = (free[0][0].token_ids[0], free[0][1].token_ids[7], free[1][0].token_ids[LIMIT - 1])
+    stopped, stats = generate(view, requests, Sampling(LIMIT, stop_ids=stop_ids))
+    for group, whole in zip(stopped, free, strict=True):
+        for completion, uncut in zip(group, whole, strict=True):
+            ends = [i + 1 for i, token in enumerate(uncut.token_ids) if token in stop_ids]
+            assert completion.token_ids == uncut.token_ids[: min(ends, default=LIMIT)]
+            assert completion.finish == ("stop" if ends else "length")
+    assert len(stopped[0][0].token_ids) == 1
+    assert len({len(c.token_ids) for group in stopped for c in group}) > 4
+    assert stats.rows == sum(len(c.token_ids) for group in stopped for c in group)
+
+
+def test_a_stop_token_at_the_limit_is_a_stop(view):
+    [request] = requests_of(random_prompts([5]), 1)
+    [[free]], _ = generate(view, [request], Sampling(3))
+    last = free.token_ids[-1]
+    assert last not in free.token_ids[:-1]
+    [[stopped]], _ = generate(view, [request], Sampling(3, stop_ids=(last,)))
+    assert (stopped.token_ids, stopped.finish) == (free.token_ids, "stop")
+
+
+def test_a_stop_token_in_the_prompt_ends_nothing(view):
+    request = Request([4, 9, 4], [stream_key(1)])
+    [[completion]], _ = generate(view, [request], Sampling(LIMIT, stop_ids=(4, 9)))
+    [[free]], _ = generate(view, [request], Sampling(LIMIT))
+    assert len(completion.token_ids) >= 1 and completion.token_ids == free.token_ids[: len(completion.token_ids)]
+
+
+def test_cost_follows_the_tokens_and_not_batch_times_longest(view, sampled):
+    requests, sampling, groups = sampled
+    lengths = [len(c.token_ids) for group in groups for c in group]
+    _, wide = generate(view, requests, sampling, max_slots=100)
+    assert (wide.steps, wide.rows) == (max(lengths), sum(lengths))
+    # With one slot every step is one token; with a few, a slot is refilled as soon as it is free.
+    _, single = generate(view, requests, sampling, max_slots=1)
+    assert (single.steps, single.rows) == (sum(lengths), sum(lengths))
+    _, few = generate(view, requests, sampling, max_slots=4)
+    assert few.rows == sum(lengths)
+    assert few.steps <= sum(lengths) / 4 + max(lengths)
+
+
+def test_a_prompt_is_read_once_for_its_whole_group_even_when_the_group_does_not_fit(view):
+    rows = []
+    handle = view.base_model.register_forward_pre_hook(
+        lambda _, __, kwargs: rows.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    try:
+        _, stats = generate(view, requests_of(random_prompts([5, 9, 3]), 8), Sampling(4), max_slots=3)
+    finally:
+        handle.remove()
+    prefills = [shape for shape in rows if shape[1] > 1]
+    assert stats.prefills == sum(shape[0] for shape in prefills) == 3
+    assert sum(shape[0] for shape in rows if shape[1] == 1) == stats.rows == 3 * 8 * 4
+
+
+@pytest.mark.parametrize("budget", [1, 16, 40, 100])
+def test_prefills_keep_their_token_budget(view, budget):
+    shapes = []
+    handle = view.base_model.register_forward_pre_hook(
+        lambda _, __, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    try:
+        generate(view, requests_of(random_prompts(PROMPT_LENGTHS), 1), Sampling(1), prefill_tokens=budget)
+    finally:
+        handle.remove()
+    prefills = shapes[:-1]
+    assert sum(n for n, _ in prefills) == len(PROMPT_LENGTHS)
+    assert all(n * width <= budget or n == 1 for n, width in prefills)
+
+
+def test_memory_follows_the_longest_sequence_and_not_the_limit(view):
+    prompts = random_prompts([3, 30, 11])
+    stop_ids = tuple(range(0, VOCABULARY, 6))
+    sampling = Sampling(100_000, stop_ids=stop_ids)
+    loop = loops._Loop(view, requests_of(prompts, 4), sampling, 12, 1000)
+    with torch.inference_mode():
+        groups = loop.run()
+    longest = max(
+        len(prompt) + len(c.token_ids) for prompt, group in zip(prompts, groups, strict=True) for c in group
+    )
+    assert all(c.finish == "stop" for group in groups for c in group)
+    assert 30 < longest <= loop.cache.length <= 1.25 * longest + 64
+    assert loop.slots.tokens_nT.shape[1] <= max(64, 2 * longest)
+    assert {tuple(t.shape) for t in loop.cache.keys + loop.cache.values} == {(12, 2, loop.cache.length, 8)}
+
+
+def test_long_sequences_outgrow_the_first_allocation_unharmed():
+    """Beyond one step of cache and token buffer: growth copies what is there."""
+    model, view = pair("qwen2")
+    [prompt] = random_prompts([40])
+    groups, _ = generate(view, [Request(prompt, [1, 2])], Sampling(150, temperature=1.2))
+    for completion in groups[0]:
+        assert len(completion.token_ids) == 150
+        assert completion.logp == pytest.approx(training_logp(model, prompt, completion.token_ids, 1.2), abs=1e-4)
+
+
+def test_no_requests_are_no_work(view):
+    groups, stats = generate(view, [], Sampling(5))
+    assert groups == [] and (stats.steps, stats.rows, stats.prefills) == (0, 0, 0)
+
+
+def test_weights_keep_no_graph_and_get_no_gradient(view):
+    groups, _ = generate(view, requests_of(random_prompts([4]), 1), Sampling(2))
+    assert isinstance(groups[0][0].logp[0], float)
+    assert all(parameter.grad is None for parameter in view.parameters())
+
+
+MINIATURE = build(tiny_config("llama", hidden=8, layers=1, num_attention_heads=2, num_key_value_heads=1), ATTENTION)
+prompt_lists = st.lists(
+    st.tuples(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=9), st.integers(1, 4)), max_size=6
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prompts=prompt_lists,
+    max_tokens=st.integers(1, 7),
+    stop_ids=st.lists(st.integers(0, VOCABULARY - 1), max_size=25).map(tuple),
+    max_slots=st.integers(1, 9),
+    prefill_tokens=st.integers(1, 30),
+    temperature=st.sampled_from([GREEDY, 0.8, 1.5]),
+)
+def test_no_completion_is_lost_doubled_or_changed(
+    prompts, max_tokens, stop_ids, max_slots, prefill_tokens, temperature
+):
+    sampling = Sampling(max_tokens, temperature=temperature, top_k=30, stop_ids=stop_ids)
+    requests = [
+        Request(prompt, [stream_key(row, k) for k in range(samples)]) for row, (prompt, samples) in enumerate(prompts)
+    ]
+    groups, stats = generate(MINIATURE, requests, sampling, max_slots=max_slots, prefill_tokens=prefill_tokens)
+    assert [len(group) for group in groups] == [samples for _, samples in prompts]
+    alone = [
+        [generate(MINIATURE, [replace(request, keys=[key])], sampling)[0][0][0] for key in request.keys]
+        for request in requests
+    ]
+    assert_alike(groups, alone)
+    assert stats.rows == sum(len(c.token_ids) for group in groups for c in group)
+    assert stats.prefills == len(requests)

@@ -1,0 +1,125 @@
+"""The engine on one and on two ranks: what the design promises of the switch, and of independence from the layout."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SCRIPTS = HERE.parent / "training_scripts"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("task")
+    subprocess.run([sys.executable, SCRIPTS / "quickstart_task.py", path], check=True, capture_output=True)
+    return path
+
+
+def ranks(world: int, name: str, folder: Path) -> list[dict]:
+    """Run a program of rank_programs.py on `world` ranks; what each rank saw."""
+    program = [str(HERE / "rank_programs.py"), name, str(folder)]
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(world), "--no_local_rank"]
+    command = [sys.executable, *program] if world == 1 else [*launcher, "--master_port", "29611", *program]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    target, suffix = (folder, "") if folder.is_dir() else (folder.parent, f".{folder.name}")
+    return [json.loads((target / f"{name}{suffix}.{world}.{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    (seen,) = ranks(1, "zero3", folder)
+    return seen
+
+
+def assert_same_steps(ours: list[dict], alone: dict, minibatches: int = 1) -> None:
+    """Rollouts are identical, and losses and gradient norms agree to 1e-5 relative."""
+    for step in range(2):
+        theirs = alone["rollouts"][step]
+        # Every minibatch is shared out over the ranks, each with a contiguous part.
+        parts = [seen["rollouts"][step] for seen in ours]
+        share = len(theirs) // len(ours) // minibatches
+        merged = [row for m in range(minibatches) for part in parts for row in part[m * share : (m + 1) * share]]
+        assert [(row[0], row[1]) for row in merged] == [(row[0], row[1]) for row in theirs]
+        assert [row[3] for row in merged] == [row[3] for row in theirs]
+        for row, other in zip(merged, theirs, strict=True):
+            assert row[2] == pytest.approx(other[2], abs=1e-5)
+        for name in ("policy/grad_norm", "reward/mean", "policy/entropy"):
+            for seen in ours:
+                assert seen["metrics"][step][name] == pytest.approx(alone["metrics"][step][name], rel=1e-5)
+        for seen in ours:
+            # The loss is a sum of large terms that cancel; 1e-5 of their size.
+            assert seen["metrics"][step]["policy/loss"] == pytest.approx(
+                alone["metrics"][step]["policy/loss"], rel=1e-5, abs=2e-7
+            )
+    assert [tokens for seen in ours for tokens in seen["greedy"]] == alone["greedy"]
+    assert all(seen["eval"] == ours[0]["eval"] for seen in ours)
+
+
+@pytest.mark.ranks
+def test_two_ranks_are_one(folder, alone):
+    assert_same_steps(ranks(2, "zero3", folder), alone)
+    lengths = {len(row[1]) for row in alone["rollouts"][0]}
+    assert len(lengths) > 3, "completions of one length would prove little"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", ["zero0", "zero2"])
+def test_every_stage_does_the_same_steps(folder, alone, stage):
+    assert_same_steps(ranks(2, stage, folder), alone)
+
+
+@pytest.mark.ranks
+def test_minibatches_and_the_reference_do_not_depend_on_the_ranks(folder):
+    (one,) = ranks(1, "zero3_reference", folder)
+    two = ranks(2, "zero3_reference", folder)
+    assert_same_steps(two, one, minibatches=2)
+    # The first optimizer step starts at the reference, so the mean over both is small but not 0.
+    assert 0 < one["metrics"][0]["policy/kl"] < one["metrics"][1]["policy/kl"]
+    assert two[0]["metrics"][1]["policy/kl"] == pytest.approx(one["metrics"][1]["policy/kl"], rel=1e-4)
+
+
+@pytest.mark.ranks
+def test_sampler_and_training_forward_agree(alone):
+    for metrics in alone["metrics"]:
+        assert metrics["parity/logp_abs_diff_max"] < 1e-4
+        assert metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.ranks
+def test_nothing_is_collective_between_gather_and_release(folder):
+    first, second = ranks(2, "switch", folder)
+    for seen in (first, second):
+        assert sum(seen["gather"].values()) > 0
+        assert seen["inside"] == {}
+        assert sum(seen["release"].values()) == 1, "the reduced error flag, and nothing else"
+        assert seen["hooks"] == 0 and seen["training"] is False and seen["empty_after"]
+        assert "does not nest" in seen["nested"]
+        assert seen["after"] > 0, "training goes on after an error inside"
+    assert first["seconds"] < 0.6 * second["seconds"], "4 tokens must not wait for 48"
+    assert first["error"].startswith("RuntimeError: generation failed on another rank")
+    assert second["error"] == "KeyError: 'mine'"
+
+
+@pytest.mark.ranks
+def test_generation_between_steps_leaves_training_bit_identical(folder):
+    for seen in ranks(2, "losses", folder):
+        assert len(set(seen["without"])) == 10
+        assert seen["with"] == seen["without"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(folder, stage):
+    first, second = ranks(2, "nonfinite", folder / f"stage{stage}")
+    assert first["applied"] == second["applied"] == [True, False, True]
+    assert first["skipped"] == second["skipped"] == 1
+    for seen in (first, second):
+        before, after_good, after_bad, after_last = seen["logp"]
+        assert before != after_good and after_good == after_bad and after_bad != after_last
+        assert seen["norms"][1] in ("inf", "nan")

@@ -1,0 +1,17 @@
+# Sourced by the recipes: `launch COMMAND [settings]` runs hybrid_grpo on every GPU found, else on two CPU ranks.
+# Under several nodes, give the DeepSpeed launcher's own options in LAUNCHER, e.g. LAUNCHER="--hostfile hosts".
+
+launch() {
+    local gpus
+    gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+    if [ "$gpus" -gt 0 ]; then
+        # shellcheck disable=SC2086
+        PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True} \
+            deepspeed ${LAUNCHER:---num_gpus "$gpus"} --no_local_rank --module hybrid_grpo "$@"
+    else
+        local cores
+        cores=$(getconf _NPROCESSORS_ONLN)
+        DS_ACCELERATOR=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + 1) / 2))} \
+            deepspeed --num_accelerators 2 --no_local_rank --module hybrid_grpo "$@"
+    fi
+}

@@ -1,0 +1,38 @@
+# Sourced by the scripts beside it and by tests/run.sh: an environment with hybrid_grpo and the extras in $1.
+#
+# Uses the virtual environment that is active, else makes and activates .venv. torch comes first and stays as it is
+# if it fits; TORCH_VERSION chooses another (on machines without a GPU, 2.13.0 has a CPU build). DeepSpeed is
+# installed without prebuilt kernels: those a run needs are compiled when it first starts.
+
+setup() {
+    local extras=${1:-} python=${PYTHON:-python3}
+    if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
+        if [ ! -x .venv/bin/python ]; then
+            "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || {
+                echo "setup: $python is not Python 3.10 to 3.13; name one with PYTHON=python3.11" >&2
+                return 1
+            }
+            "$python" -m venv .venv
+        fi
+        # shellcheck disable=SC1091
+        . .venv/bin/activate
+    fi
+    local stamp
+    stamp="$(python -c 'import sys; print(sys.prefix)')/hybrid_grpo-$(cat setup.py - <<<"$PWD $extras ${TORCH_VERSION:-}" | cksum | cut -d' ' -f1)"
+    [ -e "$stamp" ] && return
+    echo "setup: installing (once)"
+    if [ -n "${TORCH_VERSION:-}" ] || ! python -c '
+import sys
+try:
+    import torch
+except ImportError:
+    sys.exit(1)
+sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))'; then
+        python -m pip install --quiet "torch==${TORCH_VERSION:-2.13.0}"
+    fi
+    # What DeepSpeed imports while it is built, since it is built against the torch above.
+    python -m pip install --quiet "setuptools>=69" wheel ninja py-cpuinfo numpy psutil
+    DS_BUILD_OPS=0 python -m pip install --quiet --no-build-isolation "deepspeed>=0.19.8"
+    python -m pip install --quiet --no-build-isolation --editable ".${extras:+[$extras]}"
+    touch "$stamp"
+}
