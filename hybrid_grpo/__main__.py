@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         rank = os.environ.get("RANK", "0")
         where = "" if rank == "0" else f" [rank {rank}]"
-        print(f"hybrid-grpo{where}: error: {error}", file=sys.stderr, flush=True)
+        print(f"hybrid-grpo{where}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2
     finally:
         if "hybrid_grpo.distributed" in sys.modules:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import re
@@ -17,7 +18,7 @@ from types import UnionType
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_dumper, set_parsing_settings
 
 from hybrid_grpo.errors import UserError
 
@@ -496,19 +497,7 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
         UserError: one line that names the setting and the nearest valid one.
         SystemExit: after `--help` or `--print_config`.
     """
-    parser = ArgumentParser(
-        prog=f"hybrid-grpo {command}",
-        description=cls.__doc__,
-        exit_on_error=False,
-        default_env=False,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", action=_Recipe, help="YAML file with any of the settings below.")
-    parser.add_class_arguments(cls, skip={"rewards"})
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    if "rewards" in fields:
-        # As plain entries: as dataclasses, a later list would be merged into an earlier one, entry by entry.
-        parser.add_argument("--rewards", type=list[dict[str, Any]], default=[], help=_rewards_help())
+    parser = _parser(cls, command)  # type: ignore[arg-type]  # classes hash
     try:
         namespace = parser.parse_args(arguments)
     except ArgumentError as error:
@@ -518,9 +507,37 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
         name: [_build(RewardConfig, f"rewards[{i}]", entry) for i, entry in enumerate(namespace.rewards or [])]
         if name == "rewards"
         else _build(sections[name], name, vars(namespace[name]))
-        for name in fields
+        for name in sections
     }
     return Parsed(cls(**values), parser.dump(namespace, skip_link_targets=False))
+
+
+@functools.cache
+def _parser(cls: type[Any], command: str) -> ArgumentParser:
+    parser = ArgumentParser(
+        prog=f"hybrid-grpo {command}",
+        description=cls.__doc__,
+        exit_on_error=False,
+        default_env=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action=_Recipe, help="YAML file with any of the settings below.")
+    parser.add_class_arguments(cls, skip={"rewards"})
+    if "rewards" in get_type_hints(cls):
+        # As plain entries: of dataclasses, a later list would be merged into an earlier one, entry by entry; and in
+        # a dict[str, Any] the text '2' would be read once more, as a number.
+        parser.add_argument("--rewards", type=list[dict], default=[], help=_rewards_help())
+    return parser
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that looks like `1e3`: PyYAML takes that for text, and the reader of recipes for a number."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+set_dumper("yaml", lambda values: yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def _rewards_help() -> str:

@@ -29,6 +29,7 @@ import torch
 import yaml
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
+from torch.utils.cpp_extension import get_default_build_root
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig
@@ -37,23 +38,47 @@ from hybrid_grpo.errors import UserError
 from hybrid_grpo.view import View
 
 
+_COMPILE_SECONDS = 600
+"""No kernel compiles longer than this."""
+
+
 def start() -> torch.device:
     """Join the process group that the launcher describes, or be a group of one; return this rank's device."""
     # torch renames collectives that DeepSpeed still calls by their old names, at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    deepspeed.utils.logging.logger.setLevel(logging.WARNING)
+    deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed.runtime.hybrid_engine.replace_policies = []
+    # Of which it would warn on every rank.
+    deepspeed.utils.logger.addFilter(lambda record: "No compatible DeepSpeed inference" not in record.getMessage())
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in alone.items()})
+    _break_stale_locks()
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), verbose=False)
     return torch.device(accelerator.current_device_name())
+
+
+def _break_stale_locks() -> None:
+    """DeepSpeed compiles kernels under a lock file that a killed process leaves behind; the next waits for ever."""
+    for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root())).glob("**/deepspeed_*/lock"):
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except FileNotFoundError:
+            continue  # just released
+        if age > _COMPILE_SECONDS:
+            lock.unlink(missing_ok=True)
+        elif age > 5:  # a rank that only looks whether it must compile holds it for less
+            print(
+                f"hybrid-grpo: waiting for {lock}: another process compiles DeepSpeed's kernels"
+                " (if none does, one was killed: delete the file)",
+                flush=True,
+            )
 
 
 def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:

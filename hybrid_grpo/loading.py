@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import logging as transformers_logging
 
@@ -27,9 +28,13 @@ def load_tokenizer(name: str) -> Any:
         UserError: there is none.
     """
     try:
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise UserError(f"policy.model {name}: its tokenizer does not load: {_first_line(error)}") from error
+    # Where a folder has no tokenizer files, transformers makes one that knows its special tokens only.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UserError(f"policy.model {name} has no tokenizer: save the one of the model in the same folder")
+    return tokenizer
 
 
 def load_config(name: str) -> Any:
@@ -58,6 +63,18 @@ def check_lengths(config: Any, longest: int) -> None:
         )
 
 
+def check_stop_ids(ids: list[int], config: Any) -> None:
+    """Refuse tokens that the model cannot sample.
+
+    Raises:
+        UserError: an id is not below the model's `vocab_size`.
+    """
+    size = config.get_text_config().vocab_size
+    for token in ids:
+        if token >= size:
+            raise UserError(f"rollout.stop_ids {token} is no token of policy.model: its ids end at {size - 1}")
+
+
 def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> Any:
     """The causal language model that `policy` names, without dropout; its attention may be another than there.
 
@@ -72,14 +89,25 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> 
         if ("dropout" in field or "pdrop" in field) and isinstance(value, float):
             setattr(config, field, 0.0)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loaded = AutoModelForCausalLM.from_pretrained(
             policy.model,
             config=config,
             dtype=getattr(torch, policy.dtype),
             attn_implementation=attn_implementation or policy.attn_implementation,
+            # Reported below, by name.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise UserError(f"policy.model {policy.model} does not load: {_first_line(error)}") from error
+    # transformers starts such weights at random, with no more than a warning.
+    for what, names in (("lacks", loaded["missing_keys"]), ("has the wrong shape for", loaded["mismatched_keys"])):
+        if names:
+            first = min(name if isinstance(name, str) else name[0] for name in names)
+            raise UserError(
+                f"policy.model {policy.model} {what} {len(names)} of the weights that its config.json asks for,"
+                f" {first} among them: take a complete {type(model).__name__}"
+            )
     if not getattr(model, "_supports_attention_backend", False):
         raise UserError(
             f"policy.model {policy.model}: {type(model).__name__} does not route its attention through transformers'"
@@ -105,4 +133,5 @@ def stop_ids(name: str, tokenizer: Any, more: list[int]) -> tuple[int, ...]:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    text = repr(error) if isinstance(error, KeyError) else str(error).strip()
+    return (text.splitlines() or [type(error).__name__])[0]

@@ -61,12 +61,10 @@ class _TokenLogprobs(torch.autograd.Function):
         logp_N = torch.empty(len(target_N), dtype=torch.float32, device=hidden_ND.device)
         entropy_N = torch.empty_like(logp_N)
         for part in _chunks(len(target_N), chunk):
-            x = _scaled_logits(hidden_ND[part], weight_VD, bias_V, shape, temperature)
-            lse = x.logsumexp(-1)
-            logp_N[part] = x.gather(1, target_N[part, None])[:, 0] - lse
-            # H = lse - sum p x. In place, so that x is the only [chunk, V] tensor beside p.
-            p = torch.exp(x - lse[:, None])
-            entropy_N[part] = lse - p.mul_(x).sum(-1)
+            # Both from log p, as the sampler's are: lse - sum p x would cancel where the entropy is small.
+            logp = _scaled_logits(hidden_ND[part], weight_VD, bias_V, shape, temperature).log_softmax(-1)
+            logp_N[part] = logp.gather(1, target_N[part, None])[:, 0]
+            entropy_N[part] = -logp.exp().mul_(logp).sum(-1)
         # Under ZeRO-3 the weight is gathered again for backward: the parameter is kept, not its storage of now.
         ctx.set_materialize_grads(False)
         ctx.weight, ctx.bias = weight_VD, bias_V
@@ -89,12 +87,13 @@ class _TokenLogprobs(torch.autograd.Function):
             x = _scaled_logits(hidden_ND[part], weight_VD, bias_V, shape, temperature)
             logp = x.log_softmax(-1)
             p = logp.exp()
-            # d logp_t / dx = onehot_t - p;  dH / dx = -p (log p + H).
-            dx = p * -dlogp_N[part, None]
-            dx.scatter_add_(1, target_N[part, None], dlogp_N[part, None])
-            if dentropy_N is not None:
-                dx.sub_(logp.add_(entropy_N[part, None]).mul_(p).mul_(dentropy_N[part, None]))
+            # d logp_t / dx = onehot_t - p;  dH / dx = -p (log p + H). In place: x, p and logp are all there is.
+            if dentropy_N is None:
+                dx = p.mul_(-dlogp_N[part, None])
+            else:
+                dx = logp.add_(entropy_N[part, None]).mul_(-dentropy_N[part, None]).sub_(dlogp_N[part, None]).mul_(p)
             del p, logp
+            dx.scatter_add_(1, target_N[part, None], dlogp_N[part, None])
             dx = shape.backward_(dx, x.mul_(temperature)).div_(temperature).to(weight_VD.dtype)
             del x
             dhidden_ND[part] = dx @ weight_VD
@@ -105,6 +104,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     dweight_VD.add_(dx.T @ hidden_ND[part])
             if dbias_V is not None:
                 dbias_V.add_(dx.sum(0, dtype=torch.float32))
+            del dx
         like_weight = [None if d is None else d.to(weight_VD.dtype) for d in (dweight_VD, dbias_V)]
         return dhidden_ND, *like_weight, None, None, None, None
 

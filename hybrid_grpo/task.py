@@ -10,7 +10,7 @@ from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import evaluation_source
 from hybrid_grpo.errors import UserError
-from hybrid_grpo.loading import check_lengths, load_config, load_tokenizer, stop_ids
+from hybrid_grpo.loading import check_lengths, check_stop_ids, load_config, load_tokenizer, stop_ids
 from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.scoring import Rewards
 
@@ -57,6 +57,7 @@ class Task:
         rewards.check_columns(prompts[0].columns)
         longest = max(len(prompt.token_ids) for prompt in prompts + eval_prompts)
         check_lengths(model_config, longest + config.rollout.max_completion_tokens)
+        check_stop_ids(config.rollout.stop_ids, model_config)
         ends = stop_ids(config.policy.model, tokenizer, config.rollout.stop_ids)
         outcome = config.eval.outcome or reward_name(config.rewards[0])
         facts["sampling"] = _sampling(config, ends, tokenizer)

@@ -1,4 +1,5 @@
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,9 @@ def random_prompts(lengths, seed=0):
 
 
 def requests_of(prompts, samples, step=0):
-    return [Request(prompt, [stream_key(7, step, row, k) for k in range(samples)]) for row, prompt in enumerate(prompts)]
+    return [
+        Request(prompt, [stream_key(7, step, row, k) for k in range(samples)]) for row, prompt in enumerate(prompts)
+    ]
 
 
 def tokens(groups):
@@ -68,7 +71,8 @@ def test_greedy_tokens_are_those_of_transformers_and_logp_that_of_training(archi
     squeeze = {"max_slots": 5, "prefill_tokens": 30}
 
     free, _ = generate(view, requests_of(prompts, samples), Sampling(LIMIT, temperature=GREEDY), **squeeze)
-    stop_ids = (free[2][0].token_ids[5], free[3][0].token_ids[11])
+    # Rare tokens, so that some completions end early and others do not.
+    stop_ids = tuple(token for token, _ in Counter(t for group in free for t in group[0].token_ids).most_common()[-3:])
     stopped, stats = generate(
         view, requests_of(prompts, samples), Sampling(LIMIT, temperature=GREEDY, stop_ids=stop_ids), **squeeze
     )
@@ -254,9 +258,7 @@ def test_memory_follows_the_longest_sequence_and_not_the_limit(view):
     loop = loops._Loop(view, requests_of(prompts, 4), sampling, 12, 1000)
     with torch.inference_mode():
         groups = loop.run()
-    longest = max(
-        len(prompt) + len(c.token_ids) for prompt, group in zip(prompts, groups, strict=True) for c in group
-    )
+    longest = max(len(prompt) + len(c.token_ids) for prompt, group in zip(prompts, groups, strict=True) for c in group)
     assert all(c.finish == "stop" for group in groups for c in group)
     assert 30 < longest <= loop.cache.length <= 1.25 * longest + 64
     assert loop.slots.tokens_nT.shape[1] <= max(64, 2 * longest)

@@ -7,11 +7,11 @@ launch() {
     if [ "$gpus" -gt 0 ]; then
         # shellcheck disable=SC2086
         PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True} \
-            deepspeed ${LAUNCHER:---num_gpus "$gpus"} --no_local_rank --module hybrid_grpo "$@"
+            deepspeed --quiet ${LAUNCHER:---num_gpus "$gpus"} --no_local_rank --module hybrid_grpo "$@"
     else
         local cores
         cores=$(getconf _NPROCESSORS_ONLN)
         DS_ACCELERATOR=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + 1) / 2))} \
-            deepspeed --num_accelerators 2 --no_local_rank --module hybrid_grpo "$@"
+            deepspeed --quiet --num_accelerators 2 --no_local_rank --module hybrid_grpo "$@"
     fi
 }

@@ -42,6 +42,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalL
             num_key_value_heads=2,
             max_position_embeddings=64,
             tie_word_embeddings=True,
+            initializer_range=0.08,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
@@ -54,7 +55,7 @@ def make_rows(seed: int) -> dict[str, list[dict[str, str]]]:
     draw = random.Random(seed)
     words: dict[str, None] = {}
     while len(words) < sum(ROWS.values()):
-        words["".join(draw.choices(string.ascii_lowercase, k=draw.choice(WORD_LENGTHS)))] = None
+        words["".join(draw.sample(string.ascii_lowercase, draw.choice(WORD_LENGTHS)))] = None
     rest = iter(words)
     splits = {split: [next(rest) for _ in range(count)] for split, count in ROWS.items()}
     rows = {

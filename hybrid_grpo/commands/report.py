@@ -9,6 +9,9 @@ from hybrid_grpo.errors import UserError
 
 def run(arguments: list[str]) -> None:
     """Write the report of the run folder that is the only argument."""
+    if arguments in (["-h"], ["--help"]):
+        print("usage: hybrid-grpo report RUN_FOLDER")
+        return
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise UserError("usage: hybrid-grpo report RUN_FOLDER")
     folder = Path(arguments[0])

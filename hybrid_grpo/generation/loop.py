@@ -251,5 +251,6 @@ def generate(
     Returns:
         The completions in the order of `requests` and their keys (texts are left empty), and what it took.
     """
+    assert all(request.prompt_ids and request.keys for request in requests), "a prompt has tokens, a request keys"
     loop = _Loop(model, requests, sampling, max_slots, prefill_tokens)
     return loop.run(), loop.stats

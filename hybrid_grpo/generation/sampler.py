@@ -78,14 +78,16 @@ def sample(logits_nV: Tensor, sampling: Sampling, key_n: Tensor, counter_n: Tens
     if sampling.top_k or sampling.top_p < 1:
         p_nV, order_nV = p_nV.sort(stable=True, dim=-1, descending=True)
         if sampling.top_k:
-            p_nV = p_nV.index_fill(1, torch.arange(sampling.top_k, p_nV.shape[1], device=p_nV.device), 0.0)
+            p_nV[:, sampling.top_k :] = 0.0
         # A token stays while those before it have less than top_p of what is left: the first always does.
         before_nV = p_nV.cumsum(-1) - p_nV
         p_nV = p_nV.where(before_nV < sampling.top_p * p_nV.sum(-1, keepdim=True), 0.0)
     cumulative_nV = p_nV.cumsum(-1)
     threshold_n = uniform(key_n, counter_n) * cumulative_nV[:, -1]
-    # The first entry above the threshold has a probability above 0, as the sum grew there.
-    token_n = (cumulative_nV <= threshold_n[:, None]).sum(-1)
+    # Only tokens with a probability count: a parallel scan need not be monotone to the last bit, so an entry that
+    # adds nothing may still stand above the threshold (or, once in a great while, none that adds something).
+    above_nV = (cumulative_nV > threshold_n[:, None]) & (p_nV > 0)
+    token_n = above_nV.int().argmax(-1).where(above_nV.any(-1), p_nV.argmax(-1))
     if order_nV is not None:
         token_n = order_nV.gather(1, token_n[:, None])[:, 0]
     return token_n, logp_nV.gather(1, token_n[:, None])[:, 0]

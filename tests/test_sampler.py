@@ -1,0 +1,209 @@
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from hybrid_grpo.generation import GREEDY, Sampling, stream_key
+from hybrid_grpo.generation.sampler import sample, uniform
+
+DRAWS = 60_000
+
+
+def keys(n, *parts):
+    return torch.tensor([stream_key(*parts, i) for i in range(n)])
+
+
+def draw(logits_V, sampling, seed=0, draws=DRAWS):
+    """`draws` tokens of one distribution, each from a stream of its own."""
+    logits_nV = logits_V.expand(draws, -1)
+    return sample(logits_nV, sampling, keys(draws, seed), torch.zeros(draws, dtype=torch.int64))
+
+
+def probabilities(logits_V, temperature, top_k, top_p):
+    """The filtered softmax, token by token in float64."""
+    x = np.array(logits_V.tolist(), dtype=np.float64) / temperature
+    p = np.exp(x - x.max())
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")
+    kept = list(order[: top_k or len(p)])
+    total = sum(p[i] for i in kept)
+    nucleus, mass = [], 0.0
+    for i in kept:
+        nucleus.append(i)
+        mass += p[i]
+        if mass >= top_p * total:
+            break
+    q = np.zeros_like(p)
+    q[nucleus] = p[nucleus] / p[nucleus].sum()
+    return q
+
+
+def assert_follows(counts, p):
+    """Chi-square of `counts` against probabilities, below a bound passed by chance once in 10^9 (Wilson-Hilferty)."""
+    assert counts[p == 0].sum() == 0
+    expected = p[p > 0] * counts.sum()
+    assert expected.min() > 5, "too few draws for the test to mean anything"
+    chi2, freedom = ((counts[p > 0] - expected) ** 2 / expected).sum(), len(expected) - 1
+    if freedom:
+        spread = 2 / (9 * freedom)
+        assert chi2 < freedom * (1 - spread + 6 * math.sqrt(spread)) ** 3
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (1, 1.0), (4, 1.0), (50, 1.0), (0, 0.7), (0, 0.01), (5, 0.8)])
+def test_tokens_follow_the_filtered_softmax(temperature, top_k, top_p):
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(1))
+    token_n, logp_n = draw(logits, Sampling(1, temperature, top_k, top_p), seed=round(10 * temperature))
+    counts = np.bincount(token_n.numpy(), minlength=12)
+    assert_follows(counts, probabilities(logits, temperature, top_k, top_p))
+    expected = (logits / temperature).log_softmax(-1)[token_n]
+    assert torch.allclose(logp_n, expected, atol=1e-6), "logp is that of the whole softmax, filters or not"
+
+
+def test_the_chi_square_sees_a_wrong_temperature():
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(1))
+    token_n, _ = draw(logits, Sampling(1, temperature=1.0))
+    with pytest.raises(AssertionError):
+        assert_follows(np.bincount(token_n.numpy(), minlength=12), probabilities(logits, 1.1, 0, 1.0))
+
+
+def test_rows_of_different_distributions_do_not_mix():
+    logits_nV = torch.randn(40, 9, generator=torch.Generator().manual_seed(2)) * 2
+    sampling = Sampling(1, temperature=1.3, top_k=7, top_p=0.9)
+    key_n, counter_n = keys(40, 5), torch.arange(40)
+    token_n, logp_n = sample(logits_nV, sampling, key_n, counter_n)
+    for row in range(40):
+        part = slice(row, row + 1)
+        alone = sample(logits_nV[part], sampling, key_n[part], counter_n[part])
+        assert (token_n[row], logp_n[row]) == (alone[0][0], alone[1][0])
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (17, 1.0), (0, 0.3), (0, 0.9), (10, 0.6), (25, 0.95)])
+def test_filters_keep_the_tokens_that_those_of_transformers_keep(top_k, top_p):
+    # Gaps of at least 0.02 between logits: draws reach every token kept, and no sum stands on the edge by rounding.
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        logits = (torch.randperm(30, generator=generator) * 0.05 + torch.rand(30, generator=generator) * 0.03)[None]
+        scores = TopKLogitsWarper(top_k)(None, logits) if top_k else logits
+        scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
+        token_n, _ = draw(logits[0], Sampling(1, 1.0, top_k, top_p), seed=seed, draws=6000)
+        assert set(token_n.tolist()) == set(scores[0].isfinite().nonzero()[:, 0].tolist())
+
+
+def test_greedy_takes_the_first_of_the_most_probable_tokens():
+    logits_nV = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.0, -1.0]])
+    token_n, logp_n = sample(logits_nV, Sampling(1, temperature=GREEDY), keys(2), torch.zeros(2, dtype=torch.int64))
+    assert token_n.tolist() == [1, 0]
+    assert logp_n.tolist() == pytest.approx(logits_nV.log_softmax(-1)[[0, 1], [1, 0]].tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_are_scored_in_float32(dtype):
+    logits_nV = torch.randn(50, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for temperature in (GREEDY, 0.7):
+        token_n, logp_n = sample(logits_nV, Sampling(1, temperature), keys(50), torch.zeros(50, dtype=torch.int64))
+        expected = (logits_nV.double() / (temperature or 1)).log_softmax(-1).gather(1, token_n[:, None])[:, 0]
+        assert logp_n.dtype == torch.float32 and torch.allclose(logp_n.double(), expected, atol=1e-5)
+
+
+def unmix(x):
+    """The inverse of SplitMix64's output function, modulo 2^64."""
+    mask = 2**64 - 1
+
+    def unshift(x, bits):
+        y = x
+        for _ in range(64 // bits + 1):
+            y = x ^ (y >> bits)
+        return y
+
+    x = unshift(x, 31) * pow(0x94D049BB133111EB, -1, 2**64) & mask
+    x = unshift(x, 27) * pow(0xBF58476D1CE4E5B9, -1, 2**64) & mask
+    return unshift(x, 30)
+
+
+def key_of(word):
+    """The key whose draw 0 comes from the 64-bit `word`."""
+    key = (unmix(word) - 0x9E3779B97F4A7C15) % 2**64
+    return torch.tensor([key - 2**64 if key >= 2**63 else key])
+
+
+LOWEST, HIGHEST = key_of(0), key_of(2**64 - 1)
+FIRST = torch.zeros(1, dtype=torch.int64)
+
+
+def test_a_draw_is_the_upper_bits_of_splitmix64():
+    assert uniform(LOWEST, FIRST).item() == 0.0
+    assert uniform(HIGHEST, FIRST).item() == 1 - 2**-23
+    # The first output of the published generator at seed 0 (Steele, Lea, Flood; java.util.SplittableRandom).
+    assert uniform(FIRST, FIRST).item() == (0xE220A8397B1DCDAF >> 41) * 2.0**-23
+    assert uniform(FIRST, FIRST + 1).item() == (0x6E789E6AA1B965F4 >> 41) * 2.0**-23
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.999}, {"top_k": 40}, {"top_k": 40, "top_p": 0.9}])
+def test_the_first_and_the_last_draw_there_is_choose_tokens_of_positive_probability(filters):
+    generator = torch.Generator().manual_seed(0)
+    for size in (2, 61, 5000):
+        logits = torch.randn(1, size, generator=generator) * 3
+        possible = torch.arange(size) % 2 == (size > 2)
+        logits[0, ~possible] = float("-inf")
+        for key in (LOWEST, HIGHEST):
+            token_n, logp_n = sample(logits, Sampling(1, **filters), key, FIRST)
+            assert possible[token_n] and logp_n.isfinite().all()
+
+
+def test_the_ends_of_the_range_are_the_first_and_the_last_token():
+    logits = torch.tensor([[float("-inf"), 0.0, 1.0, 0.5, float("-inf")]])
+    assert sample(logits, Sampling(1), LOWEST, FIRST)[0].item() == 1
+    assert sample(logits, Sampling(1), HIGHEST, FIRST)[0].item() == 3
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 3}])
+def test_impossible_tokens_are_never_drawn(filters):
+    logits = torch.full((64,), float("-inf"))
+    logits[[5, 6, 40, 63]] = torch.tensor([0.0, -60.0, 0.3, -0.2])
+    token_n, logp_n = draw(logits, Sampling(1, **filters))
+    assert set(token_n.tolist()) <= {5, 40, 63} and logp_n.isfinite().all()
+
+
+def test_draws_are_uniform_over_streams_and_along_a_stream():
+    n = 200_000
+    for values in (
+        uniform(keys(n, 1), torch.zeros(n, dtype=torch.int64)),
+        uniform(keys(1, 2).expand(n), torch.arange(n)),
+        # Keys that follow each other, in case a caller numbers streams itself.
+        uniform(torch.arange(n), torch.zeros(n, dtype=torch.int64)),
+    ):
+        u = values.double().numpy()
+        assert u.min() >= 0 and u.max() < 1
+        assert_follows(np.bincount((u * 256).astype(int), minlength=256), np.full(256, 1 / 256))
+        for power in (1, 2, 3, 4):
+            spread = math.sqrt((1 / (2 * power + 1) - 1 / (power + 1) ** 2) / n)
+            assert abs((u**power).mean() - 1 / (power + 1)) < 6 * spread
+
+
+def test_streams_are_independent_of_each_other_and_of_their_own_past():
+    streams, length = 300, 2000
+    key_n = keys(streams, 3)
+    u = uniform(key_n[:, None].expand(-1, length).reshape(-1), torch.arange(length).repeat(streams))
+    u = (u.double().view(streams, length) - 0.5) * math.sqrt(12)
+    between = u @ u.T / length
+    between.fill_diagonal_(0.0)
+    assert between.abs().max() < 6.5 / math.sqrt(length)
+    for lag in (1, 2, 7, 64):
+        along = (u[:, lag:] * u[:, :-lag]).mean()
+        assert abs(along) < 6 / math.sqrt(streams * (length - lag))
+        # One stream's draws are not another's, delayed.
+        across = (u[1:, lag:] * u[:-1, :-lag]).mean()
+        assert abs(across) < 6 / math.sqrt((streams - 1) * (length - lag))
+
+
+def test_keys_tell_every_part_apart_and_do_not_change():
+    parts = list(product(range(6), (0, 1, 11, 111), range(20), (0, 1)))
+    assert len({stream_key(*part) for part in parts}) == len(parts)
+    assert stream_key(1, 23) != stream_key(12, 3) and stream_key(0, 1) != stream_key(1, 0) != stream_key(1)
+    assert all(-(2**63) <= stream_key(i) < 2**63 for i in range(200))
+    # Resumed runs go on in the same streams only while keys stay what they are.
+    assert [stream_key(0), stream_key(7, 3, 0, 12, 5)] == [8493733112532773764, -808752852439068116]
