@@ -509,7 +509,7 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
         else _build(sections[name], name, vars(namespace[name]))
         for name in sections
     }
-    return Parsed(cls(**values), parser.dump(namespace, skip_link_targets=False))
+    return Parsed(cls(**values), parser.dump(namespace, skip_none=False, skip_link_targets=False))
 
 
 @functools.cache

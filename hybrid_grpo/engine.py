@@ -37,7 +37,6 @@ from hybrid_grpo.distributed import all_reduce, world_size
 from hybrid_grpo.errors import UserError
 from hybrid_grpo.view import View
 
-
 _COMPILE_SECONDS = 600
 """No kernel compiles longer than this."""
 

@@ -105,7 +105,7 @@ def steps(folder: Path, stage: int, beta: float, num_minibatches: int = 1) -> di
     for step in (1, 2):
         trainer.step(step)
         assert trainer.last_rollout is not None
-        rollout, scores, advantages_B = trainer.last_rollout
+        rollout, _scores, advantages_B = trainer.last_rollout
         rows = zip(rollout.row_prompts, rollout.completions, advantages_B.tolist(), strict=True)
         seen["rollouts"].append([(p.id, c.token_ids, c.logp, a) for p, c, a in rows])
         seen["metrics"].append(trainer.meter.reduce())
