@@ -16,6 +16,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -55,6 +56,9 @@ def start() -> torch.device:
             port = probe.getsockname()[1]
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in alone.items()})
+    # Kernels are compiled with the ninja of this environment, also where it was not activated: two versions of it
+    # disagree on what is up to date, and would compile everything again in turns.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     _break_stale_locks()
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
