@@ -147,8 +147,17 @@ def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
         if isinstance(below, dict) and isinstance(value, dict):
             merged[key] = _merged(below, value)
         else:
-            merged[key] = yaml.safe_load(value) if isinstance(value, str) else value
+            merged[key] = _from_text(value) if isinstance(value, str) else value
     return merged
+
+
+def _from_text(text: str) -> Any:
+    """A number, a truth value or text. YAML alone would keep 5e7 as text; what DeepSpeed counts is whole."""
+    try:
+        number = float(text)
+    except ValueError:
+        return yaml.safe_load(text)
+    return int(number) if number.is_integer() else number
 
 
 @contextlib.contextmanager

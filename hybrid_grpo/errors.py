@@ -1,4 +1,9 @@
-"""The one exception a user can cause."""
+"""The one exception a user can cause, and the words for it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -7,3 +12,16 @@ class UserError(ValueError):
     The command line prints the message alone and exits with status 2. Anything else that is raised
     is a fault of this package and keeps its traceback.
     """
+
+
+def refuse(condition: bool, message: str) -> None:
+    """Raise a `UserError` where the condition holds."""
+    if condition:
+        raise UserError(message)
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """`did you mean X?` where a known name is near, else all the known ones."""
+    known = list(names)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known) or 'none'}"

@@ -14,10 +14,11 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from hybrid_grpo.checkpoint import Checkpoints
-from hybrid_grpo.config import Parsed, SftConfig, TrainConfig
+from hybrid_grpo.config import SftConfig, TrainConfig
 from hybrid_grpo.distributed import barrier, rank, world_size
 from hybrid_grpo.errors import UserError
 from hybrid_grpo.metrics import Meter
+from hybrid_grpo.parsing import Parsed
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.report import write_report
 from hybrid_grpo.sinks import Log

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_grpo import engine as engines
+from hybrid_grpo.checks import check_train
 from hybrid_grpo.config import (
     BatchPlan,
     DataConfig,
@@ -25,7 +26,6 @@ from hybrid_grpo.config import (
     RewardConfig,
     RolloutConfig,
     TrainConfig,
-    check_train,
 )
 from hybrid_grpo.distributed import all_reduce, leave, rank, world_size
 from hybrid_grpo.policy import Policy

@@ -11,17 +11,10 @@ from typing import Any, get_type_hints
 import pytest
 
 from hybrid_grpo import config as config_module
-from hybrid_grpo.config import (
-    Parsed,
-    RewardConfig,
-    SftConfig,
-    TrainConfig,
-    check_sft,
-    check_train,
-    parse,
-    setting_names,
-)
+from hybrid_grpo.checks import batch_plan, check_sft, check_train
+from hybrid_grpo.config import RewardConfig, SftConfig, TrainConfig
 from hybrid_grpo.errors import UserError
+from hybrid_grpo.parsing import Parsed, parse, setting_names
 
 
 class User:
@@ -351,8 +344,6 @@ def test_the_nearest_sft_batch_is_valid(user: User) -> None:
 
 
 def test_the_batch_equation() -> None:
-    from hybrid_grpo.config import batch_plan
-
     config = TrainConfig()
     config = dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, num_minibatches=2, num_iterations=3))
     plan = batch_plan(config, world_size=4)

@@ -83,7 +83,7 @@ def test_a_module_of_a_package() -> None:
 def test_no_such_builtin() -> None:
     assert "exact_mach is no built-in: did you mean exact_match?" in refusal("exact_mach")
     assert "path/to/file.py:function" in refusal("rules.py")
-    assert "known are exact_match, format_regex" in refusal("zzz")
+    assert "known are exact_match, numeric_answer" in refusal("zzz")
 
 
 def test_no_such_file_or_module(tmp_path: Path) -> None:

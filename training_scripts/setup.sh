@@ -18,8 +18,8 @@ setup() {
         . .venv/bin/activate
     fi
     local stamp
-    stamp="$(python -c 'import sys; print(sys.prefix)')/hybrid_grpo-$(cat setup.py - <<<"$PWD $extras ${TORCH_VERSION:-}" | cksum | cut -d' ' -f1)"
-    [ -e "$stamp" ] && return
+    stamp="$(python -c 'import sys; print(sys.prefix)')/hybrid_grpo-$({ cat setup.py && echo "$PWD ${TORCH_VERSION:-}"; } | cksum | cut -d' ' -f1)"
+    if [ -e "$stamp-$extras" ] || { [ -z "$extras" ] && compgen -G "$stamp-*" >/dev/null; }; then return; fi
     echo "setup: installing (once)"
     if [ -n "${TORCH_VERSION:-}" ] || ! python -c '
 import sys
@@ -34,5 +34,5 @@ sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))'; then
     python -m pip install --quiet "setuptools>=69" wheel ninja py-cpuinfo numpy psutil
     DS_BUILD_OPS=0 python -m pip install --quiet --no-build-isolation "deepspeed>=0.19.8"
     python -m pip install --quiet --no-build-isolation --editable ".${extras:+[$extras]}"
-    touch "$stamp"
+    touch "$stamp-$extras"
 }

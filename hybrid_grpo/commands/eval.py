@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 
-from hybrid_grpo.config import TrainConfig, check_train, parse
+from hybrid_grpo.checks import check_train
+from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.errors import UserError
+from hybrid_grpo.parsing import parse
 
 
 def run(arguments: list[str]) -> None:

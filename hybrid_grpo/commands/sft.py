@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 
-from hybrid_grpo.config import SftConfig, check_sft, parse
+from hybrid_grpo.checks import check_sft
+from hybrid_grpo.config import SftConfig
+from hybrid_grpo.parsing import parse
 
 
 def run(arguments: list[str]) -> None:

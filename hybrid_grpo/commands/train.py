@@ -6,7 +6,9 @@ import json
 import os
 from pathlib import Path
 
-from hybrid_grpo.config import TrainConfig, check_train, parse
+from hybrid_grpo.checks import check_train
+from hybrid_grpo.config import TrainConfig
+from hybrid_grpo.parsing import parse
 
 
 def run(arguments: list[str]) -> None:

@@ -5,14 +5,13 @@ Imports the user's code, but does not call it: scoring.py does.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import math
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
@@ -22,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from hybrid_grpo.config import RewardConfig, reward_name
-from hybrid_grpo.errors import UserError
+from hybrid_grpo.errors import UserError, did_you_mean
 from hybrid_grpo.rewards.builtin import BUILTINS
 
 INPUTS = ("prompts", "completions", "completion_ids")
@@ -67,13 +66,6 @@ def describe(error: BaseException, file: str | None) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     place = f" ({Path(file).name}:{lines[-1]})" if file and lines else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ") + place
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """`did you mean X?` where a known name is near, else all the known ones."""
-    known = sorted(names)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known) or 'none'}"
 
 
 def _load(config: RewardConfig, entry: str) -> Reward:
@@ -127,7 +119,7 @@ def _find(spec: str, setting: str) -> Callable[..., Any]:
     if not colon:
         if spec not in BUILTINS:
             raise UserError(
-                f"{setting} is no built-in: {did_you_mean(spec, BUILTINS)} One of your own is given as"
+                f"{setting} is no built-in: {did_you_mean(spec, BUILTINS)}; one of your own is given as"
                 " path/to/file.py:function or package.module:function"
             )
         return BUILTINS[spec]

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.data.batch import Completion, Prompt, Scores
-from hybrid_grpo.errors import UserError
-from hybrid_grpo.rewards.loading import INPUTS, Reward, describe, did_you_mean
+from hybrid_grpo.errors import UserError, did_you_mean
+from hybrid_grpo.rewards.loading import INPUTS, Reward, describe
 
 Inputs = dict[str, list[Any]]
 """By name, each with one element per row."""
@@ -154,7 +154,7 @@ def _inputs(prompts: list[Prompt], completions: list[Completion]) -> Inputs:
 def _call(reward: Reward, inputs: Inputs) -> Any:
     try:
         return reward(inputs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return error
 
 

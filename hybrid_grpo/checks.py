@@ -1,0 +1,203 @@
+"""What a configuration must not be: refused in one line that names the settings and the way out.
+
+Before torch is imported: a mistake costs the user a moment, not a model load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from hybrid_grpo.config import BatchPlan, SftConfig, TrainConfig, reward_name
+from hybrid_grpo.errors import did_you_mean, refuse
+
+
+def _nearest_multiple(value: int, step: int) -> int:
+    return max(step, round(value / step) * step)
+
+
+def _refuse_indivisible(name: str, value: int, divisor: int, why: str) -> None:
+    refuse(
+        value % divisor != 0,
+        f"{name} {value} does not divide by {why} = {divisor}: the nearest value is"
+        f" {_nearest_multiple(value, divisor)}",
+    )
+
+
+def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
+    """The batch equation; refuses one that does not come out even, with the nearest value that does."""
+    rollout, grpo = config.rollout, config.grpo
+    shards = world_size * grpo.num_minibatches
+    _refuse_indivisible("rollout.prompts_per_step", rollout.prompts_per_step, shards, "ranks x grpo.num_minibatches")
+    return BatchPlan(
+        world_size=world_size,
+        prompts_per_rank=rollout.prompts_per_step // world_size,
+        num_generations=rollout.num_generations,
+        num_minibatches=grpo.num_minibatches,
+        num_iterations=grpo.num_iterations,
+        micro_batch_tokens=config.policy.micro_batch_tokens,
+    )
+
+
+_MAY_BE_EMPTY_TEXT = {"policy.model", "data.path", "data.eval_path", "data.system_prompt", "run.name", "eval.outcome"}
+"""Empty text means something, or is refused in words of its own."""
+_POSITIVE = {
+    "run.steps", "policy.lr", "policy.max_grad_norm", "policy.micro_batch_tokens", "data.max_prompt_tokens",
+    "rollout.prompts_per_step", "rollout.max_completion_tokens", "rollout.max_slots", "rollout.prefill_tokens",
+    "grpo.num_iterations", "grpo.num_minibatches", "grpo.epsilon_low", "grpo.epsilon_high", "checkpoint.keep",
+    "sft.batch_size", "sft.max_completion_tokens", "log.parity_alarm",
+}  # fmt: skip
+_NOT_NEGATIVE = {
+    "run.seed", "policy.warmup_steps", "policy.weight_decay", "rollout.temperature", "rollout.top_k", "grpo.beta",
+    "eval.every", "checkpoint.every", "log.rollouts_every",
+}  # fmt: skip
+
+
+def _check_common(config: TrainConfig | SftConfig) -> None:
+    for section in dataclasses.fields(config):
+        for name, value in vars(getattr(config, section.name)).items() if section.name != "rewards" else ():
+            path = f"{section.name}.{name}"
+            refuse(path in _POSITIVE and value <= 0, f"{path} {value} must be greater than 0")
+            refuse(path in _NOT_NEGATIVE and value < 0, f"{path} {value} must be 0 or greater")
+            refuse(value == "" and path not in _MAY_BE_EMPTY_TEXT, f"{path} is empty: give a value or take it out")
+    _check_model(config.policy.model)
+    _check_source("data.path", config.data.path)
+    if config.data.eval_path is not None:
+        _check_source("data.eval_path", config.data.eval_path)
+    _check_deepspeed(config.engine.deepspeed)
+    for name, limit in (("data.limit", config.data.limit), ("data.eval_limit", config.data.eval_limit)):
+        refuse(limit is not None and limit < 1, f"{name} {limit} must be 1 or greater")
+    for beta in config.policy.betas:
+        refuse(not 0 <= beta < 1, f"policy.betas {list(config.policy.betas)} must be in [0, 1)")
+    refuse(
+        config.engine.offload_optimizer and config.engine.zero_stage == 0,
+        "engine.offload_optimizer needs engine.zero_stage 1 or higher: set engine.zero_stage to 1, 2 or 3",
+    )
+    _check_name("run.name", config.run.name, "it names a folder")
+    _check_run_dir(config.run.dir)
+
+
+def _check_name(setting: str, name: str, why: str) -> None:
+    refuse(
+        not re.fullmatch(r"[\w.][\w.\-]{0,127}", name) or name.strip(".") == "",
+        f"{setting} {name!r} must be at most 128 letters, digits, '.', '_' or '-', without '-' in front: {why}",
+    )
+
+
+def _check_run_dir(folder: str) -> None:
+    refuse(folder.startswith("~"), f"run.dir {folder}: ~ is only known to shells: write the whole path")
+    above = next((path for path in (Path(folder), *Path(folder).parents) if path.exists()), None)
+    refuse(above is not None and not above.is_dir(), f"run.dir {folder}: {above} is a file, not a folder")
+
+
+def _check_model(model: str) -> None:
+    refuse(not model, "policy.model is not set: give a model folder or a hub name")
+    if _looks_like_path(model):
+        refuse(Path(model).is_file(), f"policy.model {model} is a file: give the folder of a model or a hub name")
+        refuse(not Path(model).is_dir(), f"policy.model {model}: there is no such folder")
+        refuse(
+            not (Path(model) / "config.json").is_file(),
+            f"policy.model {model} is not a model folder: it has no config.json",
+        )
+
+
+def _check_source(name: str, source: str) -> None:
+    refuse(not source, f"{name} is not set: give a JSONL or parquet file, a dataset folder or a hub name")
+    if _looks_like_path(source):
+        refuse(not Path(source).exists(), f"{name} {source}: there is no such file or folder")
+        refuse(Path(source).is_file() and Path(source).stat().st_size == 0, f"{name} {source} is empty")
+
+
+def _looks_like_path(name: str) -> bool:
+    """A hub name is `name` or `owner/name`; anything that exists, or could not be one, is a path."""
+    return (
+        os.path.exists(name)
+        or not re.fullmatch(r"[\w\-][\w.\-]*(/[\w.\-]+)?", name)
+        or bool(re.search(r"\.(jsonl?|parquet|csv|txt|yaml)$", name))
+    )
+
+
+_OWNED = {
+    "zero_optimization.stage": "set by engine.zero_stage",
+    "bf16.enabled": "set by policy.dtype",
+    "fp16.enabled": "set by policy.dtype",
+    "gradient_clipping": "set by policy.max_grad_norm",
+    "gradient_accumulation_steps": "derived from policy.micro_batch_tokens",
+    "train_batch_size": "derived from the batch settings",
+    "train_micro_batch_size_per_gpu": "derived from policy.micro_batch_tokens",
+    "managed_gradient_accumulation": "derived from policy.micro_batch_tokens",
+    "hybrid_engine.enabled": "always on, since generation depends on it",
+    "optimizer.params.lr": "set by policy.lr",
+    "optimizer.params.betas": "set by policy.betas",
+    "optimizer.params.weight_decay": "set by policy.weight_decay",
+    "scheduler": "set by policy.lr_schedule",
+}
+"""DeepSpeed settings that follow from ours."""
+
+
+def _check_deepspeed(overrides: dict[str, Any]) -> None:
+    for owned, origin in _OWNED.items():
+        section, path = overrides, "engine.deepspeed"
+        *above, last = owned.split(".")
+        for key in above:
+            section, path = section.get(key, {}), f"{path}.{key}"
+            refuse(not isinstance(section, dict), f"{path} {section!r} must be a section of DeepSpeed's settings")
+        refuse(last in section, f"engine.deepspeed.{owned} is {origin}: take it out of engine.deepspeed")
+
+
+def check_sft(config: SftConfig, world_size: int) -> None:
+    """Refuse what cannot work, before anything is loaded.
+
+    Raises:
+        UserError: one line that names the settings and the way out.
+    """
+    _check_common(config)
+    _refuse_indivisible("sft.batch_size", config.sft.batch_size, world_size, "ranks")
+    for name in ("eval_path", "eval_split", "eval_limit"):
+        refuse(
+            getattr(config.data, name) is not None,
+            f"data.{name} is set, but sft does not evaluate: take it out, and use `hybrid-grpo eval` on the result",
+        )
+
+
+def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
+    """Refuse what cannot work, before anything is loaded; return the batch equation.
+
+    Raises:
+        UserError: one line that names the settings and the way out.
+    """
+    _check_common(config)
+    rollout, grpo = config.rollout, config.grpo
+    refuse(
+        rollout.num_generations < 2,
+        f"rollout.num_generations {rollout.num_generations} makes no group: advantages need 2 or more",
+    )
+    refuse(not 0 < rollout.top_p <= 1, f"rollout.top_p {rollout.top_p} must be in (0, 1]")
+    refuse(
+        rollout.temperature == 0,
+        "rollout.temperature 0 samples the same completion for a whole group: give a value above 0",
+    )
+    refuse(grpo.epsilon_low >= 1, f"grpo.epsilon_low {grpo.epsilon_low} must be below 1: the ratio stays positive")
+    refuse(not config.rewards, "rewards is empty: give at least one, as in --rewards '[{function: exact_match}]'")
+    for index, reward in enumerate(config.rewards):
+        refuse(not reward.function, f"rewards[{index}].function is empty: name a built-in or a function")
+        if reward.name is not None:
+            _check_name(f"rewards[{index}].name", reward.name, "it names a metric")
+    names = [reward_name(reward) for reward in config.rewards]
+    doubles = {name for name in names if names.count(name) > 1}
+    refuse(bool(doubles), f"rewards: two are named {', '.join(sorted(doubles))}: set `name` on one of them")
+    outcome = config.eval.outcome
+    refuse(
+        outcome is not None and outcome not in names,
+        f"eval.outcome {outcome!r} is not a reward of this run: {did_you_mean(outcome or '', names)}",
+    )
+    _check_name("eval.name", config.eval.name, "it names a metric")
+    if config.data.eval_path is None and config.data.eval_split is None:
+        for setting, value in (("eval.every", config.eval.every), ("data.eval_limit", config.data.eval_limit)):
+            refuse(bool(value), f"{setting} {value} needs held-out prompts: set data.eval_path or data.eval_split")
+    for token in rollout.stop_ids:
+        refuse(token < 0, f"rollout.stop_ids {rollout.stop_ids}: a token id is 0 or greater")
+    return batch_plan(config, world_size)

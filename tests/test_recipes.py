@@ -1,0 +1,93 @@
+"""The scripts that users start: what they hand to the launcher parses into a valid configuration."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybrid_grpo.checks import batch_plan, check_train
+from hybrid_grpo.config import SftConfig, TrainConfig
+from hybrid_grpo.parsing import parse
+
+SCRIPTS = Path(__file__).parent.parent / "training_scripts"
+RECIPES = sorted(path.name for path in SCRIPTS.glob("gsm8k_*.sh"))
+
+
+def handed_over(script: str, tmp_path: Path, *arguments: str) -> list[list[str]]:
+    """Run a recipe with a launcher that only writes down its arguments; the lists of arguments it got."""
+    launcher = tmp_path / "deepspeed"
+    launcher.write_text(f'#!/usr/bin/env bash\nprintf "%s\\x1f" "$@" >>"{tmp_path}/calls"; echo >>"{tmp_path}/calls"\n')
+    launcher.chmod(0o755)
+    # The environment that runs the tests is the one the recipe would have made.
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "VIRTUAL_ENV": sys.prefix,
+        "RUNS": str(tmp_path / "runs"),
+    }
+    subprocess.run(["bash", str(SCRIPTS / script), *arguments], check=True, env=environment, capture_output=True)
+    return [line.split("\x1f")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("script", RECIPES)
+def test_a_recipe_parses_and_its_last_word_is_the_user_s(script, tmp_path, monkeypatch):
+    (call,) = handed_over(script, tmp_path, "--run.steps", "7")
+    settings = call[call.index("hybrid_grpo") + 1 :]
+    monkeypatch.chdir(SCRIPTS.parent)
+    assert settings[0] == "train" and "--no_local_rank" in call
+    config = parse(TrainConfig, settings[1:], "train").config
+    ranks = 8 if "7b" in script else 1
+    plan = check_train(config, ranks)
+    assert config.run.steps == 7 and config.run.name == script.removesuffix(".sh")
+    assert plan.world_size * plan.prompts_per_rank == config.rollout.prompts_per_step
+    assert config.data.prompt_column == "question" and config.rewards[0].function == "numeric_answer"
+    if ranks == 8:
+        assert config.engine.zero_stage == 3 and config.engine.offload_optimizer and config.grpo.beta > 0
+
+
+def test_the_quickstart_warms_up_and_then_trains_on_what_it_made(tmp_path, monkeypatch):
+    sft, train = handed_over("quickstart.sh", tmp_path, "--run.steps", "3")
+    monkeypatch.chdir(SCRIPTS.parent)
+    warmup = parse(SftConfig, sft[sft.index("sft") + 1 :], "sft").config
+    config = parse(TrainConfig, train[train.index("train") + 1 :], "train").config
+    assert warmup.policy.model == str(tmp_path / "runs/quickstart-task/model")
+    assert config.policy.model == str(tmp_path / "runs/quickstart-sft/model")
+    assert config.run.steps == 3, "settings given to the quickstart go to the GRPO run"
+    for ranks in (1, 2, 4, 8):
+        assert batch_plan(config, ranks).rows_per_minibatch == 512
+    assert {path.name for path in (tmp_path / "runs/quickstart-task").iterdir()} == {
+        "model",
+        "sft.jsonl",
+        "train.jsonl",
+        "heldout.jsonl",
+    }
+
+
+def test_the_quickstart_takes_a_model_of_one_s_own(tmp_path):
+    (call,) = handed_over("quickstart.sh", tmp_path, "--policy.model", "mine", "--data.path", "my.jsonl")
+    assert call[call.index("train") :][-4:] == ["--policy.model", "mine", "--data.path", "my.jsonl"]
+    assert not (tmp_path / "runs/quickstart-task").exists()
+
+
+def test_a_finished_run_is_set_aside_and_not_overwritten(tmp_path):
+    finished = tmp_path / "runs/quickstart/metrics.jsonl"
+    finished.parent.mkdir(parents=True)
+    finished.write_text("mine")
+    handed_over("quickstart.sh", tmp_path, "--policy.model", "mine")
+    (kept,) = (tmp_path / "runs").glob("quickstart.*")
+    assert (kept / "metrics.jsonl").read_text() == "mine"
+
+
+def test_held_out_words_are_in_no_other_split(tmp_path):
+    sys.path.insert(0, str(SCRIPTS))
+    from quickstart_task import ROWS, make_rows
+
+    rows = make_rows(seed=1)
+    words = {split: {row["prompt"] for row in rows[split]} for split in rows}
+    assert {split: len(words[split]) for split in rows} == ROWS
+    assert not words["heldout"] & (words["train"] | words["sft"]) and not words["train"] & words["sft"]
+    assert all(re.fullmatch(r"[a-z]{3,6}=", word) for split in words.values() for word in split)
+    assert all(row["answer"] == "".join(sorted(row["prompt"][:-1])) for row in rows["heldout"])
