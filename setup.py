@@ -16,6 +16,7 @@ setup(
     python_requires=">=3.10,<3.14",
     install_requires=[
         "torch>=2.11",
+        "accelerate>=1.1",  # transformers asks for it when it loads under ZeRO-3
         "deepspeed>=0.19.8",
         "transformers>=5.17",
         "datasets>=4.0",
@@ -41,5 +42,5 @@ setup(
         ],
         "bench": ["trl==1.16.0", "matplotlib>=3.8"],
     },
-    entry_points={"console_scripts": ["hybrid-grpo=hybrid_grpo.__main__:main"]},
+    entry_points={"console_scripts": ["hybrid-grpo=hybrid_grpo.__main__:entry"]},
 )

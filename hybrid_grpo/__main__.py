@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import NoReturn
 
 from hybrid_grpo.errors import UserError
 
@@ -36,11 +37,18 @@ def main(arguments: list[str] | None = None) -> int:
         where = "" if rank == "0" else f" [rank {rank}]"
         print(f"hybrid-grpo{where}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2
-    finally:
-        if "hybrid_grpo.distributed" in sys.modules:
-            sys.modules["hybrid_grpo.distributed"].leave()
     return 0
 
 
+def entry() -> NoReturn:
+    """Run one command and end the process with its status."""
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the interpreter's shutdown: threads of the process groups that DeepSpeed keeps abort it now and then
+    # ("terminate called without an active exception"), which would turn a finished run into a failed one.
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -43,9 +43,3 @@ def barrier() -> None:
     """Wait for all ranks."""
     if world_size() > 1:
         dist.barrier()
-
-
-def leave() -> None:
-    """Take leave of the process group; without this its threads may abort a process that ends."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -6,6 +6,7 @@ Every rank writes what it saw to FOLDER/NAME.WORLD.RANK.json; the tests compare 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -27,7 +28,7 @@ from hybrid_grpo.config import (
     RolloutConfig,
     TrainConfig,
 )
-from hybrid_grpo.distributed import all_reduce, leave, rank, world_size
+from hybrid_grpo.distributed import all_reduce, rank, world_size
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.reference import Reference
 from hybrid_grpo.task import Task
@@ -231,7 +232,8 @@ def main() -> None:
     target = folder if folder.is_dir() else folder.parent
     suffix = "" if folder.is_dir() else f".{folder.name}"
     (target / f"{name}{suffix}.{world_size()}.{rank()}.json").write_text(json.dumps(seen))
-    leave()
+    # As the command line does: the interpreter's shutdown is not safe after DeepSpeed.
+    os._exit(0)
 
 
 if __name__ == "__main__":
