@@ -15,7 +15,7 @@ from hybrid_grpo.distributed import barrier, rank
 from hybrid_grpo.engine import Engine
 from hybrid_grpo.files import replace_text
 
-_TAG = re.compile(r"step_(\d{6,})")
+_TAG = re.compile(r"step_\d{6,}")
 
 
 class Checkpoints:
@@ -51,7 +51,8 @@ class Checkpoints:
         return None if tag is None else dict(engine.load(self.folder, tag)["hybrid_grpo"])
 
     def _prune(self, newest: str) -> None:
-        tags = sorted(path.name for path in self.folder.iterdir() if _TAG.fullmatch(path.name))
+        tags = [path.name for path in self.folder.iterdir() if _TAG.fullmatch(path.name)]
+        tags.sort(key=lambda tag: int(tag.removeprefix("step_")))
         for tag in tags[: -self.keep]:
             if tag != newest:
                 shutil.rmtree(self.folder / tag)

@@ -76,6 +76,11 @@ def _check_common(config: TrainConfig | SftConfig) -> None:
         config.engine.offload_optimizer and config.engine.zero_stage == 0,
         "engine.offload_optimizer needs engine.zero_stage 1 or higher: set engine.zero_stage to 1, 2 or 3",
     )
+    refuse(
+        config.policy.dtype == "bfloat16" and config.engine.zero_stage == 0,
+        "policy.dtype bfloat16 needs engine.zero_stage 1 or higher (at stage 0 DeepSpeed keeps no float32 weights):"
+        " set engine.zero_stage to 1, or policy.dtype to float32",
+    )
     _check_name("run.name", config.run.name, "it names a folder")
     _check_run_dir(config.run.dir)
 

@@ -47,6 +47,7 @@ class Run:
         self.config = parsed.config
         run = parsed.config.run
         self.folder = Path(run.dir) / run.name
+        self._alarmed = False
         self.checkpoints = Checkpoints(self.folder / "checkpoints", parsed.config.checkpoint.keep)
         self.resumes = run.resume == "auto" and self.checkpoints.latest() is not None
         if run.resume == "never" and (self.folder / "metrics.jsonl").exists():
@@ -90,7 +91,7 @@ class Run:
         for k in range(done + 1, self.config.run.steps + 1):
             step(k)
             # Numbers first: a checkpoint without them would resume behind a gap; lines without one are cut again.
-            log.write(k, meter.reduce())
+            log.write(k, self.watched(meter.reduce()))
             if every and (k % every == 0 or k == self.config.run.steps):
                 with meter.time("time/checkpoint_s"):
                     states = {name: part.state_dict() for name, part in parts.items()}
@@ -99,6 +100,20 @@ class Run:
         log.close()
         if rank() == 0:
             write_report(self.folder)
+
+    def watched(self, values: dict[str, float]) -> dict[str, float]:
+        """The numbers of a step with its alarms; the first time one goes off it is also said."""
+        if "parity/logp_abs_diff_mean" in values:
+            gap, limit = values["parity/logp_abs_diff_mean"], self.config.log.parity_alarm
+            # Not `>`: a gap that is not a number is an alarm too.
+            values["parity/alarm"] = 0.0 if gap <= limit else 1.0
+            if values["parity/alarm"] and not self._alarmed:
+                self._alarmed = True
+                self.say(
+                    f"ALARM: sampler and training forward differ by {gap:.4f} nats a token on average, more than"
+                    f" log.parity_alarm {limit}: old_logp is not the policy's, so ratios and clipping are off"
+                )
+        return values
 
     def restore(self, policy: Policy, parts: dict[str, Stateful]) -> int:
         """Go on from the newest checkpoint, if there is one and it is wanted; return the steps done."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 
 import torch
 
@@ -33,7 +34,7 @@ class SftTrainer:
     def run(self, run: Run) -> None:
         """Train from the start or the newest checkpoint to the last step."""
         done = run.restore(self.policy, {"loader": self.loader})
-        settings = {"config": run.config, "deepspeed": self.policy.deepspeed_config}
+        settings = {**asdict(self.config), "deepspeed": self.policy.deepspeed_config}
         with Log(self.config.log, run.folder, self.config.run.steps, done if run.resumes else -1, settings) as log:
             run.loop(self.policy, {"loader": self.loader}, self.meter, self.step, log, done)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class Trainer:
     def run(self, run: Run) -> None:
         """Train from the start or the newest checkpoint to the last step, evaluating on the way."""
         done = run.restore(self.policy, {"loader": self.loader})
-        settings = {"config": run.config, "deepspeed": self.policy.deepspeed_config}
+        settings = {**asdict(self.config), "deepspeed": self.policy.deepspeed_config}
         with Log(self.config.log, run.folder, self.config.run.steps, done if run.resumes else -1, settings) as log:
             if self.task.eval_prompts and not run.resumes:
                 self.evaluate()

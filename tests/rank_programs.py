@@ -64,31 +64,47 @@ COLLECTIVES = (
 def count_collectives() -> Counter[str]:
     """Count every call of a collective from now on, DeepSpeed's included: all end in torch.distributed."""
     calls: Counter[str] = Counter()
-
-    def counted(name: str, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return function(*args, **kwargs)
-
-        return call
-
     for name in COLLECTIVES:
         for module in (dist, dist.distributed_c10d):
             if hasattr(module, name):
-                setattr(module, name, counted(name, getattr(module, name)))
+                setattr(module, name, counted(calls, name, getattr(module, name)))
     return calls
 
 
-def build(folder: Path, *, stage: int = 3, beta: float = 0.0, num_minibatches: int = 1, **rollout: Any) -> Trainer:
+def counted(calls: Counter[str], name: str, function: Any) -> Any:
+    """`function`, its calls counted."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+def build(
+    folder: Path,
+    *,
+    stage: int = 3,
+    beta: float = 0.0,
+    num_minibatches: int = 1,
+    num_iterations: int = 1,
+    dtype: str = "float32",
+    gradient_checkpointing: bool = False,
+    offload: bool = False,
+) -> Trainer:
     """A trainer on the quickstart's tiny model and task."""
     config = TrainConfig(
-        policy=PolicyConfig(model=str(folder / "model"), dtype="float32", lr=1e-3, micro_batch_tokens=160),
-        engine=EngineConfig(zero_stage=stage),  # type: ignore[arg-type]
-        data=DataConfig(path=str(folder / "train.jsonl"), eval_path=str(folder / "heldout.jsonl"), eval_limit=24),
-        rollout=RolloutConfig(
-            **{"prompts_per_step": 8, "num_generations": 4, "max_completion_tokens": 12, "max_slots": 16, **rollout}
+        policy=PolicyConfig(
+            model=str(folder / "model"),
+            dtype=dtype,  # type: ignore[arg-type]
+            lr=1e-3,
+            micro_batch_tokens=160,
+            gradient_checkpointing=gradient_checkpointing,
         ),
-        grpo=GrpoConfig(beta=beta, num_minibatches=num_minibatches),
+        engine=EngineConfig(zero_stage=stage, offload_optimizer=offload),  # type: ignore[arg-type]
+        data=DataConfig(path=str(folder / "train.jsonl"), eval_path=str(folder / "heldout.jsonl"), eval_limit=24),
+        rollout=RolloutConfig(prompts_per_step=8, num_generations=4, max_completion_tokens=12, max_slots=16),
+        grpo=GrpoConfig(beta=beta, num_minibatches=num_minibatches, num_iterations=num_iterations),
         rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
     )
     device = engines.start()
@@ -131,6 +147,75 @@ def zero2(folder: Path) -> dict[str, Any]:
 
 def zero0(folder: Path) -> dict[str, Any]:
     return steps(folder, stage=0, beta=0.0)
+
+
+def variants(folder: Path) -> dict[str, Any]:
+    """One step each of settings that must not change what is computed, or only by rounding."""
+    seen = {}
+    for name, settings in {
+        "checkpointing": {"gradient_checkpointing": True},
+        "bf16 stage 1": {"dtype": "bfloat16", "stage": 1},
+        "bf16 stage 2": {"dtype": "bfloat16", "stage": 2},
+        "bf16 stage 3, offloaded": {"dtype": "bfloat16", "offload": True, "gradient_checkpointing": True},
+    }.items():
+        trainer = build(folder, **settings)  # type: ignore[arg-type]
+        trainer.step(1)
+        seen[name] = trainer.meter.reduce()
+    return seen
+
+
+def iterations(folder: Path) -> dict[str, Any]:
+    """Two passes of two minibatches over one rollout, with a reference that is counted."""
+    trainer = build(folder, beta=0.1, num_minibatches=2, num_iterations=2)
+    assert trainer.reference is not None
+    calls: Counter[str] = Counter()
+    for name, part in (("rollout", trainer.policy), ("logprobs", trainer.reference), ("step", trainer.policy)):
+        setattr(part, name, counted(calls, name, getattr(part, name)))
+    trainer.step(1)
+    return {"calls": dict(calls), "metrics": trainer.meter.reduce()}
+
+
+def export(folder: Path) -> dict[str, Any]:
+    """The reference is the starting policy, and the exported model the trained one, to the bit."""
+    from transformers import AutoModelForCausalLM
+
+    from hybrid_grpo.generation import ATTENTION
+    from hybrid_grpo.generation.cache import PrefixCache
+
+    trainer = build(folder, beta=0.1)
+    assert trainer.reference is not None and build(folder, beta=0.0).reference is None
+    rollout = trainer.sample(trainer.draw_prompts(), 1)
+    batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
+    width = max(len(c.token_ids) for c in rollout.completions)
+    ref_logp_BT = trainer.reference.logprobs(batches, (len(rollout.completions), width), 1.0)
+    apart = 0.0
+    for micro in batches:
+        logp_bT, _ = trainer.policy.logprobs(micro, 1.0)
+        if micro.rows:
+            apart = max(apart, float((logp_bT - ref_logp_BT[micro.rows, : logp_bT.shape[1]]).abs().max()))
+    for step in (1, 2):
+        trainer.step(step)
+    trainer.policy.export(folder / "exported")
+    torch.distributed.barrier()
+
+    ids = batches[0].input_ids_bS
+    positions = torch.arange(ids.shape[1]).expand(len(ids), -1)
+
+    def logits(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            out = model(input_ids=ids, position_ids=positions, past_key_values=PrefixCache(), positions_nq=positions)
+        return out.logits
+
+    with trainer.policy.engine.generation() as view:
+        ours = logits(view)
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "exported", attn_implementation=ATTENTION).eval()
+    start = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation=ATTENTION).eval()
+    return {
+        "reference": apart,
+        "exported": bool(torch.equal(logits(loaded), ours)),
+        "trained": not torch.equal(logits(start), ours),
+        "tied": loaded.lm_head.weight is loaded.model.embed_tokens.weight,
+    }
 
 
 def switch(folder: Path) -> dict[str, Any]:

@@ -275,6 +275,7 @@ def test_names_in_metrics(user: User, name: str) -> None:
     ("contradiction", "both"),
     [
         (["--engine.zero_stage", "0", "--engine.offload_optimizer", "true"], "engine.offload_optimizer .*zero_stage"),
+        (["--engine.zero_stage", "0"], "policy.dtype bfloat16 .*engine.zero_stage"),
         (["--eval.every", "5"], "eval.every 5 .*data.eval_path or data.eval_split"),
         (["--data.eval_limit", "5"], "data.eval_limit 5 .*data.eval_path or data.eval_split"),
         (["--eval.outcome", "exact_mach"], "eval.outcome .*did you mean exact_match"),

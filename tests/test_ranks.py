@@ -123,3 +123,31 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(folder, sta
         before, after_good, after_bad, after_last = seen["logp"]
         assert before != after_good and after_good == after_bad and after_bad != after_last
         assert seen["norms"][1] in ("inf", "nan")
+
+
+@pytest.mark.ranks
+def test_the_reference_is_the_starting_policy_and_the_export_the_trained_one(folder):
+    for seen in ranks(2, "export", folder):
+        assert seen == {"reference": 0.0, "exported": True, "trained": True, "tied": True}
+
+
+@pytest.mark.ranks
+def test_checkpointing_offloading_and_bfloat16(folder, alone):
+    (seen,) = ranks(1, "variants", folder)
+    first = alone["metrics"][0]
+    assert seen["checkpointing"]["policy/grad_norm"] == pytest.approx(first["policy/grad_norm"], rel=1e-6)
+    for name in seen.keys() - {"checkpointing"}:
+        assert seen[name]["policy/skipped_steps"] == 0
+        assert seen[name]["policy/grad_norm"] == pytest.approx(first["policy/grad_norm"], rel=0.3), name
+        # bfloat16 has 8 bits: logits of size 8 are rounded by up to 0.03.
+        assert 0 < seen[name]["parity/logp_abs_diff_mean"] < 0.02, name
+
+
+@pytest.mark.ranks
+def test_a_rollout_is_used_several_times_and_made_once(folder):
+    (seen,) = ranks(1, "iterations", folder)
+    assert seen["calls"] == {"rollout": 1, "logprobs": 1, "step": 4}
+    metrics = seen["metrics"]
+    assert metrics["policy/ratio_max"] > 1.01, "the policy has moved away from the one that sampled"
+    assert metrics["policy/clip_frac_low"] + metrics["policy/clip_frac_high"] > 0
+    assert metrics["parity/logp_abs_diff_max"] < 1e-4, "measured before the first update"
