@@ -134,7 +134,7 @@ class Trainer:
             return self.reference.logprobs(batches, shape, self.config.rollout.temperature)
 
     def improve(self, rollout: Rollout, advantages_B: Tensor, ref_logp_BT: Tensor | None) -> None:
-        """`num_iterations` passes of `num_minibatches` optimizer steps; `old_logp` stays the sampler's."""
+        """`num_iterations` passes of `num_minibatches` optimizer steps; `old_logp` stays that of the sampler."""
         start = time.perf_counter()
         old_logp_BT = _old_logp(rollout).to(self.device)
         rows = len(rollout.completions) // self.plan.num_minibatches
@@ -145,7 +145,7 @@ class Trainer:
         ]
         for number, (_, minibatch) in enumerate(passes):
             for batch in self.train_batches(rollout, minibatch, old_logp_BT, advantages_B, ref_logp_BT):
-                loss, logp_bT = self.loss(batch)
+                loss, logp_bT = self.loss(batch, on_policy=number == 0)
                 self.policy.engine.backward(loss)
                 self.meter.add("policy/loss", loss / len(passes))
                 if number == 0:
@@ -157,13 +157,17 @@ class Trainer:
         self.meter.add("time/train_s", train_s)
         self.meter.add("throughput/trained_tokens_per_s", tokens * self.plan.num_iterations / train_s)
 
-    def loss(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """This micro-batch's share of the objective, and the log-probabilities it was made of."""
+    def loss(self, batch: TrainBatch, on_policy: bool) -> tuple[Tensor, Tensor]:
+        """This micro-batch's share of the objective, and the log-probabilities it was made of.
+
+        Before the first optimizer step on a rollout the policy is the one that sampled, so its ratio is 1 by
+        construction; the sampler's log-probabilities would add their rounding and nothing else.
+        """
         grpo = self.config.grpo
         logp_bT, entropy_bT = self.policy.logprobs(batch.micro, self.config.rollout.temperature)
         loss, stats = policy_loss(
             logp_bT,
-            batch.old_logp_bT,
+            logp_bT.detach() if on_policy else batch.old_logp_bT,
             batch.advantages_b,
             batch.weight_bT,
             epsilon_low=grpo.epsilon_low,

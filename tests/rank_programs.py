@@ -199,7 +199,7 @@ def export(folder: Path) -> dict[str, Any]:
     torch.distributed.barrier()
 
     ids = batches[0].input_ids_bS
-    positions = torch.arange(ids.shape[1]).expand(len(ids), -1)
+    positions = torch.arange(ids.shape[1], device=trainer.device).expand(len(ids), -1)
 
     def logits(model: Any) -> torch.Tensor:
         with torch.no_grad():
@@ -208,8 +208,10 @@ def export(folder: Path) -> dict[str, Any]:
 
     with trainer.policy.engine.generation() as view:
         ours = logits(view)
-    loaded = AutoModelForCausalLM.from_pretrained(folder / "exported", attn_implementation=ATTENTION).eval()
-    start = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation=ATTENTION).eval()
+    loaded, start = (
+        AutoModelForCausalLM.from_pretrained(folder / name, attn_implementation=ATTENTION).eval().to(trainer.device)
+        for name in ("exported", "model")
+    )
     return {
         "reference": apart,
         "exported": bool(torch.equal(logits(loaded), ours)),
@@ -276,7 +278,7 @@ def losses(folder: Path) -> dict[str, Any]:
                 trainer.policy.rollout(
                     rollout.prompts, trainer.config.rollout, trainer.task.stop_ids, seed=0, step=step
                 )
-            total = torch.zeros(())
+            total = torch.zeros((), device=trainer.device)
             for micro in batches:
                 logp_bT, _ = trainer.policy.logprobs(micro, 1.0)
                 loss = -logp_bT.sum() / 100 if micro.rows else 0.0 * logp_bT.sum()
