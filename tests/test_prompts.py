@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 
 import pytest
 from char_tokenizer import TEMPLATE, char_tokenizer, ids
@@ -47,7 +48,7 @@ def test_the_report_counts_and_measures_what_is_kept(data):
         f"{config.path} [train]: 2 of 4 rows kept, 2 dropped for an over-long prompt;"
         " prompts of 3 to 4 tokens (mean 3.5); columns q"
     )
-    assert report.as_dict() == {
+    assert asdict(report) == {
         "source": config.path,
         "split": "train",
         "rows": 4,

@@ -6,7 +6,7 @@ Does not read files (`sources`), and does not decide the order of prompts (`load
 from __future__ import annotations
 
 import difflib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from hybrid_grpo.config import DataConfig
@@ -69,10 +69,6 @@ class DataReport:
             f" prompts of {self.prompt_tokens_min} to {self.prompt_tokens_max} tokens"
             f" (mean {self.prompt_tokens_mean:.1f}); columns {', '.join(self.columns)}"
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the run folder."""
-        return asdict(self)
 
 
 def read_prompts(
