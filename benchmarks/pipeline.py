@@ -52,7 +52,6 @@ def measure(folder: Path) -> dict[str, Any]:
         "sampler against training forward, largest gap in nats": max(
             metrics["parity/logp_abs_diff_max"] for metrics in alone["metrics"]
         ),
-        "collectives to gather": sum(first["gather"].values()),
         "collectives between gather and release": sum(first["inside"].values()) + sum(second["inside"].values()),
         "collectives to release": sum(first["release"].values()),
         "seconds of the rank with 4 tokens": first["seconds"],
