@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from typing import NoReturn
 
 from hybrid_grpo.errors import UserError
@@ -18,6 +19,9 @@ COMMANDS = {
     "eval": "greedy accuracy and mean reward on the held-out prompts",
     "report": "write report.html of a run again",
 }
+
+
+_GRACE_SECONDS = 3.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,6 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
         rank = os.environ.get("RANK", "0")
         where = "" if rank == "0" else f" [rank {rank}]"
         print(f"hybrid-grpo{where}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            # The launcher kills the other ranks as soon as one has ended: time for those behind to say it too.
+            time.sleep(_GRACE_SECONDS)
         return 2
     return 0
 
