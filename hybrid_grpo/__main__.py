@@ -18,6 +18,7 @@ COMMANDS = {
     "sft": "supervised fine-tuning on prompt and completion pairs",
     "eval": "greedy accuracy and mean reward on the held-out prompts",
     "report": "write report.html of a run again",
+    "generate": "completions of prompts from a file, a pipe or the terminal, as JSON lines",
 }
 
 

@@ -6,12 +6,13 @@ Before torch is imported: a mistake costs the user a moment, not a model load.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.config import BatchPlan, SftConfig, TrainConfig, reward_name
+from hybrid_grpo.config import BatchPlan, DataConfig, GenerateConfig, RolloutConfig, SftConfig, TrainConfig, reward_name
 from hybrid_grpo.errors import did_you_mean, refuse
 
 
@@ -46,13 +47,14 @@ _MAY_BE_EMPTY_TEXT = {"policy.model", "data.path", "data.eval_path", "data.syste
 """Empty text means something, or is refused in words of its own."""
 _POSITIVE = {
     "run.steps", "policy.lr", "policy.max_grad_norm", "policy.micro_batch_tokens", "data.max_prompt_tokens",
-    "rollout.prompts_per_step", "rollout.max_completion_tokens", "rollout.max_slots", "rollout.prefill_tokens",
+    "rollout.prompts_per_step", "rollout.num_generations", "rollout.max_completion_tokens",
+    "rollout.repetition_penalty", "rollout.max_slots", "rollout.prefill_tokens",
     "grpo.num_iterations", "grpo.num_minibatches", "grpo.epsilon_low", "grpo.epsilon_high", "checkpoint.keep",
     "sft.batch_size", "sft.max_completion_tokens", "log.parity_alarm",
 }  # fmt: skip
 _NOT_NEGATIVE = {
-    "run.seed", "policy.warmup_steps", "policy.weight_decay", "rollout.temperature", "rollout.top_k", "grpo.beta",
-    "eval.every", "checkpoint.every", "log.rollouts_every",
+    "run.seed", "policy.warmup_steps", "policy.weight_decay", "rollout.min_completion_tokens", "rollout.temperature",
+    "rollout.top_k", "grpo.beta", "eval.every", "checkpoint.every", "log.rollouts_every",
 }  # fmt: skip
 
 
@@ -64,9 +66,6 @@ def _check_common(config: TrainConfig | SftConfig) -> None:
             refuse(path in _NOT_NEGATIVE and value < 0, f"{path} {value} must be 0 or greater")
             refuse(value == "" and path not in _MAY_BE_EMPTY_TEXT, f"{path} is empty: give a value or take it out")
     _check_model(config.policy.model)
-    _check_source("data.path", config.data.path)
-    if config.data.eval_path is not None:
-        _check_source("data.eval_path", config.data.eval_path)
     _check_deepspeed(config.engine.deepspeed)
     for name, limit in (("data.limit", config.data.limit), ("data.eval_limit", config.data.eval_limit)):
         refuse(limit is not None and limit < 1, f"{name} {limit} must be 1 or greater")
@@ -107,6 +106,12 @@ def _check_model(model: str) -> None:
             not (Path(model) / "config.json").is_file(),
             f"policy.model {model} is not a model folder: it has no config.json",
         )
+
+
+def _check_sources(data: DataConfig) -> None:
+    _check_source("data.path", data.path)
+    if data.eval_path is not None:
+        _check_source("data.eval_path", data.eval_path)
 
 
 def _check_source(name: str, source: str) -> None:
@@ -160,6 +165,7 @@ def check_sft(config: SftConfig, world_size: int) -> None:
         UserError: one line that names the settings and the way out.
     """
     _check_common(config)
+    _check_sources(config.data)
     _refuse_indivisible("sft.batch_size", config.sft.batch_size, world_size, "ranks")
     for name in ("eval_path", "eval_split", "eval_limit"):
         refuse(
@@ -175,16 +181,17 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
         UserError: one line that names the settings and the way out.
     """
     _check_common(config)
+    _check_sources(config.data)
     rollout, grpo = config.rollout, config.grpo
     refuse(
         rollout.num_generations < 2,
         f"rollout.num_generations {rollout.num_generations} makes no group: advantages need 2 or more",
     )
-    refuse(not 0 < rollout.top_p <= 1, f"rollout.top_p {rollout.top_p} must be in (0, 1]")
     refuse(
         rollout.temperature == 0,
         "rollout.temperature 0 samples the same completion for a whole group: give a value above 0",
     )
+    _check_rollout(rollout)
     refuse(grpo.epsilon_low >= 1, f"grpo.epsilon_low {grpo.epsilon_low} must be below 1: the ratio stays positive")
     refuse(not config.rewards, "rewards is empty: give at least one, as in --rewards '[{function: exact_match}]'")
     for index, reward in enumerate(config.rewards):
@@ -203,6 +210,62 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     if config.data.eval_path is None and config.data.eval_split is None:
         for setting, value in (("eval.every", config.eval.every), ("data.eval_limit", config.data.eval_limit)):
             refuse(bool(value), f"{setting} {value} needs held-out prompts: set data.eval_path or data.eval_split")
-    for token in rollout.stop_ids:
-        refuse(token < 0, f"rollout.stop_ids {rollout.stop_ids}: a token id is 0 or greater")
     return batch_plan(config, world_size)
+
+
+def check_generate(config: GenerateConfig, world_size: int) -> None:
+    """Refuse what cannot work, before anything is loaded.
+
+    Raises:
+        UserError: one line that names the settings and the way out.
+    """
+    _check_common(config)
+    rollout, output = config.rollout, config.generate.output
+    refuse(
+        rollout.temperature == 0 and rollout.num_generations > 1,
+        f"rollout.temperature 0 has one completion for a prompt, and rollout.num_generations is"
+        f" {rollout.num_generations}: set it to 1, or the temperature above 0",
+    )
+    _check_rollout(rollout)
+    if config.reads_stdin:
+        refuse(world_size > 1, f"data.path is standard input, which {world_size} ranks cannot share: give a source")
+    else:
+        _check_source("data.path", config.data.path)
+    if output == "-":
+        refuse(world_size > 1, f"generate.output -: {world_size} ranks write a file each: give its name")
+        return
+    path = Path(output)
+    refuse(path.is_dir(), f"generate.output {path} is a folder: give a file")
+    refuse(not path.parent.is_dir(), f"generate.output {path}: there is no folder {path.parent}")
+    refuse(
+        path.exists() and os.path.exists(config.data.path) and path.samefile(config.data.path),
+        f"generate.output {path} would replace the prompts of data.path: give another file",
+    )
+
+
+def _check_rollout(rollout: RolloutConfig) -> None:
+    refuse(
+        rollout.min_completion_tokens > rollout.max_completion_tokens,
+        f"rollout.min_completion_tokens {rollout.min_completion_tokens} is more than rollout.max_completion_tokens"
+        f" {rollout.max_completion_tokens}: set it to that or lower",
+    )
+    refuse(not 0 < rollout.top_p <= 1, f"rollout.top_p {rollout.top_p} must be in (0, 1]")
+    refuse(not 0 <= rollout.min_p <= 1, f"rollout.min_p {rollout.min_p} must be in [0, 1]")
+    for token, bias in rollout.logit_bias.items():
+        refuse(
+            not re.fullmatch(r"0|[1-9][0-9]*", token),
+            f"rollout.logit_bias {token!r} is no token id: give a whole number, 0 or greater",
+        )
+        refuse(not math.isfinite(bias), f"rollout.logit_bias {token}: expected a finite number, got {bias}")
+    for id in rollout.stop_ids:
+        refuse(id < 0, f"rollout.stop_ids {rollout.stop_ids}: a token id is 0 or greater")
+    refuse("" in rollout.stop_strings, f"rollout.stop_strings {rollout.stop_strings}: empty text would end everything")
+    for name in ("stop_ids", "stop_strings"):
+        refuse(
+            rollout.ignore_eos and bool(getattr(rollout, name)),
+            f"rollout.{name} ends completions and rollout.ignore_eos lets nothing but the limit end them: set one",
+        )
+    refuse(
+        rollout.cache_gb is not None and rollout.cache_gb <= 0,
+        f"rollout.cache_gb {rollout.cache_gb} must be greater than 0",
+    )

@@ -112,18 +112,38 @@ class RolloutConfig:
     """Completions per prompt (G), the group that advantages are relative to."""
     max_completion_tokens: int = 512
     """Longest completion."""
+    min_completion_tokens: int = 0
+    """Tokens before which nothing ends a completion: stop ids are not drawn, stop strings are passed over."""
     temperature: float = 1.0
     """Softmax temperature, of sampling and of every log-probability in the loss."""
     top_p: float = 1.0
     """Nucleus: smallest set of tokens with at least this probability; 1 keeps all."""
     top_k: int = 0
     """Keep the k most probable tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """After top-k and top-p, keep the tokens with at least this share of the largest probability; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in the prompt or the completion so far are divided by this where positive, else multiplied by
+    it (CTRL, arXiv:1909.05858); 1 changes nothing."""
+    logit_bias: dict[str, float] = field(default_factory=dict)
+    """Added to the logits of tokens, by token id: `{"42": -100.0}`."""
     stop_ids: list[int] = field(default_factory=list)
     """Token ids that end a completion, beside the model's own end-of-sequence ids."""
+    stop_strings: list[str] = field(default_factory=list)
+    """Texts that end a completion as soon as it contains one; they stay part of it."""
+    ignore_eos: bool = False
+    """For benchmarks: nothing but max_completion_tokens ends a completion."""
+    logprobs: Literal["softmax", "sampling"] = "softmax"
+    """Distribution that `old_logp` is recorded under: `softmax` is that of the training forward, at the temperature;
+    `sampling` the filtered one that the tokens were really drawn from."""
+    decoder: Literal["paged", "transformers"] = "paged"
+    """`transformers` decodes with generate(), for architectures that the paged decoder cannot run."""
     max_slots: int = 256
     """Completions decoded at the same time on one rank."""
     prefill_tokens: int = 16384
     """Padded prompt tokens of one prefill forward."""
+    cache_gb: float | None = None
+    """GiB of keys and values on one rank; not given: from free memory."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +257,33 @@ class SftConfig:
     sft: SftLoopConfig = field(default_factory=SftLoopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True)
+class OutputConfig:
+    """Where completions go."""
+
+    output: str = "-"
+    """File of JSON lines, written anew; `-` is standard output. Several ranks write a file each: out.0.jsonl, ..."""
+
+
+@dataclass(frozen=True)
+class GenerateConfig(TrainConfig):
+    """Completions of prompts, one JSON object a line. Takes the recipe of a training run, of which the sections that
+    only training has are without effect."""
+
+    data: DataConfig = field(default_factory=lambda: DataConfig(over_long="refuse"))
+    """The prompts are those of `path` and `split`. Without a path, or with `-`, they come from standard input: one a
+    line, as text or as a JSON object with the columns of a data set."""
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(num_generations=1))
+    """All but `prompts_per_step` counts; temperature 0 takes the most probable tokens."""
+    generate: OutputConfig = field(default_factory=OutputConfig)
+    """Where completions go."""
+
+    @property
+    def reads_stdin(self) -> bool:
+        """Whether prompts come from standard input."""
+        return self.data.path in ("", "-")
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ A sharded load happens inside `engine.sharded_loading`; nothing here knows the e
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import logging as transformers_logging
 
 from hybrid_grpo.config import PolicyConfig
@@ -63,7 +64,7 @@ def check_lengths(config: Any, longest: int) -> None:
         )
 
 
-def check_stop_ids(ids: list[int], config: Any) -> None:
+def check_token_ids(setting: str, ids: Iterable[int], config: Any) -> None:
     """Refuse tokens that the model cannot sample.
 
     Raises:
@@ -72,7 +73,15 @@ def check_stop_ids(ids: list[int], config: Any) -> None:
     size = config.get_text_config().vocab_size
     for token in ids:
         if token >= size:
-            raise UserError(f"rollout.stop_ids {token} is no token of policy.model: its ids end at {size - 1}")
+            raise UserError(f"{setting} {token} is no token of policy.model: its ids end at {size - 1}")
+
+
+def _check_attention(config: Any, attn_implementation: str) -> None:
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if attn_implementation == "sdpa" and model is not None and not model._supports_sdpa:
+        raise UserError(
+            f"policy.attn_implementation sdpa: {model.__name__} has no attention of this kind: set it to eager"
+        )
 
 
 def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> Any:
@@ -82,9 +91,11 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> 
     before the first update), so it is off in training too.
 
     Raises:
-        UserError: the weights do not load, or generation cannot run this architecture.
+        UserError: the weights do not load, or the architecture does not have this attention.
     """
     config = load_config(policy.model)
+    attention = attn_implementation or policy.attn_implementation
+    _check_attention(config, attention)
     for field, value in vars(config).items():
         if ("dropout" in field or "pdrop" in field) and isinstance(value, float):
             setattr(config, field, 0.0)
@@ -93,7 +104,7 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> 
             policy.model,
             config=config,
             dtype=getattr(torch, policy.dtype),
-            attn_implementation=attn_implementation or policy.attn_implementation,
+            attn_implementation=attention,
             # Reported below, by name.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
@@ -108,11 +119,6 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> 
                 f"policy.model {policy.model} {what} {len(names)} of the weights that its config.json asks for,"
                 f" {first} among them: take a complete {type(model).__name__}"
             )
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UserError(
-            f"policy.model {policy.model}: {type(model).__name__} does not route its attention through transformers'"
-            " attention interface, which generation needs; Llama, Qwen, Mistral, Gemma, Phi-3 and GPT-2 do"
-        )
     if policy.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model

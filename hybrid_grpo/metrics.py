@@ -91,6 +91,8 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("time/generate_s", "Sampling completions.", "s", "rank_mean"),
     Metric("time/switch_s", "Going from training to generation and back.", "s", "rank_mean"),
     Metric("time/gather_s", "Gathering the sharded weights, a part of the switch.", "s", "rank_mean"),
+    Metric("time/reward_s", "Reward functions at work; all of it but time/reward_wait_s is hidden behind sampling.",
+           "s", "rank_mean"),
     Metric("time/reward_wait_s", "Waiting for rewards after the last completion.", "s", "rank_mean"),
     Metric("time/reference_s", "Log-probabilities of the reference.", "s", "rank_mean"),
     Metric("time/train_s", "Forward, backward and optimizer.", "s", "rank_mean"),

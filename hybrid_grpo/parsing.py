@@ -14,12 +14,12 @@ from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_dumper, set_parsing_settings
 
-from hybrid_grpo.config import RewardConfig, SftConfig, TrainConfig
+from hybrid_grpo.config import GenerateConfig, RewardConfig, SftConfig, TrainConfig
 from hybrid_grpo.errors import UserError, did_you_mean, refuse
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
-ConfigT = TypeVar("ConfigT", TrainConfig, SftConfig)
+ConfigT = TypeVar("ConfigT", TrainConfig, SftConfig, GenerateConfig)
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
     except ArgumentError as error:
         raise UserError(_one_line(str(error), cls)) from None
     sections = get_type_hints(cls)
+    for name, section in sections.items():
+        if name != "rewards":
+            _make_keys_text(section, vars(namespace[name]))
     values: dict[str, Any] = {
         name: [_build(RewardConfig, f"rewards[{i}]", entry) for i, entry in enumerate(namespace.rewards or [])]
         if name == "rewards"
@@ -99,7 +102,7 @@ class _Recipe(ActionConfigFile):
         if not isinstance(recipe, yaml.MappingNode):
             raise UserError(f"--config {path} holds no settings: write `section:` lines")
         _refuse_doubles(recipe, path)
-        sections = {*get_type_hints(TrainConfig), *get_type_hints(SftConfig)} - {"rewards"}
+        sections = {*get_type_hints(GenerateConfig), *get_type_hints(SftConfig)} - {"rewards"}
         for key, node in recipe.value:
             refuse(
                 key.value in sections and not isinstance(node, yaml.MappingNode),
@@ -142,6 +145,13 @@ def _build(cls: type[Any], path: str, values: Any) -> Any:
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         refuse(required and f.name not in values, f"{path}.{f.name} is not set: give one")
     return cls(**{name: float(value) if hints[name] is float else value for name, value in values.items()})
+
+
+def _make_keys_text(cls: type[Any], values: dict[str, Any]) -> None:
+    """In place: YAML reads the key of `{5: -1.0}` as a number, and the command line that of `--name.5=-1` as text."""
+    for name, hint in get_type_hints(cls).items():
+        if hint == dict[str, float] and isinstance(values[name], dict):
+            values[name] = {str(k) if type(k) is int else k: value for k, value in values[name].items()}
 
 
 def _first_field(cls: type[Any]) -> str:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from hybrid_grpo import engine as engines
-from hybrid_grpo import generation
 from hybrid_grpo.config import EngineConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.distributed import rank
 from hybrid_grpo.engine import StepResult
-from hybrid_grpo.generation import Request, Sampling, Stats, stream_key
+from hybrid_grpo.generation import OnFinish, Request, Stats, stream_key
 from hybrid_grpo.loading import load_config, load_model
 from hybrid_grpo.logprobs import LogprobModel
+from hybrid_grpo.rollout import attention_of, complete, sampling_of
 from hybrid_grpo.view import meta_copy
 
 
@@ -39,9 +37,17 @@ class Policy:
         policy, engine: what to load and how to train it.
         tokenizer: decodes completions.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+        decoder: what will decode it; see `RolloutConfig`.
     """
 
-    def __init__(self, policy: PolicyConfig, engine: EngineConfig, tokenizer: Any, total_steps: int) -> None:
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        engine: EngineConfig,
+        tokenizer: Any,
+        total_steps: int,
+        decoder: Literal["paged", "transformers"] = "paged",
+    ) -> None:
         self.config = policy
         self.tokenizer = tokenizer
         self.total_steps = total_steps
@@ -50,44 +56,38 @@ class Policy:
         self.deepspeed_config = engines.policy_config(policy, engine)
         with engines.sharded_loading(self.deepspeed_config):
             model = load_model(policy)
-        view = meta_copy(model, generation.ATTENTION)
+        view = meta_copy(model, attention_of(decoder) or policy.attn_implementation)
         self.engine = engines.Engine(LogprobModel(model), model, view, self.deepspeed_config)
 
     def rollout(
-        self, prompts: list[Prompt], config: RolloutConfig, stop_ids: tuple[int, ...], *, seed: int, step: int
+        self,
+        prompts: list[Prompt],
+        config: RolloutConfig,
+        stop_ids: tuple[int, ...],
+        *,
+        seed: int,
+        step: int,
+        on_finish: OnFinish | None = None,
     ) -> tuple[Rollout, Stats]:
         """Sample `num_generations` completions of every prompt. Ranks enter and leave together."""
-        sampling = Sampling(
-            max_tokens=config.max_completion_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            stop_ids=stop_ids,
-        )
         requests = [
             Request(p.token_ids, [stream_key(seed, step, p.epoch, p.id, k) for k in range(config.num_generations)])
             for p in prompts
         ]
-        groups, stats = self._generate(requests, sampling, config)
+        with self.engine.generation() as view:
+            groups, stats = complete(
+                view, self.tokenizer, requests, sampling_of(config, stop_ids), config, on_finish=on_finish
+            )
         return Rollout(prompts, [c for group in groups for c in group], config.num_generations), stats
 
     def greedy(self, prompts: list[Prompt], config: RolloutConfig, stop_ids: tuple[int, ...]) -> list[Completion]:
         """The most probable continuation of every prompt. Ranks enter and leave together."""
-        sampling = Sampling(config.max_completion_tokens, temperature=generation.GREEDY, stop_ids=stop_ids)
-        groups, _ = self._generate([Request(p.token_ids, [0]) for p in prompts], sampling, config)
-        return [group[0] for group in groups]
-
-    def _generate(
-        self, requests: Sequence[Request], sampling: Sampling, config: RolloutConfig
-    ) -> tuple[list[list[Completion]], Stats]:
+        requests = [Request(p.token_ids, [0]) for p in prompts]
         with self.engine.generation() as view:
-            groups, stats = generation.generate(
-                view, requests, sampling, max_slots=config.max_slots, prefill_tokens=config.prefill_tokens
+            groups, _ = complete(
+                view, self.tokenizer, requests, sampling_of(config, stop_ids, greedy=True), config
             )
-        return [[self._decoded(completion) for completion in group] for group in groups], stats
-
-    def _decoded(self, completion: Completion) -> Completion:
-        return replace(completion, text=self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+        return [group[0] for group in groups]
 
     def logprobs(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability (differentiable) and entropy of the completion tokens, float32 [b, T]. Collective."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_grpo.config import TrainConfig, reward_name
+from hybrid_grpo.config import RolloutConfig, TrainConfig, reward_name
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import evaluation_source
 from hybrid_grpo.errors import UserError
-from hybrid_grpo.loading import check_lengths, check_stop_ids, load_config, load_tokenizer, stop_ids
+from hybrid_grpo.generation.support import check_architecture
+from hybrid_grpo.loading import check_lengths, check_token_ids, load_config, load_tokenizer, stop_ids
 from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.scoring import Rewards
 
@@ -41,6 +42,7 @@ class Task:
         """
         rewards = Rewards(load_rewards(config.rewards))
         model_config = load_config(config.policy.model)
+        check_architecture(model_config, config.rollout.decoder)
         tokenizer = load_tokenizer(config.policy.model)
         prompts, report = read_prompts(config.data, tokenizer)
         if len(prompts) < config.rollout.prompts_per_step:
@@ -57,19 +59,39 @@ class Task:
         rewards.check_columns(prompts[0].columns)
         longest = max(len(prompt.token_ids) for prompt in prompts + eval_prompts)
         check_lengths(model_config, longest + config.rollout.max_completion_tokens)
-        check_stop_ids(config.rollout.stop_ids, model_config)
+        check_token_ids("rollout.stop_ids", config.rollout.stop_ids, model_config)
+        check_token_ids("rollout.logit_bias", map(int, config.rollout.logit_bias), model_config)
         ends = stop_ids(config.policy.model, tokenizer, config.rollout.stop_ids)
         outcome = config.eval.outcome or reward_name(config.rewards[0])
-        facts["sampling"] = _sampling(config, ends, tokenizer)
+        facts["sampling"] = _sampling(config.rollout, ends, tokenizer)
         facts["rewards"] = ", ".join(f"{reward.weight:g} {reward_name(reward)}" for reward in config.rewards)
         return cls(tokenizer, rewards, outcome, prompts, eval_prompts, ends, facts)
 
 
-def _sampling(config: TrainConfig, ends: tuple[int, ...], tokenizer: Any) -> str:
+_SAMPLING = ("temperature", "top_p", "top_k")
+"""Settings that are always shown; those of `_SAMPLING_IF_SET` where they are not the default."""
+_SAMPLING_IF_SET = (
+    "min_p",
+    "repetition_penalty",
+    "logit_bias",
+    "min_completion_tokens",
+    "ignore_eos",
+    "logprobs",
+    "decoder",
+)
+
+
+def _sampling(rollout: RolloutConfig, ends: tuple[int, ...], tokenizer: Any) -> str:
     """The effective settings: nothing else, the model's own generation config included, changes them."""
-    rollout = config.rollout
-    names = ", ".join(f"{token} {tokenizer.convert_ids_to_tokens(token)!r}" for token in ends)
+    default = RolloutConfig()
+    names = [*_SAMPLING, *(n for n in _SAMPLING_IF_SET if getattr(rollout, n) != getattr(default, n))]
+    values = (getattr(rollout, name) for name in names)
+    settings = [f"{n} {v:g}" if isinstance(v, float) else f"{n} {v}" for n, v in zip(names, values, strict=True)]
+    ended_by = [
+        *(f"{token} {tokenizer.convert_ids_to_tokens(token)!r}" for token in ends if not rollout.ignore_eos),
+        *(f"text {text!r}" for text in rollout.stop_strings),
+    ]
     return (
-        f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k},"
-        f" at most {rollout.max_completion_tokens} tokens, ended by {names or 'the limit only'}"
+        f"{', '.join(settings)}, at most {rollout.max_completion_tokens} tokens,"
+        f" ended by {', '.join(ended_by) or 'the limit only'}"
     )

@@ -14,12 +14,14 @@ from hybrid_grpo.data.batch import MicroBatch, Prompt, Rollout, Scores, TrainBat
 from hybrid_grpo.data.loader import PromptLoader, rank_share
 from hybrid_grpo.data.packing import pack
 from hybrid_grpo.distributed import all_reduce, rank, world_size
+from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.metrics import Meter
 from hybrid_grpo.monitor import measure_eval, measure_loss, measure_memory, measure_parity, measure_rollout
 from hybrid_grpo.objective import policy_loss, token_weights
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.reference import Reference
 from hybrid_grpo.rewards.advantages import group_advantages
+from hybrid_grpo.rewards.streaming import Stream
 from hybrid_grpo.run import Run
 from hybrid_grpo.sinks import Log
 from hybrid_grpo.task import Task
@@ -87,8 +89,9 @@ class Trainer:
         """One GRPO step (DeepSeekMath, arXiv:2402.03300, algorithm 1, inner loop)."""
         with self.meter.time("time/step_s"):
             prompts = self.draw_prompts()
-            rollout = self.sample(prompts, step)
-            scores = self.score(rollout)
+            with Stream(self.task.rewards, prompts, self.plan.num_generations) as stream:
+                rollout = self.sample(prompts, step, stream.add)
+                scores = self.score(stream)
             advantages_B = group_advantages(
                 scores.reward_B, rollout.num_generations, self.config.grpo.scale_rewards
             ).to(self.device)
@@ -105,11 +108,16 @@ class Trainer:
             for prompt, epoch in self.loader.next_batch()
         ]
 
-    def sample(self, prompts: list[Prompt], step: int) -> Rollout:
+    def sample(self, prompts: list[Prompt], step: int, on_finish: OnFinish | None = None) -> Rollout:
         """Complete every prompt `num_generations` times with the policy as it is."""
         start = time.perf_counter()
         rollout, _ = self.policy.rollout(
-            prompts, self.config.rollout, self.task.stop_ids, seed=self.config.run.seed, step=step
+            prompts,
+            self.config.rollout,
+            self.task.stop_ids,
+            seed=self.config.run.seed,
+            step=step,
+            on_finish=on_finish,
         )
         switch = self.policy.engine.switch_time
         generate_s = time.perf_counter() - start - switch.gather_s - switch.release_s
@@ -119,10 +127,12 @@ class Trainer:
         self.meter.add("throughput/generated_tokens_per_s", rollout.num_tokens / generate_s)
         return rollout
 
-    def score(self, rollout: Rollout) -> Scores:
-        """What the reward functions say of every completion."""
+    def score(self, stream: Stream) -> Scores:
+        """What the reward functions say of every completion; of most they have said it during sampling."""
         with self.meter.time("time/reward_wait_s"):
-            return self.task.rewards.score(rollout.row_prompts, rollout.completions)
+            scores = stream.scores()
+        self.meter.add("time/reward_s", stream.seconds)
+        return scores
 
     def reference_logprobs(self, rollout: Rollout) -> Tensor | None:
         """The reference's log-probabilities, once per rollout; None without a reference."""
@@ -161,13 +171,15 @@ class Trainer:
         """This micro-batch's share of the objective, and the log-probabilities it was made of.
 
         Before the first optimizer step on a rollout the policy is the one that sampled, so its ratio is 1 by
-        construction; the sampler's log-probabilities would add their rounding and nothing else.
+        construction; the sampler's log-probabilities would add their rounding and nothing else. Unless they are to be
+        those of the filtered distribution: then the policy is off it from the start.
         """
         grpo = self.config.grpo
+        recorded = not on_policy or self.config.rollout.logprobs == "sampling"
         logp_bT, entropy_bT = self.policy.logprobs(batch.micro, self.config.rollout.temperature)
         loss, stats = policy_loss(
             logp_bT,
-            logp_bT.detach() if on_policy else batch.old_logp_bT,
+            batch.old_logp_bT if recorded else logp_bT.detach(),
             batch.advantages_b,
             batch.weight_bT,
             epsilon_low=grpo.epsilon_low,

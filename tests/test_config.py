@@ -12,7 +12,7 @@ import pytest
 
 from hybrid_grpo import config as config_module
 from hybrid_grpo.checks import batch_plan, check_sft, check_train
-from hybrid_grpo.config import RewardConfig, SftConfig, TrainConfig
+from hybrid_grpo.config import GenerateConfig, RewardConfig, SftConfig, TrainConfig
 from hybrid_grpo.errors import UserError
 from hybrid_grpo.parsing import Parsed, parse, setting_names
 
@@ -220,6 +220,8 @@ def test_config_must_be_a_file(user: User) -> None:
      "policy.betas=[-0.1,0.9]", "policy.micro_batch_tokens=0", "policy.warmup_steps=-1", "run.steps=0", "run.seed=-1",
      "data.limit=0", "data.max_prompt_tokens=0", "rollout.temperature=0", "rollout.temperature=-1", "rollout.top_p=0",
      "rollout.top_p=1.1", "rollout.top_k=-1", "rollout.max_completion_tokens=0", "rollout.max_slots=0",
+     "rollout.min_completion_tokens=-1", "rollout.min_completion_tokens=513", "rollout.min_p=-0.1", "rollout.min_p=1.5",
+     "rollout.repetition_penalty=0", "rollout.repetition_penalty=-1", "rollout.cache_gb=0", "rollout.cache_gb=-2.5",
      "rollout.stop_ids=[-1]", "rollout.prompts_per_step=0", "rollout.num_generations=1", "rollout.num_generations=0",
      "grpo.epsilon_low=1", "grpo.epsilon_low=0", "grpo.epsilon_high=0", "grpo.beta=-1", "grpo.num_iterations=0",
      "grpo.num_minibatches=0", "eval.every=-1", "checkpoint.every=-1", "checkpoint.keep=0", "log.parity_alarm=0"],
@@ -230,7 +232,10 @@ def test_numbers_out_of_range_name_their_setting(user: User, outside: str) -> No
     assert message.startswith(setting) and value.strip("[]").split(",")[0].lstrip("-") in message
 
 
-@pytest.mark.parametrize("inside", ["policy.betas=[0,0]", "rollout.top_p=1", "rollout.num_generations=2", "run.seed=0"])
+@pytest.mark.parametrize("inside", [
+    "policy.betas=[0,0]", "rollout.top_p=1", "rollout.num_generations=2", "run.seed=0", "rollout.min_p=0",
+    "rollout.min_p=1", "rollout.min_completion_tokens=512", "rollout.cache_gb=0.01",
+])  # fmt: skip
 def test_the_ends_of_ranges_are_allowed(user: User, inside: str) -> None:
     user.train(f"--{inside}")
 
@@ -275,6 +280,12 @@ def test_names_in_metrics(user: User, name: str) -> None:
     ("contradiction", "both"),
     [
         (["--engine.zero_stage", "0", "--engine.offload_optimizer", "true"], "engine.offload_optimizer .*zero_stage"),
+        (
+            ["--rollout.min_completion_tokens=9", "--rollout.max_completion_tokens=8"],
+            "min_completion_tokens 9 .*max_completion_tokens 8",
+        ),
+        (["--rollout.ignore_eos=true", "--rollout.stop_ids=[3]"], "rollout.stop_ids .*rollout.ignore_eos"),
+        (["--rollout.ignore_eos=true", "--rollout.stop_strings=[x]"], "rollout.stop_strings .*rollout.ignore_eos"),
         (["--engine.zero_stage", "0"], "policy.dtype bfloat16 .*engine.zero_stage"),
         (["--eval.every", "5"], "eval.every 5 .*data.eval_path or data.eval_split"),
         (["--data.eval_limit", "5"], "data.eval_limit 5 .*data.eval_path or data.eval_split"),
@@ -286,6 +297,45 @@ def test_names_in_metrics(user: User, name: str) -> None:
 )
 def test_contradictions_name_both_sides(user: User, contradiction: list[str], both: str) -> None:
     assert re.search(both, user.refused(*contradiction))
+
+
+@pytest.mark.parametrize("arguments", [["--rollout.logit_bias", '{"5": -100, "0": 1.5}'],
+                                       ["--rollout.logit_bias.5=-100", "--rollout.logit_bias.0=1.5"]])  # fmt: skip
+def test_a_logit_bias_is_given_by_token_id(user: User, arguments: list[str]) -> None:
+    assert user.train(*arguments).rollout.logit_bias == {"5": -100.0, "0": 1.5}
+    recipe = "rollout: {logit_bias: {'5': -100, '0': 1.5}}"
+    assert user.train(yaml=recipe).rollout.logit_bias == {"5": -100.0, "0": 1.5}
+
+
+def test_token_ids_need_no_quotes(user: User) -> None:
+    """YAML reads them as numbers, which a mapping from text did not take; an override then added a second entry."""
+    recipe = "rollout: {logit_bias: {5: -100, 0: 1.5}}"
+    assert user.train(yaml=recipe).rollout.logit_bias == {"5": -100.0, "0": 1.5}
+    assert user.train("--rollout.logit_bias", "{5: -100}").rollout.logit_bias == {"5": -100.0}
+    arguments = ["--config", user.yaml(recipe), "--rollout.logit_bias.5=-1"]
+    parsed = parse(TrainConfig, arguments, "train")
+    assert parsed.config.rollout.logit_bias == {"5": -1.0, "0": 1.5}
+    assert user.parse(yaml=parsed.yaml) == parsed.config
+    assert "rollout.logit_bias '-5' is no token id" in user.refused(yaml="rollout: {logit_bias: {-5: 1.0}}")
+    assert user.refused(yaml="rollout: {logit_bias: {true: 1.0}}").startswith("rollout.logit_bias")
+    assert "line 1: 5 is given twice" in user.refused(yaml="rollout: {logit_bias: {5: 1.0, '5': 2.0}}")
+
+
+@pytest.mark.parametrize("token", ["-1", "1.5", "yes", "", "05", " 5"])
+def test_a_logit_bias_of_what_is_no_token_id(user: User, token: str) -> None:
+    message = user.refused("--rollout.logit_bias", f'{{"{token}": 1.0}}')
+    assert message == f"rollout.logit_bias {token!r} is no token id: give a whole number, 0 or greater"
+
+
+def test_a_logit_bias_is_a_finite_number(user: User) -> None:
+    for value in (".nan", ".inf", "-.inf"):
+        message = user.refused("--rollout.logit_bias", f'{{"5": {value}}}')
+        assert message.startswith("rollout.logit_bias 5: expected a finite number, got ")
+
+
+def test_stop_strings_hold_text(user: User) -> None:
+    assert user.train("--rollout.stop_strings", r'["</answer>", "\n\n"]').rollout.stop_strings == ["</answer>", "\n\n"]
+    assert "empty text would end everything" in user.refused("--rollout.stop_strings", '["a", ""]')
 
 
 def test_sft_refuses_to_be_asked_for_an_evaluation(user: User) -> None:
@@ -383,7 +433,7 @@ def test_nothing_changes_a_configuration_after_parsing(user: User) -> None:
         config.policy.lr = 1.0  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("cls", [TrainConfig, SftConfig])
+@pytest.mark.parametrize("cls", [TrainConfig, SftConfig, GenerateConfig])
 def test_help_lists_every_setting_with_its_documentation(cls: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(cls, ["--help"], "train")
@@ -416,7 +466,7 @@ def documented_fields() -> dict[str, dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("cls", [TrainConfig, SftConfig])
+@pytest.mark.parametrize("cls", [TrainConfig, SftConfig, GenerateConfig])
 def test_printed_config_gives_the_same_config(user: User, cls: Any, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*user.sound, "--policy.lr=1e-6", "--policy.betas=[0.5,0.6]", "--run.name=1e3", "--data.system_prompt="]
     arguments += ["--engine.deepspeed", "{zero_optimization: {overlap_comm: false, bucket: 5e7}, name: '1e5'}"]

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import ARCHITECTURES, VOCABULARY, WINDOW, build, pair, tiny_config
 
+from hybrid_grpo.errors import UserError
 from hybrid_grpo.generation import ATTENTION, GREEDY, Request, Sampling, generate, stream_key
+from hybrid_grpo.generation import decoder
 from hybrid_grpo.generation import loop as loops
 
 PROMPT_LENGTHS = [1, 2, 7, 19, 4, 1, 12, 9, 3, 16]
@@ -120,6 +122,11 @@ def test_the_windows_and_soft_caps_of_these_models_are_felt(architecture, withou
     with_it, _ = generate(pair(architecture)[1], requests_of(prompts, 1), sampling)
     without_it, _ = generate(pair(architecture, **without)[1], requests_of(prompts, 1), sampling)
     assert with_it[0][0].logp != pytest.approx(without_it[0][0].logp, abs=1e-2)
+
+
+@pytest.fixture(params=["qwen2", "mistral", "gemma2", "gpt2"])
+def architecture_pair(request):
+    return pair(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -246,27 +253,118 @@ def test_prefills_keep_their_token_budget(view, budget):
         generate(view, requests_of(random_prompts(PROMPT_LENGTHS), 1), Sampling(1), prefill_tokens=budget)
     finally:
         handle.remove()
-    prefills = shapes[:-1]
-    assert sum(n for n, _ in prefills) == len(PROMPT_LENGTHS)
-    assert all(n * width <= budget or n == 1 for n, width in prefills)
+    # Behind the prefills come the steps, with rows of one token.
+    prefills = [(n, width) for n, width in shapes if not (width == 1 and n == len(PROMPT_LENGTHS))]
+    assert all(n * width <= budget for n, width in prefills)
+    assert sum(width for n, width in prefills if n == 1) <= sum(PROMPT_LENGTHS) - len(PROMPT_LENGTHS)
 
 
-def test_memory_follows_the_longest_sequence_and_not_the_limit(view):
+def test_long_prompts_are_read_in_pieces_exactly(architecture_pair):
+    model, view = architecture_pair
+    prompts = random_prompts([50, 3, 37])
+    sampling = Sampling(LIMIT, temperature=GREEDY)
+    whole, _ = generate(view, requests_of(prompts, 2), sampling)
+    for budget in (1, 7, 16, 36):
+        pieces, _ = generate(view, requests_of(prompts, 2), sampling, prefill_tokens=budget)
+        assert_alike(pieces, whole)
+
+
+def test_memory_follows_the_tokens_and_not_the_limit(view, monkeypatch):
+    monkeypatch.setitem(loops.PAGE, "cpu", 4)
     prompts = random_prompts([3, 30, 11])
     stop_ids = tuple(range(0, VOCABULARY, 6))
-    sampling = Sampling(100_000, stop_ids=stop_ids)
-    loop = loops._Loop(view, requests_of(prompts, 4), sampling, 12, 1000)
-    with torch.inference_mode():
-        groups = loop.run()
-    longest = max(len(prompt) + len(c.token_ids) for prompt, group in zip(prompts, groups, strict=True) for c in group)
+    requests = requests_of(prompts, 4)
+    groups, stats = generate(view, requests, Sampling(100_000, stop_ids=stop_ids))
+    _, least = generate(view, requests, Sampling(100, stop_ids=stop_ids))
     assert all(c.finish == "stop" for group in groups for c in group)
-    assert 30 < longest <= loop.cache.length <= 1.25 * longest + 64
-    assert loop.slots.tokens_nT.shape[1] <= max(64, 2 * longest)
-    assert {tuple(t.shape) for t in loop.cache.keys + loop.cache.values} == {(12, 2, loop.cache.length, 8)}
+    assert stats.peak_cache_bytes == least.peak_cache_bytes
+    token_bytes = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, head_dim, float32
+    entries = [len(prompt) + 4 * 4 + sum(len(c.token_ids) + 4 for c in group)
+               for prompt, group in zip(prompts, groups, strict=True)]  # fmt: skip
+    assert stats.peak_cache_bytes <= sum(entries) * token_bytes
+
+
+def test_a_group_shares_the_pages_of_its_prompt(view, monkeypatch):
+    monkeypatch.setitem(loops.PAGE, "cpu", 4)
+    [prompt] = random_prompts([81])
+    _, one = generate(view, requests_of([prompt], 1), Sampling(1))
+    _, eight = generate(view, requests_of([prompt], 8), Sampling(1))
+    page_bytes = 4 * 2 * 2 * 2 * 8 * 4
+    assert one.peak_cache_bytes == 21 * page_bytes
+    assert eight.peak_cache_bytes == (20 + 8) * page_bytes
+
+
+def gib(tokens, pages=1):
+    """`cache_gb` that holds so many tokens of the `view` model."""
+    return tokens * 2 * 2 * 2 * 8 * 4 * 1.0001 / 2**30
+
+
+def test_when_pages_run_out_sequences_go_back_and_come_out_the_same(view, sampled, monkeypatch):
+    monkeypatch.setitem(loops.PAGE, "cpu", 4)
+    requests, sampling, groups = sampled
+    # The longest prompt and completion take 19 + 24 tokens.
+    for tokens, squeezed in ((5000, False), (300, True), (120, True), (56, True)):
+        again, stats = generate(view, requests, sampling, cache_gb=gib(tokens))
+        assert_alike(again, groups)
+        assert (stats.preempted > 0) == squeezed
+        assert stats.peak_cache_bytes <= gib(tokens) * 2**30
+        # What is redone is read, not sampled again.
+        assert stats.rows == sum(len(c.token_ids) for group in groups for c in group)
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused_with_the_number_it_takes(view):
+    with pytest.raises(UserError, match=r"rollout\.cache_gb: .* GiB hold 0 tokens .* need .* GiB: give more"):
+        generate(view, requests_of(random_prompts([19]), 1), Sampling(100), cache_gb=gib(20))
+
+
+def test_completions_are_handed_on_as_soon_as_they_are_finished(view, sampled):
+    requests, sampling, groups = sampled
+    seen = []
+    again, stats = generate(view, requests, sampling, on_finish=lambda *finished: seen.append(finished))
+    assert {(i, k) for i, k, _ in seen} == {(i, k) for i, group in enumerate(groups) for k in range(len(group))}
+    assert len(seen) == 24 and all(again[i][k] is completion for i, k, completion in seen)
+    lengths = [len(completion.token_ids) for _, _, completion in seen]
+    assert lengths == sorted(lengths), "all started together: the shortest comes first"
+
+
+def test_each_completion_can_have_a_limit_of_its_own(view):
+    requests = requests_of(random_prompts([5, 9]), 3)
+    free, _ = generate(view, requests, Sampling(LIMIT))
+    limits = [[1, 7, 30], [3, 2, 24]]
+    short, _ = generate(
+        view, [replace(r, limits=own) for r, own in zip(requests, limits, strict=True)], Sampling(LIMIT)
+    )
+    for group, whole, own in zip(short, free, limits, strict=True):
+        assert [len(c.token_ids) for c in group] == own
+        for completion, uncut, limit in zip(group, whole, own, strict=True):
+            common = min(limit, LIMIT)
+            assert completion.token_ids[:common] == uncut.token_ids[:common]
+
+
+def test_a_stop_string_ends_with_the_token_that_completes_it(view):
+    alphabet = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+    def text(token_ids):
+        return "".join(alphabet[token] for token in token_ids)
+
+    requests = requests_of(random_prompts(PROMPT_LENGTHS), 3)
+    free, _ = generate(view, requests, Sampling(LIMIT, temperature=1.4))
+    string = text(free[0][0].token_ids[5:8])
+    sampling = Sampling(LIMIT, temperature=1.4, stop_strings=("#", string, alphabet[free[1][0].token_ids[3]]))
+    stopped, _ = generate(view, requests, sampling, decode=text)
+    for group, whole in zip(stopped, free, strict=True):
+        for completion, uncut in zip(group, whole, strict=True):
+            full = text(uncut.token_ids)
+            ends = [i + len(s) for s in sampling.stop_strings if (i := full.find(s)) >= 0]
+            assert text(completion.token_ids) == full[: min(ends, default=LIMIT)]
+            assert completion.finish == ("stop" if ends else "length")
+    assert len(stopped[0][0].token_ids) == 8
+    late, _ = generate(view, requests, replace(sampling, min_tokens=12), decode=text)
+    assert all(len(c.token_ids) >= 12 for group in late for c in group)
 
 
 def test_long_sequences_outgrow_the_first_allocation_unharmed():
-    """Beyond one step of cache and token buffer: growth copies what is there."""
+    """Beyond several pages."""
     model, view = pair("qwen2")
     [prompt] = random_prompts([40])
     groups, _ = generate(view, [Request(prompt, [1, 2])], Sampling(150, temperature=1.2))
@@ -295,25 +393,60 @@ prompt_lists = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(
     prompts=prompt_lists,
-    max_tokens=st.integers(1, 7),
-    stop_ids=st.lists(st.integers(0, VOCABULARY - 1), max_size=25).map(tuple),
+    sampling=st.builds(
+        Sampling,
+        max_tokens=st.integers(1, 7),
+        stop_ids=st.lists(st.integers(0, VOCABULARY - 1), max_size=25).map(tuple),
+        temperature=st.sampled_from([GREEDY, 0.8, 1.5]),
+        top_k=st.sampled_from([0, 30]),
+        top_p=st.sampled_from([1.0, 0.9]),
+        min_p=st.sampled_from([0.0, 0.05]),
+        min_tokens=st.integers(0, 3),
+        repetition_penalty=st.sampled_from([1.0, 1.3]),
+        logit_bias=st.sampled_from([(), ((3, 2.0), (5, -1.0))]),
+        logprobs=st.sampled_from(["softmax", "sampling"]),
+    ),
     max_slots=st.integers(1, 9),
     prefill_tokens=st.integers(1, 30),
-    temperature=st.sampled_from([GREEDY, 0.8, 1.5]),
+    page=st.sampled_from([1, 2, 5, 32]),
+    spare_pages=st.integers(0, 12),
+    lag=st.integers(0, 3),
+    limits=st.lists(st.integers(1, 7), min_size=24, max_size=24),
 )
 def test_no_completion_is_lost_doubled_or_changed(
-    prompts, max_tokens, stop_ids, max_slots, prefill_tokens, temperature
+    prompts, sampling, max_slots, prefill_tokens, page, spare_pages, lag, limits
 ):
-    sampling = Sampling(max_tokens, temperature=temperature, top_k=30, stop_ids=stop_ids)
+    """Whatever the layout and however little memory: `generate` itself asserts that every page came back."""
     requests = [
-        Request(prompt, [stream_key(row, k) for k in range(samples)]) for row, (prompt, samples) in enumerate(prompts)
+        Request(prompt, [stream_key(row, k) for k in range(samples)], limits[4 * row : 4 * row + samples])
+        for row, (prompt, samples) in enumerate(prompts)
     ]
-    groups, stats = generate(MINIATURE, requests, sampling, max_slots=max_slots, prefill_tokens=prefill_tokens)
+    token_bytes = 2 * 1 * 4 * 4
+    needs = [-(-(len(r.prompt_ids) + limit) // page) + 3 for r in requests for limit in r.limits]
+    cache_gb = (max(needs, default=1) + spare_pages) * page * token_bytes * 1.0001 / 2**30
+    finished = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(loops.PAGE, "cpu", page)
+        patch.setattr(decoder.Decoder, "lag", lag)
+        groups, stats = generate(
+            MINIATURE,
+            requests,
+            sampling,
+            max_slots=max_slots,
+            prefill_tokens=prefill_tokens,
+            cache_gb=cache_gb,
+            on_finish=lambda row, k, _: finished.update([(row, k)]),
+        )
     assert [len(group) for group in groups] == [samples for _, samples in prompts]
+    assert finished == Counter((row, k) for row, (_, samples) in enumerate(prompts) for k in range(samples))
     alone = [
-        [generate(MINIATURE, [replace(request, keys=[key])], sampling)[0][0][0] for key in request.keys]
+        [
+            generate(MINIATURE, [replace(request, keys=[key], limits=[limit])], sampling)[0][0][0]
+            for key, limit in zip(request.keys, request.limits, strict=True)
+        ]
         for request in requests
     ]
     assert_alike(groups, alone)
-    assert stats.rows == sum(len(c.token_ids) for group in groups for c in group)
-    assert stats.prefills == len(requests)
+    if not lag:
+        assert stats.rows == sum(len(c.token_ids) for group in groups for c in group)
+    assert stats.prefills >= len(requests)

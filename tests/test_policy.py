@@ -1,7 +1,13 @@
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 
-from hybrid_grpo.config import PolicyConfig
-from hybrid_grpo.policy import learning_rate
+from hybrid_grpo import generation
+from hybrid_grpo.config import PolicyConfig, RolloutConfig
+from hybrid_grpo.data.batch import Completion, Prompt
+from hybrid_grpo.generation import GREEDY, Sampling
+from hybrid_grpo.policy import Policy, learning_rate, sampling_of
 
 
 def rates(schedule, total=10, warmup=4):
@@ -24,3 +30,60 @@ def test_the_shapes_after_warm_up():
 def test_without_warm_up_and_past_the_end():
     assert rates("constant", total=3, warmup=0) == [1.0, 1.0, 1.0]
     assert learning_rate(PolicyConfig(lr=2.0, warmup_steps=8), 3, total=4) == 1.0
+
+
+def test_sampling_is_that_of_the_configuration_and_greedy_keeps_what_ends_a_completion():
+    config = RolloutConfig(
+        max_completion_tokens=9,
+        min_completion_tokens=2,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        logit_bias={"3": -1.0, "0": 2.0},
+        stop_strings=["x", "\n\n"],
+        logprobs="sampling",
+    )
+    ends = {"max_tokens": 9, "min_tokens": 2, "stop_ids": (4, 7), "stop_strings": ("x", "\n\n")}
+    filters = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "logit_bias": ((3, -1.0), (0, 2.0))}
+    assert sampling_of(config, (4, 7)) == Sampling(temperature=0.7, logprobs="sampling", **ends, **filters)
+    assert sampling_of(config, (4, 7), greedy=True) == Sampling(temperature=GREEDY, **ends)
+
+
+def test_the_configuration_s_defaults_are_the_sampler_s():
+    assert sampling_of(RolloutConfig(), (4,)) == Sampling(512, stop_ids=(4,))
+
+
+def test_ignore_eos_leaves_the_limit_only():
+    for greedy in (False, True):
+        assert sampling_of(RolloutConfig(ignore_eos=True), (4,), greedy=greedy).stop_ids == ()
+
+
+class Letters:
+    """A tokenizer: token 1 is a, 2 is b, ...; 0 is special."""
+
+    def decode(self, token_ids, skip_special_tokens):
+        return "".join(chr(96 + token) for token in token_ids if token or not skip_special_tokens)
+
+
+def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(monkeypatch):
+    def generate(view, requests, sampling, *, on_finish, decode, **_):
+        groups = [[Completion([i + 1, k + 1, 0], [0.0] * 3, "stop") for k in range(2)] for i in range(2)]
+        for i, k in [(1, 0), (0, 1), (0, 0), (1, 1)]:
+            on_finish(i, k, groups[i][k])
+        assert decode([1, 2, 0]) == "ab"
+        return groups, None
+
+    monkeypatch.setattr(generation, "generate", generate)
+    policy = Policy.__new__(Policy)
+    policy.tokenizer, policy.engine = Letters(), SimpleNamespace(generation=nullcontext)
+    prompts = [Prompt(i, "", [1], {}) for i in range(2)]
+    config, seen = RolloutConfig(num_generations=2), []
+    rollout, _ = policy.rollout(prompts, config, (), seed=0, step=1, on_finish=lambda *args: seen.append(args))
+    assert [(i, k, completion.text) for i, k, completion in seen] == [
+        (1, 0, "ba"), (0, 1, "ab"), (0, 0, "aa"), (1, 1, "bb")
+    ]  # fmt: skip
+    assert [c.text for c in rollout.completions] == ["aa", "ab", "ba", "bb"]
+    assert all(completion is rollout.completions[2 * i + k] for i, k, completion in seen)
+    assert [c.text for c in policy.greedy(prompts, config, ())] == ["aa", "ba"]

@@ -42,6 +42,13 @@ def test_two_ranks_are_one(folder, alone):
 
 
 @pytest.mark.ranks
+def test_the_work_of_the_rewards_and_the_wait_for_it_are_measured(alone):
+    for metrics in alone["metrics"]:
+        assert 0 < metrics["time/reward_s"] < metrics["time/step_s"]
+        assert 0 <= metrics["time/reward_wait_s"] < metrics["time/step_s"]
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("stage", ["zero0", "zero2"])
 def test_every_stage_does_the_same_steps(folder, alone, stage):
     assert_same_steps(ranks(2, stage, folder), alone)

@@ -1,28 +1,40 @@
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from hybrid_grpo.generation import GREEDY, Sampling, stream_key
-from hybrid_grpo.generation.sampler import sample, uniform
+from hybrid_grpo.generation.sampler import Sampler, uniform
 
 DRAWS = 60_000
+
+
+def sample(logits_nV, sampling, key_n, counter_n, seen_nV=None):
+    return Sampler(sampling)(logits_nV, key_n, counter_n, seen_nV)
 
 
 def keys(n, *parts):
     return torch.tensor([stream_key(*parts, i) for i in range(n)])
 
 
-def draw(logits_V, sampling, seed=0, draws=DRAWS):
-    """`draws` tokens of one distribution, each from a stream of its own."""
+def draw(logits_V, sampling, seed=0, draws=DRAWS, count=0, seen_V=None):
+    """`draws` tokens of one distribution, each from a stream of its own, as token `count` of its completion."""
     logits_nV = logits_V.expand(draws, -1)
-    return sample(logits_nV, sampling, keys(draws, seed), torch.zeros(draws, dtype=torch.int64))
+    seen_nV = None if seen_V is None else seen_V.expand(draws, -1)
+    return sample(logits_nV, sampling, keys(draws, seed), torch.full((draws,), count), seen_nV)
 
 
-def probabilities(logits_V, temperature, top_k, top_p):
+def probabilities(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """The filtered softmax, token by token in float64."""
     x = np.array(logits_V.tolist(), dtype=np.float64) / temperature
     p = np.exp(x - x.max())
@@ -36,6 +48,7 @@ def probabilities(logits_V, temperature, top_k, top_p):
         mass += p[i]
         if mass >= top_p * total:
             break
+    nucleus = [i for i in nucleus if p[i] >= min_p * p.max()]
     q = np.zeros_like(p)
     q[nucleus] = p[nucleus] / p[nucleus].sum()
     return q
@@ -61,6 +74,63 @@ def test_tokens_follow_the_filtered_softmax(temperature, top_k, top_p):
     assert_follows(counts, probabilities(logits, temperature, top_k, top_p))
     expected = (logits / temperature).log_softmax(-1)[token_n]
     assert torch.allclose(logp_n, expected, atol=1e-6), "logp is that of the whole softmax, filters or not"
+
+
+@pytest.mark.parametrize("min_p", [0.02, 0.2, 0.9, 1.0])
+@pytest.mark.parametrize("others", [{}, {"temperature": 1.6}, {"top_k": 6, "top_p": 0.9}])
+def test_min_p_keeps_what_is_probable_enough(min_p, others):
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(1))
+    token_n, _ = draw(logits, Sampling(1, min_p=min_p, **others))
+    assert_follows(np.bincount(token_n.numpy(), minlength=12), probabilities(logits, min_p=min_p, **others))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.8},
+        {"repetition_penalty": 0.6, "top_k": 5},
+        {"logit_bias": ((2, 1.5), (7, -2.0), (3, 0.5)), "temperature": 0.8},
+        {"stop_ids": (1, 4), "min_tokens": 3},
+        {"repetition_penalty": 1.4, "logit_bias": ((0, 1.0),), "stop_ids": (2,), "min_tokens": 9, "top_p": 0.95},
+    ],
+)
+def test_penalties_and_biases_are_those_of_transformers(options):
+    """What its processors leave, in its order, is the distribution that tokens follow."""
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(4)) * 1.5
+    seen = [0, 3, 5, 6]
+    sampling = Sampling(20, **options)
+    scores, ids = logits[None], torch.tensor([seen])
+    if sampling.repetition_penalty != 1:
+        scores = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, scores)
+    if sampling.min_tokens:
+        # Two tokens of the completion are there: a prompt of two.
+        scores = MinNewTokensLengthLogitsProcessor(2, sampling.min_tokens, list(sampling.stop_ids))(ids, scores)
+    if sampling.logit_bias:
+        scores = SequenceBiasLogitsProcessor({(token,): bias for token, bias in sampling.logit_bias})(ids, scores)
+    expected = probabilities(scores[0], sampling.temperature, sampling.top_k, sampling.top_p)
+    seen_V = torch.zeros(12, dtype=torch.bool).index_fill(0, torch.tensor(seen), True)
+    token_n, logp_n = draw(logits, sampling, count=2, seen_V=seen_V)
+    assert_follows(np.bincount(token_n.numpy(), minlength=12), expected)
+    plain = (logits / sampling.temperature).log_softmax(-1)
+    assert torch.allclose(logp_n, plain[token_n], atol=1e-6), "that of the raw logits, whatever was changed"
+
+    token_n, logp_n = draw(logits, replace(sampling, logprobs="sampling"), count=2, seen_V=seen_V)
+    assert np.allclose(logp_n.exp().numpy(), expected[token_n.numpy()], rtol=1e-5)
+
+
+def test_stop_tokens_are_free_from_the_minimum_on():
+    logits = torch.tensor([0.0, 5.0, 0.0])
+    for count, possible in ((0, False), (2, False), (3, True), (4, True)):
+        token_n, _ = draw(logits, Sampling(9, stop_ids=(1,), min_tokens=3), draws=100, count=count)
+        assert (1 in token_n.tolist()) == possible
+
+
+def test_a_bias_outweighs_the_ban_of_nothing_and_greedy_honours_both():
+    logits = torch.tensor([0.0, 5.0, 1.0, 2.0])
+    sampling = Sampling(9, temperature=GREEDY, stop_ids=(1,), min_tokens=3, logit_bias=((2, 4.0),))
+    token_n, logp_n = draw(logits, sampling, draws=1)
+    assert token_n.item() == 2
+    assert logp_n.item() == pytest.approx(logits.log_softmax(-1)[2].item())
 
 
 def test_the_chi_square_sees_a_wrong_temperature():

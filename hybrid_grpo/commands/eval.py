@@ -19,31 +19,24 @@ def run(arguments: list[str]) -> None:
         raise UserError("data.eval_path and data.eval_split are not set: name the prompts to evaluate on")
 
     # The settings are sound: now the imports that take seconds.
-    from dataclasses import replace
-
     from hybrid_grpo import engine
     from hybrid_grpo.data.loader import rank_share
     from hybrid_grpo.distributed import rank, world_size
-    from hybrid_grpo.generation import ATTENTION, GREEDY, Request, Sampling, generate
+    from hybrid_grpo.generation import Request
     from hybrid_grpo.loading import load_model
     from hybrid_grpo.metrics import Meter
     from hybrid_grpo.monitor import measure_eval
+    from hybrid_grpo.rollout import attention_of, complete, sampling_of
     from hybrid_grpo.task import Task
 
     device = engine.start()
     task = Task.read(config)
-    model = load_model(config.policy, attn_implementation=ATTENTION).to(device).eval()
+    model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()
     prompts = rank_share(task.eval_prompts, rank(), world_size())
-    groups, _ = generate(
-        model,
-        [Request(prompt.token_ids, [0]) for prompt in prompts],
-        Sampling(config.rollout.max_completion_tokens, temperature=GREEDY, stop_ids=task.stop_ids),
-        max_slots=config.rollout.max_slots,
-        prefill_tokens=config.rollout.prefill_tokens,
-    )
-    completions = [
-        replace(group[0], text=task.tokenizer.decode(group[0].token_ids, skip_special_tokens=True)) for group in groups
-    ]
+    requests = [Request(prompt.token_ids, [0]) for prompt in prompts]
+    sampling = sampling_of(config.rollout, task.stop_ids, greedy=True)
+    groups, _ = complete(model, task.tokenizer, requests, sampling, config.rollout)
+    completions = [group[0] for group in groups]
     meter = Meter(task.rewards.names, [config.eval.name], device)
     measure_eval(meter, config.eval, task.outcome, completions, task.rewards.score(prompts, completions))
     values = meter.reduce()

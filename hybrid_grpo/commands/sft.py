@@ -29,7 +29,8 @@ def run(arguments: list[str]) -> None:
     pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens)
     check_lengths(model_config, max(len(pair.prompt.token_ids) + len(pair.completion_ids) for pair in pairs))
     this = Run(parsed, {"data": str(report)})
-    policy = Policy(config.policy, config.engine, tokenizer, config.run.steps)
+    # Its view of the model only exports.
+    policy = Policy(config.policy, config.engine, tokenizer, config.run.steps, decoder="transformers")
     this.write_engine_config(policy.deepspeed_config)
     SftTrainer(config, policy, pairs, device).run(this)
     this.say(f"model: {this.folder / 'model'}")

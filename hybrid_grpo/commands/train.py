@@ -29,7 +29,11 @@ def run(arguments: list[str]) -> None:
     task = Task.read(config)
     this = Run(parsed, {"batch": str(plan), **task.facts})
     policy = Policy(
-        config.policy, config.engine, task.tokenizer, config.run.steps * plan.num_iterations * plan.num_minibatches
+        config.policy,
+        config.engine,
+        task.tokenizer,
+        total_steps=config.run.steps * plan.num_iterations * plan.num_minibatches,
+        decoder=config.rollout.decoder,
     )
     this.write_engine_config(policy.deepspeed_config)
     reference = Reference(config.policy) if config.grpo.beta else None

@@ -4,7 +4,7 @@
 """
 
 from hybrid_grpo.generation.attention import ATTENTION
-from hybrid_grpo.generation.loop import Request, Stats, generate
+from hybrid_grpo.generation.loop import OnFinish, Request, Stats, generate
 from hybrid_grpo.generation.sampler import GREEDY, Sampling, stream_key
 
-__all__ = ["ATTENTION", "GREEDY", "Request", "Sampling", "Stats", "generate", "stream_key"]
+__all__ = ["ATTENTION", "GREEDY", "OnFinish", "Request", "Sampling", "Stats", "generate", "stream_key"]

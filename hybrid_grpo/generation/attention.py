@@ -1,22 +1,46 @@
-"""The attention of the decoding view: reads the slot cache with every sequence at its own length.
+"""Attention over the paged cache: of prompts that are read, and of one new token for every sequence.
 
-Registered with transformers under the name `ATTENTION`. Since transformers builds no masks for a name it
-does not know, the mask is made here, from the positions that the decode loop passes down as `positions_nq`.
+Registered with transformers under the name `ATTENTION`. A forward gets a `batch` as one of its keyword arguments,
+which is also its `past_key_values`: a layer hands it the new keys and values, then its queries. Since transformers
+builds no masks for a name it does not know, masks are made here, from positions.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-ATTENTION = "hybrid_slots"
+from hybrid_grpo.generation import native
+from hybrid_grpo.generation.cache import PagedCache
+
+try:
+    from flash_attn import flash_attn_with_kvcache
+except ImportError:
+    flash_attn_with_kvcache = None
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    _VARLEN_PAGED = {"block_table", "seqused_k", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
+except ImportError:
+    _VARLEN_PAGED = False
+
+ATTENTION = "hybrid_paged"
 
 
-def slot_attention(
+class Batch(Protocol):
+    """What one forward attends with."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
+    ) -> Tensor: ...
+
+
+def paged_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -25,40 +49,176 @@ def slot_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    positions_nq: Tensor | None = None,
+    batch: Batch | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of each query over its own slot.
+    """Causal attention of new tokens over their own sequences.
 
     Args:
-        query: [n, heads, q, head_dim]; the queries stand at `positions_nq` of their sequences.
-        key, value: [n, key_value_heads, length, head_dim]; entry j of a slot is position j of its sequence,
-            entries behind the query are ignored.
+        query: [n, heads, q, head_dim], of the new tokens.
+        key, value: [n, key_value_heads, q, head_dim], what the layer handed to `batch.update` just before.
         sliding_window: a query sees itself and the `sliding_window - 1` positions before it.
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118 section 2).
-        positions_nq: int64 [n, q].
+        batch: where these tokens stand, and the keys and values before them.
 
     Returns:
         [n, q, heads, head_dim], and None for the weights.
     """
-    assert positions_nq is not None, "the decode loop passes positions_nq"
+    assert batch is not None, "generation passes batch"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return batch.attend(query, key, value, scale, sliding_window or 0, softcap or 0.0), None
+
+
+AttentionInterface.register(ATTENTION, paged_attention)
+
+
+class Prefill:
+    """New tokens of prompts, as one forward: whole prompts side by side, or the next piece of a single long one.
+
+    Padding stands to the right, where no real token attends to it, and is not kept.
+
+    Args:
+        cache: where keys and values go.
+        pages: of each prompt, enough for what it has after this forward.
+        start: entries that the prompts have already; more than 0 for a single prompt only.
+        lengths: new tokens of each prompt; the longest is the width of the forward.
+    """
+
+    def __init__(self, cache: PagedCache, pages: list[list[int]], start: int, lengths: list[int]) -> None:
+        assert start == 0 or len(pages) == 1
+        device = cache.keys[0].device
+        self._cache = cache
+        self._start = start
+        self._row_N = torch.tensor([row for row, n in enumerate(lengths) for _ in range(n)], device=device)
+        self._column_N = torch.tensor([column for n in lengths for column in range(n)], device=device)
+        places = [(own[i // cache.page], i % cache.page) for own, n in zip(pages, lengths, strict=True)
+                  for i in range(start, start + n)]  # fmt: skip
+        self._page_N = torch.tensor([page for page, _ in places], dtype=torch.int64, device=device)
+        self._offset_N = torch.tensor([offset for _, offset in places], dtype=torch.int64, device=device)
+        self._past = torch.tensor(pages[0][: cache.pages_for(start)], dtype=torch.int64, device=device)
+        self.position_nq = torch.arange(start, start + max(lengths), device=device).expand(len(pages), -1)
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Keep the layer's new keys and values; return all that the queries may attend to."""
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys[self._page_N, self._offset_N] = key[self._row_N, :, self._column_N]
+        values[self._page_N, self._offset_N] = value[self._row_N, :, self._column_N]
+        if not self._start:
+            return key, value
+        past = (pool[self._past].flatten(0, 1)[: self._start].transpose(0, 1)[None] for pool in (keys, values))
+        return torch.cat([next(past), key], dim=2), torch.cat([next(past), value], dim=2)
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """Asked for by transformers; positions are always given explicitly."""
+        return self._start
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+        """See `paged_attention`."""
+        if self._start or softcap or 0 < window < key.shape[2]:
+            return masked_attention(query, key, value, self.position_nq, scale, window, softcap)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2).contiguous()
+
+
+class Step:
+    """One new token for every sequence in decoding.
+
+    Args:
+        cache: the keys and values so far, and where new ones go.
+        table: int32 [n, width], the pages of each sequence, 0 where it has none.
+        position: int64 [n], of the new tokens.
+        read: pages of a sequence that attention may have to look at; a bound on what it reads where it cannot
+            follow the real lengths.
+    """
+
+    def __init__(self, cache: PagedCache, table: Tensor, position: Tensor, read: int) -> None:
+        self._cache = cache
+        self._table = table
+        self._position = position
+        self._read = read
+        self._layer = 0
+        self._places: tuple[Tensor, Tensor] | None = None
+        self._used: Tensor | None = None
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Note the layer: its keys and values are stored by `attend`."""
+        self._layer = layer
+        return key, value
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """Asked for by transformers; positions are always given explicitly."""
+        return self._read * self._cache.page
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+        """See `paged_attention`; the kernels follow the real lengths, the last way reads `read` pages of all."""
+        keys, values = self._cache.keys[self._layer], self._cache.values[self._layer]
+        if native.can_attend(query, keys, values):
+            return native.decode_attention(
+                query, key, value, keys, values, self._table, self._position, window, scale, softcap
+            )
+        if self._places is None:
+            page, offset = self._position // self._cache.page, self._position % self._cache.page
+            self._places = self._table.gather(1, page[:, None])[:, 0].long(), offset
+            self._used = (self._position + 1).int()
+        keys[self._places], values[self._places] = key[:, :, 0], value[:, :, 0]
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and keys.shape == values.shape:
+            if flash_attn_with_kvcache is not None:
+                return self._flash(query, keys, values, scale, window, softcap)
+            if _VARLEN_PAGED and not softcap:
+                return self._varlen(query, keys, values, scale, window)
+        read = (pool[self._table[:, : self._read]].flatten(1, 2).transpose(1, 2) for pool in (keys, values))
+        return masked_attention(query, next(read), next(read), self._position[:, None], scale, window, softcap)
+
+    def _flash(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+        out: Tensor = flash_attn_with_kvcache(
+            query.transpose(1, 2),
+            keys,
+            values,
+            cache_seqlens=self._used,
+            block_table=self._table,
+            softmax_scale=scale,
+            causal=True,
+            window_size=(window - 1, 0) if window else (-1, -1),
+            softcap=softcap,
+        )
+        return out
+
+    def _varlen(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> Tensor:
+        n, _, _, d = query.shape
+        out = varlen_attn(
+            query.transpose(1, 2).reshape(n, -1, d),
+            keys,
+            values,
+            torch.arange(n + 1, dtype=torch.int32, device=query.device),
+            None,
+            1,
+            self._table.shape[1] * self._cache.page,
+            scale=scale,
+            window_size=(window - 1, 0) if window else (-1, 0),
+            enable_gqa=True,
+            seqused_k=self._used,
+            block_table=self._table,
+        )
+        return out[:, None]
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, position_nq: Tensor, scale: float, window: int, softcap: float
+) -> Tensor:
+    """Attention of queries at `position_nq` (int64 [n, q]) over entries j = 0, 1, ... of their own sequence."""
     n, heads, q, head_dim = query.shape
     groups = heads // key.shape[1]
-    scaling = head_dim**-0.5 if scaling is None else scaling
     entry = torch.arange(key.shape[2], device=key.device)
-    allowed = entry <= positions_nq[:, :, None]
-    if sliding_window is not None:
-        allowed &= entry > positions_nq[:, :, None] - sliding_window
+    allowed = entry <= position_nq[:, :, None]
+    if window:
+        allowed &= entry > position_nq[:, :, None] - window
     # The heads of one key-value group become more queries of the same key: nothing is repeated in memory.
     query = query.reshape(n, key.shape[1], groups * q, head_dim)
     allowed = allowed.repeat(1, groups, 1)[:, None]
-    if softcap is None:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scaling)
-    else:
-        logits = torch.tanh(query @ key.transpose(2, 3) * (scaling / softcap)) * softcap
+    if softcap:
+        logits = torch.tanh(query @ key.transpose(2, 3) * (scale / softcap)) * softcap
         weights = logits.masked_fill(~allowed, float("-inf")).softmax(-1, dtype=torch.float32)
         out = weights.to(value.dtype) @ value
-    return out.reshape(n, heads, q, head_dim).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(ATTENTION, slot_attention)
+    else:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale)
+    return out.reshape(n, heads, q, value.shape[3]).transpose(1, 2).contiguous()

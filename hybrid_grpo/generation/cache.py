@@ -1,97 +1,127 @@
-"""Keys and values: of prompts that were just read, and of the sequences that are being decoded.
+"""Keys and values in pages: memory follows the tokens, and a prompt's pages are shared by its whole group.
 
-Both classes are what transformers calls `past_key_values`: a layer hands its new keys and values to `update`
-and attends over what comes back.
+A page holds a few consecutive entries of one sequence, in every layer. A sequence is a list of page numbers; a page
+may belong to several sequences, which then have these entries in common. Page 0 belongs to nobody: rows and
+columns that exist for their shape alone point there.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
-_LENGTH_STEP = 64
+
+@dataclass(frozen=True)
+class Geometry:
+    """What one token takes in every layer."""
+
+    shapes: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+    """By layer, (heads, head_dim) of the keys and of the values."""
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values, all layers together."""
+        numbers = sum(heads * d for layer in self.shapes for heads, d in layer)
+        return numbers * torch.empty(0, dtype=self.dtype).element_size()
+
+    @classmethod
+    def of(cls, model: Any) -> Geometry:
+        """Seen from a forward of one token: no two architectures spell it alike in their configuration."""
+        seen = _Seen()
+        token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+        model.base_model(input_ids=token, position_ids=token, past_key_values=seen, use_cache=True, batch=seen)
+        return cls(tuple(seen.shapes), seen.dtype)
 
 
-class PrefixCache:
-    """Keys and values of a batch of prompts, [rows, heads, length, head_dim] by layer."""
+class _Seen:
+    """Notes the shapes of the keys and values of a forward."""
 
     def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.shapes: list[tuple[tuple[int, int], tuple[int, int]]] = []
+        self.dtype = torch.float32
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Keep the layer's keys and values; they are all there is to attend to."""
-        assert layer == len(self.keys)
-        self.keys.append(key)
-        self.values.append(value)
+        assert layer == len(self.shapes)
+        self.dtype = key.dtype
+        self.shapes.append(((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])))
         return key, value
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Nothing was there before."""
         return 0
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+        return query.new_zeros(*query.shape[:3], value.shape[3]).transpose(1, 2)
 
-class SlotCache:
-    """Keys and values of the sequences in decoding: slot i holds sequence i, entry j its position j.
 
-    The active sequences are always the slots 0 to n - 1. Length is allocated in steps as the longest
-    sequence needs it, so memory follows what was produced and not what would have been allowed.
+class PagedCache:
+    """The pages of all layers, and who has which.
+
+    Args:
+        geometry: what a token takes.
+        pages: how many there are, page 0 included.
+        page: entries of a page.
+        device: where they live.
     """
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.length = 0
-        self._positions_n = torch.empty(0, dtype=torch.int64)
-        self._rows_n = torch.empty(0, dtype=torch.int64)
+    def __init__(self, geometry: Geometry, pages: int, page: int, device: torch.device) -> None:
+        self.pages = pages
+        self.page = page
+        self.keys = [_zeros((pages, page, *key), geometry.dtype, device) for key, _ in geometry.shapes]
+        self.values = [_zeros((pages, page, *value), geometry.dtype, device) for _, value in geometry.shapes]
+        # The lowest numbers go out first and come back first: host memory that was never used stays untouched.
+        self._free = list(range(pages - 1, 0, -1))
+        self._owners = [0] * pages
+        self.peak = 0
+        """Most pages that were in use at one time."""
 
-    def reserve(self, length: int) -> None:
-        """Make room for sequences of `length` entries."""
-        if length > self.length:
-            # Growing by a quarter keeps the copies a constant share of the work.
-            target = max(length, self.length + self.length // 4)
-            self.length = -(-target // _LENGTH_STEP) * _LENGTH_STEP
-            self.keys = [self._grown(key) for key in self.keys]
-            self.values = [self._grown(value) for value in self.values]
+    @property
+    def free(self) -> int:
+        """Pages nobody has."""
+        return len(self._free)
 
-    def _grown(self, old: Tensor) -> Tensor:
-        new = old.new_zeros(self.slots, old.shape[1], self.length, old.shape[3])
-        new[:, :, : old.shape[2]] = old
-        return new
+    def pages_for(self, entries: int) -> int:
+        """Pages that `entries` fill."""
+        return -(-entries // self.page)
 
-    def insert(self, prefix: PrefixCache, rows: Tensor, first_slot: int) -> None:
-        """Copy prompt `rows[i]` of a prefix into slot `first_slot + i`."""
-        length = prefix.keys[0].shape[2]
-        self.reserve(length)
-        if not self.keys:
-            # Zeros, not whatever was in memory: a masked entry still meets the value product as 0 * entry.
-            self.keys = [k.new_zeros(self.slots, k.shape[1], self.length, k.shape[3]) for k in prefix.keys]
-            self.values = [v.new_zeros(self.slots, v.shape[1], self.length, v.shape[3]) for v in prefix.values]
-        slots = slice(first_slot, first_slot + len(rows))
-        for mine, theirs in zip(self.keys + self.values, prefix.keys + prefix.values, strict=True):
-            mine[slots, :, :length] = theirs[rows]
+    def take(self, count: int) -> list[int]:
+        """Pages for a new owner; there must be as many."""
+        assert count <= len(self._free), "more pages than there are"
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._owners[page] = 1
+        self.peak = max(self.peak, self.pages - 1 - len(self._free))
+        return taken
 
-    def move(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy the first `length` entries of slots `source` over slots `target`."""
-        for tensor in self.keys + self.values:
-            tensor[target, :, :length] = tensor[source, :, :length]
+    def share(self, pages: list[int]) -> None:
+        """Give pages one more owner."""
+        for page in pages:
+            assert self._owners[page], "a page without an owner cannot be shared"
+            self._owners[page] += 1
 
-    def at(self, positions_n: Tensor, length: int) -> SlotCache:
-        """Set where the next token of slots 0 to n - 1 goes; attention will read the first `length` entries."""
-        self._positions_n = positions_n
-        self._rows_n = torch.arange(len(positions_n), device=positions_n.device)
-        self._read = length
-        return self
+    def give_back(self, pages: list[int]) -> None:
+        """Take an owner off pages; those without one are free."""
+        for page in reversed(pages):
+            assert self._owners[page], "a page is given back once"
+            self._owners[page] -= 1
+            if not self._owners[page]:
+                self._free.append(page)
 
-    def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write one new entry per active slot; return views [n, heads, length, head_dim] of all entries."""
-        keys, values = self.keys[layer], self.values[layer]
-        keys[self._rows_n, :, self._positions_n] = key[:, :, 0]
-        values[self._rows_n, :, self._positions_n] = value[:, :, 0]
-        active = slice(0, len(self._rows_n))
-        return keys[active, :, : self._read], values[active, :, : self._read]
+    def copy(self, source: list[int], target: list[int]) -> None:
+        """Copy whole pages."""
+        if source:
+            for pool in self.keys + self.values:
+                pool[target] = pool[source]
 
-    def get_seq_length(self, layer: int = 0) -> int:
-        """Asked for by transformers; positions are always given explicitly."""
-        return self.length
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, since a masked entry still meets the value product as 0 * entry; in host memory, as numpy asks the
+    system for them: what is never written takes no memory."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)

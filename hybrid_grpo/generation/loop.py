@@ -7,18 +7,29 @@ step, so all sampling happens in one place and a group shares its prefill withou
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybrid_grpo.data.batch import Completion
-from hybrid_grpo.generation.cache import PrefixCache, SlotCache
-from hybrid_grpo.generation.sampler import Sampling, sample
+from hybrid_grpo.errors import UserError
+from hybrid_grpo.generation import native, scheduler
+from hybrid_grpo.generation.attention import Prefill
+from hybrid_grpo.generation.cache import Geometry, PagedCache
+from hybrid_grpo.generation.decoder import Decoder
+from hybrid_grpo.generation.memory import budget_bytes
+from hybrid_grpo.generation.sampler import Sampling
 
-_READ_STEP = 32
+OnFinish = Callable[[int, int, Completion], None]
+"""Called with the request, the sample and its completion."""
+
+
+PAGE = {"cpu": 32, "cuda": 256}
+"""Entries of a page; flash-attn takes multiples of 256 only."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,8 @@ class Request:
     """At least one token."""
     keys: list[int]
     """Random stream of each completion; see `stream_key`."""
+    limits: list[int] | None = None
+    """Most tokens of each completion; not given: `Sampling.max_tokens` for all."""
 
 
 @dataclass
@@ -39,194 +52,187 @@ class Stats:
     """Forward passes of the decode loop."""
     rows: int = 0
     """Rows of those passes: one for each token sampled."""
+    context: int = 0
+    """Cache entries that those rows attended to."""
     prefills: int = 0
-    """Prompts read."""
+    """Prompts read, those of sequences that had been put back included."""
+    preempted: int = 0
+    """Sequences put back because pages had run out."""
+    peak_cache_bytes: int = 0
+    """Keys and values in use at the fullest moment."""
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """A completion whose prompt has been read."""
-
-    request: int
-    sample: int
-    prefix: PrefixCache
-    row: int
+_geometries: WeakKeyDictionary[Any, Geometry] = WeakKeyDictionary()
 
 
-class _Slots:
-    """Per-slot state of the sequences in decoding; the active ones are slots 0 to n - 1."""
-
-    def __init__(self, slots: int, max_tokens: int, device: torch.device) -> None:
-        self.owner: list[tuple[int, int]] = []
-        self.token_n = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.position_n = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.count_n = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.key_n = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.max_tokens = max_tokens
-        self.tokens_nT = torch.zeros(slots, 0, dtype=torch.int64, device=device)
-        self.logp_nT = torch.zeros(slots, 0, dtype=torch.float32, device=device)
-        self.longest = 0
-        """Upper bound on the position of any active slot, kept on the host."""
-        self.most = 0
-        """Upper bound on the number of tokens of any active slot."""
-
-    def __len__(self) -> int:
-        return len(self.owner)
-
-    def record(self, token_n: Tensor, logp_n: Tensor) -> None:
-        """Append one sampled token to every active slot and make it the next input."""
-        if self.most == self.tokens_nT.shape[1]:
-            width = min(max(64, 2 * self.most), self.max_tokens)
-            self.tokens_nT = nn.functional.pad(self.tokens_nT, (0, width - self.most))
-            self.logp_nT = nn.functional.pad(self.logp_nT, (0, width - self.most))
-        n = len(self)
-        column = self.count_n[:n, None]
-        self.tokens_nT[:n].scatter_(1, column, token_n[:, None])
-        self.logp_nT[:n].scatter_(1, column, logp_n[:, None])
-        self.token_n[:n] = token_n
-        self.position_n[:n] += 1
-        self.count_n[:n] += 1
-        self.longest += 1
-        self.most += 1
-
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy the state of slots `source` over slots `target`."""
-        for state in (self.token_n, self.position_n, self.count_n, self.key_n, self.tokens_nT, self.logp_nT):
-            state[target] = state[source]
+def _prepared(model: Any) -> Geometry:
+    """What a token of the model takes; on first sight its modules take the kernels they can use."""
+    if model not in _geometries:
+        native.adopt(model)
+        _geometries[model] = Geometry.of(model)
+    return _geometries[model]
 
 
 class _Loop:
     """One call of `generate`."""
 
     def __init__(
-        self, model: Any, requests: Sequence[Request], sampling: Sampling, max_slots: int, prefill_tokens: int
+        self,
+        model: Any,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        max_slots: int,
+        prefill_tokens: int,
+        cache_gb: float | None,
+        on_finish: OnFinish | None,
+        decode: Callable[[list[int]], str] | None,
     ) -> None:
         self.model = model
-        self.requests = requests
         self.sampling = sampling
         self.prefill_tokens = prefill_tokens
-        self.device = next(model.parameters()).device
-        self.capacity = min(max_slots, sum(len(request.keys) for request in requests))
-        self.pending = deque(range(len(requests)))
-        self.waiting: deque[_Waiting] = deque()
-        self.slots = _Slots(self.capacity, sampling.max_tokens, self.device)
-        self.cache = SlotCache(self.capacity)
-        self.stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=self.device)
+        self.on_finish = on_finish
+        self.decode = decode
+        self.stop_ids = frozenset(sampling.stop_ids)
         self.finished: list[list[Completion | None]] = [[None] * len(request.keys) for request in requests]
         self.stats = Stats()
+        self.device = next(model.parameters()).device
+        geometry = _prepared(model)
+        groups = [_group(index, request, sampling) for index, request in enumerate(requests)]
+        slots = min(max_slots, sum(len(group.sequences) for group in groups))
+        page = PAGE[self.device.type]
+        cache = PagedCache(geometry, _pages(groups, slots, page, geometry, cache_gb, self.device), page, self.device)
+        self.page_bytes = page * geometry.token_bytes
+        self.schedule = scheduler.Scheduler(cache, groups, slots)
+        width = max(cache.pages_for(len(s.tokens) + s.limit) for group in groups for s in group.sequences)
+        self.decoder = Decoder(model, cache, sampling, slots, width)
+        self.in_flight: deque[tuple[list[scheduler.Sequence], Any]] = deque()
 
     def run(self) -> list[list[Completion]]:
-        while self.pending or self.waiting or len(self.slots):
+        schedule = self.schedule
+        while schedule.busy:
             self._admit()
-            self._retire(self._step())
+            self._step()
+            while len(self.in_flight) > self.decoder.lag or (self.in_flight and not schedule.active):
+                self._collect()
+        assert schedule.cache.free == schedule.cache.pages - 1, "every page comes back"
+        self.stats.preempted = schedule.preempted
+        self.stats.peak_cache_bytes = schedule.cache.peak * self.page_bytes
         return [[c for c in group if c is not None] for group in self.finished]
 
     def _admit(self) -> None:
         """Fill the free slots, reading as many prompts as that takes."""
-        while (free := self.capacity - len(self.slots)) and (self.pending or self.waiting):
-            if not self.waiting:
-                self._prefill(free)
-            prefix = self.waiting[0].prefix
-            batch: list[_Waiting] = []
-            while self.waiting and self.waiting[0].prefix is prefix and len(batch) < free:
-                batch.append(self.waiting.popleft())
-            self._insert(prefix, batch)
+        while True:
+            if not self.schedule.ready:
+                self._prefill(self.schedule.to_read(self.prefill_tokens))
+            admitted, source, target = self.schedule.admit()
+            if not admitted:
+                return
+            self.schedule.cache.copy(source, target)
+            self.decoder.insert(len(self.schedule.active) - len(admitted), admitted)
 
-    def _prefill(self, free: int) -> None:
-        """Read the next prompts, together, until their completions fill `free` slots or the token budget."""
-        batch: list[int] = []
-        completions = width = 0
-        while self.pending and completions < free:
-            request = self.requests[self.pending[0]]
-            wider = max(width, len(request.prompt_ids) - 1)
-            if batch and wider * (len(batch) + 1) > self.prefill_tokens:
-                break
-            batch.append(self.pending.popleft())
-            completions += len(request.keys)
-            width = wider
-        # Padding stands to the right, where no real token attends to it; what it leaves in the cache stands
-        # behind its sequence and is overwritten as that grows. A prompt of one token is all padding.
-        ids = torch.zeros(len(batch), max(width, 1), dtype=torch.int64)
-        for row, index in enumerate(batch):
-            prompt = self.requests[index].prompt_ids[:-1]
-            ids[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
-        positions = torch.arange(ids.shape[1], device=self.device).expand(len(batch), -1)
-        prefix = PrefixCache()
-        self.model.base_model(
-            input_ids=ids.to(self.device),
-            position_ids=positions,
-            past_key_values=prefix,
-            use_cache=True,
-            positions_nq=positions,
-        )
-        self.stats.prefills += len(batch)
-        for row, index in enumerate(batch):
-            for k in range(len(self.requests[index].keys)):
-                self.waiting.append(_Waiting(index, k, prefix, row))
-
-    def _insert(self, prefix: PrefixCache, batch: list[_Waiting]) -> None:
-        """Start decoding completions whose prompt has been read."""
-        slots, first = self.slots, len(self.slots)
-        prompts = [self.requests[w.request].prompt_ids for w in batch]
-        new = slice(first, first + len(batch))
-        self.cache.insert(prefix, torch.tensor([w.row for w in batch], device=self.device), first)
-        slots.token_n[new] = torch.tensor([ids[-1] for ids in prompts], device=self.device)
-        slots.position_n[new] = torch.tensor([len(ids) - 1 for ids in prompts], device=self.device)
-        slots.count_n[new] = 0
-        slots.key_n[new] = torch.tensor(
-            [self.requests[w.request].keys[w.sample] for w in batch], dtype=torch.int64, device=self.device
-        )
-        slots.owner += [(w.request, w.sample) for w in batch]
-        slots.longest = max(slots.longest, *(len(ids) - 1 for ids in prompts))
-
-    def _step(self) -> Tensor:
-        """Sample one token for every active slot; return which slots are finished, bool [n]."""
-        slots, n = self.slots, len(self.slots)
-        self.cache.reserve(slots.longest + 1)
-        read = min(-(-(slots.longest + 1) // _READ_STEP) * _READ_STEP, self.cache.length)
-        positions = slots.position_n[:n, None]
-        out = self.model(
-            input_ids=slots.token_n[:n, None],
-            position_ids=positions,
-            past_key_values=self.cache.at(slots.position_n[:n].clone(), read),
-            use_cache=True,
-            positions_nq=positions,
-        )
-        token_n, logp_n = sample(out.logits[:, -1], self.sampling, slots.key_n[:n], slots.count_n[:n])
-        slots.record(token_n, logp_n)
-        self.stats.steps += 1
-        self.stats.rows += n
-        return torch.isin(token_n, self.stop_ids) | (slots.count_n[:n] >= self.sampling.max_tokens)
-
-    def _retire(self, finished_n: Tensor) -> None:
-        """Take out the finished sequences and close the gaps with the last ones."""
-        done = finished_n.nonzero()[:, 0].tolist()
-        if not done:
+    def _prefill(self, groups: list[scheduler.Group]) -> None:
+        """Read all tokens but the last of the groups; a group longer than the budget in pieces."""
+        self.stats.prefills += len(groups)
+        groups = [group for group in groups if len(group.tokens) > 1]
+        if not groups:
             return
-        slots, n = self.slots, len(self.slots)
-        for slot in done:
-            request, k = slots.owner[slot]
-            count = int(slots.count_n[slot])
-            tokens = slots.tokens_nT[slot, :count].tolist()
-            self.finished[request][k] = Completion(
-                token_ids=tokens,
-                logp=slots.logp_nT[slot, :count].tolist(),
-                finish="stop" if tokens[-1] in self.sampling.stop_ids else "length",
+        longest = max(len(group.tokens) for group in groups) - 1
+        for start in range(0, longest, self.prefill_tokens):
+            pieces = [group.tokens[start : min(start + self.prefill_tokens, len(group.tokens) - 1)] for group in groups]
+            width = max(map(len, pieces))
+            ids = torch.tensor([piece + [0] * (width - len(piece)) for piece in pieces], device=self.device)
+            batch = Prefill(self.schedule.cache, [group.pages for group in groups], start, list(map(len, pieces)))
+            self.model.base_model(
+                input_ids=ids, position_ids=batch.position_nq, past_key_values=batch, use_cache=True, batch=batch
             )
-        left = n - len(done)
-        gone = set(done)
-        holes = [slot for slot in done if slot < left]
-        movers = [slot for slot in range(left, n) if slot not in gone]
-        if holes:
-            source = torch.tensor(movers, device=self.device)
-            target = torch.tensor(holes, device=self.device)
-            self.cache.move(source, target, slots.longest)
-            slots.move(source, target)
-            for mover, hole in zip(movers, holes, strict=True):
-                slots.owner[hole] = slots.owner[mover]
-        del slots.owner[left:]
-        slots.longest = int(slots.position_n[:left].max()) if left else 0
-        slots.most = int(slots.count_n[:left].max()) if left else 0
+
+    def _step(self) -> None:
+        """Sample one token for every active sequence; its outcome is read by a later `_collect`."""
+        schedule = self.schedule
+        # A sequence at its limit ends with a step that is still under way.
+        if any(s.position == s.prompt + s.limit - 1 and len(s.tokens) <= s.position for s in schedule.active):
+            self._drain()
+        while not schedule.make_room():
+            self._drain()
+            if not schedule.make_room():
+                schedule.put_back()
+        active = schedule.active
+        if not active:
+            return
+        self.in_flight.append((active.copy(), self.decoder.step(active)))
+        self.stats.steps += 1
+        self.stats.rows += len(active)
+        for sequence in active:
+            sequence.position += 1
+            self.stats.context += sequence.position
+
+    def _drain(self) -> None:
+        while self.in_flight:
+            self._collect()
+
+    def _collect(self) -> None:
+        """Read the tokens of the oldest step under way; sequences that they finish leave."""
+        sequences, outcome = self.in_flight.popleft()
+        any_done = False
+        for sequence, token, logp in zip(sequences, *self.decoder.read(outcome), strict=False):
+            if sequence.done:
+                continue
+            sequence.tokens.append(token)
+            sequence.logp.append(logp)
+            count = len(sequence.logp)
+            stopped = token in self.stop_ids or bool(self.sampling.stop_strings) and self._text_ends(sequence)
+            if stopped or count >= sequence.limit:
+                sequence.done = any_done = True
+                completion = Completion(sequence.tokens[sequence.prompt :], sequence.logp, "stop" if stopped else "length")
+                self.finished[sequence.request][sequence.sample] = completion
+                if self.on_finish is not None:
+                    self.on_finish(sequence.request, sequence.sample, completion)
+        if any_done:
+            done = [slot for slot, sequence in enumerate(self.schedule.active) if sequence.done]
+            self.decoder.move(*self.schedule.retire(done))
+
+    def _text_ends(self, sequence: scheduler.Sequence) -> bool:
+        """Whether the text contains a stop string. Only its end can be new: a string of n characters lies within
+        the last n tokens, or ends in an earlier one."""
+        assert self.decode is not None, "stop strings need `decode`"
+        if len(sequence.logp) < self.sampling.min_tokens:
+            return False
+        longest = max(map(len, self.sampling.stop_strings))
+        text = self.decode(sequence.tokens[max(sequence.prompt, len(sequence.tokens) - 4 - 4 * longest) :])
+        return any(string in text for string in self.sampling.stop_strings)
+
+
+def _group(index: int, request: Request, sampling: Sampling) -> scheduler.Group:
+    limits = [sampling.max_tokens] * len(request.keys) if request.limits is None else request.limits
+    sequences = (
+        scheduler.Sequence(index, sample, key, list(request.prompt_ids), len(request.prompt_ids), limit)
+        for sample, (key, limit) in enumerate(zip(request.keys, limits, strict=True))
+    )
+    return scheduler.Group(request.prompt_ids, deque(sequences))
+
+
+def _pages(
+    groups: list[scheduler.Group],
+    slots: int,
+    page: int,
+    geometry: Geometry,
+    cache_gb: float | None,
+    device: torch.device,
+) -> int:
+    """Pages that the longest possible `slots` sequences and their prompts fill, or what memory allows."""
+    needs = sorted((-(-(len(s.tokens) + s.limit) // page) + 1 for g in groups for s in g.sequences), reverse=True)
+    bytes_ = budget_bytes(cache_gb, device)
+    allowed = int(bytes_ / (page * geometry.token_bytes))
+    # Page 0, and the shared page in which the prompt ends.
+    least = needs[0] + 2
+    if allowed < least:
+        gib = least * page * geometry.token_bytes / 2**30
+        raise UserError(
+            f"rollout.cache_gb: {bytes_ / 2**30:.3g} GiB hold {allowed * page} tokens of keys and values, but the longest"
+            f" prompt and completion need {gib:.3g} GiB: give more, or lower rollout.max_completion_tokens"
+        )
+    return min(allowed, sum(needs[:slots]) + 2)
 
 
 @torch.inference_mode()
@@ -237,6 +243,9 @@ def generate(
     *,
     max_slots: int = 256,
     prefill_tokens: int = 16384,
+    cache_gb: float | None = None,
+    on_finish: OnFinish | None = None,
+    decode: Callable[[list[int]], str] | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request.
 
@@ -246,11 +255,29 @@ def generate(
         requests: prompts with a stream key for each completion.
         sampling: how tokens are chosen, and when a completion ends.
         max_slots: completions decoded at the same time.
-        prefill_tokens: padded prompt tokens of one prefill forward; a longer prompt goes alone.
+        prefill_tokens: padded prompt tokens of one prefill forward; a longer prompt is read in pieces.
+        cache_gb: GiB of keys and values; not given: what memory is free. When it is too small for `max_slots`
+            sequences fewer are decoded at a time, or some are put back and redone.
+        on_finish: called as soon as a completion is finished.
+        decode: tokens to text; needed for `Sampling.stop_strings`.
 
     Returns:
         The completions in the order of `requests` and their keys (texts are left empty), and what it took.
+
+    Raises:
+        UserError: `cache_gb`, or the free memory, does not hold the longest single sequence.
     """
+    if not requests:
+        return [], Stats()
     assert all(request.prompt_ids and request.keys for request in requests), "a prompt has tokens, a request keys"
-    loop = _Loop(model, requests, sampling, max_slots, prefill_tokens)
+    loop = _Loop(
+        model,
+        requests,
+        sampling,
+        max_slots=max_slots,
+        prefill_tokens=prefill_tokens,
+        cache_gb=cache_gb,
+        on_finish=on_finish,
+        decode=decode,
+    )
     return loop.run(), loop.stats

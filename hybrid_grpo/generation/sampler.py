@@ -1,4 +1,4 @@
-"""From logits to tokens: temperature, top-k, top-p, greedy, and a random stream for every completion.
+"""From logits to tokens: penalties, temperature, filters, greedy, and a random stream for every completion.
 
 A completion's randomness is a pure function of its stream key and of the number of tokens it has. Keys come
 from (run seed, step, prompt, sample), so a rollout is the same on any number of ranks, slots and batch orders.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen."""
+    """How tokens are chosen. Applied in the order of transformers: repetition penalty, minimum length, logit bias,
+    temperature, top-k, top-p, min-p."""
 
     max_tokens: int
     """Longest completion."""
@@ -27,6 +29,20 @@ class Sampling:
     """Then keep the smallest set of tokens with at least this probability; 1 keeps all."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a completion (and belong to it)."""
+    min_tokens: int = 0
+    """Stop tokens cannot be drawn, and stop strings are passed over, before a completion has so many tokens."""
+    min_p: float = 0.0
+    """Then keep the tokens with at least this share of the largest probability."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in the prompt or the completion so far are divided by this where positive, else multiplied
+    (CTRL, arXiv:1909.05858 section 4.1)."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+    stop_strings: tuple[str, ...] = ()
+    """A completion ends with the token that completes one of these in its text."""
+    logprobs: Literal["softmax", "sampling"] = "softmax"
+    """What log-probabilities are those of: the softmax at the temperature (at 1 when greedy) over the whole
+    vocabulary, which is what a training forward computes; or the distribution that the token was drawn from."""
 
 
 GREEDY = 0.0
@@ -57,37 +73,96 @@ def uniform(key_n: Tensor, counter_n: Tensor) -> Tensor:
     return _shift(x, 41).to(torch.float32) * 2.0**-23
 
 
-def sample(logits_nV: Tensor, sampling: Sampling, key_n: Tensor, counter_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose one token a row by inverting the cumulative distribution at the stream's next draw.
+class Sampler:
+    """Chooses tokens as `sampling` says.
 
     Args:
-        logits_nV: [n, V], any float type.
-        sampling: temperature and filters.
-        key_n, counter_n: int64 [n], stream key and number of tokens already drawn from it.
-
-    Returns:
-        token_n (int64) and logp_n (float32), the log-probability under the softmax at the sampling temperature
-        (at temperature 1 when greedy) over the whole vocabulary: what the training forward computes.
+        sampling: temperature, filters and penalties.
+        device: where logits are.
     """
-    if sampling.temperature == GREEDY:
-        logp_nV = logits_nV.float().log_softmax(-1)
-        token_n = logp_nV.argmax(-1)
-        return token_n, logp_nV.gather(1, token_n[:, None])[:, 0]
-    logp_nV = (logits_nV.float() / sampling.temperature).log_softmax(-1)
-    p_nV, order_nV = logp_nV.exp(), None
-    if sampling.top_k or sampling.top_p < 1:
-        p_nV, order_nV = p_nV.sort(stable=True, dim=-1, descending=True)
-        if sampling.top_k:
-            p_nV[:, sampling.top_k :] = 0.0
-        # A token stays while those before it have less than top_p of what is left: the first always does.
-        before_nV = p_nV.cumsum(-1) - p_nV
-        p_nV = p_nV.where(before_nV < sampling.top_p * p_nV.sum(-1, keepdim=True), 0.0)
-    cumulative_nV = p_nV.cumsum(-1)
-    threshold_n = uniform(key_n, counter_n) * cumulative_nV[:, -1]
-    # Only tokens with a probability count: a parallel scan need not be monotone to the last bit, so an entry that
-    # adds nothing may still stand above the threshold (or, once in a great while, none that adds something).
-    above_nV = (cumulative_nV > threshold_n[:, None]) & (p_nV > 0)
-    token_n = above_nV.int().argmax(-1).where(above_nV.any(-1), p_nV.argmax(-1))
-    if order_nV is not None:
-        token_n = order_nV.gather(1, token_n[:, None])[:, 0]
-    return token_n, logp_nV.gather(1, token_n[:, None])[:, 0]
+
+    def __init__(self, sampling: Sampling, device: torch.device | str = "cpu") -> None:
+        self.sampling = sampling
+        self._stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device)
+        self._biased = torch.tensor([token for token, _ in sampling.logit_bias], dtype=torch.int64, device=device)
+        self._bias = torch.tensor([bias for _, bias in sampling.logit_bias], device=device)
+
+    @property
+    def needs_seen(self) -> bool:
+        """Whether `__call__` must be told which tokens each sequence has."""
+        return self.sampling.repetition_penalty != 1.0
+
+    def __call__(
+        self, logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, seen_nV: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Choose one token a row by inverting the cumulative distribution at the stream's next draw.
+
+        Nothing in here waits for the device, and no shape depends on a value: it can be part of a CUDA graph.
+
+        Args:
+            logits_nV: [n, V], any float type.
+            key_n, counter_n: int64 [n], stream key and number of tokens already drawn from it.
+            seen_nV: bool, tokens of the prompt and the completion so far; needed for a repetition penalty.
+
+        Returns:
+            token_n (int64) and logp_n (float32), see `Sampling.logprobs`.
+        """
+        sampling = self.sampling
+        greedy = sampling.temperature == GREEDY
+        plain_nV = logits_nV.float() if greedy else logits_nV.float() / sampling.temperature
+        plain_nV = plain_nV.log_softmax(-1)
+        logp_nV = plain_nV
+        if self._changes_logits:
+            logits_nV = self._changed(logits_nV.float(), counter_n, seen_nV)
+            logp_nV = (logits_nV if greedy else logits_nV / sampling.temperature).log_softmax(-1)
+        if greedy:
+            token_n = logp_nV.argmax(-1)
+            kept_n: Tensor | float = 1.0
+        else:
+            token_n, kept_n = self._drawn(logp_nV.exp(), uniform(key_n, counter_n))
+        if sampling.logprobs == "sampling":
+            # Greedy sampling has no distribution to speak of: the softmax after penalties stands in for it.
+            logp_n = logp_nV.gather(1, token_n[:, None])[:, 0]
+            return token_n, logp_n if greedy else logp_n - torch.as_tensor(kept_n).log()
+        return token_n, plain_nV.gather(1, token_n[:, None])[:, 0]
+
+    @property
+    def _changes_logits(self) -> bool:
+        sampling = self.sampling
+        return bool(self.needs_seen or sampling.logit_bias or (sampling.min_tokens and sampling.stop_ids))
+
+    def _changed(self, logits_nV: Tensor, counter_n: Tensor, seen_nV: Tensor | None) -> Tensor:
+        penalty = self.sampling.repetition_penalty
+        if self.needs_seen:
+            assert seen_nV is not None, "a repetition penalty needs the tokens so far"
+            penalised_nV = torch.where(logits_nV > 0, logits_nV / penalty, logits_nV * penalty)
+            logits_nV = torch.where(seen_nV, penalised_nV, logits_nV)
+        if self.sampling.min_tokens and self.sampling.stop_ids:
+            early_n = counter_n < self.sampling.min_tokens
+            stops_ns = logits_nV[:, self._stop_ids].masked_fill(early_n[:, None], float("-inf"))
+            logits_nV = logits_nV.index_copy(1, self._stop_ids, stops_ns)
+        if self.sampling.logit_bias:
+            logits_nV = logits_nV.index_add(1, self._biased, self._bias.expand(len(logits_nV), -1))
+        return logits_nV
+
+    def _drawn(self, p_nV: Tensor, uniform_n: Tensor) -> tuple[Tensor, Tensor]:
+        """A token of each row, and the probability that the filters kept."""
+        sampling, order_nV = self.sampling, None
+        if sampling.top_k or sampling.top_p < 1:
+            p_nV, order_nV = p_nV.sort(stable=True, dim=-1, descending=True)
+            if sampling.top_k:
+                p_nV[:, sampling.top_k :] = 0.0
+            # A token stays while those before it have less than top_p of what is left: the first always does.
+            before_nV = p_nV.cumsum(-1) - p_nV
+            p_nV = p_nV.where(before_nV < sampling.top_p * p_nV.sum(-1, keepdim=True), 0.0)
+        if sampling.min_p:
+            p_nV = p_nV.where(p_nV >= sampling.min_p * p_nV.amax(-1, keepdim=True), 0.0)
+        cumulative_nV = p_nV.cumsum(-1)
+        kept_n = cumulative_nV[:, -1]
+        # Only tokens with a probability count: a parallel scan need not be monotone to the last bit, so an entry that
+        # adds nothing may still stand above the threshold (or, once in a great while, none that adds something).
+        above_nV = (cumulative_nV > (uniform_n * kept_n)[:, None]) & (p_nV > 0)
+        token_n = above_nV.int().argmax(-1).where(above_nV.any(-1), p_nV.argmax(-1))
+        if order_nV is not None:
+            token_n = order_nV.gather(1, token_n[:, None])[:, 0]
+        return token_n, kept_n

@@ -9,29 +9,40 @@ only what its signature names. Chat prompts are lists of messages, and so are th
 assistant). None means that the function does not apply to the row. `async def` functions run at the same time, in
 one event loop that lives as long as the rewards do.
 
-Functions run in this process: one that hangs is waited for.
+In training a call gets the rows of one group, all completions of one prompt, as soon as they are there (see
+streaming.py; TRL hands over the whole batch of a device); in evaluation it gets all rows.
+
+Functions run in threads of this process, beside the one that samples. One that hangs is waited for. Handlers of
+signals, time limits by SIGALRM among them, can only be set in the main thread: such a function fails.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
 import reprlib
 import warnings
-import weakref
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from hybrid_grpo.data.batch import Completion, Prompt, Scores
 from hybrid_grpo.errors import UserError, did_you_mean
+from hybrid_grpo.rewards.calling import Background, Inputs, Pending
 from hybrid_grpo.rewards.loading import INPUTS, Reward, describe
 
-Inputs = dict[str, list[Any]]
-"""By name, each with one element per row."""
+
+@dataclass(frozen=True)
+class Call:
+    """All functions at work on rows that follow each other."""
+
+    prompts: list[Prompt]
+    """The prompt of every row."""
+    inputs: Inputs
+    first_row: int
+    """Where the rows begin in the rollout: errors name a row of that."""
+    pending: Pending
 
 
 class Rewards:
@@ -39,9 +50,7 @@ class Rewards:
 
     def __init__(self, rewards: list[Reward]) -> None:
         self._rewards = rewards
-        # One loop for all steps: clients of HTTP and model services are bound to the loop they were first used in.
-        self._loop = asyncio.new_event_loop()
-        weakref.finalize(self, self._loop.close)
+        self._background = Background()
         self._warned = False
 
     @property
@@ -75,6 +84,18 @@ class Rewards:
                     f" {did_you_mean(name, columns)}"
                 )
 
+    def common_columns(self, prompts: list[Prompt]) -> list[str]:
+        """Names of the columns that all prompts have: those that functions are given.
+
+        Raises:
+            UserError: see `check_columns`.
+        """
+        if not prompts:
+            return []
+        columns = [name for name in prompts[0].columns if all(name in prompt.columns for prompt in prompts)]
+        self.check_columns(columns)
+        return columns
+
     def score(self, prompts: list[Prompt], completions: list[Completion]) -> Scores:
         """Call every function with all rows, and add up their rewards with their weights.
 
@@ -92,20 +113,35 @@ class Rewards:
             UserError: a function raised, or returned anything but one finite number or None per row; the
                 exception of the function is the cause. Or see `check_columns`.
         """
-        assert len(prompts) == len(completions)
-        if not prompts:
-            return self._sum({name: torch.empty(0, dtype=torch.float64) for name in self.names})
-        columns = [name for name in prompts[0].columns if all(name in prompt.columns for prompt in prompts)]
-        self.check_columns(columns)
-        inputs = _inputs(prompts, completions) | {name: [p.columns[name] for p in prompts] for name in columns}
-        by_function = {}
-        for reward, result in zip(self._rewards, self._results(self._rewards, inputs), strict=True):
-            if _fault(reward, result, len(prompts)) is not None:
-                self._refuse(reward, result, inputs, prompts)
-            by_function[reward.name] = torch.tensor(_numbers(reward, result, prompts), dtype=torch.float64)
-        return self._sum(by_function)
+        columns = self.common_columns(prompts)
+        return self.finish([self.start(prompts, completions, columns, first_row=0)] if prompts else [])
 
-    def _sum(self, by_function: dict[str, Tensor]) -> Scores:
+    def start(
+        self, prompts: list[Prompt], completions: list[Completion], columns: list[str], *, first_row: int
+    ) -> Call:
+        """Begin to call every function with the rows from `first_row` on; `finish` says what comes of it."""
+        inputs = _inputs(prompts, completions) | {name: [p.columns[name] for p in prompts] for name in columns}
+        return Call(prompts, inputs, first_row, self._background.call(self._rewards, inputs))
+
+    def finish(self, calls: list[Call]) -> Scores:
+        """Wait for calls that make up a rollout, in the order of its rows: what `score` says of all rows at once.
+
+        Raises:
+            UserError: see `score`; of several faults the one of the first call.
+        """
+        values: dict[str, list[float]] = {name: [] for name in self.names}
+        for call in calls:
+            for reward, result in zip(self._rewards, call.pending.outcome().results, strict=True):
+                result = result.tolist() if hasattr(result, "tolist") else result
+                if _fault(reward, result, len(call.prompts)) is not None:
+                    for other in calls:
+                        other.pending.cancel()
+                    self._refuse(reward, result, call)
+                values[reward.name] += _numbers(reward, result, call)
+        return self._sum(values)
+
+    def _sum(self, values: dict[str, list[float]]) -> Scores:
+        by_function = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in values.items()}
         weighted = [reward.weight * by_function[reward.name] for reward in self._rewards]
         reward_B = torch.stack(weighted).nansum(dim=0)
         unscored_B = torch.stack(weighted).isnan().all(dim=0)
@@ -114,26 +150,20 @@ class Rewards:
             warnings.warn(
                 f"rewards: no function applies to row {int(unscored_B.nonzero()[0])} ({int(unscored_B.sum())} of"
                 f" {len(unscored_B)} rows): the reward is 0 there, and in later steps",
-                stacklevel=3,
+                stacklevel=4,
             )
         return Scores(reward_B, by_function)
 
-    def _results(self, rewards: list[Reward], inputs: Inputs) -> list[Any]:
-        """What each function returns, or the exception that it raises."""
-        results = [_call(reward, inputs) for reward in rewards]
-        if any(inspect.isawaitable(result) for result in results):
-            results = self._loop.run_until_complete(_settled(results))
-        return [result.tolist() if hasattr(result, "tolist") else result for result in results]
-
-    def _refuse(self, reward: Reward, result: Any, inputs: Inputs, prompts: list[Prompt]) -> NoReturn:
+    def _refuse(self, reward: Reward, result: Any, call: Call) -> NoReturn:
         """Name the first row that the function fails on when called with it alone."""
-        problem = f"rewards: {reward.name} {_fault(reward, result, len(prompts))}"
-        for row, prompt in enumerate(prompts):
-            (alone,) = self._results([reward], {name: [values[row]] for name, values in inputs.items()})
+        problem = f"rewards: {reward.name} {_fault(reward, result, len(call.prompts))}"
+        for row in range(len(call.prompts)):
+            inputs = {name: [values[row]] for name, values in call.inputs.items()}
+            (alone,) = self._background.call([reward], inputs).outcome().results
             fault = _fault(reward, alone, 1)
             if fault is not None:
                 again = "" if problem.endswith(fault) else f", which alone {fault}"
-                raise UserError(f"{problem}; the first row at fault is {_row(row, prompt)}{again}") from _cause(alone)
+                raise UserError(f"{problem}; the first row at fault is {_row(row, call)}{again}") from _cause(alone)
         raise UserError(
             f"{problem}; called with one row at a time it does not fail: it must return one value per row"
         ) from _cause(result)
@@ -151,20 +181,6 @@ def _inputs(prompts: list[Prompt], completions: list[Completion]) -> Inputs:
     }
 
 
-def _call(reward: Reward, inputs: Inputs) -> Any:
-    try:
-        return reward(inputs)
-    except (Exception, SystemExit) as error:
-        return error
-
-
-async def _settled(results: list[Any]) -> list[Any]:
-    async def settle(result: Any) -> Any:
-        return await result if inspect.isawaitable(result) else result
-
-    return await asyncio.gather(*map(settle, results), return_exceptions=True)
-
-
 def _fault(reward: Reward, result: Any, rows: int) -> str | None:
     """What is wrong with a result as a whole; None if nothing is."""
     if isinstance(result, BaseException):
@@ -177,14 +193,14 @@ def _fault(reward: Reward, result: Any, rows: int) -> str | None:
     return None
 
 
-def _numbers(reward: Reward, values: list[Any], prompts: list[Prompt]) -> list[float]:
+def _numbers(reward: Reward, values: list[Any], call: Call) -> list[float]:
     """The values as floats, NaN for None."""
     numbers = []
     for row, value in enumerate(values):
         number = math.nan if value is None else _number(value)
         if number is None:
             raise UserError(
-                f"rewards: {reward.name} returned {reprlib.repr(value)} for {_row(row, prompts[row])}:"
+                f"rewards: {reward.name} returned {reprlib.repr(value)} for {_row(row, call)}:"
                 " return a finite number, or None where it does not apply"
             )
         numbers.append(number)
@@ -200,8 +216,8 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _row(row: int, prompt: Prompt) -> str:
-    return f"row {row} (prompt {prompt.id})"
+def _row(row: int, call: Call) -> str:
+    return f"row {call.first_row + row} (prompt {call.prompts[row].id})"
 
 
 def _cause(result: Any) -> BaseException | None:

@@ -1,0 +1,209 @@
+"""Rollout engines against each other on the same weights, prompts and forced lengths, in one run, interleaved.
+
+    python benchmarks/rollout.py --workload ragged --engines hybrid,generate,generate_batch,deepspeed \
+        --repeats 5 --json FILE
+
+Every engine has a process of its own, fresh for every workload, that sleeps while it is not its turn; each repeat
+goes once through all engines. Only decoding is timed, from prompts as token ids to completions, after a warm-up on
+completions a sixteenth as long. Peak memory is that of the engine's whole process in its run. Results are merged
+into FILE by workload (`gpu_ragged/1.5b` and so on for the models that are not tiny).
+
+On a GPU the entry of `hybrid` also says how near decoding comes to what memory bandwidth allows: `floor_s` is the
+weights read at every step and the cache entries read by every row, over the bandwidth of a device copy (bytes read
+plus bytes written); `floor_fraction` is that over the time of decoding, which is the time of the run less that of
+one with completions of a single token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import sys
+import time
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rollout_workloads import MAIN, WORKLOADS, Workload
+
+ENGINES = ("hybrid", "generate", "generate_batch", "deepspeed")
+
+
+def reset_peak() -> None:
+    """Let the peak of this process's memory start again from what it holds now, where Linux allows it."""
+    gc.collect()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def peak_gb() -> float:
+    """Most memory resident since `reset_peak`, or since the start of the process where that is not known; in GB."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e9
+
+
+def serve(name: str, shape: str, threads: int, pipe: Connection) -> None:
+    """A worker: build the engine, then run each workload that comes through the pipe, until None comes."""
+    import torch
+    from rollout_engines import BUILDERS, Hybrid, bandwidth_floor
+
+    torch.set_num_threads(threads)
+    on_gpu = torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
+    engine = BUILDERS[name](shape, device)
+    pipe.send(torch.cuda.get_device_name() if on_gpu else "cpu")
+    while (workload := pipe.recv()) is not None:
+        reset_peak()
+        with engine(workload) as decode:
+            start = time.perf_counter()
+            produced = decode()
+            run: dict[str, float] = {"seconds": time.perf_counter() - start, "peak_rss_gb": peak_gb()}
+        wanted = [n for _, n in workload.rows]
+        if name == "deepspeed":
+            assert all(got >= want for got, want in zip(produced, wanted, strict=True)), "completions are too short"
+        else:
+            assert produced == wanted, "completions do not have the lengths forced"
+        if on_gpu:
+            # What this process no longer needs is the others' to use.
+            torch.cuda.empty_cache()
+            if isinstance(engine, Hybrid):
+                run["floor_s"] = bandwidth_floor(engine)
+        pipe.send(run)
+
+
+class Worker:
+    """An engine in its process, as seen from here."""
+
+    def __init__(self, name: str, shape: str, threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(name, shape, threads, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def answer(self) -> Any:
+        """The device when the engine is built, then the measurements of each run."""
+        try:
+            return self.pipe.recv()
+        except EOFError:
+            sys.exit(f"engine {self.name} stopped: its error stands above")
+
+    def run(self, workload: Workload) -> dict[str, float]:
+        self.pipe.send(workload)
+        return self.answer()
+
+    def stop(self) -> None:
+        self.pipe.send(None)
+        self.process.join()
+
+
+def summary(workload: Workload, runs: list[dict[str, float]]) -> dict[str, Any]:
+    """One engine's numbers on a workload, from its repeats."""
+    times = [run["seconds"] for run in runs]
+    tokens = sum(n for _, n in workload.rows)
+    return {
+        "median_s": median(times),
+        "min_s": min(times),
+        "max_s": max(times),
+        "tokens": tokens,
+        "tokens_per_s": tokens / median(times),
+        "peak_rss_gb": max(run["peak_rss_gb"] for run in runs),
+        "times_s": times,
+    }
+
+
+def measure(workload: Workload, arguments: argparse.Namespace) -> tuple[str, dict[str, dict[str, Any]]]:
+    """The device, and every engine's numbers."""
+    workers = [Worker(name, arguments.model, arguments.threads) for name in arguments.engines]
+    devices = [worker.answer() for worker in workers]
+    for worker in workers:
+        worker.run(workload.shortened(16))
+    runs: dict[str, list[dict[str, float]]] = {worker.name: [] for worker in workers}
+    for _ in range(arguments.repeats):
+        for worker in workers:
+            runs[worker.name].append(worker.run(workload))
+    results = {name: summary(workload, of_engine) for name, of_engine in runs.items()}
+    for worker in workers:
+        if "floor_s" in runs[worker.name][0]:
+            result = results[worker.name]
+            result["floor_s"] = median(run["floor_s"] for run in runs[worker.name])
+            result["prefill_s"] = worker.run(workload.shortened(workload.limit))["seconds"]
+            result["floor_fraction"] = result["floor_s"] / (result["median_s"] - result["prefill_s"])
+        worker.stop()
+    return devices[0], results
+
+
+def show(title: str, results: dict[str, dict[str, Any]]) -> None:
+    """The table of one workload; `times` is the median over that of hybrid."""
+    print(f"\n{title}: {next(iter(results.values()))['tokens']} tokens")
+    print(f"{'engine':16}{'median s':>10}{'min s':>10}{'max s':>10}{'tokens/s':>10}{'peak GB':>9}{'times':>8}")
+    ours = results.get("hybrid", {}).get("median_s")
+    for engine, r in results.items():
+        times = f"{r['median_s'] / ours:8.2f}" if ours else f"{'':8}"
+        row = f"{engine:16}{r['median_s']:10.3f}{r['min_s']:10.3f}{r['max_s']:10.3f}{r['tokens_per_s']:10.0f}"
+        floor = f"   {r['floor_fraction']:.0%} of the bandwidth floor" if "floor_fraction" in r else ""
+        print(f"{row}{r['peak_rss_gb']:9.2f}{times}{floor}", flush=True)
+
+
+def merge(file: Path, machine: dict[str, Any], title: str, results: dict[str, dict[str, Any]]) -> None:
+    """Put one workload's results into a file of results, which are all of one machine."""
+    known = json.loads(file.read_text()) if file.exists() else {"machine": machine, "workloads": {}}
+    if known["machine"] != machine:
+        sys.exit(f"--json {file} holds results of another machine or other versions: name a new file")
+    workloads = {**known["workloads"], title: results}
+    command = " ".join(["python", *sys.argv])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"machine": machine, "command": command, "workloads": workloads}, indent=2) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", default="ragged", help=f"`all` ({', '.join(MAIN)}), or of {', '.join(WORKLOADS)}")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="separated by commas")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--model", choices=("tiny", "0.5b", "1.5b", "7b"), default="tiny", help="shape of the weights")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    arguments.workload = MAIN if arguments.workload == "all" else tuple(arguments.workload.split(","))
+    arguments.engines = tuple(arguments.engines.split(","))
+    for setting, known in (("workload", WORKLOADS), ("engines", ENGINES)):
+        if unknown := set(getattr(arguments, setting)).difference(known):
+            parser.error(f"--{setting}: {', '.join(sorted(unknown))} not known; there are {', '.join(known)}")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    # Also for threads that torch.set_num_threads does not reach: those that an engine starts itself.
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    for name in arguments.workload:
+        title = name if arguments.model == "tiny" else f"{name}/{arguments.model}"
+        device, results = measure(WORKLOADS[name](), arguments)
+        show(title, results)
+        if arguments.json:
+            machine = {
+                "device": device,
+                "cores": os.cpu_count(),
+                "threads": arguments.threads,
+                "python": platform.python_version(),
+                **{package: version(package) for package in ("torch", "deepspeed", "transformers")},
+            }
+            merge(arguments.json, machine, title, results)
+
+
+if __name__ == "__main__":
+    main()

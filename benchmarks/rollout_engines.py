@@ -1,0 +1,245 @@
+"""The engines that rollout.py compares, each at its best: same weights, same prompts, same forced lengths.
+
+An engine is built once in its own process. Called with a workload it gives a context: what comes before decoding
+(a request queue, padded prompts) is done on entering and not timed, and the function it gives does the rest and
+returns the number of tokens produced for every completion, group after group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from rollout_workloads import Workload
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    Qwen2Config,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from hybrid_grpo.generation import ATTENTION, Request, Sampling, Stats, generate
+
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_SHAPES = {
+    "tiny": (256, 1024, 4, 4, 2),
+    "0.5b": (896, 4864, 24, 14, 2),
+    "1.5b": (1536, 8960, 28, 12, 2),
+    "7b": (3584, 18944, 28, 28, 4),
+}
+"""By name; all but `tiny` are those of Qwen2.5."""
+
+Engine = Callable[[Workload], AbstractContextManager[Callable[[], list[int]]]]
+
+
+def build_model(shape: str, attention: str, device: str) -> Any:
+    """A random model, the same one for every engine: `tiny` in float32, the others in bfloat16."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        **dict(zip(_SIZES, _SHAPES[shape], strict=True)),
+        vocab_size=512 if shape == "tiny" else 151936,
+        max_position_embeddings=8192,
+        tie_word_embeddings=shape != "7b",
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    dtype = torch.float32 if shape == "tiny" else torch.bfloat16
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
+
+
+class Hybrid:
+    """This package's own loop. `model` and the `stats` of the last run are there for the bandwidth floor."""
+
+    def __init__(self, shape: str, device: str) -> None:
+        self.model = build_model(shape, ATTENTION, device)
+        self.stats = Stats()
+
+    @contextmanager
+    def __call__(self, workload: Workload) -> Iterator[Callable[[], list[int]]]:
+        keys = iter(range(len(workload.rows)))
+        requests = [
+            Request(ids, keys=[next(keys) for _ in lengths], limits=lengths)
+            for ids, lengths in zip(workload.prompts, workload.lengths, strict=True)
+        ]
+
+        def decode() -> list[int]:
+            groups, self.stats = generate(
+                self.model, requests, Sampling(max_tokens=workload.limit), max_slots=workload.slots
+            )
+            return [len(completion.token_ids) for group in groups for completion in group]
+
+        yield decode
+
+
+def padded(rows: list[tuple[list[int], int]], device: str) -> tuple[Tensor, Tensor]:
+    """Prompts padded to the left, and their mask; int64 [n, S]."""
+    width = max(len(ids) for ids, _ in rows)
+    ids = torch.tensor([[0] * (width - len(ids)) + ids for ids, _ in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids, _ in rows], device=device)
+    return ids, mask
+
+
+class _Lengths(StoppingCriteria):
+    """A row is done when it has its length; `generate` leaves its loop when all rows are."""
+
+    def __init__(self, prompt_width: int, lengths: list[int], device: str) -> None:
+        self.end_n = prompt_width + torch.tensor(lengths, device=device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        return input_ids.shape[1] >= self.end_n
+
+
+def transformers_generate(shape: str, device: str) -> Engine:
+    """`model.generate` over left-padded prompts, as TRL calls it; stops when the longest row is done."""
+    model = build_model(shape, "sdpa", device)
+
+    @contextmanager
+    def engine(workload: Workload) -> Iterator[Callable[[], list[int]]]:
+        config = GenerationConfig(
+            do_sample=True, top_k=0, temperature=1.0, eos_token_id=None, pad_token_id=0, max_new_tokens=workload.limit
+        )
+
+        def chunk(rows: list[tuple[list[int], int]]) -> list[int]:
+            ids, mask = padded(rows, device)
+            lengths = [n for _, n in rows]
+            stop = StoppingCriteriaList([_Lengths(ids.shape[1], lengths, device)])
+            out = model.generate(ids, attention_mask=mask, generation_config=config, stopping_criteria=stop)
+            assert out.shape[1] - ids.shape[1] == max(lengths)
+            return lengths
+
+        yield partial(_in_chunks, chunk, workload.rows, workload.slots)
+
+    return engine
+
+
+def _in_chunks(chunk: Callable[[list[Any]], list[int]], items: list[Any], size: int) -> list[int]:
+    return [n for start in range(0, len(items), size) for n in chunk(items[start : start + size])]
+
+
+def generate_batch(shape: str, device: str) -> Engine:
+    """transformers' continuous batching, through the manager that takes a length for every request."""
+    # Without this it repeats keys and values for every query head before masked attention: 25 % of its time here.
+    os.environ["TRANSFORMERS_SDPA_FORCE_GQA"] = "1"
+    model = build_model(shape, "sdpa", device)
+
+    @contextmanager
+    def engine(workload: Workload) -> Iterator[Callable[[], list[int]]]:
+        rows = workload.rows
+        config = GenerationConfig(
+            do_sample=True, top_k=0, temperature=1.0, eos_token_id=-1, pad_token_id=0, max_new_tokens=workload.limit
+        )
+        batching = _batching(rows, workload.slots, device)
+        with model.continuous_batching_context_manager(config, continuous_batching_config=batching) as manager:
+            yield lambda: _through(manager, rows)
+
+    return engine
+
+
+def _batching(rows: list[tuple[list[int], int]], slots: int, device: str) -> ContinuousBatchingConfig:
+    """The fastest settings found, on the CPU for each workload's mean context."""
+    longest = max(len(ids) + n for ids, n in rows)
+    if device == "cuda":
+        # With flash attention, where it is installed, cost follows the real lengths: all slots at once. Pages for
+        # all of them, because sized from free memory it would leave none to the engines beside it.
+        return ContinuousBatchingConfig(num_blocks=2 * slots * -(-longest // 256), max_requests_per_batch=slots)
+    # On the CPU a batch is one dense product of all its queries with all its keys, most of it masked, so cost grows
+    # with the square of the batch. What is best falls with the context: 24 at 110 tokens, 8 at 1,050. Fewer prompt
+    # tokens than 256 at a time, or pages of 256, are slower; compiling is ten times slower.
+    context = sum((len(ids) + n / 2) * n for ids, n in rows) / sum(n for _, n in rows)
+    batch = min(slots, len(rows), max(4, round(256 / context**0.5)))
+    # Twice the need, so that neither the safety margin nor shared prompts hold anything back.
+    blocks = 2 * batch * (-(-longest // 16) + 1)
+    return ContinuousBatchingConfig(page_size=16, num_blocks=blocks, max_batch_tokens=256, max_requests_per_batch=batch)
+
+
+def _through(manager: Any, rows: list[tuple[list[int], int]]) -> list[int]:
+    """Put all requests in the queue and wait for all results."""
+    names = [manager.add_request(ids, max_new_tokens=n) for ids, n in rows]
+    produced: dict[str, int] = {}
+    while len(produced) < len(names):
+        result = manager.get_result(timeout=1)
+        if result is not None and result.is_finished():
+            produced[result.request_id] = len(result.generated_tokens)
+        elif result is None and not manager.is_running():
+            raise RuntimeError("continuous batching stopped before all requests were finished")
+    return [produced[name] for name in names]
+
+
+def deepspeed_rollout(shape: str, device: str) -> Engine:
+    """DeepSpeed's HybridEngineRollout: ignores the end of a sequence, always decodes to the limit."""
+    import deepspeed
+    from deepspeed.runtime.rollout import HybridEngineRollout, RolloutRequest, SamplingConfig
+
+    from hybrid_grpo import engine as engines
+
+    engines.start()
+    # Whole weights (stage 0) and no optimizer: nothing to gather in the way of decoding.
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": shape != "tiny"},
+        "zero_optimization": {"stage": 0},
+        "hybrid_engine": {"enabled": True},
+        "steps_per_print": 10**9,
+    }
+    wrapped, *_ = deepspeed.initialize(model=build_model(shape, "sdpa", device), config=config)
+    wrapped.eval()
+    rollout = HybridEngineRollout(wrapped, SimpleNamespace(pad_token_id=0, eos_token_id=None))
+
+    @contextmanager
+    def engine(workload: Workload) -> Iterator[Callable[[], list[int]]]:
+        def chunk(rows: list[tuple[list[int], int]]) -> list[int]:
+            ids, mask = padded(rows, device)
+            out = rollout.generate(RolloutRequest(ids, mask), SamplingConfig(max_new_tokens=workload.limit))
+            return [out.input_ids.shape[1] - ids.shape[1]] * len(rows)
+
+        yield partial(_in_chunks, chunk, workload.rows, workload.slots)
+
+    return engine
+
+
+def bandwidth_floor(hybrid: Hybrid) -> float:
+    """Seconds in which a GPU could have moved what the last run's decode steps had to read."""
+    model = hybrid.model
+    config = model.config
+    size = next(model.parameters()).element_size()
+    weights = sum(p.numel() for p in model.parameters()) * size
+    if not config.tie_word_embeddings:
+        # Of the input embedding only the rows of the tokens are read.
+        weights -= model.get_input_embeddings().weight.numel() * size
+    head_dim = config.hidden_size // config.num_attention_heads
+    entry = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * size
+    moved = hybrid.stats.steps * weights + hybrid.stats.context * entry
+    return moved / _copy_bandwidth()
+
+
+def _copy_bandwidth() -> float:
+    """Bytes read and written per second by the best of ten copies of 1 GiB on the GPU."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(10):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1000)
+    return 2 * source.numel() / min(seconds)
+
+
+BUILDERS: dict[str, Callable[[str, str], Engine]] = {
+    "hybrid": Hybrid,
+    "generate": transformers_generate,
+    "generate_batch": generate_batch,
+    "deepspeed": deepspeed_rollout,
+}

@@ -1,0 +1,96 @@
+"""What rollout.py decodes: prompts, and how long each completion is.
+
+Log-normal lengths are not drawn: they are the quantiles (i + 1/2) / n of the distribution, shuffled by a seed. So a
+workload has the distribution by construction, and no luck in its longest completion, which decides how long engines
+without a scheduler take. Prompt lengths are spread evenly over their range and shuffled; token ids are random.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from statistics import NormalDist
+
+
+@dataclass(frozen=True)
+class Workload:
+    """P prompts, G completions of each, every one exactly as long as said."""
+
+    prompts: list[list[int]]
+    """[P], token ids."""
+    lengths: list[list[int]]
+    """[P][G], tokens of each completion."""
+    limit: int
+    """Most tokens a completion is allowed; what an engine that cannot end one earlier decodes to."""
+    slots: int = 128
+    """Completions decoded at the same time; engines without a queue take that many rows a call."""
+
+    @property
+    def rows(self) -> list[tuple[list[int], int]]:
+        """[B], prompt and length of every completion, group after group."""
+        return [(ids, n) for ids, group in zip(self.prompts, self.lengths, strict=True) for n in group]
+
+    def shortened(self, factor: int) -> Workload:
+        """The same with completions a factor shorter, rounded up."""
+        lengths = [[-(-n // factor) for n in group] for group in self.lengths]
+        return Workload(self.prompts, lengths, -(-self.limit // factor), self.slots)
+
+
+def _prompts(count: int, shortest: int, longest: int) -> list[list[int]]:
+    random = Random(0)
+    lengths = [shortest + round((longest - shortest) * i / max(count - 1, 1)) for i in range(count)]
+    random.shuffle(lengths)
+    # Below 512: in the vocabulary of every model.
+    return [random.choices(range(512), k=n) for n in lengths]
+
+
+def _log_normal(count: int, limit: int, median: float = 50, sigma: float = 0.8) -> list[int]:
+    normal = NormalDist(math.log(median), sigma)
+    lengths = [round(math.exp(normal.inv_cdf((i + 0.5) / count))) for i in range(count)]
+    lengths = [min(max(n, 1), limit) for n in lengths]
+    Random(0).shuffle(lengths)
+    return lengths
+
+
+def _groups(lengths: list[int]) -> list[list[int]]:
+    return [lengths[i : i + 8] for i in range(0, len(lengths), 8)]
+
+
+def _ragged(limit: int, allowed: int | None = None) -> Workload:
+    return Workload(_prompts(16, 24, 96), _groups(_log_normal(128, limit)), allowed or limit)
+
+
+def _queue() -> Workload:
+    """Ten completions of the ragged mix for every slot."""
+    return Workload(_prompts(160, 24, 96), _groups(_log_normal(1280, 256)), 256)
+
+
+def _busy() -> Workload:
+    """What `queue` could reach: no slot is ever free, and the mean context is that of the same mix in a steady state.
+
+    There a slot is seen with a completion of n tokens in proportion to n, on average half done, so that length is
+    sum(n^2) / sum(n).
+    """
+    mix = [n for _, n in _queue().rows]
+    length = round(sum(n * n for n in mix) / sum(mix))
+    return Workload(_prompts(16, 24, 96), _groups([length] * 128), length)
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "ragged": lambda: _ragged(256),
+    "tail": lambda: _ragged(1024),
+    "uniform": lambda: Workload(_prompts(16, 24, 96), _groups([256] * 128), 256),
+    "long_prompt": lambda: Workload(_prompts(16, 1024, 1024), _groups([64] * 128), 64),
+    "one": lambda: Workload(_prompts(1, 60, 60), _groups([256] * 8), 256),
+    "limit": lambda: _ragged(256, allowed=4096),
+    "queue": _queue,
+    "busy": _busy,
+    "gpu_ragged": lambda: Workload(_prompts(32, 128, 512), _groups(_log_normal(256, 1024, 300)), 1024, 256),
+}
+"""`limit` is `ragged` with more allowed than any completion takes, to compare time and memory with; `queue` is to be
+compared with `busy` in tokens per second and with `ragged` in memory; `gpu_ragged` is for the larger models."""
+
+MAIN = ("ragged", "tail", "uniform", "long_prompt", "one")
+"""What `all` means."""

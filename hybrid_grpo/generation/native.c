@@ -1,0 +1,202 @@
+/* Decoding one token a sequence on a CPU, in float32: what torch's kernels for large matrices do slowly.
+ *
+ * Plain C with the vector extensions of GCC and Clang, compiled on first use (native.py). Every sum runs in an
+ * order that does not depend on how many rows there are, so a sequence has the same result in any batch.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+typedef float half __attribute__((vector_size(32)));
+typedef float quarter __attribute__((vector_size(16)));
+
+static inline float total(vec v)
+{
+    half a, b;
+    quarter c, d;
+    memcpy(&a, &v, sizeof a);
+    memcpy(&b, (const char *)&v + sizeof a, sizeof b);
+    a += b;
+    memcpy(&c, &a, sizeof c);
+    memcpy(&d, (const char *)&a + sizeof c, sizeof d);
+    c += d;
+    return (c[0] + c[2]) + (c[1] + c[3]);
+}
+
+#define AT(pointer, i) (*(const vec *)((pointer) + (i)))
+#define BLOCK (4 * LANES)
+
+static inline float dot(const float *a, const float *b, int64_t d)
+{
+    vec even = {0}, odd = {0};
+    int64_t i = 0;
+    for (; i + BLOCK <= d; i += BLOCK) {
+        even += AT(a, i) * AT(b, i);
+        odd += AT(a, i + LANES) * AT(b, i + LANES);
+        even += AT(a, i + 2 * LANES) * AT(b, i + 2 * LANES);
+        odd += AT(a, i + 3 * LANES) * AT(b, i + 3 * LANES);
+    }
+    for (; i + LANES <= d; i += LANES)
+        even += AT(a, i) * AT(b, i);
+    float rest = 0;
+    for (; i < d; i++)
+        rest += a[i] * b[i];
+    return total(even + odd) + rest;
+}
+
+/* sum[d] = shrink * sum + weight[count] rows[count][d], the rows `stride` apart. */
+static inline void add_rows(float *sum, float shrink, const float *weight, const float *rows, int64_t stride,
+                            int64_t count, int64_t d)
+{
+    int64_t i = 0;
+    for (; i + BLOCK <= d; i += BLOCK) {
+        vec s[4];
+        for (int l = 0; l < 4; l++)
+            s[l] = shrink * AT(sum, i + l * LANES);
+        for (int64_t j = 0; j < count; j++)
+            for (int l = 0; l < 4; l++)
+                s[l] += weight[j] * AT(rows, j * stride + i + l * LANES);
+        for (int l = 0; l < 4; l++)
+            *(vec *)(sum + i + l * LANES) = s[l];
+    }
+    for (; i < d; i++) {
+        float s = shrink * sum[i];
+        for (int64_t j = 0; j < count; j++)
+            s += weight[j] * rows[j * stride + i];
+        sum[i] = s;
+    }
+}
+
+/* R rows of x times C rows of the weight: each loaded vector meets R or C others. */
+#define TILE(R, C)                                                                                            \
+    static void tile_##R##x##C(float *out, const float *x, const float *w, const float *bias, int64_t n, int64_t k) \
+    {                                                                                                         \
+        vec sum[R][C];                                                                                        \
+        for (int r = 0; r < R; r++)                                                                           \
+            for (int c = 0; c < C; c++)                                                                       \
+                sum[r][c] = (vec){0};                                                                         \
+        int64_t i = 0;                                                                                        \
+        for (; i + LANES <= k; i += LANES) {                                                                  \
+            vec row[R];                                                                                       \
+            for (int r = 0; r < R; r++)                                                                       \
+                row[r] = AT(x, r * k + i);                                                       \
+            for (int c = 0; c < C; c++) {                                                                     \
+                const vec weight = AT(w, c * k + i);                                             \
+                for (int r = 0; r < R; r++)                                                                   \
+                    sum[r][c] += row[r] * weight;                                                             \
+            }                                                                                                 \
+        }                                                                                                     \
+        for (int r = 0; r < R; r++)                                                                           \
+            for (int c = 0; c < C; c++) {                                                                     \
+                float rest = 0;                                                                               \
+                for (int64_t j = i; j < k; j++)                                                               \
+                    rest += x[r * k + j] * w[c * k + j];                                                      \
+                out[r * n + c] = total(sum[r][c]) + rest + (bias ? bias[c] : 0);                              \
+            }                                                                                                 \
+    }
+TILE(1, 4)
+TILE(2, 4)
+TILE(3, 4)
+TILE(4, 4)
+TILE(5, 4)
+TILE(6, 4)
+TILE(1, 1)
+
+typedef void tile(float *, const float *, const float *, const float *, int64_t, int64_t);
+static tile *const TILES[] = {0, tile_1x4, tile_2x4, tile_3x4, tile_4x4, tile_5x4, tile_6x4};
+
+/* out[m][n] = x[m][k] w[n][k]^T + bias[n], for few rows m: the weight is read once, strip by strip. */
+void linear(float *out, const float *x, const float *w, const float *bias, int64_t m, int64_t n, int64_t k)
+{
+    const int64_t strip = 32, strips = (n + strip - 1) / strip, passes = (m + 5) / 6;
+    #pragma omp parallel for schedule(static) if (m * n * k > 1 << 15)
+    for (int64_t s = 0; s < strips; s++) {
+        const int64_t end = (s + 1) * strip < n ? (s + 1) * strip : n;
+        /* Passes of about the same number of rows: 7 are 4 and 3, not 6 and 1. */
+        for (int64_t p = 0; p < passes; p++) {
+            const int64_t r = m * p / passes, rows = m * (p + 1) / passes - r;
+            int64_t c = s * strip;
+            for (; c + 4 <= end; c += 4)
+                TILES[rows](out + r * n + c, x + r * k, w + c * k, bias ? bias + c : 0, n, k);
+            for (; c < end; c++)
+                for (int64_t i = r; i < r + rows; i++)
+                    tile_1x1(out + i * n + c, x + i * k, w + c * k, bias ? bias + c : 0, n, k);
+        }
+    }
+}
+
+/* out[m][d] = x / rms(x) * (weight + offset) (Zhang and Sennrich, arXiv:1910.07467, equation 4). */
+void rms_norm(float *out, const float *x, const float *weight, float offset, float epsilon, int64_t m, int64_t d)
+{
+    #pragma omp parallel for schedule(static) if (m * d > 1 << 14)
+    for (int64_t r = 0; r < m; r++) {
+        const float *row = x + r * d;
+        const float scale = 1 / sqrtf(dot(row, row, d) / d + epsilon);
+        for (int64_t i = 0; i < d; i++)
+            out[r * d + i] = row[i] * scale * (weight[i] + offset);
+    }
+}
+
+#define MOST_SCORES 2048
+#define MOST_SUMS 8192
+
+/* One new token of every sequence: its key and value go into the cache, its queries attend to all of it.
+ *
+ * q[n][heads][d] by strides, key and value [n][kv][d] by strides; pools [pages][page][kv][d]; table[n][width] names
+ * the pages of a sequence; position[n] is that of the new token. Softmax over pages is Milakov and Gimelshein's
+ * online one (arXiv:1805.02867). (heads / kv) * page is at most MOST_SCORES, (heads / kv) * d at most MOST_SUMS.
+ */
+void decode_attention(float *out, const float *q, int64_t q_row, int64_t q_head, const float *key, int64_t key_row,
+                      int64_t key_head, const float *value, int64_t value_row, int64_t value_head, float *keys,
+                      float *values, const int32_t *table, const int64_t *position, int64_t n, int64_t heads, int64_t kv,
+                      int64_t d, int64_t page, int64_t width, int64_t window, float scale, float softcap)
+{
+    const int64_t group = heads / kv;
+    #pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t job = 0; job < n * kv; job++) {
+        const int64_t row = job / kv, h = job % kv, last = position[row];
+        const int64_t first = window > 0 && last >= window ? last - window + 1 : 0;
+        const int32_t *pages = table + row * width;
+        const int64_t entry = ((pages[last / page] * page + last % page) * kv + h) * d;
+        memcpy(keys + entry, key + row * key_row + h * key_head, d * sizeof(float));
+        memcpy(values + entry, value + row * value_row + h * value_head, d * sizeof(float));
+
+        float score[MOST_SCORES], sum[MOST_SUMS], top[64], norm[64];
+        memset(sum, 0, group * d * sizeof(float));
+        for (int64_t g = 0; g < group; g++) {
+            top[g] = -1e30f;
+            norm[g] = 0;
+        }
+        for (int64_t p = first / page; p <= last / page; p++) {
+            const int64_t start = p * page < first ? first - p * page : 0;
+            const int64_t end = (p + 1) * page <= last ? page : last - p * page + 1;
+            const float *K = keys + (pages[p] * page * kv + h) * d, *V = values + (pages[p] * page * kv + h) * d;
+            for (int64_t j = start; j < end; j++)
+                for (int64_t g = 0; g < group; g++)
+                    score[g * page + j] = scale * dot(q + row * q_row + (h * group + g) * q_head, K + j * kv * d, d);
+            for (int64_t g = 0; g < group; g++) {
+                float *s = score + g * page, peak = top[g];
+                if (softcap > 0)
+                    for (int64_t j = start; j < end; j++)
+                        s[j] = softcap * tanhf(s[j] / softcap);
+                for (int64_t j = start; j < end; j++)
+                    peak = s[j] > peak ? s[j] : peak;
+                const float shrink = expf(top[g] - peak);
+                top[g] = peak;
+                float weights = 0;
+                for (int64_t j = start; j < end; j++) {
+                    s[j] = expf(s[j] - peak);
+                    weights += s[j];
+                }
+                norm[g] = norm[g] * shrink + weights;
+                add_rows(sum + g * d, shrink, s + start, V + start * kv * d, kv * d, end - start, d);
+            }
+        }
+        for (int64_t g = 0; g < group; g++)
+            for (int64_t i = 0; i < d; i++)
+                out[(row * heads + h * group + g) * d + i] = sum[g * d + i] / norm[g];
+    }
+}
