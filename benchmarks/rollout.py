@@ -1,12 +1,13 @@
 """Rollout engines against each other on the same weights, prompts and forced lengths, in one run, interleaved.
 
-    python benchmarks/rollout.py --workload ragged --engines hybrid,generate,generate_batch,deepspeed \
-        --repeats 5 --json FILE
+    python benchmarks/rollout.py --workload ragged --engines hybrid,generate --repeats 5 --json FILE
 
 Every engine has a process of its own, fresh for every workload, that sleeps while it is not its turn; each repeat
 goes once through all engines. Only decoding is timed, from prompts as token ids to completions, after a warm-up on
-completions a sixteenth as long. Peak memory is that of the engine's whole process in its run. Results are merged
-into FILE by workload (`gpu_ragged/1.5b` and so on for the models that are not tiny).
+completions a sixteenth as long. Peak memory is that of the engine's whole process in its run. A workload's
+results replace those that FILE has of it (`gpu_ragged/1.5b` and so on for the models that are not tiny); the other
+workloads in FILE stay. Leave the machine to it: with another program on the same cores, threads that wait for each
+other lose ten times over, and not alike on all engines.
 
 On a GPU the entry of `hybrid` also says how near decoding comes to what memory bandwidth allows: `floor_s` is the
 weights read at every step and the cache entries read by every row, over the bandwidth of a device copy (bytes read
@@ -69,6 +70,8 @@ def serve(name: str, shape: str, threads: int, pipe: Connection) -> None:
         with engine(workload) as decode:
             start = time.perf_counter()
             produced = decode()
+            if on_gpu:
+                torch.cuda.synchronize()
             run: dict[str, float] = {"seconds": time.perf_counter() - start, "peak_rss_gb": peak_gb()}
         wanted = [n for _, n in workload.rows]
         if name == "deepspeed":

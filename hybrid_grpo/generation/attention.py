@@ -161,10 +161,10 @@ class Step:
             self._places = self._table.gather(1, page[:, None])[:, 0].long(), offset
             self._used = (self._position + 1).int()
         keys[self._places], values[self._places] = key[:, :, 0], value[:, :, 0]
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and keys.shape == values.shape:
+        if follows_lengths(keys) and keys.shape == values.shape:
             if flash_attn_with_kvcache is not None:
                 return self._flash(query, keys, values, scale, window, softcap)
-            if _VARLEN_PAGED and not softcap:
+            if not softcap:
                 return self._varlen(query, keys, values, scale, window)
         read = (pool[self._table[:, : self._read]].flatten(1, 2).transpose(1, 2) for pool in (keys, values))
         return masked_attention(query, next(read), next(read), self._position[:, None], scale, window, softcap)
@@ -200,6 +200,12 @@ class Step:
             block_table=self._table,
         )
         return out[:, None]
+
+
+def follows_lengths(keys: Tensor) -> bool:
+    """Whether there is a GPU kernel that reads of each sequence what it has, so that no bound is needed."""
+    half = keys.is_cuda and keys.dtype in (torch.bfloat16, torch.float16)
+    return half and (flash_attn_with_kvcache is not None or _VARLEN_PAGED)
 
 
 def masked_attention(

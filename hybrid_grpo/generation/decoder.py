@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from hybrid_grpo.generation.attention import Step
+from hybrid_grpo.generation.attention import Step, follows_lengths
 from hybrid_grpo.generation.cache import PagedCache
+from hybrid_grpo.generation.graphs import Capture, Graphs, on_cuda, size_for
 from hybrid_grpo.generation.sampler import Sampler, Sampling
 from hybrid_grpo.generation.scheduler import Sequence
 
@@ -24,22 +26,34 @@ class Decoder:
         sampling: how tokens are chosen.
         slots: most sequences at a time.
         width: most pages of a sequence.
+        capture: makes graphs of steps; None runs them as they are.
     """
 
     lag = 0
-    """Steps that are under way while the next one is prepared: the host reads their tokens later."""
+    """Steps that are under way while the host prepares the next: it reads their tokens later."""
 
-    def __init__(self, model: Any, cache: PagedCache, sampling: Sampling, slots: int, width: int) -> None:
-        self.model = model
-        self.cache = cache
-        self.device = cache.keys[0].device
-        self.sampler = Sampler(sampling, self.device)
-        self._state_4n = torch.zeros(4, slots, dtype=torch.int64, device=self.device)
-        self._table_nw = torch.zeros(slots, width, dtype=torch.int32, device=self.device)
+    def __init__(
+        self, model: Any, cache: PagedCache, sampling: Sampling, slots: int, width: int, capture: Capture | None = None
+    ) -> None:
+        self.attach(model, cache)
+        self._device = cache.keys[0].device
+        self._sampler = Sampler(sampling, self._device)
+        self._state_4n = torch.zeros(4, slots, dtype=torch.int64, device=self._device)
+        self._table_nw = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
         self._seen_nV: Tensor | None = None
-        if self.sampler.needs_seen:
+        if self._sampler.needs_seen:
             vocabulary = model.get_output_embeddings().weight.shape[0]
-            self._seen_nV = torch.zeros(slots, vocabulary, dtype=torch.bool, device=self.device)
+            self._seen_nV = torch.zeros(slots, vocabulary, dtype=torch.bool, device=self._device)
+        self._graphs = None if capture is None else Graphs(capture)
+
+    def attach(self, model: Any, cache: PagedCache) -> None:
+        """Decode with these."""
+        self._model: Any = model
+        self._cache: Any = cache
+
+    def detach(self) -> None:
+        """Let go of model and cache: what is kept for their graphs must not keep them."""
+        self._model = self._cache = None
 
     def insert(self, first: int, sequences: list[Sequence]) -> None:
         """Put sequences into the slots from `first` on."""
@@ -50,14 +64,14 @@ class Decoder:
             [s.key for s in sequences],
         ]
         slots = slice(first, first + len(sequences))
-        self._state_4n[:, slots] = torch.tensor(state, dtype=torch.int64).to(self.device)
+        self._state_4n[:, slots] = torch.tensor(state, dtype=torch.int64).to(self._device)
         width = self._table_nw.shape[1]
         rows = [s.pages + [0] * (width - len(s.pages)) for s in sequences]
-        self._table_nw[slots] = torch.tensor(rows, dtype=torch.int32).to(self.device)
+        self._table_nw[slots] = torch.tensor(rows, dtype=torch.int32).to(self._device)
         if self._seen_nV is not None:
             for slot, sequence in enumerate(sequences, first):
                 self._seen_nV[slot] = False
-                self._seen_nV[slot, torch.tensor(sequence.tokens, device=self.device)] = True
+                self._seen_nV[slot, torch.tensor(sequence.tokens, device=self._device)] = True
 
     def move(self, source: list[int], target: list[int]) -> None:
         """Copy the state of slots `source` over slots `target`."""
@@ -70,20 +84,29 @@ class Decoder:
 
     def step(self, active: list[Sequence]) -> Any:
         """Feed each active sequence its last token and sample the next; returns what `read` takes."""
-        page = self.cache.page
+        page = self._cache.page
         grown = [slot for slot, s in enumerate(active) if s.position % page == 0]
         if grown:
             columns = [active[slot].position // page for slot in grown]
             pages = [active[slot].pages[column] for slot, column in zip(grown, columns, strict=True)]
-            self._table_nw[grown, columns] = torch.tensor(pages, dtype=torch.int32).to(self.device)
-        longest = max(s.position for s in active) + 1
-        return self._advance(len(active), self.cache.pages_for(longest))
+            self._table_nw[grown, columns] = torch.tensor(pages, dtype=torch.int32).to(self._device)
+        n, read = len(active), self._cache.pages_for(max(s.position for s in active) + 1)
+        if self._graphs is None:
+            return self._advance(n, read)
+        slots, width = self._table_nw.shape
+        size = size_for(n, slots)
+        # Rows that only fill up the graph write to page 0.
+        self._state_4n[:, n:size] = 0
+        self._table_nw[n:size] = 0
+        read = width if follows_lengths(self._cache.keys[0]) else min(1 << (read - 1).bit_length(), width)
+        packed = self._graphs.run((size, read), lambda: torch.stack([t.double() for t in self._advance(size, read)]))
+        return _to_host(packed[:, :n])
 
     def _advance(self, n: int, read: int) -> tuple[Tensor, Tensor]:
         state_4n = self._state_4n[:, :n]
         position_n = state_4n[_POSITION].clone()
-        batch = Step(self.cache, self._table_nw[:n], position_n, read)
-        out = self.model(
+        batch = Step(self._cache, self._table_nw[:n], position_n, read)
+        out = self._model(
             input_ids=state_4n[_TOKEN][:, None],
             position_ids=position_n[:, None],
             past_key_values=batch,
@@ -91,14 +114,51 @@ class Decoder:
             batch=batch,
         )
         seen_nV = None if self._seen_nV is None else self._seen_nV[:n]
-        token_n, logp_n = self.sampler(out.logits[:, -1], state_4n[_KEY], state_4n[_COUNT], seen_nV)
+        token_n, logp_n = self._sampler(out.logits[:, -1], state_4n[_KEY], state_4n[_COUNT], seen_nV)
         if seen_nV is not None:
             seen_nV.scatter_(1, token_n[:, None], True)
         state_4n[_TOKEN] = token_n
         state_4n[_POSITION : _COUNT + 1] += 1
         return token_n, logp_n
 
-    def read(self, outcome: Any) -> tuple[list[int], list[float]]:
-        """Tokens and log-probabilities of a step, by slot."""
-        token_n, logp_n = outcome
-        return token_n.tolist(), logp_n.tolist()
+    @staticmethod
+    def read(outcome: Any) -> tuple[list[int], list[float]]:
+        """Tokens and log-probabilities of a step, by slot; waits for it."""
+        tokens, logp = outcome
+        if isinstance(logp, Tensor):
+            return tokens.tolist(), logp.tolist()
+        packed, copied = outcome
+        if copied is not None:
+            copied.synchronize()
+        tokens, logp = packed.tolist()
+        return list(map(int, tokens)), logp
+
+
+def _to_host(packed: Tensor) -> tuple[Tensor, Any]:
+    """A copy in host memory, on its way, and the event that says that it is there."""
+    if packed.device.type == "cpu":
+        return packed.clone(), None
+    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+    host.copy_(packed, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return host, copied
+
+
+_kept: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Decoder]] = WeakKeyDictionary()
+
+
+def decoder_for(model: Any, cache: PagedCache, sampling: Sampling, slots: int, width: int) -> Decoder:
+    """A decoder; on a GPU that of the last call, with its graphs, if all they touch is where it was."""
+    if cache.keys[0].device.type != "cuda":
+        return Decoder(model, cache, sampling, slots, width)
+    memory = [*model.parameters(), *cache.keys, *cache.values]
+    identity = (sampling, slots, width, *(tensor.data_ptr() for tensor in memory))
+    kept = _kept.get(model)
+    if kept is not None and kept[0] == identity:
+        kept[1].attach(model, cache)
+        return kept[1]
+    decoder = Decoder(model, cache, sampling, slots, width, capture=on_cuda)
+    decoder.lag = 2
+    _kept[model] = identity, decoder
+    return decoder

@@ -20,7 +20,7 @@ from hybrid_grpo.errors import UserError
 from hybrid_grpo.generation import native, scheduler
 from hybrid_grpo.generation.attention import Prefill
 from hybrid_grpo.generation.cache import Geometry, PagedCache
-from hybrid_grpo.generation.decoder import Decoder
+from hybrid_grpo.generation.decoder import decoder_for
 from hybrid_grpo.generation.memory import budget_bytes
 from hybrid_grpo.generation.sampler import Sampling
 
@@ -105,7 +105,7 @@ class _Loop:
         self.page_bytes = page * geometry.token_bytes
         self.schedule = scheduler.Scheduler(cache, groups, slots)
         width = max(cache.pages_for(len(s.tokens) + s.limit) for group in groups for s in group.sequences)
-        self.decoder = Decoder(model, cache, sampling, slots, width)
+        self.decoder = decoder_for(model, cache, sampling, slots, width)
         self.in_flight: deque[tuple[list[scheduler.Sequence], Any]] = deque()
 
     def run(self) -> list[list[Completion]]:
@@ -115,6 +115,7 @@ class _Loop:
             self._step()
             while len(self.in_flight) > self.decoder.lag or (self.in_flight and not schedule.active):
                 self._collect()
+        self.decoder.detach()
         assert schedule.cache.free == schedule.cache.pages - 1, "every page comes back"
         self.stats.preempted = schedule.preempted
         self.stats.peak_cache_bytes = schedule.cache.peak * self.page_bytes

@@ -10,41 +10,61 @@
 #define LANES 16
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-typedef float half __attribute__((vector_size(32)));
-typedef float quarter __attribute__((vector_size(16)));
+typedef float vec4 __attribute__((vector_size(16), aligned(4), may_alias));
 
-static inline float total(vec v)
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int lanes __attribute__((vector_size(4 * LANES)));
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (lanes){__VA_ARGS__})
+#endif
+
+/* Keeps a vector that is used several times in a register; the compiler would load it again for every use. */
+#ifdef __AVX512F__
+#define KEEP(vector) __asm__("" : "+v"(vector))
+#else
+#define KEEP(vector)
+#endif
+#define UNROLL _Pragma("GCC unroll 8")
+
+/* The sums of four vectors' lanes: halves of two share a vector, then quarters of four. */
+static inline vec4 totals(vec a, vec b, vec c, vec d)
 {
-    half a, b;
-    quarter c, d;
-    memcpy(&a, &v, sizeof a);
-    memcpy(&b, (const char *)&v + sizeof a, sizeof b);
-    a += b;
-    memcpy(&c, &a, sizeof c);
-    memcpy(&d, (const char *)&a + sizeof c, sizeof d);
-    c += d;
-    return (c[0] + c[2]) + (c[1] + c[3]);
+    const vec ab = SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+                 + SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    const vec cd = SHUFFLE(c, d, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+                 + SHUFFLE(c, d, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    vec sum = SHUFFLE(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
+            + SHUFFLE(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    sum += SHUFFLE(sum, sum, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    sum += SHUFFLE(sum, sum, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    return (vec4){sum[0], sum[4], sum[8], sum[12]};
 }
 
 #define AT(pointer, i) (*(const vec *)((pointer) + (i)))
 #define BLOCK (4 * LANES)
 
+/* Dot products of a[d] with four rows, `stride` apart. */
+static inline vec4 dots(const float *a, const float *rows, int64_t stride, int64_t d)
+{
+    vec sum[4] = {{0}, {0}, {0}, {0}};
+    int64_t i = 0;
+    for (; i + LANES <= d; i += LANES)
+        for (int j = 0; j < 4; j++)
+            sum[j] += AT(a, i) * AT(rows, j * stride + i);
+    vec4 result = totals(sum[0], sum[1], sum[2], sum[3]);
+    for (; i < d; i++)
+        for (int j = 0; j < 4; j++)
+            result[j] += a[i] * rows[j * stride + i];
+    return result;
+}
+
 static inline float dot(const float *a, const float *b, int64_t d)
 {
-    vec even = {0}, odd = {0};
-    int64_t i = 0;
-    for (; i + BLOCK <= d; i += BLOCK) {
-        even += AT(a, i) * AT(b, i);
-        odd += AT(a, i + LANES) * AT(b, i + LANES);
-        even += AT(a, i + 2 * LANES) * AT(b, i + 2 * LANES);
-        odd += AT(a, i + 3 * LANES) * AT(b, i + 3 * LANES);
-    }
-    for (; i + LANES <= d; i += LANES)
-        even += AT(a, i) * AT(b, i);
-    float rest = 0;
-    for (; i < d; i++)
-        rest += a[i] * b[i];
-    return total(even + odd) + rest;
+    float sum = 0;
+    for (int64_t i = 0; i < d; i++)
+        sum += a[i] * b[i];
+    return sum;
 }
 
 /* sum[d] = shrink * sum + weight[count] rows[count][d], the rows `stride` apart. */
@@ -70,45 +90,48 @@ static inline void add_rows(float *sum, float shrink, const float *weight, const
     }
 }
 
-/* R rows of x times C rows of the weight: each loaded vector meets R or C others. */
-#define TILE(R, C)                                                                                            \
-    static void tile_##R##x##C(float *out, const float *x, const float *w, const float *bias, int64_t n, int64_t k) \
-    {                                                                                                         \
-        vec sum[R][C];                                                                                        \
-        for (int r = 0; r < R; r++)                                                                           \
-            for (int c = 0; c < C; c++)                                                                       \
-                sum[r][c] = (vec){0};                                                                         \
-        int64_t i = 0;                                                                                        \
-        for (; i + LANES <= k; i += LANES) {                                                                  \
-            vec row[R];                                                                                       \
-            for (int r = 0; r < R; r++)                                                                       \
-                row[r] = AT(x, r * k + i);                                                       \
-            for (int c = 0; c < C; c++) {                                                                     \
-                const vec weight = AT(w, c * k + i);                                             \
-                for (int r = 0; r < R; r++)                                                                   \
-                    sum[r][c] += row[r] * weight;                                                             \
-            }                                                                                                 \
-        }                                                                                                     \
-        for (int r = 0; r < R; r++)                                                                           \
-            for (int c = 0; c < C; c++) {                                                                     \
-                float rest = 0;                                                                               \
-                for (int64_t j = i; j < k; j++)                                                               \
-                    rest += x[r * k + j] * w[c * k + j];                                                      \
-                out[r * n + c] = total(sum[r][c]) + rest + (bias ? bias[c] : 0);                              \
-            }                                                                                                 \
+/* R rows of x times four rows of the weight: each loaded vector meets several others. */
+#define TILE(R)                                                                                                      \
+    static void tile_##R(float *out, const float *x, const float *w, const float *bias, int64_t n, int64_t k)        \
+    {                                                                                                                \
+        vec sum[R][4];                                                                                               \
+        UNROLL for (int r = 0; r < R; r++)                                                                           \
+            UNROLL for (int c = 0; c < 4; c++)                                                                       \
+                sum[r][c] = (vec){0};                                                                                \
+        int64_t i = 0;                                                                                               \
+        for (; i + LANES <= k; i += LANES) {                                                                         \
+            vec row[R];                                                                                              \
+            UNROLL for (int r = 0; r < R; r++) {                                                                     \
+                row[r] = AT(x, r * k + i);                                                                           \
+                KEEP(row[r]);                                                                                        \
+            }                                                                                                        \
+            UNROLL for (int c = 0; c < 4; c++) {                                                                     \
+                const vec weight = AT(w, c * k + i);                                                                 \
+                UNROLL for (int r = 0; r < R; r++)                                                                   \
+                    sum[r][c] += row[r] * weight;                                                                    \
+            }                                                                                                        \
+        }                                                                                                            \
+        UNROLL for (int r = 0; r < R; r++) {                                                                         \
+            vec4 result = totals(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);                                        \
+            for (int64_t j = i; j < k; j++)                                                                          \
+                for (int c = 0; c < 4; c++)                                                                          \
+                    result[c] += x[r * k + j] * w[c * k + j];                                                        \
+            if (bias)                                                                                                \
+                result += *(const vec4 *)bias;                                                                       \
+            *(vec4 *)(out + r * n) = result;                                                                         \
+        }                                                                                                            \
     }
-TILE(1, 4)
-TILE(2, 4)
-TILE(3, 4)
-TILE(4, 4)
-TILE(5, 4)
-TILE(6, 4)
-TILE(1, 1)
+TILE(1)
+TILE(2)
+TILE(3)
+TILE(4)
+TILE(5)
+TILE(6)
 
 typedef void tile(float *, const float *, const float *, const float *, int64_t, int64_t);
-static tile *const TILES[] = {0, tile_1x4, tile_2x4, tile_3x4, tile_4x4, tile_5x4, tile_6x4};
+static tile *const TILES[] = {0, tile_1, tile_2, tile_3, tile_4, tile_5, tile_6};
 
-/* out[m][n] = x[m][k] w[n][k]^T + bias[n], for few rows m: the weight is read once, strip by strip. */
+/* out[m][n] = x[m][k] w[n][k]^T + bias[n]; a strip of the weight stays in the cache while all rows pass. */
 void linear(float *out, const float *x, const float *w, const float *bias, int64_t m, int64_t n, int64_t k)
 {
     const int64_t strip = 32, strips = (n + strip - 1) / strip, passes = (m + 5) / 6;
@@ -123,7 +146,7 @@ void linear(float *out, const float *x, const float *w, const float *bias, int64
                 TILES[rows](out + r * n + c, x + r * k, w + c * k, bias ? bias + c : 0, n, k);
             for (; c < end; c++)
                 for (int64_t i = r; i < r + rows; i++)
-                    tile_1x1(out + i * n + c, x + i * k, w + c * k, bias ? bias + c : 0, n, k);
+                    out[i * n + c] = dot(x + i * k, w + c * k, k) + (bias ? bias[c] : 0);
         }
     }
 }
@@ -174,9 +197,15 @@ void decode_attention(float *out, const float *q, int64_t q_row, int64_t q_head,
             const int64_t start = p * page < first ? first - p * page : 0;
             const int64_t end = (p + 1) * page <= last ? page : last - p * page + 1;
             const float *K = keys + (pages[p] * page * kv + h) * d, *V = values + (pages[p] * page * kv + h) * d;
-            for (int64_t j = start; j < end; j++)
-                for (int64_t g = 0; g < group; g++)
-                    score[g * page + j] = scale * dot(q + row * q_row + (h * group + g) * q_head, K + j * kv * d, d);
+            for (int64_t g = 0; g < group; g++) {
+                const float *own = q + row * q_row + (h * group + g) * q_head;
+                float *s = score + g * page;
+                int64_t j = start;
+                for (; j + 4 <= end; j += 4)
+                    *(vec4 *)(s + j) = scale * dots(own, K + j * kv * d, kv * d, d);
+                for (; j < end; j++)
+                    s[j] = scale * dot(own, K + j * kv * d, d);
+            }
             for (int64_t g = 0; g < group; g++) {
                 float *s = score + g * page, peak = top[g];
                 if (softcap > 0)
