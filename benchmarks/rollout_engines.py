@@ -1,4 +1,4 @@
-"""The engines that rollout.py compares, each at its best: same weights, same prompts, same forced lengths.
+"""The engines that rollout.py compares: same weights, same prompts, same forced lengths.
 
 An engine is built once in its own process. Called with a workload it gives a context: what comes before decoding
 (a request queue, padded prompts) is done on entering and not timed, and the function it gives does the rest and
@@ -126,10 +126,15 @@ def _in_chunks(chunk: Callable[[list[Any]], list[int]], items: list[Any], size: 
     return [n for start in range(0, len(items), size) for n in chunk(items[start : start + size])]
 
 
-def generate_batch(shape: str, device: str) -> Engine:
-    """transformers' continuous batching, through the manager that takes a length for every request."""
-    # Without this it repeats keys and values for every query head before masked attention: 25 % of its time here.
-    os.environ["TRANSFORMERS_SDPA_FORCE_GQA"] = "1"
+def generate_batch(shape: str, device: str, tuned: bool = False) -> Engine:
+    """transformers' continuous batching, through the manager that takes a length for every request.
+
+    Args:
+        tuned: with the fastest settings found, instead of those that transformers takes by itself.
+    """
+    if tuned:
+        # Else it repeats keys and values for every query head before masked attention: 25 % of its time here.
+        os.environ["TRANSFORMERS_SDPA_FORCE_GQA"] = "1"
     model = build_model(shape, "sdpa", device)
 
     @contextmanager
@@ -138,7 +143,7 @@ def generate_batch(shape: str, device: str) -> Engine:
         config = GenerationConfig(
             do_sample=True, top_k=0, temperature=1.0, eos_token_id=-1, pad_token_id=0, max_new_tokens=workload.limit
         )
-        batching = _batching(rows, workload.slots, device)
+        batching = _batching(rows, workload.slots, device) if tuned or device == "cuda" else ContinuousBatchingConfig()
         with model.continuous_batching_context_manager(config, continuous_batching_config=batching) as manager:
             yield lambda: _through(manager, rows)
 
@@ -243,5 +248,6 @@ BUILDERS: dict[str, Callable[[str, str], Engine]] = {
     "hybrid": Hybrid,
     "generate": transformers_generate,
     "generate_batch": generate_batch,
+    "generate_batch_tuned": partial(generate_batch, tuned=True),
     "deepspeed": deepspeed_rollout,
 }

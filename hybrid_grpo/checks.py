@@ -269,3 +269,8 @@ def _check_rollout(rollout: RolloutConfig) -> None:
         rollout.cache_gb is not None and rollout.cache_gb <= 0,
         f"rollout.cache_gb {rollout.cache_gb} must be greater than 0",
     )
+    refuse(
+        rollout.cache_gb is not None and rollout.decoder == "transformers",
+        f"rollout.cache_gb {rollout.cache_gb} has no effect on rollout.decoder transformers, whose caches have no bound:"
+        " take it out",
+    )

@@ -96,9 +96,11 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> 
     config = load_config(policy.model)
     attention = attn_implementation or policy.attn_implementation
     _check_attention(config, attention)
-    for field, value in vars(config).items():
-        if ("dropout" in field or "pdrop" in field) and isinstance(value, float):
-            setattr(config, field, 0.0)
+    # Settings of the text model of one that also takes images stand in a section of their own.
+    for section in (config, config.get_text_config()):
+        for field, value in vars(section).items():
+            if ("dropout" in field or "pdrop" in field) and isinstance(value, float):
+                setattr(section, field, 0.0)
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             policy.model,

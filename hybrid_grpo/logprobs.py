@@ -27,8 +27,9 @@ class LogitShape:
 
     @classmethod
     def of(cls, config: Any) -> LogitShape:
-        """Read from a transformers model configuration (Gemma's soft cap, Cohere's and Granite's scales)."""
+        """Read from a transformers text configuration (Gemma's soft cap, Cohere's, Granite's and Falcon-H1's scales)."""
         scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1)
+        scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)
         return cls(scale, getattr(config, "final_logit_softcapping", None))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -160,7 +161,7 @@ class LogprobModel(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model: Any = model
-        self.shape = LogitShape.of(model.config)
+        self.shape = LogitShape.of(model.config.get_text_config())
         head = model.get_output_embeddings()
         head.forward = MethodType(_head_forward, head)
 

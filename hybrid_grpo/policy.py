@@ -14,10 +14,10 @@ from hybrid_grpo.config import EngineConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.distributed import rank
 from hybrid_grpo.engine import StepResult
-from hybrid_grpo.generation import OnFinish, Request, Stats, stream_key
+from hybrid_grpo.generation import OnFinish, Request, Stats
 from hybrid_grpo.loading import load_config, load_model
 from hybrid_grpo.logprobs import LogprobModel
-from hybrid_grpo.rollout import attention_of, complete, sampling_of
+from hybrid_grpo.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.view import meta_copy
 
 
@@ -70,10 +70,7 @@ class Policy:
         on_finish: OnFinish | None = None,
     ) -> tuple[Rollout, Stats]:
         """Sample `num_generations` completions of every prompt. Ranks enter and leave together."""
-        requests = [
-            Request(p.token_ids, [stream_key(seed, step, p.epoch, p.id, k) for k in range(config.num_generations)])
-            for p in prompts
-        ]
+        requests = requests_of(prompts, config.num_generations, seed, step)
         with self.engine.generation() as view:
             groups, stats = complete(
                 view, self.tokenizer, requests, sampling_of(config, stop_ids), config, on_finish=on_finish

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from hybrid_grpo import generation
 from hybrid_grpo.config import RolloutConfig
-from hybrid_grpo.data.batch import Completion
-from hybrid_grpo.generation import ATTENTION, OnFinish, Request, Sampling, Stats, transformers_decoder
+from hybrid_grpo.data.batch import Completion, Prompt
+from hybrid_grpo.generation import ATTENTION, OnFinish, Request, Sampling, Stats, stream_key, transformers_decoder
 
 
 def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: bool = False) -> Sampling:
@@ -39,6 +39,14 @@ def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: boo
         logit_bias=tuple((int(token), bias) for token, bias in config.logit_bias.items()),
         logprobs=config.logprobs,
     )
+
+
+def requests_of(prompts: Sequence[Prompt], num_generations: int, seed: int, step: int) -> list[Request]:
+    """Completions wanted of each prompt; their random streams know neither ranks nor the order of prompts."""
+    return [
+        Request(p.token_ids, [stream_key(seed, step, p.epoch, p.id, k) for k in range(num_generations)])
+        for p in prompts
+    ]
 
 
 def attention_of(decoder: Literal["paged", "transformers"]) -> str | None:

@@ -63,7 +63,7 @@ class Task:
         check_token_ids("rollout.logit_bias", map(int, config.rollout.logit_bias), model_config)
         ends = stop_ids(config.policy.model, tokenizer, config.rollout.stop_ids)
         outcome = config.eval.outcome or reward_name(config.rewards[0])
-        facts["sampling"] = _sampling(config.rollout, ends, tokenizer)
+        facts["sampling"] = sampling_line(config.rollout, ends, tokenizer)
         facts["rewards"] = ", ".join(f"{reward.weight:g} {reward_name(reward)}" for reward in config.rewards)
         return cls(tokenizer, rewards, outcome, prompts, eval_prompts, ends, facts)
 
@@ -81,7 +81,7 @@ _SAMPLING_IF_SET = (
 )
 
 
-def _sampling(rollout: RolloutConfig, ends: tuple[int, ...], tokenizer: Any) -> str:
+def sampling_line(rollout: RolloutConfig, ends: tuple[int, ...], tokenizer: Any) -> str:
     """The effective settings: nothing else, the model's own generation config included, changes them."""
     default = RolloutConfig()
     names = [*_SAMPLING, *(n for n in _SAMPLING_IF_SET if getattr(rollout, n) != getattr(default, n))]

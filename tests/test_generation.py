@@ -320,7 +320,7 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_the_number_it_takes(
 def test_completions_are_handed_on_as_soon_as_they_are_finished(view, sampled):
     requests, sampling, groups = sampled
     seen = []
-    again, stats = generate(view, requests, sampling, on_finish=lambda *finished: seen.append(finished))
+    again, _ = generate(view, requests, sampling, on_finish=lambda *finished: seen.append(finished))
     assert {(i, k) for i, k, _ in seen} == {(i, k) for i, group in enumerate(groups) for k in range(len(group))}
     assert len(seen) == 24 and all(again[i][k] is completion for i, k, completion in seen)
     lengths = [len(completion.token_ids) for _, _, completion in seen]

@@ -34,7 +34,6 @@ def test_layers_with_a_state_are_for_generate(architecture):
         ("kimi_linear", "linear_attention"),
         ("deepseek_v4", "compressed_sparse_attention"),
         ("llama4_text", "chunked_attention"),
-        ("xlstm", "a state beside keys and values"),
         # Short convolutions, which no layer of this configuration has.
         ("lfm2", "cache is one of its own (get_conv_state"),
         # The compressed keys and values are cached, those attended to are made of them.
@@ -53,8 +52,7 @@ def test_layers_with_a_state_are_for_generate(architecture):
         ("bloom", "attention interface"),
         ("mpt", "attention interface"),
         ("falcon", "attention interface"),
-        ("bert", "made for encoding"),
-        ("roberta", "made for encoding"),
+        ("bert-generation", "made for encoding"),
         ("bart", "attends to an encoder"),
         ("t5", "no causal language model"),
         ("vit", "no causal language model"),
@@ -99,6 +97,11 @@ def test_the_way_out_is_named():
         ("bart", "attends to an encoder"),
         ("rwkv", "divides weights in place"),
         ("recurrent_gemma", "carries a state"),
+        # What training would compute of their last hidden states are not their logits.
+        ("hyperclovax", "multiplies logits"),
+        ("modernbert-decoder", "head transforms"),
+        ("roberta", "head transforms"),
+        ("xlstm", "caps its logits"),
     ],
 )
 def test_what_neither_can_decode_is_refused_for_both(architecture, reason, decoder):

@@ -3,7 +3,7 @@
 import pytest
 
 from hybrid_grpo.config import RolloutConfig
-from hybrid_grpo.task import _sampling
+from hybrid_grpo.task import sampling_line
 
 
 class Names:
@@ -34,4 +34,4 @@ class Names:
     ],
 )
 def test_the_effective_sampling_is_told(settings, line):
-    assert _sampling(RolloutConfig(**settings), (2, 5), Names()) == line
+    assert sampling_line(RolloutConfig(**settings), (2, 5), Names()) == line

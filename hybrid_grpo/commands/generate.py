@@ -47,11 +47,10 @@ def _generate(config: GenerateConfig, rank: int, ranks: int) -> None:
     from hybrid_grpo.data.lines import read_lines, typed
     from hybrid_grpo.data.loader import rank_share
     from hybrid_grpo.data.prompts import read_prompts
-    from hybrid_grpo.generation import Request, stream_key
     from hybrid_grpo.generation.support import check_architecture
     from hybrid_grpo.loading import check_lengths, check_token_ids, load_config, load_model, load_tokenizer, stop_ids
-    from hybrid_grpo.rollout import attention_of, complete, sampling_of
-    from hybrid_grpo.task import _sampling
+    from hybrid_grpo.rollout import attention_of, complete, requests_of, sampling_of
+    from hybrid_grpo.task import sampling_line
 
     rollout, count = config.rollout, config.rollout.num_generations
     model_config = load_config(config.policy.model)
@@ -77,16 +76,13 @@ def _generate(config: GenerateConfig, rank: int, ranks: int) -> None:
         data = str(report)
         batches = [rank_share(prompts, rank, ranks)]
     if rank == 0:
-        sampling = f"{count} of each prompt, run.seed {config.run.seed}, {_sampling(rollout, ends, tokenizer)}"
+        sampling = f"{count} of each prompt, run.seed {config.run.seed}, {sampling_line(rollout, ends, tokenizer)}"
         print(f"data: {data}\nsampling: {sampling}", file=sys.stderr, flush=True)
 
     with _output(config.generate.output, rank, ranks) as file:
         model = load_model(config.policy, attention_of(rollout.decoder)).to(_device()).eval()
         for batch in batches:
-            requests = [
-                Request(p.token_ids, [stream_key(config.run.seed, 0, p.epoch, p.id, k) for k in range(count)])
-                for p in batch
-            ]
+            requests = requests_of(batch, count, config.run.seed, step=0)
             with _progress(len(batch) * count, shown=rank == 0 and not file.isatty()) as advance:
                 on_finish = _writer(file, batch, advance)
                 complete(model, tokenizer, requests, sampling_of(rollout, ends), rollout, on_finish)

@@ -136,22 +136,26 @@ class Step:
         self._table = table
         self._position = position
         self._read = read
-        self._layer = 0
+        self.layer = 0
         self._places: tuple[Tensor, Tensor] | None = None
         self._used: Tensor | None = None
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Note the layer: its keys and values are stored by `attend`."""
-        self._layer = layer
+        self.layer = layer
         return key, value
 
     def get_seq_length(self, layer: int = 0) -> int:
         """Asked for by transformers; positions are always given explicitly."""
         return self._read * self._cache.page
 
+    def places(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Pools of keys and values, table and positions, for a kernel that does the whole of a layer."""
+        return self._cache.keys[layer], self._cache.values[layer], self._table, self._position
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
         """See `paged_attention`; the kernels follow the real lengths, the last way reads `read` pages of all."""
-        keys, values = self._cache.keys[self._layer], self._cache.values[self._layer]
+        keys, values = self._cache.keys[self.layer], self._cache.values[self.layer]
         if native.can_attend(query, keys, values):
             return native.decode_attention(
                 query, key, value, keys, values, self._table, self._position, window, scale, softcap
@@ -185,7 +189,7 @@ class Step:
 
     def _varlen(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> Tensor:
         n, _, _, d = query.shape
-        out = varlen_attn(
+        out: Tensor = varlen_attn(  # type: ignore[assignment]
             query.transpose(1, 2).reshape(n, -1, d),
             keys,
             values,

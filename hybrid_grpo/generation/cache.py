@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_grpo.errors import UserError
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -31,8 +33,12 @@ class Geometry:
 
     @classmethod
     def of(cls, model: Any) -> Geometry:
-        """Seen from a forward of one token: no two architectures spell it alike in their configuration."""
-        seen = _Seen()
+        """Seen from a forward of one token: no two architectures spell it alike in their configuration.
+
+        Raises:
+            UserError: attention is over something else than what is cached.
+        """
+        seen = _Seen(type(model).__name__)
         token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
         model.base_model(input_ids=token, position_ids=token, past_key_values=seen, use_cache=True, batch=seen)
         return cls(tuple(seen.shapes), seen.dtype)
@@ -41,7 +47,8 @@ class Geometry:
 class _Seen:
     """Notes the shapes of the keys and values of a forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.shapes: list[tuple[tuple[int, int], tuple[int, int]]] = []
         self.dtype = torch.float32
 
@@ -55,6 +62,12 @@ class _Seen:
         return 0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+        attended = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])
+        if not self.shapes or attended != self.shapes[-1]:
+            raise UserError(
+                f"policy.model: {self.name} attends to other keys and values than it caches:"
+                " set rollout.decoder: transformers"
+            )
         return query.new_zeros(*query.shape[:3], value.shape[3]).transpose(1, 2)
 
 

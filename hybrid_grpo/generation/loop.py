@@ -17,10 +17,11 @@ from torch import Tensor
 
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.errors import UserError
-from hybrid_grpo.generation import native, scheduler
+from hybrid_grpo.generation import fused, native, scheduler
 from hybrid_grpo.generation.attention import Prefill
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.decoder import decoder_for
+from hybrid_grpo.generation.endings import text_ends
 from hybrid_grpo.generation.memory import budget_bytes
 from hybrid_grpo.generation.sampler import Sampling
 
@@ -182,7 +183,9 @@ class _Loop:
             sequence.tokens.append(token)
             sequence.logp.append(logp)
             count = len(sequence.logp)
-            stopped = token in self.stop_ids or bool(self.sampling.stop_strings) and self._text_ends(sequence)
+            stopped = token in self.stop_ids
+            if self.sampling.stop_strings and not stopped:
+                stopped = text_ends(sequence.tokens[sequence.prompt :], self.sampling, self.decode)
             if stopped or count >= sequence.limit:
                 sequence.done = any_done = True
                 completion = Completion(sequence.tokens[sequence.prompt :], sequence.logp, "stop" if stopped else "length")
@@ -192,16 +195,6 @@ class _Loop:
         if any_done:
             done = [slot for slot, sequence in enumerate(self.schedule.active) if sequence.done]
             self.decoder.move(*self.schedule.retire(done))
-
-    def _text_ends(self, sequence: scheduler.Sequence) -> bool:
-        """Whether the text contains a stop string. Only its end can be new: a string of n characters lies within
-        the last n tokens, or ends in an earlier one."""
-        assert self.decode is not None, "stop strings need `decode`"
-        if len(sequence.logp) < self.sampling.min_tokens:
-            return False
-        longest = max(map(len, self.sampling.stop_strings))
-        text = self.decode(sequence.tokens[max(sequence.prompt, len(sequence.tokens) - 4 - 4 * longest) :])
-        return any(string in text for string in self.sampling.stop_strings)
 
 
 def _group(index: int, request: Request, sampling: Sampling) -> scheduler.Group:
@@ -281,4 +274,5 @@ def generate(
         on_finish=on_finish,
         decode=decode,
     )
-    return loop.run(), loop.stats
+    with fused.layers(model, _prepared(model)):
+        return loop.run(), loop.stats

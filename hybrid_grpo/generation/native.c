@@ -229,3 +229,63 @@ void decode_attention(float *out, const float *q, int64_t q_row, int64_t q_head,
                 out[(row * heads + h * group + g) * d + i] = sum[g * d + i] / norm[g];
     }
 }
+
+/* Rotates each head of x[n][heads][d] by its row's cos and sin[n][d], halves apart (Su et al., arXiv:2104.09864). */
+static void rotate(float *x, const float *cos, const float *sin, int64_t n, int64_t heads, int64_t d)
+{
+    #pragma omp parallel for schedule(static) if (n * heads * d > 1 << 14)
+    for (int64_t row = 0; row < n; row++)
+        for (int64_t h = 0; h < heads; h++) {
+            float *a = x + (row * heads + h) * d, *b = a + d / 2;
+            const float *c = cos + row * d, *s = sin + row * d;
+            for (int64_t i = 0; i < d / 2; i++) {
+                const float old = a[i];
+                a[i] = old * c[i] - b[i] * s[i];
+                b[i] = b[i] * c[d / 2 + i] + old * s[d / 2 + i];
+            }
+        }
+}
+
+struct layer {
+    const float *norm, *q, *q_bias, *k, *k_bias, *v, *v_bias, *q_norm, *k_norm, *o, *o_bias;
+    const float *mlp_norm, *gate, *up, *down;
+    int64_t hidden, heads, kv, d, inner, window;
+    float epsilon, scale, softcap;
+};
+
+/* A whole decoder layer of the Llama family (Touvron et al., arXiv:2302.13971, section 2.2) over x[n][hidden], in
+ * place, for one new token of every sequence. `work` holds n * (hidden + 2 heads d + 2 kv d + 2 inner) numbers; the
+ * rest is as for decode_attention.
+ */
+void decoder_layer(const struct layer *l, float *x, float *work, const float *cos, const float *sin, float *keys,
+                   float *values, const int32_t *table, const int64_t *position, int64_t n, int64_t page, int64_t width)
+{
+    const int64_t hidden = l->hidden, wide = l->heads * l->d, narrow = l->kv * l->d, inner = l->inner;
+    float *t = work, *q = t + n * hidden, *out = q + n * wide, *k = out + n * wide, *v = k + n * narrow;
+    float *gate = v + n * narrow, *up = gate + n * inner;
+    rms_norm(t, x, l->norm, 0, l->epsilon, n, hidden);
+    linear(q, t, l->q, l->q_bias, n, wide, hidden);
+    linear(k, t, l->k, l->k_bias, n, narrow, hidden);
+    linear(v, t, l->v, l->v_bias, n, narrow, hidden);
+    if (l->q_norm)
+        rms_norm(q, q, l->q_norm, 0, l->epsilon, n * l->heads, l->d);
+    if (l->k_norm)
+        rms_norm(k, k, l->k_norm, 0, l->epsilon, n * l->kv, l->d);
+    rotate(q, cos, sin, n, l->heads, l->d);
+    rotate(k, cos, sin, n, l->kv, l->d);
+    decode_attention(out, q, wide, l->d, k, narrow, l->d, v, narrow, l->d, keys, values, table, position, n, l->heads,
+                     l->kv, l->d, page, width, l->window, l->scale, l->softcap);
+    linear(t, out, l->o, l->o_bias, n, hidden, wide);
+    for (int64_t i = 0; i < n * hidden; i++)
+        x[i] += t[i];
+    rms_norm(t, x, l->mlp_norm, 0, l->epsilon, n, hidden);
+    linear(gate, t, l->gate, 0, n, inner, hidden);
+    linear(up, t, l->up, 0, n, inner, hidden);
+    #pragma omp parallel for schedule(static) if (n * inner > 1 << 13)
+    for (int64_t row = 0; row < n; row++)
+        for (int64_t i = row * inner; i < (row + 1) * inner; i++)
+            gate[i] = gate[i] / (1 + expf(-gate[i])) * up[i];
+    linear(t, gate, l->down, 0, n, hidden, inner);
+    for (int64_t i = 0; i < n * hidden; i++)
+        x[i] += t[i];
+}

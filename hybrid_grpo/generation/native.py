@@ -26,7 +26,9 @@ _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = ["-O3", "-march=native", "-ffast-math", "-fPIC", "-fopenmp"]
 FEW_ROWS = 512
 """Up to so many rows `linear` beats torch's matrix product."""
-_POINTER, _INTEGER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_POINTER: Any = ctypes.c_void_p
+_INTEGER: Any = ctypes.c_int64
+_REAL: Any = ctypes.c_float
 
 
 @functools.cache
@@ -46,7 +48,8 @@ def library() -> Any | None:
     loaded.rms_norm.argtypes = [_POINTER] * 3 + [_REAL] * 2 + [_INTEGER] * 2
     strided = [_POINTER, _INTEGER, _INTEGER]
     loaded.decode_attention.argtypes = [_POINTER, *strided * 3, *[_POINTER] * 4, *[_INTEGER] * 7, _REAL, _REAL]
-    for function in (loaded.linear, loaded.rms_norm, loaded.decode_attention):
+    loaded.decoder_layer.argtypes = [_POINTER] * 9 + [_INTEGER] * 3
+    for function in (loaded.linear, loaded.rms_norm, loaded.decode_attention, loaded.decoder_layer):
         function.restype = None
     return loaded
 
@@ -83,7 +86,7 @@ def usable(*tensors: Tensor) -> bool:
     return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.stride(-1) == 1 for t in tensors)
 
 
-def adopt(model: nn.Module) -> None:
+def adopt(model: Any) -> None:
     """Let the linear and RMS-norm modules of a model whose weights are there run on the kernels.
 
     A norm is taken over only if one of the two known formulas gives what its own forward gives.
@@ -109,7 +112,7 @@ def _linear(module: nn.Linear, x: Tensor) -> Tensor:
     return out
 
 
-def _norm_of(module: nn.Module) -> Any | None:
+def _norm_of(module: Any) -> Any | None:
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if not isinstance(epsilon, float) or weight is None or weight.dim() != 1 or not usable(weight):
@@ -117,7 +120,7 @@ def _norm_of(module: nn.Module) -> Any | None:
     x = torch.linspace(-2, 3, 2 * len(weight)).view(2, -1)
     for offset in (0.0, 1.0):
 
-        def norm(module: nn.Module, x: Tensor, offset: float = offset) -> Tensor:
+        def norm(module: Any, x: Tensor, offset: float = offset) -> Tensor:
             x = x.contiguous()
             out = torch.empty_like(x)
             weight = module.weight
@@ -172,12 +175,14 @@ def decode_attention(
 
 def can_attend(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Whether `decode_attention` takes these shapes and types."""
-    group, d = query.shape[1] // keys.shape[2], query.shape[3]
     return (
         usable(query, keys, values)
         and keys.shape == values.shape
-        and group <= 64
-        and group * keys.shape[1] <= 2048
-        and group * d <= 8192
+        and fits(query.shape[1] // keys.shape[2], keys.shape[1], query.shape[3])
         and library() is not None
     )
+
+
+def fits(group: int, page: int, d: int) -> bool:
+    """Whether a page's scores and the sums of a key's query heads have room on the kernel's stack."""
+    return group <= 64 and group * page <= 2048 and group * d <= 8192

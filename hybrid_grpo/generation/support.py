@@ -17,9 +17,19 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hybrid_grpo.errors import UserError
 
+_TRANSFORMING_HEADS = (
+    *("bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "modernbert-decoder"),
+    *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
 _IN_ITS_MODULES = {
     "recurrent_gemma": "it carries a state from one prompt over to the next",
     "rwkv": "it divides weights in place to decode, and training has the same ones",
+    # Training makes logits of the last hidden state, the weight of the head, a scale and a soft cap: see LogitShape.
+    **dict.fromkeys(_TRANSFORMING_HEADS, "its head transforms hidden states before it multiplies them by its weight"),
+    "hyperclovax": "it multiplies logits by the logits_scaling that other models divide them by",
+    "inkling_text": "it divides hidden states before its head, and leaves out the end of the vocabulary",
+    "inkling2_text": "it leaves out the end of the vocabulary",
+    "xlstm": "it caps its logits by a setting that other models do not have",
 }
 """What would go wrong unseen."""
 _LAYER_KINDS = {"full_attention", "sliding_attention"}

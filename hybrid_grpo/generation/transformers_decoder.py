@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hybrid_grpo.data.batch import Completion
+from hybrid_grpo.generation.endings import text_ends
 from hybrid_grpo.generation.loop import OnFinish, Request, Stats
 from hybrid_grpo.generation.sampler import Sampler, Sampling
 
@@ -85,7 +86,6 @@ class _Run:
         on_finish: OnFinish | None,
         decode: Callable[[list[int]], str] | None,
     ) -> None:
-        assert decode is not None or not sampling.stop_strings, "stop strings need `decode`"
         self.model = model
         self.device = next(model.parameters()).device
         self.sampling = sampling
@@ -113,18 +113,11 @@ class _Run:
         self.stats.context += len(row.prompt_ids) + len(row.token_ids)
         row.token_ids.append(token)
         row.logp.append(logp)
-        stopped = token in self.sampling.stop_ids or self._text_ends(row.token_ids)
+        stopped = token in self.sampling.stop_ids or text_ends(row.token_ids, self.sampling, self.decode)
         if stopped or len(row.token_ids) >= row.limit:
             row.completion = Completion(row.token_ids, row.logp, "stop" if stopped else "length")
             if self.on_finish is not None:
                 self.on_finish(row.request, row.sample, row.completion)
-
-    def _text_ends(self, token_ids: list[int]) -> bool:
-        """Whether the text contains a stop string."""
-        if self.decode is None or not self.sampling.stop_strings or len(token_ids) < self.sampling.min_tokens:
-            return False
-        text = self.decode(token_ids)
-        return any(string in text for string in self.sampling.stop_strings)
 
 
 @contextmanager
