@@ -34,7 +34,7 @@ from typing import Any
 
 from rollout_workloads import MAIN, WORKLOADS, Workload
 
-ENGINES = ("hybrid", "generate", "generate_batch", "deepspeed")
+ENGINES = ("hybrid", "generate", "generate_batch", "generate_batch_tuned", "deepspeed")
 
 
 def reset_peak() -> None:

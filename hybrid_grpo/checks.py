@@ -271,6 +271,6 @@ def _check_rollout(rollout: RolloutConfig) -> None:
     )
     refuse(
         rollout.cache_gb is not None and rollout.decoder == "transformers",
-        f"rollout.cache_gb {rollout.cache_gb} has no effect on rollout.decoder transformers, whose caches have no bound:"
-        " take it out",
+        f"rollout.cache_gb {rollout.cache_gb} has no effect on rollout.decoder transformers, whose caches have no"
+        " bound: take it out",
     )

@@ -27,7 +27,7 @@ class LogitShape:
 
     @classmethod
     def of(cls, config: Any) -> LogitShape:
-        """Read from a transformers text configuration (Gemma's soft cap, Cohere's, Granite's and Falcon-H1's scales)."""
+        """Read from a transformers text configuration (Gemma's soft cap; scales of Cohere, Granite and Falcon-H1)."""
         scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1)
         scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)
         return cls(scale, getattr(config, "final_logit_softcapping", None))

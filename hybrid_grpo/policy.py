@@ -81,9 +81,7 @@ class Policy:
         """The most probable continuation of every prompt. Ranks enter and leave together."""
         requests = [Request(p.token_ids, [0]) for p in prompts]
         with self.engine.generation() as view:
-            groups, _ = complete(
-                view, self.tokenizer, requests, sampling_of(config, stop_ids, greedy=True), config
-            )
+            groups, _ = complete(view, self.tokenizer, requests, sampling_of(config, stop_ids, greedy=True), config)
         return [group[0] for group in groups]
 
     def logprobs(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:

@@ -286,7 +286,7 @@ def test_names_in_metrics(user: User, name: str) -> None:
         ),
         (["--rollout.ignore_eos=true", "--rollout.stop_ids=[3]"], "rollout.stop_ids .*rollout.ignore_eos"),
         (["--rollout.ignore_eos=true", "--rollout.stop_strings=[x]"], "rollout.stop_strings .*rollout.ignore_eos"),
-        (["--rollout.cache_gb=2", "--rollout.decoder=transformers"], "rollout.cache_gb 2.0 .*rollout.decoder transformers"),
+        (["--rollout.cache_gb=2", "--rollout.decoder=transformers"], "rollout.cache_gb 2.0 .*decoder transformers"),
         (["--engine.zero_stage", "0"], "policy.dtype bfloat16 .*engine.zero_stage"),
         (["--eval.every", "5"], "eval.every 5 .*data.eval_path or data.eval_split"),
         (["--data.eval_limit", "5"], "data.eval_limit 5 .*data.eval_path or data.eval_split"),

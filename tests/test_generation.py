@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tiny_models import ARCHITECTURES, VOCABULARY, WINDOW, build, pair, tiny_config
 
 from hybrid_grpo.errors import UserError
-from hybrid_grpo.generation import ATTENTION, GREEDY, Request, Sampling, generate, stream_key
-from hybrid_grpo.generation import decoder
+from hybrid_grpo.generation import ATTENTION, GREEDY, Request, Sampling, decoder, generate, stream_key
 from hybrid_grpo.generation import loop as loops
 
 PROMPT_LENGTHS = [1, 2, 7, 19, 4, 1, 12, 9, 3, 16]
@@ -260,7 +259,7 @@ def test_prefills_keep_their_token_budget(view, budget):
 
 
 def test_long_prompts_are_read_in_pieces_exactly(architecture_pair):
-    model, view = architecture_pair
+    _, view = architecture_pair
     prompts = random_prompts([50, 3, 37])
     sampling = Sampling(LIMIT, temperature=GREEDY)
     whole, _ = generate(view, requests_of(prompts, 2), sampling)

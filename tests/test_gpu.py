@@ -1,13 +1,24 @@
 """What only a GPU can show; the same programs as on the CPU."""
 
+import random
+
 import pytest
 import torch
 from launching import make_task, ranks
+from tiny_models import VOCABULARY, build, tiny_config
+
+from hybrid_grpo.generation import ATTENTION, GREEDY, Request, Sampling, decoder, generate, graphs, stream_key
+from hybrid_grpo.generation import loop as loops
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+LIMIT = 24
+STOPS = (4, 9)
+TOKEN_BYTES = 2 * 2 * 2 * 32 * 4
+"""Keys and values, layers, heads, head_dim, float32: of `view("qwen2")`."""
 
 
 @pytest.fixture(scope="module")
@@ -15,13 +26,50 @@ def folder(tmp_path_factory):
     return make_task(tmp_path_factory.mktemp("task"))
 
 
-def test_steps_in_float32_agree_with_the_cpu(folder):
+@pytest.fixture
+def captures(monkeypatch):
+    """One entry for every graph that was captured."""
+    done = []
+
+    def counted(step):
+        captured = graphs.on_cuda(step)
+        done.append(step)
+        return captured
+
+    monkeypatch.setattr(decoder, "on_cuda", counted)
+    return done
+
+
+def view(architecture, device="cuda", dtype=torch.float32):
+    return build(tiny_config(architecture, hidden=128), ATTENTION).to(device, dtype)
+
+
+def requests():
+    """5 prompts x 4."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 30, 7, 19, 4)]
+    return [Request(prompt, [stream_key(7, 0, row, k) for k in range(4)]) for row, prompt in enumerate(prompts)]
+
+
+def tokens(groups):
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+def logp(groups):
+    return [value for group in groups for completion in group for value in completion.logp]
+
+
+def test_steps_in_float32_agree_with_the_cpu(folder, capsys):
     (gpu,) = ranks(1, "zero3", folder, accelerator="cuda")
     (cpu,) = ranks(1, "zero3", folder)
     assert [row[:2] for row in gpu["rollouts"][0]] == [row[:2] for row in cpu["rollouts"][0]]
     assert gpu["metrics"][0]["policy/grad_norm"] == pytest.approx(cpu["metrics"][0]["policy/grad_norm"], rel=1e-3)
     assert gpu["metrics"][0]["parity/logp_abs_diff_max"] < 1e-3
     assert gpu["metrics"][0]["memory/peak_gb"] > 0
+    # Of a task this small the switch is no small part: a number to look at, not to hold to.
+    with capsys.disabled():
+        for name in ("time/gather_s", "time/switch_s", "time/generate_s", "time/step_s"):
+            print(f"\n{name} {gpu['metrics'][1][name]:.4f}", end="")
 
 
 def test_the_reference_and_the_export(folder):
@@ -34,3 +82,68 @@ def test_bfloat16_and_offloading_to_the_host(folder):
     for name in seen.keys() - {"checkpointing"}:
         assert seen[name]["policy/skipped_steps"] == 0
         assert 0 < seen[name]["parity/logp_abs_diff_mean"] < 0.02, name
+
+
+# Gemma 2 has windows, soft caps and a tied head.
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
+def test_greedy_tokens_in_float32_are_those_of_the_cpu(architecture, captures):
+    sampling = Sampling(LIMIT, temperature=GREEDY, stop_ids=STOPS)
+    # Fewer slots than completions: they queue, leave and move.
+    on_gpu, _ = generate(view(architecture), requests(), sampling, max_slots=7)
+    on_cpu, _ = generate(view(architecture, "cpu"), requests(), sampling, max_slots=7)
+    assert captures
+    assert tokens(on_gpu) == tokens(on_cpu)
+    assert logp(on_gpu) == pytest.approx(logp(on_cpu), abs=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
+def test_graphs_change_nothing_in_bfloat16(architecture, captures, monkeypatch):
+    # The penalty adds what was seen to the state that graphs change in place.
+    sampling = Sampling(LIMIT, temperature=1.3, top_p=0.9, repetition_penalty=1.2, stop_ids=STOPS)
+    with_graphs, _ = generate(view(architecture, dtype=torch.bfloat16), requests(), sampling, max_slots=7)
+    assert captures
+    assert {c.finish for group in with_graphs for c in group} == {"stop", "length"}
+
+    def refused(step):
+        raise RuntimeError("no graphs here")
+
+    monkeypatch.setattr(decoder, "on_cuda", refused)
+    with pytest.warns(UserWarning, match="without CUDA graphs, slower: no graphs here"):
+        without, _ = generate(view(architecture, dtype=torch.bfloat16), requests(), sampling, max_slots=7)
+    assert tokens(with_graphs) == tokens(without)
+    assert logp(with_graphs) == pytest.approx(logp(without), abs=1e-6)
+
+
+def test_graphs_are_kept_for_the_next_call_and_see_new_weights(captures):
+    # No ends but the limit: every call takes the same sizes of batch.
+    sampling = Sampling(LIMIT)
+    model, fresh = view("qwen2", dtype=torch.bfloat16), view("qwen2", dtype=torch.bfloat16)
+    first, _ = generate(model, requests(), sampling)
+    captured = len(captures)
+    again, _ = generate(model, requests(), sampling)
+    assert captured and len(captures) == captured
+    assert tokens(again) == tokens(first) and logp(again) == logp(first)
+
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *fresh.parameters()):
+            parameter.mul_(1.1)
+    trained, _ = generate(model, requests(), sampling)
+    assert len(captures) == captured
+    expected, _ = generate(fresh, requests(), sampling)
+    assert tokens(trained) == tokens(expected) != tokens(first)
+
+
+def test_when_pages_run_out_sequences_go_back_and_come_out_the_same(monkeypatch):
+    # Float32 takes none of the kernels that ask for pages of 256.
+    monkeypatch.setitem(loops.PAGE, "cuda", 4)
+    model, sampling = view("qwen2"), Sampling(LIMIT, temperature=1.3, stop_ids=STOPS)
+    roomy, stats = generate(model, requests(), sampling)
+    assert not stats.preempted
+    # The longest prompt and completion take 30 + 24 tokens.
+    for held in (200, 80):
+        cache_gb = held * TOKEN_BYTES / 2**30
+        squeezed, stats = generate(model, requests(), sampling, cache_gb=cache_gb)
+        assert stats.preempted > 0
+        assert stats.peak_cache_bytes <= held * TOKEN_BYTES
+        assert tokens(squeezed) == tokens(roomy)
+        assert logp(squeezed) == pytest.approx(logp(roomy), abs=1e-4)

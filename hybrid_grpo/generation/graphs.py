@@ -67,7 +67,5 @@ class Graphs:
                 self._captured[key] = self._capture(step)
             except RuntimeError as error:
                 self._usable = False
-                warnings.warn(
-                    f"decoding runs without CUDA graphs, slower: {str(error).splitlines()[0]}", stacklevel=2
-                )
+                warnings.warn(f"decoding runs without CUDA graphs, slower: {str(error).splitlines()[0]}", stacklevel=2)
         return result

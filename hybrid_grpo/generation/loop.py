@@ -13,7 +13,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.errors import UserError
@@ -111,12 +110,14 @@ class _Loop:
 
     def run(self) -> list[list[Completion]]:
         schedule = self.schedule
-        while schedule.busy:
-            self._admit()
-            self._step()
-            while len(self.in_flight) > self.decoder.lag or (self.in_flight and not schedule.active):
-                self._collect()
-        self.decoder.detach()
+        try:
+            while schedule.busy:
+                self._admit()
+                self._step()
+                while len(self.in_flight) > self.decoder.lag or (self.in_flight and not schedule.active):
+                    self._collect()
+        finally:
+            self.decoder.detach()
         assert schedule.cache.free == schedule.cache.pages - 1, "every page comes back"
         self.stats.preempted = schedule.preempted
         self.stats.peak_cache_bytes = schedule.cache.peak * self.page_bytes
@@ -188,7 +189,9 @@ class _Loop:
                 stopped = text_ends(sequence.tokens[sequence.prompt :], self.sampling, self.decode)
             if stopped or count >= sequence.limit:
                 sequence.done = any_done = True
-                completion = Completion(sequence.tokens[sequence.prompt :], sequence.logp, "stop" if stopped else "length")
+                completion = Completion(
+                    sequence.tokens[sequence.prompt :], sequence.logp, "stop" if stopped else "length"
+                )
                 self.finished[sequence.request][sequence.sample] = completion
                 if self.on_finish is not None:
                     self.on_finish(sequence.request, sequence.sample, completion)
@@ -223,8 +226,8 @@ def _pages(
     if allowed < least:
         gib = least * page * geometry.token_bytes / 2**30
         raise UserError(
-            f"rollout.cache_gb: {bytes_ / 2**30:.3g} GiB hold {allowed * page} tokens of keys and values, but the longest"
-            f" prompt and completion need {gib:.3g} GiB: give more, or lower rollout.max_completion_tokens"
+            f"rollout.cache_gb: {bytes_ / 2**30:.3g} GiB hold {allowed * page} tokens of keys and values, but the"
+            f" longest prompt and completion need {gib:.3g} GiB: give more, or lower rollout.max_completion_tokens"
         )
     return min(allowed, sum(needs[:slots]) + 2)
 

@@ -94,13 +94,14 @@ def adopt(model: Any) -> None:
     if library() is None:
         return
     for module in model.modules():
-        if type(module) is nn.Linear and usable(module.weight):
+        kind = type(module)
+        if kind is nn.Linear and usable(module.weight):
             module.forward = MethodType(_linear, module)
-        elif type(module).__name__.endswith("RMSNorm") and (norm := _norm_of(module)) is not None:
+        elif kind.__name__.endswith("RMSNorm") and (norm := _norm_of(module)) is not None:
             module.forward = MethodType(norm, module)
 
 
-def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+def _linear(module: Any, x: Tensor) -> Tensor:
     weight, bias = module.weight, module.bias
     k = x.shape[-1]
     rows = x.numel() // k
