@@ -179,8 +179,7 @@ def export(folder: Path) -> dict[str, Any]:
     """The reference is the starting policy, and the exported model the trained one, to the bit."""
     from transformers import AutoModelForCausalLM
 
-    from hybrid_grpo.generation import ATTENTION
-    from hybrid_grpo.generation.cache import PrefixCache
+    from hybrid_grpo.generation import ATTENTION, GREEDY, Request, Sampling, generate
 
     trainer = build(folder, beta=0.1)
     assert trainer.reference is not None and build(folder, beta=0.0).reference is None
@@ -198,24 +197,22 @@ def export(folder: Path) -> dict[str, Any]:
     trainer.policy.export(folder / "exported")
     torch.distributed.barrier()
 
-    ids = batches[0].input_ids_bS
-    positions = torch.arange(ids.shape[1], device=trainer.device).expand(len(ids), -1)
+    requests = [Request(prompt.token_ids, [0]) for prompt in rollout.prompts]
 
-    def logits(model: Any) -> torch.Tensor:
-        with torch.no_grad():
-            out = model(input_ids=ids, position_ids=positions, past_key_values=PrefixCache(), positions_nq=positions)
-        return out.logits
+    def decoded(model: Any) -> list[tuple[list[int], list[float]]]:
+        groups, _ = generate(model, requests, Sampling(16, temperature=GREEDY))
+        return [(group[0].token_ids, group[0].logp) for group in groups]
 
     with trainer.policy.engine.generation() as view:
-        ours = logits(view)
+        ours = decoded(view)
     loaded, start = (
         AutoModelForCausalLM.from_pretrained(folder / name, attn_implementation=ATTENTION).eval().to(trainer.device)
         for name in ("exported", "model")
     )
     return {
         "reference": apart,
-        "exported": bool(torch.equal(logits(loaded), ours)),
-        "trained": not torch.equal(logits(start), ours),
+        "exported": decoded(loaded) == ours,
+        "trained": decoded(start) != ours,
         "tied": loaded.lm_head.weight is loaded.model.embed_tokens.weight,
     }
 
