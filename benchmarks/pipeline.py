@@ -58,7 +58,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "seconds of the rank with 48 tokens": second["seconds"],
         "10 losses bit-identical with generation between": all(seen["with"] == seen["without"] for seen in losses),
         "reference against starting policy, largest gap in nats": export["reference"],
-        "exported model's logits bit-equal": export["exported"],
+        "exported model decodes to the bit what the policy does": export["exported"],
         "peak memory of loss and backward over the logits' bytes (V 151936, N 4096)": share,
         "its gradients against the plain ones, relative": worst,
     }

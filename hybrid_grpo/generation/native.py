@@ -83,7 +83,9 @@ def _processor() -> str:
 
 def usable(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors: float32, in host memory, rows of numbers that follow each other."""
-    return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.stride(-1) == 1 for t in tensors)
+    return all(
+        t.dtype == torch.float32 and t.device.type == "cpu" and (t.dim() == 0 or t.stride(-1) == 1) for t in tensors
+    )
 
 
 def adopt(model: Any) -> None:
@@ -91,7 +93,7 @@ def adopt(model: Any) -> None:
 
     A norm is taken over only if one of the two known formulas gives what its own forward gives.
     """
-    if library() is None:
+    if not usable(*model.parameters()) or library() is None:
         return
     for module in model.modules():
         kind = type(module)
