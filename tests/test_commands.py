@@ -287,7 +287,7 @@ def test_a_reward_that_raises_on_one_rank_only_ends_the_launcher(workshop: Works
     ("function", "says"),
     [
         ("raises", "rewards: raises raised ValueError: no luck with this (my_rewards.py:9); the first row at fault is"),
-        ("too_short", "rewards: too_short returned 15 values, expected 16; the first row at fault is"),
+        ("too_short", "rewards: too_short returned 3 values, expected 4; the first row at fault is"),
     ],
 )
 def test_a_failing_reward_is_named_with_its_row(workshop: Workshop, function: str, says: str) -> None:
