@@ -6,7 +6,6 @@ A sharded load happens inside `engine.sharded_loading`; nothing here knows the e
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import logging as transformers_logging
 
-from hybrid_grpo.config import PolicyConfig
+from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.errors import UserError
 
 transformers_logging.set_verbosity_error()
@@ -64,16 +63,17 @@ def check_lengths(config: Any, longest: int) -> None:
         )
 
 
-def check_token_ids(setting: str, ids: Iterable[int], config: Any) -> None:
-    """Refuse tokens that the model cannot sample.
+def check_token_ids(rollout: RolloutConfig, config: Any) -> None:
+    """Refuse settings about tokens that the model cannot sample.
 
     Raises:
         UserError: an id is not below the model's `vocab_size`.
     """
     size = config.get_text_config().vocab_size
-    for token in ids:
-        if token >= size:
-            raise UserError(f"{setting} {token} is no token of policy.model: its ids end at {size - 1}")
+    for setting, ids in (("stop_ids", rollout.stop_ids), ("logit_bias", map(int, rollout.logit_bias))):
+        for token in ids:
+            if token >= size:
+                raise UserError(f"rollout.{setting} {token} is no token of policy.model: its ids end at {size - 1}")
 
 
 def _check_attention(config: Any, attn_implementation: str) -> None:

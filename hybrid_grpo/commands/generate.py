@@ -55,8 +55,7 @@ def _generate(config: GenerateConfig, rank: int, ranks: int) -> None:
     rollout, count = config.rollout, config.rollout.num_generations
     model_config = load_config(config.policy.model)
     check_architecture(model_config, rollout.decoder)
-    check_token_ids("rollout.stop_ids", rollout.stop_ids, model_config)
-    check_token_ids("rollout.logit_bias", map(int, rollout.logit_bias), model_config)
+    check_token_ids(rollout, model_config)
     tokenizer = load_tokenizer(config.policy.model)
     ends = stop_ids(config.policy.model, tokenizer, rollout.stop_ids)
 

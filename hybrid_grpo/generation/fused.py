@@ -31,9 +31,8 @@ _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
-
-
-_FAR = 16384
+_FAR = 1 << 17
+"""Models that scale their attention by position do so from 8,192 or 16,384 on."""
 
 
 class _Struct(ctypes.Structure):
@@ -83,12 +82,12 @@ class _Layer:
         )
 
     def __call__(self, hidden_states: Tensor, *args: Any, batch: Any = None, **kwargs: Any) -> Any:
-        embeddings = kwargs.get("position_embeddings")
         if self.struct is None or not isinstance(batch, Step):
             return self.own_forward(hidden_states, *args, batch=batch, **kwargs)
         n = len(hidden_states)
         keys, values, table, position = batch.places(self.index)
         hidden, heads, kv, d, inner = self.sizes
+        embeddings = kwargs.get("position_embeddings")
         if not (native.fits(heads // kv, keys.shape[1], d) and isinstance(embeddings, tuple)):
             return self.own_forward(hidden_states, *args, batch=batch, **kwargs)
         cos, sin = (e.expand(n, 1, -1).contiguous() for e in embeddings)
@@ -147,8 +146,7 @@ def _agreeing(model: Any, geometry: Geometry) -> list[_Layer]:
 
 
 def _looks_right(module: Any) -> bool:
-    names = {name for name, _ in module.named_children()}
-    if names != _LAYER:
+    if {name for name, _ in module.named_children()} != _LAYER:
         return False
     attention, mlp = dict(module.self_attn.named_children()), dict(module.mlp.named_children())
     linears = [attention.get(name) for name in _ATTENTION] + [mlp.get(name) for name in _MLP]

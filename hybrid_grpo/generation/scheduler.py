@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from hybrid_grpo.generation.cache import PagedCache
 
 _READ_AHEAD = 4
-"""This share of the slots, at least, is read for in one forward."""
+"""One forward reads for one slot in so many, at least."""
 
 
 @dataclass(eq=False)
