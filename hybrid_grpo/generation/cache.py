@@ -82,6 +82,7 @@ class PagedCache:
     """
 
     def __init__(self, geometry: Geometry, pages: int, page: int, device: torch.device) -> None:
+        self.geometry = geometry
         self.pages = pages
         self.page = page
         self.keys = [_zeros((pages, page, *key), geometry.dtype, device) for key, _ in geometry.shapes]
@@ -127,8 +128,9 @@ class PagedCache:
     def copy(self, source: list[int], target: list[int]) -> None:
         """Copy whole pages."""
         if source:
+            from_, to = (torch.tensor(pages, device=self.keys[0].device) for pages in (source, target))
             for pool in self.keys + self.values:
-                pool[target] = pool[source]
+                pool.index_copy_(0, to, pool.index_select(0, from_))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

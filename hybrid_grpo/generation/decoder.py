@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybrid_grpo.generation.attention import Step, follows_lengths
 from hybrid_grpo.generation.cache import PagedCache
+from hybrid_grpo.generation.fused import fused
 from hybrid_grpo.generation.graphs import Capture, Graphs, on_cuda, size_for
 from hybrid_grpo.generation.sampler import Sampler, Sampling
 from hybrid_grpo.generation.scheduler import Sequence
@@ -50,10 +51,11 @@ class Decoder:
         """Decode with these."""
         self._model: Any = model
         self._cache: Any = cache
+        self._fused = fused(model, cache)
 
     def detach(self) -> None:
         """Let go of model and cache: what is kept for their graphs must not keep them."""
-        self._model = self._cache = None
+        self._model = self._cache = self._fused = None
 
     def insert(self, first: int, sequences: list[Sequence]) -> None:
         """Put sequences into the slots from `first` on."""
@@ -104,22 +106,29 @@ class Decoder:
 
     def _advance(self, n: int, read: int) -> tuple[Tensor, Tensor]:
         state_4n = self._state_4n[:, :n]
-        position_n = state_4n[_POSITION].clone()
-        batch = Step(self._cache, self._table_nw[:n], position_n, read)
-        out = self._model(
-            input_ids=state_4n[_TOKEN][:, None],
-            position_ids=position_n[:, None],
-            past_key_values=batch,
-            use_cache=True,
-            batch=batch,
-        )
+        logits_nV = self._logits(state_4n[_TOKEN], self._table_nw[:n], state_4n[_POSITION], read)
         seen_nV = None if self._seen_nV is None else self._seen_nV[:n]
-        token_n, logp_n = self._sampler(out.logits[:, -1], state_4n[_KEY], state_4n[_COUNT], seen_nV)
+        token_n, logp_n = self._sampler(logits_nV, state_4n[_KEY], state_4n[_COUNT], seen_nV)
         if seen_nV is not None:
             seen_nV.scatter_(1, token_n[:, None], True)
         state_4n[_TOKEN] = token_n
         state_4n[_POSITION : _COUNT + 1] += 1
         return token_n, logp_n
+
+    def _logits(self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int) -> Tensor:
+        if self._fused is not None:
+            return self._fused(token_n, table_nw, position_n, read)
+        position_n = position_n.clone()
+        batch = Step(self._cache, table_nw, position_n, read)
+        out = self._model(
+            input_ids=token_n[:, None],
+            position_ids=position_n[:, None],
+            past_key_values=batch,
+            use_cache=True,
+            batch=batch,
+        )
+        logits_nV: Tensor = out.logits[:, -1]
+        return logits_nV
 
     @staticmethod
     def read(outcome: Any) -> tuple[list[int], list[float]]:

@@ -1,16 +1,13 @@
-"""Whole decoder layers on the kernels of native.c, where a layer is known to compute what they do.
+"""A whole decode step as one call into native.c, for models that are known to compute what it does.
 
-Which layers those are is seen, not listed: a layer must have the parts of a Llama layer and nothing else, and a model
-with such layers decodes a few tokens both ways first; only if the results agree are they used. Prefills, and
-everything that is not a decode step in float32 on a CPU, go through the layer's own forward.
+Which models those are is seen, not listed: a model must have the parts of a Llama model and nothing else, and decodes
+a few tokens both ways first; only if the results agree is the kernel used. Prefills, and everything that is not a
+decode step in float32 on a CPU, go through the model's own forward.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,145 +17,176 @@ from transformers.activations import SiLUActivation
 
 from hybrid_grpo.generation import native
 from hybrid_grpo.generation.attention import Step
-from hybrid_grpo.generation.cache import Geometry, PagedCache
+from hybrid_grpo.generation.cache import PagedCache
 
-_WEIGHTS = (
-    *("norm", "q", "q_bias", "k", "k_bias", "v", "v_bias", "q_norm", "k_norm", "o", "o_bias"),
-    *("mlp_norm", "gate", "up", "down"),
-)
-_SIZES = ("hidden", "heads", "kv", "d", "inner", "window")
+_MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
+_ROPE = {"default", "linear", "llama3", "yarn"}
+"""Rotations that depend on nothing but the position; others look at the whole batch."""
 _FAR = 1 << 17
 """Models that scale their attention by position do so from 8,192 or 16,384 on."""
 
 
-class _Struct(ctypes.Structure):
+class _Layer(ctypes.Structure):
     """`struct layer` of native.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in _WEIGHTS),
-        *((name, ctypes.c_int64) for name in _SIZES),
-        ("epsilon", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("norm", "q", "q_bias", "k", "k_bias", "v", "v_bias", "q_norm")),
+        *((name, ctypes.c_void_p) for name in ("k_norm", "o", "o_bias", "mlp_norm", "gate", "up", "down")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        ("window", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
     ]
 
 
-class _Layer:
-    """A decoder layer that looks like the kernel's; `struct` is None while its own forward is to be used."""
+class _Model(ctypes.Structure):
+    """`struct model` of native.c."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self.own_forward = module.forward
-        self.index = module.self_attn.layer_idx
-        self.struct: _Struct | None = None
-        self.scale, self.window, self.softcap = 1.0, 0, 0.0
-        module.forward = MethodType(lambda _, *args, **kwargs: self(*args, **kwargs), module)
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("embedding", "norm", "head", "head_bias", "layers")),
+        *((name, ctypes.c_int64) for name in ("count", "vocabulary", "hidden", "heads", "kv", "d", "inner", "page")),
+        ("epsilon", ctypes.c_float),
+    ]
 
-    def bind(self) -> None:
-        """Point to the weights where they are now."""
-        layer, attention, mlp = self.module, self.module.self_attn, self.module.mlp
-        q, k, v, o = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
-        weights = (
-            *(layer.input_layernorm.weight, q.weight, q.bias, k.weight, k.bias, v.weight, v.bias),
-            *(getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")),
-            *(o.weight, o.bias, layer.post_attention_layernorm.weight),
-            *(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight),
+
+class Fused:
+    """The decode step of one model over one cache; weights and cache must stay where they are.
+
+    Args:
+        model: a causal language model that looks right.
+        cache: its keys and values.
+        asked: what the attention of each layer asks for: (scale, window, softcap).
+    """
+
+    def __init__(self, model: Any, cache: PagedCache, asked: list[tuple[float, int, float]]) -> None:
+        base, head = model.base_model, model.get_output_embeddings()
+        self._rotary, self._cache = base.rotary_emb, cache
+        self._layers = (_Layer * len(asked))(
+            *(
+                _Layer(*(None if w is None else w.data_ptr() for w in (*_weights(layer), keys, values)), window, *rest)
+                for layer, keys, values, (scale, window, softcap) in zip(
+                    base.layers, cache.keys, cache.values, asked, strict=True
+                )
+                for rest in [(scale, softcap)]
+            )
         )
-        if not all(w is None or (native.usable(w) and w.is_contiguous()) for w in weights):
-            return
-        d = attention.head_dim
-        self.sizes = (len(q.weight[0]), len(q.weight) // d, len(k.weight) // d, d, len(mlp.up_proj.weight))
-        self.struct = _Struct(
-            *(None if w is None else w.data_ptr() for w in weights),
-            *self.sizes,
-            self.window,
-            layer.input_layernorm.variance_epsilon,
-            self.scale,
-            self.softcap,
+        attention, mlp = base.layers[0].self_attn, base.layers[0].mlp
+        self._vocabulary, hidden = head.weight.shape
+        d, inner = attention.head_dim, len(mlp.up_proj.weight)
+        heads, kv = len(attention.q_proj.weight) // d, len(attention.k_proj.weight) // d
+        self._model = _Model(
+            *(None if w is None else w.data_ptr() for w in (base.embed_tokens.weight, base.norm.weight, head.weight)),
+            None if head.bias is None else head.bias.data_ptr(),
+            ctypes.addressof(self._layers),
+            *(len(asked), self._vocabulary, hidden, heads, kv, d, inner, cache.page),
+            base.norm.variance_epsilon,
         )
+        self._row = 2 * hidden + 2 * heads * d + 2 * kv * d + 2 * inner
+        self._memory = torch.empty(0)
+        self._rope = torch.empty(0, 2 * d)
 
-    def __call__(self, hidden_states: Tensor, *args: Any, batch: Any = None, **kwargs: Any) -> Any:
-        if self.struct is None or not isinstance(batch, Step):
-            return self.own_forward(hidden_states, *args, batch=batch, **kwargs)
-        n = len(hidden_states)
-        keys, values, table, position = batch.places(self.index)
-        hidden, heads, kv, d, inner = self.sizes
-        embeddings = kwargs.get("position_embeddings")
-        if not (native.fits(heads // kv, keys.shape[1], d) and isinstance(embeddings, tuple)):
-            return self.own_forward(hidden_states, *args, batch=batch, **kwargs)
-        cos, sin = (e.expand(n, 1, -1).contiguous() for e in embeddings)
-        x = hidden_states.clone(memory_format=torch.contiguous_format)
-        work = _scratch(n * (hidden + 2 * heads * d + 2 * kv * d + 2 * inner))
-        native.library().decoder_layer(  # type: ignore[union-attr]
-            ctypes.addressof(self.struct),
-            *(t.data_ptr() for t in (x, work, cos, sin, keys, values, table, position)),
-            *(n, keys.shape[1], table.stride(0)),
+    def __call__(self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int) -> Tensor:
+        """Feed every sequence its token.
+
+        Args:
+            token_n, position_n: int64 [n].
+            table_nw: int32 [n, width], pages of each sequence.
+            read: no position is beyond so many pages.
+
+        Returns:
+            logits_nV, in memory that the next call overwrites.
+        """
+        places = read * self._cache.page
+        if len(self._rope) < places:
+            self._rope = self.rope(torch.arange(max(places, 2 * len(self._rope))))
+        return self.decode(token_n, table_nw, position_n, self._rope[position_n])
+
+    def rope(self, position_n: Tensor) -> Tensor:
+        """Cosines and sines of positions, [n, 2 d]."""
+        return torch.cat([t[0] for t in self._rotary(self._rope, position_n[None])], dim=-1)
+
+    def decode(self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, rope_n: Tensor) -> Tensor:
+        """See `__call__`; `rope_n` are the rows of `rope` for `position_n`."""
+        n = len(token_n)
+        if len(self._memory) < n * (self._row + self._vocabulary):
+            self._memory = torch.empty(n * (self._row + self._vocabulary))
+        logits_nV = self._memory[: n * self._vocabulary].view(n, self._vocabulary)
+        work = self._memory[n * self._vocabulary :]
+        native.library().decode(  # type: ignore[union-attr]
+            ctypes.addressof(self._model),
+            *(t.data_ptr() for t in (logits_nV, work, token_n, rope_n, table_nw, position_n)),
+            *(n, table_nw.stride(0)),
         )
-        return x
+        return logits_nV
 
 
-_scratches: list[Tensor] = []
+_asked: WeakKeyDictionary[Any, list[tuple[float, int, float]] | None] = WeakKeyDictionary()
 
 
-def _scratch(size: int) -> Tensor:
-    """Memory of `size` numbers, the same for every layer: new memory would be mapped page by page at every call."""
-    if not _scratches or len(_scratches[0]) < size:
-        _scratches[:] = [torch.empty(size)]
-    return _scratches[0]
+def fused(model: Any, cache: PagedCache) -> Fused | None:
+    """The kernel's decode step of a model whose weights are there; None where its own forward is to be used."""
+    if native.library() is None or not native.usable(*model.parameters()) or not _looks_right(model, cache):
+        return None
+    if model not in _asked:
+        _asked[model] = _proven(model, cache)
+    asked = _asked[model]
+    return None if asked is None else Fused(model, cache, asked)
 
 
-_fused: WeakKeyDictionary[Any, list[_Layer]] = WeakKeyDictionary()
+def _weights(layer: Any) -> tuple[Tensor | None, ...]:
+    """In the order of `struct layer`."""
+    attention, mlp = layer.self_attn, layer.mlp
+    q, k, v, o = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+    return (
+        *(layer.input_layernorm.weight, q.weight, q.bias, k.weight, k.bias, v.weight, v.bias),
+        *(getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")),
+        *(o.weight, o.bias, layer.post_attention_layernorm.weight),
+        *(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight),
+    )
 
 
-@contextmanager
-def layers(model: Any, geometry: Geometry) -> Iterator[None]:
-    """Inside, decode steps of `model` take the kernels wherever they compute the same."""
-    if model not in _fused:
-        _fused[model] = _agreeing(model, geometry)
-    for layer in _fused[model]:
-        layer.bind()
-    try:
-        yield
-    finally:
-        for layer in _fused[model]:
-            layer.struct = None
-
-
-def _agreeing(model: Any, geometry: Geometry) -> list[_Layer]:
-    """The layers to fuse: all that look right if results with them agree, else none."""
-    found = [_Layer(module) for module in model.modules() if _looks_right(module)]
-    if found and native.library() is not None and geometry.dtype == torch.float32:
-        asked: dict[int, tuple[float, int, float]] = {}
-        own = _decoded(model, geometry, asked)
-        for layer in found:
-            layer.scale, layer.window, layer.softcap = asked[layer.index]
-            layer.bind()
-        if torch.allclose(_decoded(model, geometry, {}), own, rtol=1e-4, atol=1e-4 * float(own.abs().max())):
-            return found
-    for layer in found:
-        del layer.module.forward
-        layer.struct = None
-    return []
-
-
-def _looks_right(module: Any) -> bool:
-    if {name for name, _ in module.named_children()} != _LAYER:
+def _looks_right(model: Any, cache: PagedCache) -> bool:
+    base, head = model.base_model, model.get_output_embeddings()
+    if {name for name, _ in base.named_children()} != _MODEL or type(head) is not nn.Linear:
         return False
-    attention, mlp = dict(module.self_attn.named_children()), dict(module.mlp.named_children())
+    kv, d = cache.keys[0].shape[2:]
+    layers = list(base.layers)
+    return (
+        type(base.embed_tokens) is nn.Embedding
+        and getattr(base.rotary_emb, "rope_type", None) in _ROPE
+        and all(_layer_looks_right(layer, base.norm) for layer in layers)
+        and len({tuple(None if w is None else w.shape for w in _weights(layer)) for layer in layers}) == 1
+        and all(pool.shape[2:] == (kv, d) for pool in cache.keys + cache.values)
+        and layers[0].self_attn.head_dim == d
+        and native.fits(len(layers[0].self_attn.q_proj.weight) // d // kv, cache.page, d)
+        and all(parameter.is_contiguous() for parameter in model.parameters())
+    )
+
+
+def _layer_looks_right(layer: Any, norm: Any) -> bool:
+    if {name for name, _ in layer.named_children()} != _LAYER:
+        return False
+    attention, mlp = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())
     linears = [attention.get(name) for name in _ATTENTION] + [mlp.get(name) for name in _MLP]
+    norms = [
+        layer.input_layernorm,
+        layer.post_attention_layernorm,
+        *(attention[name] for name in _NORMS & set(attention)),
+    ]
+    epsilon = getattr(norm, "variance_epsilon", None)
     return (
         attention.keys() - _NORMS == _ATTENTION
         and mlp.keys() - {"act_fn"} == _MLP
         and all(type(linear) is nn.Linear for linear in linears)
         and all(mlp[name].bias is None for name in _MLP)
-        and isinstance(module.mlp.act_fn, (nn.SiLU, SiLUActivation))
-        and all(hasattr(module.self_attn, name) for name in ("head_dim", "layer_idx"))
-        and hasattr(module.input_layernorm, "variance_epsilon")
-        and all(p.device.type == "cpu" for p in module.parameters())
+        and isinstance(layer.mlp.act_fn, (nn.SiLU, SiLUActivation))
+        and hasattr(layer.self_attn, "head_dim")
+        and epsilon is not None
+        and all(getattr(module, "variance_epsilon", None) == epsilon for module in norms)
     )
 
 
@@ -172,23 +200,26 @@ class _Noted(Step):
         return super().attend(query, key, value, scale, window, softcap)
 
 
-def _decoded(model: Any, geometry: Geometry, asked: dict[int, tuple[float, int, float]]) -> Tensor:
-    """Hidden states of three sequences at their first places and at one far on, where some models scale by place;
-    `asked` gets (scale, window, softcap) by layer."""
-    page = 32
+def _proven(model: Any, like: PagedCache) -> list[tuple[float, int, float]] | None:
+    """What the layers' attention asks for, if the kernel decodes what the model does: three sequences at their first
+    places and at one far on, where some models scale by place."""
     far = min(getattr(model.config.get_text_config(), "max_position_embeddings", None) or _FAR, _FAR) - 1
-    cache = PagedCache(geometry, 7, page, torch.device("cpu"))
-    table = torch.zeros(3, far // page + 1, dtype=torch.int32)
+    own, other = (PagedCache(like.geometry, 7, like.page, torch.device("cpu")) for _ in range(2))
+    table = torch.zeros(3, far // like.page + 1, dtype=torch.int32)
     table[:, 0] = torch.arange(1, 4)
     table[:, -1] = torch.arange(4, 7)
-    states = []
+    asked: dict[int, tuple[float, int, float]] = {}
+    step: Fused | None = None
     for place in (0, 1, 2, far):
         position = torch.full((3,), place)
-        batch = _Noted(cache, table, position, table.shape[1])
+        token = torch.tensor([1, 2, 0]) + place % 7
+        batch = _Noted(own, table, position, table.shape[1])
         batch.asked = asked
-        token = torch.tensor([[1], [2], [0]]) + place % 7
-        out = model.base_model(
-            input_ids=token, position_ids=position[:, None], past_key_values=batch, use_cache=True, batch=batch
-        )
-        states.append(out.last_hidden_state)
-    return torch.stack(states)
+        expected = model(
+            input_ids=token[:, None], position_ids=position[:, None], past_key_values=batch, use_cache=True, batch=batch
+        ).logits[:, -1]
+        step = step or Fused(model, other, [asked[i] for i in range(len(own.keys))])
+        logits = step.decode(token, table, position, step.rope(position))
+        if not torch.allclose(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())):
+            return None
+    return [asked[i] for i in range(len(own.keys))]

@@ -16,7 +16,7 @@ import torch
 
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.errors import UserError
-from hybrid_grpo.generation import fused, native, scheduler
+from hybrid_grpo.generation import native, scheduler
 from hybrid_grpo.generation.attention import Prefill
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.decoder import decoder_for
@@ -277,5 +277,4 @@ def generate(
         on_finish=on_finish,
         decode=decode,
     )
-    with fused.layers(model, _prepared(model)):
-        return loop.run(), loop.stats
+    return loop.run(), loop.stats

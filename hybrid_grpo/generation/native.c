@@ -131,161 +131,331 @@ TILE(6)
 typedef void tile(float *, const float *, const float *, const float *, int64_t, int64_t);
 static tile *const TILES[] = {0, tile_1, tile_2, tile_3, tile_4, tile_5, tile_6};
 
-/* out[m][n] = x[m][k] w[n][k]^T + bias[n]; a strip of the weight stays in the cache while all rows pass. */
-void linear(float *out, const float *x, const float *w, const float *bias, int64_t m, int64_t n, int64_t k)
+/* Columns c to end of out[m][n] = x[m][k] w[n][k]^T + bias[n]; they stay in the cache while all rows pass. */
+static void columns(float *out, const float *x, const float *w, const float *bias, int64_t m, int64_t n, int64_t k,
+                    int64_t first, int64_t end)
 {
-    const int64_t strip = 32, strips = (n + strip - 1) / strip, passes = (m + 5) / 6;
-    #pragma omp parallel for schedule(static) if (m * n * k > 1 << 15)
-    for (int64_t s = 0; s < strips; s++) {
-        const int64_t end = (s + 1) * strip < n ? (s + 1) * strip : n;
-        /* Passes of about the same number of rows: 7 are 4 and 3, not 6 and 1. */
-        for (int64_t p = 0; p < passes; p++) {
-            const int64_t r = m * p / passes, rows = m * (p + 1) / passes - r;
-            int64_t c = s * strip;
-            for (; c + 4 <= end; c += 4)
-                TILES[rows](out + r * n + c, x + r * k, w + c * k, bias ? bias + c : 0, n, k);
-            for (; c < end; c++)
-                for (int64_t i = r; i < r + rows; i++)
-                    out[i * n + c] = dot(x + i * k, w + c * k, k) + (bias ? bias[c] : 0);
-        }
+    const int64_t passes = (m + 5) / 6;
+    /* Passes of about the same number of rows: 7 are 4 and 3, not 6 and 1. */
+    for (int64_t p = 0; p < passes; p++) {
+        const int64_t r = m * p / passes, rows = m * (p + 1) / passes - r;
+        int64_t c = first;
+        for (; c + 4 <= end; c += 4)
+            TILES[rows](out + r * n + c, x + r * k, w + c * k, bias ? bias + c : 0, n, k);
+        for (; c < end; c++)
+            for (int64_t i = r; i < r + rows; i++)
+                out[i * n + c] = dot(x + i * k, w + c * k, k) + (bias ? bias[c] : 0);
     }
 }
 
+#define STRIP 32
+#define STRIPS(n) (((n) + STRIP - 1) / STRIP)
+#define END(s, n) (((s) + 1) * STRIP < (n) ? ((s) + 1) * STRIP : (n))
+
+/* A matrix product with the same input as others: out[m][n] from w[n][k] and bias[n]. */
+struct product {
+    float *out;
+    const float *w, *bias;
+    int64_t n;
+};
+
+/* Several products of x[m][k], a strip of columns at a time. As all functions named team_..., it is called by every
+ * thread of a team, which shares the work and waits for each other at the end. */
+static void team_products(const struct product *products, int64_t count, const float *x, int64_t m, int64_t k)
+{
+    int64_t strips = 0;
+    for (int64_t i = 0; i < count; i++)
+        strips += STRIPS(products[i].n);
+    #pragma omp for schedule(static)
+    for (int64_t s = 0; s < strips; s++) {
+        int64_t i = 0, strip = s;
+        for (; strip >= STRIPS(products[i].n); i++)
+            strip -= STRIPS(products[i].n);
+        const struct product p = products[i];
+        columns(p.out, x, p.w, p.bias, m, p.n, k, strip * STRIP, END(strip, p.n));
+    }
+}
+
+/* x[m][n] += y[m][k] w[n][k]^T + bias[n], by way of t[m][n]. */
+static void team_add_product(float *x, float *t, const float *y, const float *w, const float *bias, int64_t m,
+                             int64_t n, int64_t k)
+{
+    #pragma omp for schedule(static)
+    for (int64_t s = 0; s < STRIPS(n); s++) {
+        const int64_t first = s * STRIP, end = END(s, n);
+        columns(t, y, w, bias, m, n, k, first, end);
+        for (int64_t r = 0; r < m; r++)
+            for (int64_t c = first; c < end; c++)
+                x[r * n + c] += t[r * n + c];
+    }
+}
+
+/* gate[m][n] = silu(x w_gate^T) * (x w_up^T), by way of up[m][n] (Shazeer, arXiv:2002.05202, equation 6). */
+static void team_gated(float *gate, float *up, const float *x, const float *w_gate, const float *w_up, int64_t m,
+                       int64_t n, int64_t k)
+{
+    #pragma omp for schedule(static)
+    for (int64_t s = 0; s < STRIPS(n); s++) {
+        const int64_t first = s * STRIP, end = END(s, n);
+        columns(gate, x, w_gate, 0, m, n, k, first, end);
+        columns(up, x, w_up, 0, m, n, k, first, end);
+        for (int64_t r = 0; r < m; r++)
+            for (int64_t i = r * n + first; i < r * n + end; i++)
+                gate[i] = gate[i] / (1 + expf(-gate[i])) * up[i];
+    }
+}
+
+/* out[m][n] = x[m][k] w[n][k]^T + bias[n]. */
+void linear(float *out, const float *x, const float *w, const float *bias, int64_t m, int64_t n, int64_t k)
+{
+    const struct product product = {out, w, bias, n};
+    #pragma omp parallel if (m * n * k > 1 << 15)
+    team_products(&product, 1, x, m, k);
+}
+
 /* out[m][d] = x / rms(x) * (weight + offset) (Zhang and Sennrich, arXiv:1910.07467, equation 4). */
+static inline void norm_row(float *out, const float *x, const float *weight, float offset, float epsilon, int64_t d)
+{
+    const float scale = 1 / sqrtf(dot(x, x, d) / d + epsilon);
+    for (int64_t i = 0; i < d; i++)
+        out[i] = x[i] * scale * (weight[i] + offset);
+}
+
+static void team_rms_norm(float *out, const float *x, const float *weight, float epsilon, int64_t m, int64_t d)
+{
+    #pragma omp for schedule(static)
+    for (int64_t r = 0; r < m; r++)
+        norm_row(out + r * d, x + r * d, weight, 0, epsilon, d);
+}
+
 void rms_norm(float *out, const float *x, const float *weight, float offset, float epsilon, int64_t m, int64_t d)
 {
     #pragma omp parallel for schedule(static) if (m * d > 1 << 14)
-    for (int64_t r = 0; r < m; r++) {
-        const float *row = x + r * d;
-        const float scale = 1 / sqrtf(dot(row, row, d) / d + epsilon);
-        for (int64_t i = 0; i < d; i++)
-            out[r * d + i] = row[i] * scale * (weight[i] + offset);
-    }
+    for (int64_t r = 0; r < m; r++)
+        norm_row(out + r * d, x + r * d, weight, offset, epsilon, d);
 }
 
 #define MOST_SCORES 2048
 #define MOST_SUMS 8192
 
-/* One new token of every sequence: its key and value go into the cache, its queries attend to all of it.
+/* One new token of every sequence over a layer's cache.
  *
- * q[n][heads][d] by strides, key and value [n][kv][d] by strides; pools [pages][page][kv][d]; table[n][width] names
- * the pages of a sequence; position[n] is that of the new token. Softmax over pages is Milakov and Gimelshein's
- * online one (arXiv:1805.02867). (heads / kv) * page is at most MOST_SCORES, (heads / kv) * d at most MOST_SUMS.
+ * q[n][heads][d], key and value [n][kv][d] by strides; pools keys and values [pages][page][kv][d]; table[n][width] names
+ * the pages of a sequence; position[n] is that of the new token. (heads / kv) * page is at most MOST_SCORES,
+ * (heads / kv) * d at most MOST_SUMS, heads / kv at most 64.
  */
+struct attention {
+    float *out;
+    const float *q;
+    int64_t q_row, q_head;
+    const float *key;
+    int64_t key_row, key_head;
+    const float *value;
+    int64_t value_row, value_head;
+    float *keys, *values;
+    const int32_t *table;
+    const int64_t *position;
+    int64_t n, heads, kv, d, page, width, window;
+    float scale, softcap;
+};
+
+/* Key and value head h of a row go into the cache; its queries attend to all that is there. Softmax over pages is
+ * Milakov and Gimelshein's online one (arXiv:1805.02867). */
+static void attend(const struct attention *a, int64_t row, int64_t h)
+{
+    const int64_t d = a->d, kv = a->kv, page = a->page, window = a->window, group = a->heads / kv;
+    const int64_t last = a->position[row], first = window > 0 && last >= window ? last - window + 1 : 0;
+    const int32_t *pages = a->table + row * a->width;
+    const int64_t entry = ((pages[last / page] * page + last % page) * kv + h) * d;
+    memcpy(a->keys + entry, a->key + row * a->key_row + h * a->key_head, d * sizeof(float));
+    memcpy(a->values + entry, a->value + row * a->value_row + h * a->value_head, d * sizeof(float));
+
+    float score[MOST_SCORES], sum[MOST_SUMS], top[64], norm[64];
+    memset(sum, 0, group * d * sizeof(float));
+    for (int64_t g = 0; g < group; g++) {
+        top[g] = -1e30f;
+        norm[g] = 0;
+    }
+    for (int64_t p = first / page; p <= last / page; p++) {
+        const int64_t start = p * page < first ? first - p * page : 0;
+        const int64_t end = (p + 1) * page <= last ? page : last - p * page + 1;
+        const int64_t place = (pages[p] * page * kv + h) * d;
+        const float *K = a->keys + place, *V = a->values + place;
+        for (int64_t g = 0; g < group; g++) {
+            const float *own = a->q + row * a->q_row + (h * group + g) * a->q_head;
+            float *s = score + g * page;
+            int64_t j = start;
+            for (; j + 4 <= end; j += 4)
+                *(vec4 *)(s + j) = a->scale * dots(own, K + j * kv * d, kv * d, d);
+            for (; j < end; j++)
+                s[j] = a->scale * dot(own, K + j * kv * d, d);
+        }
+        for (int64_t g = 0; g < group; g++) {
+            float *s = score + g * page, peak = top[g];
+            if (a->softcap > 0)
+                for (int64_t j = start; j < end; j++)
+                    s[j] = a->softcap * tanhf(s[j] / a->softcap);
+            for (int64_t j = start; j < end; j++)
+                peak = s[j] > peak ? s[j] : peak;
+            const float shrink = expf(top[g] - peak);
+            top[g] = peak;
+            float weights = 0;
+            for (int64_t j = start; j < end; j++) {
+                s[j] = expf(s[j] - peak);
+                weights += s[j];
+            }
+            norm[g] = norm[g] * shrink + weights;
+            add_rows(sum + g * d, shrink, s + start, V + start * kv * d, kv * d, end - start, d);
+        }
+    }
+    for (int64_t g = 0; g < group; g++)
+        for (int64_t i = 0; i < d; i++)
+            a->out[(row * a->heads + h * group + g) * d + i] = sum[g * d + i] / norm[g];
+}
+
 void decode_attention(float *out, const float *q, int64_t q_row, int64_t q_head, const float *key, int64_t key_row,
                       int64_t key_head, const float *value, int64_t value_row, int64_t value_head, float *keys,
                       float *values, const int32_t *table, const int64_t *position, int64_t n, int64_t heads, int64_t kv,
                       int64_t d, int64_t page, int64_t width, int64_t window, float scale, float softcap)
 {
-    const int64_t group = heads / kv;
+    const struct attention a = {out, q, q_row, q_head, key, key_row, key_head, value, value_row, value_head, keys,
+                                values, table, position, n, heads, kv, d, page, width, window, scale, softcap};
     #pragma omp parallel for schedule(dynamic, 1)
-    for (int64_t job = 0; job < n * kv; job++) {
-        const int64_t row = job / kv, h = job % kv, last = position[row];
-        const int64_t first = window > 0 && last >= window ? last - window + 1 : 0;
-        const int32_t *pages = table + row * width;
-        const int64_t entry = ((pages[last / page] * page + last % page) * kv + h) * d;
-        memcpy(keys + entry, key + row * key_row + h * key_head, d * sizeof(float));
-        memcpy(values + entry, value + row * value_row + h * value_head, d * sizeof(float));
-
-        float score[MOST_SCORES], sum[MOST_SUMS], top[64], norm[64];
-        memset(sum, 0, group * d * sizeof(float));
-        for (int64_t g = 0; g < group; g++) {
-            top[g] = -1e30f;
-            norm[g] = 0;
-        }
-        for (int64_t p = first / page; p <= last / page; p++) {
-            const int64_t start = p * page < first ? first - p * page : 0;
-            const int64_t end = (p + 1) * page <= last ? page : last - p * page + 1;
-            const float *K = keys + (pages[p] * page * kv + h) * d, *V = values + (pages[p] * page * kv + h) * d;
-            for (int64_t g = 0; g < group; g++) {
-                const float *own = q + row * q_row + (h * group + g) * q_head;
-                float *s = score + g * page;
-                int64_t j = start;
-                for (; j + 4 <= end; j += 4)
-                    *(vec4 *)(s + j) = scale * dots(own, K + j * kv * d, kv * d, d);
-                for (; j < end; j++)
-                    s[j] = scale * dot(own, K + j * kv * d, d);
-            }
-            for (int64_t g = 0; g < group; g++) {
-                float *s = score + g * page, peak = top[g];
-                if (softcap > 0)
-                    for (int64_t j = start; j < end; j++)
-                        s[j] = softcap * tanhf(s[j] / softcap);
-                for (int64_t j = start; j < end; j++)
-                    peak = s[j] > peak ? s[j] : peak;
-                const float shrink = expf(top[g] - peak);
-                top[g] = peak;
-                float weights = 0;
-                for (int64_t j = start; j < end; j++) {
-                    s[j] = expf(s[j] - peak);
-                    weights += s[j];
-                }
-                norm[g] = norm[g] * shrink + weights;
-                add_rows(sum + g * d, shrink, s + start, V + start * kv * d, kv * d, end - start, d);
-            }
-        }
-        for (int64_t g = 0; g < group; g++)
-            for (int64_t i = 0; i < d; i++)
-                out[(row * heads + h * group + g) * d + i] = sum[g * d + i] / norm[g];
-    }
+    for (int64_t job = 0; job < n * kv; job++)
+        attend(&a, job / kv, job % kv);
 }
 
-/* Rotates each head of x[n][heads][d] by its row's cos and sin[n][d], halves apart (Su et al., arXiv:2104.09864). */
-static void rotate(float *x, const float *cos, const float *sin, int64_t n, int64_t heads, int64_t d)
+/* Normalises a head if there is a weight, and rotates it, halves apart (Su et al., arXiv:2104.09864). */
+static void norm_rotate(float *x, const float *weight, float epsilon, const float *cos, const float *sin, int64_t d)
 {
-    #pragma omp parallel for schedule(static) if (n * heads * d > 1 << 14)
-    for (int64_t row = 0; row < n; row++)
-        for (int64_t h = 0; h < heads; h++) {
-            float *a = x + (row * heads + h) * d, *b = a + d / 2;
-            const float *c = cos + row * d, *s = sin + row * d;
-            for (int64_t i = 0; i < d / 2; i++) {
-                const float old = a[i];
-                a[i] = old * c[i] - b[i] * s[i];
-                b[i] = b[i] * c[d / 2 + i] + old * s[d / 2 + i];
-            }
-        }
+    if (weight)
+        norm_row(x, x, weight, 0, epsilon, d);
+    for (int64_t i = 0; i < d / 2; i++) {
+        const float a = x[i], b = x[d / 2 + i];
+        x[i] = a * cos[i] - b * sin[i];
+        x[d / 2 + i] = b * cos[d / 2 + i] + a * sin[d / 2 + i];
+    }
 }
 
 struct layer {
     const float *norm, *q, *q_bias, *k, *k_bias, *v, *v_bias, *q_norm, *k_norm, *o, *o_bias;
     const float *mlp_norm, *gate, *up, *down;
-    int64_t hidden, heads, kv, d, inner, window;
-    float epsilon, scale, softcap;
+    float *keys, *values;
+    int64_t window;
+    float scale, softcap;
 };
 
-/* A whole decoder layer of the Llama family (Touvron et al., arXiv:2302.13971, section 2.2) over x[n][hidden], in
- * place, for one new token of every sequence. `work` holds n * (hidden + 2 heads d + 2 kv d + 2 inner) numbers; the
- * rest is as for decode_attention.
+struct model {
+    const float *embedding, *norm, *head, *head_bias;
+    const struct layer *layers;
+    int64_t count, vocabulary, hidden, heads, kv, d, inner, page;
+    float epsilon;
+};
+
+/* A model of the Llama family (Touvron et al., arXiv:2302.13971, section 2.2) for one new token of every sequence:
+ * logits[n][vocabulary] of token[n] at position[n], whose cos and sin are rope[n][2][d].
+ *
+ * `work` holds n * (2 hidden + 2 heads d + 2 kv d + 2 inner) numbers. One team of threads runs all of it: it meets at
+ * the end of each loop that is shared out, seven times a layer.
  */
-void decoder_layer(const struct layer *l, float *x, float *work, const float *cos, const float *sin, float *keys,
-                   float *values, const int32_t *table, const int64_t *position, int64_t n, int64_t page, int64_t width)
+void decode(const struct model *m, float *logits, float *work, const int64_t *token, const float *rope,
+            const int32_t *table, const int64_t *position, int64_t n, int64_t width)
 {
-    const int64_t hidden = l->hidden, wide = l->heads * l->d, narrow = l->kv * l->d, inner = l->inner;
-    float *t = work, *q = t + n * hidden, *out = q + n * wide, *k = out + n * wide, *v = k + n * narrow;
-    float *gate = v + n * narrow, *up = gate + n * inner;
-    rms_norm(t, x, l->norm, 0, l->epsilon, n, hidden);
-    linear(q, t, l->q, l->q_bias, n, wide, hidden);
-    linear(k, t, l->k, l->k_bias, n, narrow, hidden);
-    linear(v, t, l->v, l->v_bias, n, narrow, hidden);
-    if (l->q_norm)
-        rms_norm(q, q, l->q_norm, 0, l->epsilon, n * l->heads, l->d);
-    if (l->k_norm)
-        rms_norm(k, k, l->k_norm, 0, l->epsilon, n * l->kv, l->d);
-    rotate(q, cos, sin, n, l->heads, l->d);
-    rotate(k, cos, sin, n, l->kv, l->d);
-    decode_attention(out, q, wide, l->d, k, narrow, l->d, v, narrow, l->d, keys, values, table, position, n, l->heads,
-                     l->kv, l->d, page, width, l->window, l->scale, l->softcap);
-    linear(t, out, l->o, l->o_bias, n, hidden, wide);
-    for (int64_t i = 0; i < n * hidden; i++)
-        x[i] += t[i];
-    rms_norm(t, x, l->mlp_norm, 0, l->epsilon, n, hidden);
-    linear(gate, t, l->gate, 0, n, inner, hidden);
-    linear(up, t, l->up, 0, n, inner, hidden);
-    #pragma omp parallel for schedule(static) if (n * inner > 1 << 13)
-    for (int64_t row = 0; row < n; row++)
-        for (int64_t i = row * inner; i < (row + 1) * inner; i++)
-            gate[i] = gate[i] / (1 + expf(-gate[i])) * up[i];
-    linear(t, gate, l->down, 0, n, hidden, inner);
-    for (int64_t i = 0; i < n * hidden; i++)
-        x[i] += t[i];
+    const int64_t hidden = m->hidden, d = m->d, wide = m->heads * d, narrow = m->kv * d, inner = m->inner;
+    const int64_t group = m->heads / m->kv;
+    float *x = work, *t = x + n * hidden, *q = t + n * hidden, *out = q + n * wide, *k = out + n * wide;
+    float *v = k + n * narrow, *gate = v + n * narrow, *up = gate + n * inner;
+    #pragma omp parallel
+    {
+        #pragma omp for schedule(static)
+        for (int64_t row = 0; row < n; row++) {
+            memcpy(x + row * hidden, m->embedding + token[row] * hidden, hidden * sizeof(float));
+            norm_row(t + row * hidden, x + row * hidden, m->layers[0].norm, 0, m->epsilon, hidden);
+        }
+        for (int64_t i = 0; i < m->count; i++) {
+            const struct layer *l = m->layers + i;
+            if (i)
+                team_rms_norm(t, x, l->norm, m->epsilon, n, hidden);
+            const struct product qkv[] = {{q, l->q, l->q_bias, wide}, {k, l->k, l->k_bias, narrow},
+                                          {v, l->v, l->v_bias, narrow}};
+            team_products(qkv, 3, t, n, hidden);
+            const struct attention a = {out, q, wide, d, k, narrow, d, v, narrow, d, l->keys, l->values, table, position,
+                                        n, m->heads, m->kv, d, m->page, width, l->window, l->scale, l->softcap};
+            #pragma omp for schedule(dynamic, 1)
+            for (int64_t job = 0; job < n * m->kv; job++) {
+                const int64_t row = job / m->kv, h = job % m->kv;
+                const float *cos = rope + row * 2 * d, *sin = cos + d;
+                norm_rotate(k + job * d, l->k_norm, m->epsilon, cos, sin, d);
+                for (int64_t g = 0; g < group; g++)
+                    norm_rotate(q + (job * group + g) * d, l->q_norm, m->epsilon, cos, sin, d);
+                attend(&a, row, h);
+            }
+            team_add_product(x, t, out, l->o, l->o_bias, n, hidden, wide);
+            team_rms_norm(t, x, l->mlp_norm, m->epsilon, n, hidden);
+            team_gated(gate, up, t, l->gate, l->up, n, inner, hidden);
+            team_add_product(x, t, gate, l->down, 0, n, hidden, inner);
+        }
+        team_rms_norm(t, x, m->norm, m->epsilon, n, hidden);
+        const struct product head = {logits, m->head, m->head_bias, m->vocabulary};
+        team_products(&head, 1, t, n, hidden);
+    }
+}
+
+/* SplitMix64 (Steele, Lea and Flood, 2014) started at the key: a multiple of 2^-23 in [0, 1). */
+static float uniform(int64_t key, int64_t counter)
+{
+    uint64_t x = (uint64_t)key + (uint64_t)(counter + 1) * 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return (float)((x ^ (x >> 31)) >> 41) * 0x1p-23f;
+}
+
+static float exp_sum(const float *logits, float peak, float scale, int64_t count)
+{
+    float sum = 0;
+    for (int64_t i = 0; i < count; i++)
+        sum += expf((logits[i] - peak) * scale);
+    return sum;
+}
+
+/* token[n] and logp[n] from logits[n][v]: drawn from softmax(logits / temperature) by inverting its cumulative
+ * distribution at the stream's next number, or the largest where temperature is 0 (logp then at temperature 1). */
+void sample(int64_t *token, float *logp, const float *logits, const int64_t *key, const int64_t *counter,
+            float temperature, int64_t n, int64_t v)
+{
+    const float scale = temperature > 0 ? 1 / temperature : 1;
+    #pragma omp parallel for schedule(static) if (n * v > 1 << 13)
+    for (int64_t row = 0; row < n; row++) {
+        const float *x = logits + row * v;
+        float peak = x[0];
+        for (int64_t i = 1; i < v; i++)
+            peak = x[i] > peak ? x[i] : peak;
+        double total = 0;
+        for (int64_t i = 0; i < v; i += BLOCK)
+            total += exp_sum(x + i, peak, scale, v - i < BLOCK ? v - i : BLOCK);
+        int64_t chosen = 0;
+        if (temperature > 0) {
+            const double threshold = uniform(key[row], counter[row]) * total;
+            double sum = 0;
+            float block = 0;
+            int64_t i = 0;
+            for (; i < v; i += BLOCK) {
+                block = exp_sum(x + i, peak, scale, v - i < BLOCK ? v - i : BLOCK);
+                if (sum + block > threshold)
+                    break;
+                sum += block;
+            }
+            /* Inside the block. Its parts may add up to a little less than its sum: then the last part it is. */
+            const int64_t end = i + BLOCK < v ? i + BLOCK : v;
+            for (; i < end && sum <= threshold; i++) {
+                const float part = expf((x[i] - peak) * scale);
+                sum += part;
+                chosen = part > 0 ? i : chosen;
+            }
+        } else
+            while (chosen < v - 1 && x[chosen] < peak)
+                chosen++;
+        token[row] = chosen;
+        logp[row] = (x[chosen] - peak) * scale - (float)log(total);
+    }
 }

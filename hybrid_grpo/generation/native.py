@@ -48,8 +48,9 @@ def library() -> Any | None:
     loaded.rms_norm.argtypes = [_POINTER] * 3 + [_REAL] * 2 + [_INTEGER] * 2
     strided = [_POINTER, _INTEGER, _INTEGER]
     loaded.decode_attention.argtypes = [_POINTER, *strided * 3, *[_POINTER] * 4, *[_INTEGER] * 7, _REAL, _REAL]
-    loaded.decoder_layer.argtypes = [_POINTER] * 9 + [_INTEGER] * 3
-    for function in (loaded.linear, loaded.rms_norm, loaded.decode_attention, loaded.decoder_layer):
+    loaded.decode.argtypes = [_POINTER] * 7 + [_INTEGER] * 2
+    loaded.sample.argtypes = [_POINTER] * 5 + [_REAL] + [_INTEGER] * 2
+    for function in (loaded.linear, loaded.rms_norm, loaded.decode_attention, loaded.decode, loaded.sample):
         function.restype = None
     return loaded
 
@@ -189,3 +190,13 @@ def can_attend(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 def fits(group: int, page: int, d: int) -> bool:
     """Whether a page's scores and the sums of a key's query heads have room on the kernel's stack."""
     return group <= 64 and group * page <= 2048 and group * d <= 8192
+
+
+def sample(logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Tokens (int64 [n]) and log-probabilities (float32 [n]) without filters or penalties; see `Sampler`."""
+    n, vocabulary = logits_nV.shape
+    token_n, logp_n = key_n.new_empty(n), logits_nV.new_empty(n)
+    library().sample(  # type: ignore[union-attr]
+        *(t.data_ptr() for t in (token_n, logp_n, logits_nV, key_n, counter_n)), temperature, n, vocabulary
+    )
+    return token_n, logp_n

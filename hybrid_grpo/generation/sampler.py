@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybrid_grpo.generation import native
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -108,6 +110,8 @@ class Sampler:
             token_n (int64) and logp_n (float32), see `Sampling.logprobs`.
         """
         sampling = self.sampling
+        if self._plain and native.usable(logits_nV) and native.library() is not None:
+            return native.sample(logits_nV.contiguous(), key_n, counter_n, sampling.temperature)
         greedy = sampling.temperature == GREEDY
         plain_nV = logits_nV.float() if greedy else logits_nV.float() / sampling.temperature
         plain_nV = plain_nV.log_softmax(-1)
@@ -125,6 +129,12 @@ class Sampler:
             logp_n = logp_nV.gather(1, token_n[:, None])[:, 0]
             return token_n, logp_n if greedy else logp_n - torch.as_tensor(kept_n).log()
         return token_n, plain_nV.gather(1, token_n[:, None])[:, 0]
+
+    @property
+    def _plain(self) -> bool:
+        """Whether the softmax at the temperature is all there is to it."""
+        sampling = self.sampling
+        return not (self._changes_logits or sampling.top_k or sampling.top_p < 1 or sampling.min_p)
 
     @property
     def _changes_logits(self) -> bool:
