@@ -2,8 +2,8 @@
 
     python benchmarks/rollout.py --workload ragged --engines hybrid,generate --repeats 5 --json FILE
 
-Every engine has a process of its own, fresh for every workload, that sleeps while it is not its turn; each repeat
-goes once through all engines. Only decoding is timed, from prompts as token ids to completions, after a warm-up on
+Every engine has a process of its own for every workload, that sleeps while it is not its turn; each repeat goes once
+through all workloads and engines. Only decoding is timed, from prompts as token ids to completions, after a warm-up on
 completions a sixteenth as long. Peak memory is that of the engine's whole process in its run. A workload's
 results replace those that FILE has of it (`gpu_ragged/1.5b` and so on for the models that are not tiny); the other
 workloads in FILE stay. Leave the machine to it: with another program on the same cores, threads that wait for each
@@ -128,22 +128,24 @@ def summary(workload: Workload, runs: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def measure(workload: Workload, arguments: argparse.Namespace) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The device, and every engine's numbers."""
-    workers = [Worker(name, arguments.model, arguments.threads) for name in arguments.engines]
-    devices = [worker.answer() for worker in workers]
-    for worker in workers:
-        worker.run(workload.shortened(16))
-    runs: dict[str, list[dict[str, float]]] = {worker.name: [] for worker in workers}
+def measure(arguments: argparse.Namespace) -> tuple[str, dict[str, dict[str, dict[str, Any]]]]:
+    """The device, and every engine's numbers by workload."""
+    workloads = {name: WORKLOADS[name]() for name in arguments.workload}
+    pairs = [(name, engine) for name in workloads for engine in arguments.engines]
+    workers = {pair: Worker(pair[1], arguments.model, arguments.threads) for pair in pairs}
+    devices = [worker.answer() for worker in workers.values()]
+    for (name, _), worker in workers.items():
+        worker.run(workloads[name].shortened(16))
+    runs: dict[tuple[str, str], list[dict[str, float]]] = {pair: [] for pair in pairs}
     for _ in range(arguments.repeats):
-        for worker in workers:
-            runs[worker.name].append(worker.run(workload))
-    results = {name: summary(workload, of_engine) for name, of_engine in runs.items()}
-    for worker in workers:
-        if "floor_s" in runs[worker.name][0]:
-            result = results[worker.name]
-            result["floor_s"] = median(run["floor_s"] for run in runs[worker.name])
-            result["prefill_s"] = worker.run(workload.shortened(workload.limit))["seconds"]
+        for pair, worker in workers.items():
+            runs[pair].append(worker.run(workloads[pair[0]]))
+    results: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in workloads}
+    for (name, engine), worker in workers.items():
+        result = results[name][engine] = summary(workloads[name], runs[name, engine])
+        if "floor_s" in runs[name, engine][0]:
+            result["floor_s"] = median(run["floor_s"] for run in runs[name, engine])
+            result["prefill_s"] = worker.run(workloads[name].shortened(workloads[name].limit))["seconds"]
             result["floor_fraction"] = result["floor_s"] / (result["median_s"] - result["prefill_s"])
         worker.stop()
     return devices[0], results
@@ -193,19 +195,19 @@ def main() -> None:
     arguments = parse()
     # Also for threads that torch.set_num_threads does not reach: those that an engine starts itself.
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
-    for name in arguments.workload:
+    device, results = measure(arguments)
+    machine = {
+        "device": device,
+        "cores": os.cpu_count(),
+        "threads": arguments.threads,
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("torch", "deepspeed", "transformers")},
+    }
+    for name, of_engines in results.items():
         title = name if arguments.model == "tiny" else f"{name}/{arguments.model}"
-        device, results = measure(WORKLOADS[name](), arguments)
-        show(title, results)
+        show(title, of_engines)
         if arguments.json:
-            machine = {
-                "device": device,
-                "cores": os.cpu_count(),
-                "threads": arguments.threads,
-                "python": platform.python_version(),
-                **{package: version(package) for package in ("torch", "deepspeed", "transformers")},
-            }
-            merge(arguments.json, machine, title, results)
+            merge(arguments.json, machine, title, of_engines)
 
 
 if __name__ == "__main__":
