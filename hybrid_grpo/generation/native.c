@@ -90,9 +90,10 @@ static inline void add_rows(float *sum, float shrink, const float *weight, const
     }
 }
 
-/* R rows of x times four rows of the weight: each loaded vector meets several others. */
-#define TILE(R)                                                                                                      \
-    static void tile_##R(float *out, const float *x, const float *w, const float *bias, int64_t n, int64_t k)        \
+/* R rows of x times four rows of the weight: each loaded vector meets several others. With FIRST the next four rows
+ * of the weight are asked for, which later passes find in the cache. */
+#define TILE(R, NAME, FIRST)                                                                                         \
+    static void NAME##_##R(float *out, const float *x, const float *w, const float *bias, int64_t n, int64_t k)      \
     {                                                                                                                \
         vec sum[R][4];                                                                                               \
         UNROLL for (int r = 0; r < R; r++)                                                                           \
@@ -107,6 +108,8 @@ static inline void add_rows(float *sum, float shrink, const float *weight, const
             }                                                                                                        \
             UNROLL for (int c = 0; c < 4; c++) {                                                                     \
                 const vec weight = AT(w, c * k + i);                                                                 \
+                if (FIRST)                                                                                           \
+                    __builtin_prefetch(w + (c + 4) * k + i);                                                         \
                 UNROLL for (int r = 0; r < R; r++)                                                                   \
                     sum[r][c] += row[r] * weight;                                                                    \
             }                                                                                                        \
@@ -121,15 +124,22 @@ static inline void add_rows(float *sum, float shrink, const float *weight, const
             *(vec4 *)(out + r * n) = result;                                                                         \
         }                                                                                                            \
     }
-TILE(1)
-TILE(2)
-TILE(3)
-TILE(4)
-TILE(5)
-TILE(6)
+TILE(1, first, 1)
+TILE(1, later, 0)
+TILE(2, first, 1)
+TILE(2, later, 0)
+TILE(3, first, 1)
+TILE(3, later, 0)
+TILE(4, first, 1)
+TILE(4, later, 0)
+TILE(5, first, 1)
+TILE(5, later, 0)
+TILE(6, first, 1)
+TILE(6, later, 0)
 
 typedef void tile(float *, const float *, const float *, const float *, int64_t, int64_t);
-static tile *const TILES[] = {0, tile_1, tile_2, tile_3, tile_4, tile_5, tile_6};
+static tile *const FIRST[] = {0, first_1, first_2, first_3, first_4, first_5, first_6};
+static tile *const LATER[] = {0, later_1, later_2, later_3, later_4, later_5, later_6};
 
 /* Columns c to end of out[m][n] = x[m][k] w[n][k]^T + bias[n]; they stay in the cache while all rows pass. */
 static void columns(float *out, const float *x, const float *w, const float *bias, int64_t m, int64_t n, int64_t k,
@@ -141,14 +151,14 @@ static void columns(float *out, const float *x, const float *w, const float *bia
         const int64_t r = m * p / passes, rows = m * (p + 1) / passes - r;
         int64_t c = first;
         for (; c + 4 <= end; c += 4)
-            TILES[rows](out + r * n + c, x + r * k, w + c * k, bias ? bias + c : 0, n, k);
+            (p ? LATER : FIRST)[rows](out + r * n + c, x + r * k, w + c * k, bias ? bias + c : 0, n, k);
         for (; c < end; c++)
             for (int64_t i = r; i < r + rows; i++)
                 out[i * n + c] = dot(x + i * k, w + c * k, k) + (bias ? bias[c] : 0);
     }
 }
 
-#define STRIP 32
+#define STRIP 16
 #define STRIPS(n) (((n) + STRIP - 1) / STRIP)
 #define END(s, n) (((s) + 1) * STRIP < (n) ? ((s) + 1) * STRIP : (n))
 
