@@ -31,10 +31,12 @@ setup(
     ],
     extras_require={
         "flash": ["flash-attn>=2.7"],
+        "lora": ["peft>=0.19"],
         "dev": [
             "hypothesis>=6.100",
             "import-linter>=2.1",
             "mypy>=1.15",
+            "peft>=0.19",
             "pytest>=8.2",
             "ruff>=0.11",
             "types-PyYAML",

@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "GRPO training",
     "sft": "supervised fine-tuning on prompt and completion pairs",
     "eval": "greedy accuracy and mean reward on the held-out prompts",
+    "plan": "memory and time of a training run, without loading weights",
     "report": "write report.html of a run again",
     "generate": "completions of prompts from a file, a pipe or the terminal, as JSON lines",
 }

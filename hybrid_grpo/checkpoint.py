@@ -9,13 +9,21 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hybrid_grpo.distributed import barrier, rank
 from hybrid_grpo.engine import Engine
 from hybrid_grpo.files import replace_text
 
 _TAG = re.compile(r"step_\d{6,}")
+
+
+class Shards(Protocol):
+    """Tensors beside the engine's, of which every rank writes and reads its own part."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
 
 
 class Checkpoints:
@@ -30,8 +38,8 @@ class Checkpoints:
         pointer = self.folder / "latest"
         return pointer.read_text().strip() if pointer.is_file() else None
 
-    def save(self, engine: Engine, step: int, state: dict[str, Any]) -> None:
-        """Write the checkpoint of `step`; `state` is this rank's own. Collective."""
+    def save(self, engine: Engine, step: int, state: dict[str, Any], shards: Shards | None = None) -> None:
+        """Write the checkpoint of `step`; `state` is this rank's own, and so are `shards`. Collective."""
         tag = f"step_{step:06d}"
         if rank() == 0:
             # Left by a run that was killed while it wrote.
@@ -39,16 +47,23 @@ class Checkpoints:
         barrier()
         # One key of ours: the engine stores its own beside it.
         engine.save(self.folder, tag, {"hybrid_grpo": {"step": step, **state}})
+        if shards is not None:
+            shards.save(self.folder / tag)
         barrier()
         if rank() == 0:
             replace_text(self.folder / "latest", tag)
             self._prune(tag)
         barrier()
 
-    def load(self, engine: Engine) -> dict[str, Any] | None:
+    def load(self, engine: Engine, shards: Shards | None = None) -> dict[str, Any] | None:
         """Restore the newest complete checkpoint; this rank's state, or None where there is none. Collective."""
         tag = self.latest()
-        return None if tag is None else dict(engine.load(self.folder, tag)["hybrid_grpo"])
+        if tag is None:
+            return None
+        state = dict(engine.load(self.folder, tag)["hybrid_grpo"])
+        if shards is not None:
+            shards.load(self.folder / tag)
+        return state
 
     def _prune(self, newest: str) -> None:
         tags = [path.name for path in self.folder.iterdir() if _TAG.fullmatch(path.name)]

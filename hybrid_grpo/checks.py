@@ -9,11 +9,22 @@ import dataclasses
 import math
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.config import BatchPlan, DataConfig, GenerateConfig, RolloutConfig, SftConfig, TrainConfig, reward_name
+from hybrid_grpo.config import (
+    BatchPlan,
+    DataConfig,
+    GenerateConfig,
+    LoraConfig,
+    RolloutConfig,
+    SftConfig,
+    TrainConfig,
+    reward_name,
+)
 from hybrid_grpo.errors import did_you_mean, refuse
+from hybrid_grpo.grpo_checks import check_grpo
 
 
 def _nearest_multiple(value: int, step: int) -> int:
@@ -48,13 +59,15 @@ _MAY_BE_EMPTY_TEXT = {"policy.model", "data.path", "data.eval_path", "data.syste
 _POSITIVE = {
     "run.steps", "policy.lr", "policy.max_grad_norm", "policy.micro_batch_tokens", "data.max_prompt_tokens",
     "rollout.prompts_per_step", "rollout.num_generations", "rollout.max_completion_tokens",
-    "rollout.repetition_penalty", "rollout.max_slots", "rollout.prefill_tokens",
-    "grpo.num_iterations", "grpo.num_minibatches", "grpo.epsilon_low", "grpo.epsilon_high", "checkpoint.keep",
+    "rollout.repetition_penalty", "rollout.max_slots", "rollout.prefill_tokens", "lora.alpha",
+    "grpo.num_iterations", "grpo.num_minibatches", "grpo.epsilon_low", "grpo.epsilon_high", "grpo.kl_horizon",
+    "grpo.overlong_penalty", "grpo.max_resamples", "checkpoint.keep",
     "sft.batch_size", "sft.max_completion_tokens", "log.parity_alarm",
 }  # fmt: skip
 _NOT_NEGATIVE = {
     "run.seed", "policy.warmup_steps", "policy.weight_decay", "rollout.min_completion_tokens", "rollout.temperature",
-    "rollout.top_k", "grpo.beta", "eval.every", "checkpoint.every", "log.rollouts_every",
+    "rollout.top_k", "lora.rank", "grpo.beta", "grpo.entropy_coef", "grpo.overlong_buffer", "grpo.ref_every",
+    "eval.every", "checkpoint.every", "log.rollouts_every",
 }  # fmt: skip
 
 
@@ -106,6 +119,23 @@ def _check_model(model: str) -> None:
             not (Path(model) / "config.json").is_file(),
             f"policy.model {model} is not a model folder: it has no config.json",
         )
+
+
+def _check_lora(lora: LoraConfig) -> None:
+    for name, value in vars(lora).items():
+        refuse(
+            not lora.rank and value != getattr(LoraConfig(), name),
+            f"lora.{name} is set, but without lora.rank there are no adapters: set lora.rank, or take it out",
+        )
+    targets = lora.target_modules
+    refuse(
+        targets != "all-linear" and (not targets or "" in targets),
+        f"lora.target_modules {targets}: name layers, as in [q_proj, v_proj], or all-linear",
+    )
+    refuse(
+        bool(lora.rank) and find_spec("peft") is None,
+        f"lora.rank {lora.rank} needs peft, which is not installed: pip install 'hybrid_grpo[lora]'",
+    )
 
 
 def _check_sources(data: DataConfig) -> None:
@@ -166,6 +196,7 @@ def check_sft(config: SftConfig, world_size: int) -> None:
     """
     _check_common(config)
     _check_sources(config.data)
+    _check_lora(config.lora)
     _refuse_indivisible("sft.batch_size", config.sft.batch_size, world_size, "ranks")
     for name in ("eval_path", "eval_split", "eval_limit"):
         refuse(
@@ -182,7 +213,7 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     """
     _check_common(config)
     _check_sources(config.data)
-    rollout, grpo = config.rollout, config.grpo
+    rollout = config.rollout
     refuse(
         rollout.num_generations < 2,
         f"rollout.num_generations {rollout.num_generations} makes no group: advantages need 2 or more",
@@ -192,7 +223,12 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
         "rollout.temperature 0 samples the same completion for a whole group: give a value above 0",
     )
     _check_rollout(rollout)
-    refuse(grpo.epsilon_low >= 1, f"grpo.epsilon_low {grpo.epsilon_low} must be below 1: the ratio stays positive")
+    _check_lora(config.lora)
+    refuse(
+        bool(config.lora.rank) and bool(config.grpo.ref_every),
+        f"grpo.ref_every {config.grpo.ref_every} refreshes the reference, which with lora.rank is the model without"
+        " adapters: take out one of them",
+    )
     refuse(not config.rewards, "rewards is empty: give at least one, as in --rewards '[{function: exact_match}]'")
     for index, reward in enumerate(config.rewards):
         refuse(not reward.function, f"rewards[{index}].function is empty: name a built-in or a function")
@@ -207,6 +243,7 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
         f"eval.outcome {outcome!r} is not a reward of this run: {did_you_mean(outcome or '', names)}",
     )
     _check_name("eval.name", config.eval.name, "it names a metric")
+    check_grpo(config)
     if config.data.eval_path is None and config.data.eval_split is None:
         for setting, value in (("eval.every", config.eval.every), ("data.eval_limit", config.data.eval_limit)):
             refuse(bool(value), f"{setting} {value} needs held-out prompts: set data.eval_path or data.eval_split")

@@ -34,8 +34,12 @@ class PolicyConfig:
     """Folder or hub name of the starting model and its tokenizer."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights in forward and backward; the optimizer always keeps float32 masters."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention of the training forward (flash_attention_2 needs the extra `flash`)."""
+    attn_implementation: Literal["auto", "packed", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """Attention of the training forward. `packed` computes no padding, with flash-attn's kernels where it is installed,
+    else torch's; `auto` takes it for every architecture that allows it, else `sdpa`. The others are those of
+    transformers, on padded rows (flash_attention_2 needs the extra `flash`)."""
+    shared_prefix: Literal["auto", "on", "off"] = "auto"
+    """With `packed`, compute the prompt of a group once in training too, exactly; `auto` where it pays."""
     gradient_checkpointing: bool = False
     """Recompute each layer's activations in backward instead of keeping them."""
     lr: float = 1e-6
@@ -51,7 +55,21 @@ class PolicyConfig:
     max_grad_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down."""
     micro_batch_tokens: int = 16384
-    """Padded tokens of one forward and backward, per rank; a longer row goes alone."""
+    """Tokens of one forward and backward, padding included, per rank; a longer row goes alone."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA, arXiv:2106.09685): the model stays as it is, and small matrices beside its linear layers
+    are trained (needs the extra `lora`)."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains the weights themselves."""
+    alpha: int = 32
+    """An adapter adds alpha / rank times the product of its matrices to the weight of its layer."""
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Layers with an adapter, by the ends of their names, as in [q_proj, v_proj]; `all-linear` is every linear layer
+    but the output head, which takes none. Experts that are one tensor are not linear layers."""
 
 
 @dataclass(frozen=True)
@@ -153,14 +171,72 @@ class GrpoConfig:
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """Average of the token losses: over all tokens (dapo), per completion then over completions (grpo), or by the
     constant B * max_completion_tokens (dr_grpo)."""
-    scale_rewards: Literal["group", "none"] = "group"
-    """Divide the centred rewards of a group by their standard deviation, or do not (Dr. GRPO)."""
+    importance: Literal["token", "sequence"] = "token"
+    """Ratio of the policy to the one that sampled: of every token, or of the completion, as the exponential of its
+    tokens' mean log-ratio (GSPO, arXiv:2507.18071, which is `sequence` with loss_type grpo)."""
+    surrogate: Literal["clip", "cispo"] = "clip"
+    """What becomes of the ratio: PPO's clipped surrogate, or its value cut at 1 + epsilon_high, as a constant weight of
+    the log-probability (CISPO, arXiv:2506.13585), which keeps the gradient of every token."""
     epsilon_low: float = 0.2
-    """The ratio is clipped from below at 1 - epsilon_low."""
+    """The ratio is clipped from below at 1 - epsilon_low; no part of cispo, which has no lower bound."""
     epsilon_high: float = 0.2
-    """The ratio is clipped from above at 1 + epsilon_high (0.28 in DAPO)."""
+    """The ratio is clipped from above at 1 + epsilon_high (0.28 in DAPO; 3e-4 and 4e-4 are GSPO's low and high)."""
+    dual_clip: float | None = None
+    """Greater than 1: with a negative advantage A the loss is at most -dual_clip * A, however large the ratio
+    (arXiv:1912.09729); for surrogate clip."""
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What rewards are compared with: the mean of their group, or of the others in it (RLOO, arXiv:2402.14740)."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide the centred rewards by their standard deviation in the group, by that over all completions of the step
+    (REINFORCE++-baseline, arXiv:2501.03262), or do not (Dr. GRPO)."""
+    combine_rewards: Literal["sum", "normalize"] = "sum"
+    """Weighted sum of the reward functions as they are, or each first centred and scaled within the group (GDPO,
+    arXiv:2601.05242, which is `normalize` with scale_rewards batch)."""
     beta: float = 0.0
-    """Weight of the KL to the reference in the loss; 0 loads no reference."""
+    """Weight of the KL to the reference; 0 loads no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of a token, with d = ref_logp - logp: -d (k1), d^2 / 2 (k2) or exp(d) - d - 1 (k3)."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """The KL is a term of the loss, or is subtracted from the reward, summed over the completion."""
+    kl_unbiased: bool = False
+    """Multiply the KL of the loss by the ratio of its token, gradient included, which makes its gradient (of k1 and k3)
+    that of the KL itself, off-policy too (DeepSeek-V3.2); without it k1 in the loss is noise."""
+    kl_target: float | None = None
+    """Adapt beta, which is where it starts, to hold policy/kl at this many nats per token (arXiv:1909.08593)."""
+    kl_horizon: int = 10000
+    """Completions over which a KL that is 20 % or more off its target changes beta by a fifth."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy that the loss rewards."""
+    old_logp: Literal["auto", "sampler", "policy"] = "auto"
+    """Who gives the log-probabilities that ratios are relative to, where a rollout has several optimizer steps: the
+    sampler, which recorded them, or a pass of the training forward before the first. `auto` takes the sampler's, unless
+    sampler_correction is on or rollout.logprobs is sampling."""
+    sampler_correction: Literal["none", "truncate", "mask"] = "none"
+    """Correct for a sampler that differs from the training forward: weigh the loss of every token with their ratio, at
+    most sampler_ratio_max (truncated importance sampling), or drop completions whose tokens' geometric mean of it is
+    outside the bounds."""
+    sampler_ratio_max: float = 2.0
+    """Upper bound of sampler_correction."""
+    sampler_ratio_min: float = 0.5
+    """Lower bound of sampler_correction mask."""
+    mask_truncated: bool = False
+    """Completions cut at the length limit take no part in the loss, but still in their group's mean and standard
+    deviation (DAPO, section 3.4)."""
+    overlong_buffer: int = 0
+    """Tokens before max_completion_tokens over which a punishment for length grows from 0 to overlong_penalty (DAPO
+    eq. 13); 0 punishes nothing."""
+    overlong_penalty: float = 1.0
+    """What a completion of max_completion_tokens loses of its reward where overlong_buffer is set."""
+    dynamic_sampling: bool = False
+    """Sample other prompts in place of those whose completions all have the same reward, before any punishment (DAPO
+    eq. 11)."""
+    max_resamples: int = 5
+    """Rounds of dynamic_sampling in one step before it goes on with what there is."""
+    ref_every: int = 0
+    """Steps between refreshes of the reference from the policy; 0 keeps the starting model."""
+    ref_mix: float = 1.0
+    """Share of the policy in a refreshed reference: 1 replaces it (iterative GRPO), a small share with ref_every 1 is
+    a moving average."""
     num_iterations: int = 1
     """Passes over one rollout (mu of DeepSeekMath)."""
     num_minibatches: int = 1
@@ -235,6 +311,7 @@ class TrainConfig:
 
     run: RunConfig = field(default_factory=RunConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -252,6 +329,7 @@ class SftConfig:
 
     run: RunConfig = field(default_factory=RunConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sft: SftLoopConfig = field(default_factory=SftLoopConfig)
@@ -284,6 +362,24 @@ class GenerateConfig(TrainConfig):
     def reads_stdin(self) -> bool:
         """Whether prompts come from standard input."""
         return self.data.path in ("", "-")
+
+
+@dataclass(frozen=True)
+class PlanOptionsConfig:
+    """Where the planned run would be."""
+
+    world_size: int | None = None
+    """Ranks; not given: as many as run this command."""
+    gpu: Literal["a100-40gb", "a100-80gb", "l40s", "h100", "h200", "b200"] | None = None
+    """Plan for an empty GPU of this kind, by its data sheet; not given: for the device that is here."""
+
+
+@dataclass(frozen=True)
+class PlanConfig(TrainConfig):
+    """Memory and time of a training run, by its recipe, without loading weights."""
+
+    plan: PlanOptionsConfig = field(default_factory=PlanOptionsConfig)
+    """Where the planned run would be."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,9 @@ from torch import Tensor, nn
 from torch.utils.cpp_extension import get_default_build_root
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+from hybrid_grpo.adapters import Adapter
 from hybrid_grpo.config import EngineConfig, PolicyConfig
-from hybrid_grpo.distributed import all_reduce, world_size
+from hybrid_grpo.distributed import all_reduce, rank, world_size
 from hybrid_grpo.errors import UserError
 from hybrid_grpo.view import View
 
@@ -200,9 +201,17 @@ class Engine:
         source: the submodule that generates.
         view: a module of the same class and structure as `source`, on the meta device.
         config: see `policy_config`.
+        adapters: those in `source`, if it has any, by the path of their layer in `view`.
     """
 
-    def __init__(self, module: nn.Module, source: nn.Module, view: nn.Module, config: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        source: nn.Module,
+        view: nn.Module,
+        config: dict[str, Any],
+        adapters: Mapping[str, Adapter] | None = None,
+    ) -> None:
         self.config = config
         try:
             self.engine, *_ = deepspeed.initialize(
@@ -214,8 +223,9 @@ class Engine:
         self.engine.module.train()
         if self.stage == 0 and not self.engine.bfloat16_enabled():
             self.engine.clip_fp32_gradients = self._clip_gradients
-        device = torch.device(get_accelerator().current_device_name())
-        self._view = View(source, view.eval(), sharded=self.stage == 3, device=device)
+        self.device = torch.device(get_accelerator().current_device_name())
+        self._view = View(source, view.eval(), sharded=self.stage == 3, device=self.device, adapters=adapters)
+        self._frozen = any(not p.requires_grad for p in module.parameters())
         self._generating = False
         self.switch_time = SwitchTime()
 
@@ -281,9 +291,18 @@ class Engine:
             if bool(all_reduce(failed, "max")) and not here:
                 raise RuntimeError("generation failed on another rank; its own message says why")
 
+    def whole(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Whole weights of the module's parameters, on this rank's device; not to be written to. Collective."""
+        return self._view.whole(parameters)
+
     def save(self, folder: Path, tag: str, state: dict[str, Any]) -> None:
-        """Write a checkpoint `folder/tag`; `state` is this rank's own. The caller moves `latest`."""
-        self.engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
+        """Write a checkpoint `folder/tag`; `state` is this rank's own. The caller moves `latest`.
+
+        What is not trained is not in it: it is where it was loaded from.
+        """
+        self.engine.save_checkpoint(
+            str(folder), tag=tag, client_state=state, save_latest=False, exclude_frozen_parameters=True
+        )
 
     def load(self, folder: Path, tag: str) -> dict[str, Any]:
         """Read the checkpoint `folder/tag`; return this rank's state.
@@ -292,7 +311,7 @@ class Engine:
             UserError: it was written by another number of ranks.
         """
         try:
-            path, state = self.engine.load_checkpoint(str(folder), tag=tag)
+            path, state = self.engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not self._frozen)
         except Exception as error:
             raise UserError(f"run.resume: checkpoint {folder / tag} cannot be read: {error}") from error
         if path is None:
@@ -311,3 +330,44 @@ class Frozen:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the module; collective."""
         return self.engine(*args, **kwargs)
+
+    @torch.no_grad()
+    def blend(self, source: Engine, mix: float) -> None:
+        """Make the weights `mix` times those of `source` plus the rest of what they are.
+
+        Each rank does so with its own shards: nothing is gathered, and nobody is waited for. `source` is a module of
+        the same class, at any ZeRO stage; the sum is rounded to the type of the weights.
+        """
+        sources = dict(source.engine.module.named_parameters())
+        self._release()
+        for name, parameter in self.engine.module.named_parameters():
+            shard = parameter.ds_tensor
+            theirs = _shard_of(sources[name], shard.numel()).to(shard.device, torch.float32)
+            ours = shard[: len(theirs)]
+            ours.copy_(torch.lerp(ours.float(), theirs, mix))
+
+    def save(self, path: Path) -> None:
+        """Write this rank's shards."""
+        # Copies: with a shard itself, what DeepSpeed has hung on it would be written.
+        shards = {name: p.ds_tensor.to("cpu", copy=True) for name, p in self.engine.module.named_parameters()}
+        torch.save(shards, path)
+
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote on this rank."""
+        shards = torch.load(path, weights_only=True)
+        self._release()
+        for name, parameter in self.engine.module.named_parameters():
+            parameter.ds_tensor.copy_(shards[name])
+
+    def _release(self) -> None:
+        """Let go of small weights, which stay gathered from forward to forward and would not follow their shards."""
+        self.engine.optimizer.empty_partition_cache()
+
+
+def _shard_of(parameter: Any, size: int) -> Tensor:
+    """This rank's part of a parameter, flat, where ZeRO-3 makes shards of `size` elements; no padding below stage 3."""
+    if hasattr(parameter, "ds_tensor"):
+        assert parameter.ds_tensor.numel() == size, "both are sharded over the same ranks"
+        return parameter.ds_tensor
+    return parameter.data.view(-1)[rank() * size : (rank() + 1) * size]

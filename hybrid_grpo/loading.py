@@ -76,12 +76,31 @@ def check_token_ids(rollout: RolloutConfig, config: Any) -> None:
                 raise UserError(f"rollout.{setting} {token} is no token of policy.model: its ids end at {size - 1}")
 
 
-def _check_attention(config: Any, attn_implementation: str) -> None:
+def plain_attention(config: Any, attn_implementation: str) -> str:
+    """The attention of transformers that a setting means for an architecture.
+
+    Raises:
+        UserError: the architecture does not have it.
+    """
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if attn_implementation == "sdpa" and model is not None and not model._supports_sdpa:
+    has_sdpa = model is None or model._supports_sdpa
+    if attn_implementation in ("auto", "packed"):
+        return "sdpa" if has_sdpa else "eager"
+    if attn_implementation == "sdpa" and not has_sdpa:
         raise UserError(
             f"policy.attn_implementation sdpa: {model.__name__} has no attention of this kind: set it to eager"
         )
+    return attn_implementation
+
+
+def without_dropout(config: Any) -> Any:
+    """The configuration, in place, without any dropout."""
+    # Settings of the text model of one that also takes images stand in a section of their own.
+    for section in (config, config.get_text_config()):
+        for field, value in vars(section).items():
+            if ("dropout" in field or "pdrop" in field) and isinstance(value, float):
+                setattr(section, field, 0.0)
+    return config
 
 
 def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> Any:
@@ -94,13 +113,8 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> 
         UserError: the weights do not load, or the architecture does not have this attention.
     """
     config = load_config(policy.model)
-    attention = attn_implementation or policy.attn_implementation
-    _check_attention(config, attention)
-    # Settings of the text model of one that also takes images stand in a section of their own.
-    for section in (config, config.get_text_config()):
-        for field, value in vars(section).items():
-            if ("dropout" in field or "pdrop" in field) and isinstance(value, float):
-                setattr(section, field, 0.0)
+    attention = attn_implementation or plain_attention(config, policy.attn_implementation)
+    without_dropout(config)
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             policy.model,

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybrid_grpo.attention import Segments, Selection
+
 CHUNK_BYTES = 64 << 20
 """Size of one chunk of float32 logits; a few such temporaries are alive at once."""
 
@@ -165,21 +167,32 @@ class LogprobModel(nn.Module):
         head = model.get_output_embeddings()
         head.forward = MethodType(_head_forward, head)
 
-    def forward(self, input_ids_bS: Tensor, target_mask_bS: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Score the tokens under the mask.
+    def forward(
+        self,
+        input_ids_bS: Tensor,
+        position_ids_bS: Tensor,
+        source: Selection,
+        target_N: Tensor,
+        segments: Segments | None,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Score tokens.
 
         Args:
-            input_ids_bS: int64, right-padded; causal attention needs no mask for padding on the right.
-            target_mask_bS: bool, True on the tokens to score; never on the first of a row.
+            input_ids_bS, position_ids_bS: int64, right-padded: causal attention needs no mask for padding on the
+                right; or one row that `segments` divides, for a model with the attention `PACKED`.
+            source: picks of all [b * S] tokens the one before each token to score.
+            target_N: int64, the tokens to score.
             temperature: see `token_logprobs`.
 
         Returns:
-            logp_N and entropy_N, float32, row after row.
+            logp_N and entropy_N, float32.
         """
-        hidden_bSD = self.model.base_model(input_ids=input_ids_bS, use_cache=False).last_hidden_state
-        hidden_ND = hidden_bSD[:, :-1][target_mask_bS[:, 1:]]
+        packed = {} if segments is None else {"batch": segments}
+        out = self.model.base_model(input_ids=input_ids_bS, position_ids=position_ids_bS, use_cache=False, **packed)
         head = self.model.get_output_embeddings()
-        logp_N, entropy_N = head(hidden_ND, input_ids_bS[target_mask_bS], self.shape, temperature)
+        hidden_ND = source(out.last_hidden_state.flatten(0, 1))
+        logp_N, entropy_N = head(hidden_ND, target_N, self.shape, temperature)
         return logp_N, entropy_N
 
 

@@ -51,6 +51,8 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("reward/std", "Standard deviation of the reward inside a group, averaged over groups.", "", "mean"),
     Metric("reward/max", "Highest reward of a completion.", "", "max"),
     Metric("reward/min", "Lowest reward of a completion.", "", "min"),
+    Metric("reward/overlong_penalty", "What is added to the reward of advantages for length, 0 or less, averaged over"
+           " completions; present only with grpo.overlong_buffer.", "", "mean"),
     Metric("reward/<function>/mean", "Unweighted value of one reward function, averaged over the completions it"
            " applies to.", "", "mean"),
 
@@ -59,6 +61,12 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("group/all_right_frac", "Share of groups in which every completion is right.", "", "mean"),
     Metric("group/all_wrong_frac", "Share of groups in which no completion is right.", "", "mean"),
 
+    Metric("group/informative_frac", "Share of the groups sampled in the step whose rewards are not all equal, those"
+           " included that dynamic sampling did not keep.", "", "mean"),
+    Metric("group/resampled", "Groups that dynamic sampling sampled beyond those of the step.", "groups", "sum"),
+    Metric("group/resample_rounds", "Further rollouts of the step by dynamic sampling.", "", "same"),
+
+    Metric("completion/sampled_tokens", "Completion tokens sampled in the step.", "tokens", "sum"),
     Metric("completion/length_mean", "Tokens of a completion, averaged.", "tokens", "mean"),
     Metric("completion/length_max", "Tokens of the longest completion.", "tokens", "max"),
     Metric("completion/clipped_frac", "Share of completions cut at the length limit.", "", "mean"),
@@ -68,8 +76,9 @@ CATALOGUE: tuple[Metric, ...] = (
            " the micro-batches.", "", "sum"),
     Metric("policy/entropy", "Entropy of the policy's next-token distribution, averaged over completion tokens.",
            "nats", "mean"),
-    Metric("policy/kl", "Estimated KL divergence (k3) from the policy to the reference, averaged over completion"
-           " tokens; present only with a reference.", "nats", "mean"),
+    Metric("policy/kl", "Estimated KL divergence (by grpo.kl_estimator) from the policy to the reference, averaged over"
+           " completion tokens; present only with a reference.", "nats", "mean"),
+    Metric("policy/kl_coef", "Weight of the KL: grpo.beta, or what grpo.kl_target has made of it.", "", "same"),
     Metric("policy/clip_frac_low", "Share of tokens whose ratio is clipped from below.", "", "mean"),
     Metric("policy/clip_frac_high", "Share of tokens whose ratio is clipped from above.", "", "mean"),
     Metric("policy/ratio_max", "Largest probability ratio between the policy and the one that sampled.", "", "max"),
@@ -82,6 +91,11 @@ CATALOGUE: tuple[Metric, ...] = (
            " training forward, averaged over tokens.", "nats", "mean"),
     Metric("parity/logp_abs_diff_max", "Largest gap between sampler and training forward over all tokens.",
            "nats", "max"),
+    Metric("parity/ratio_mean", "Probability ratio of the training forward to the sampler, of tokens (truncate) or of"
+           " their completions (mask), averaged over tokens; present only with grpo.sampler_correction.", "", "mean"),
+    Metric("parity/ratio_max", "Largest of these ratios.", "", "max"),
+    Metric("parity/corrected_frac", "Share of tokens whose weight is truncated, or whose completion is dropped.", "",
+           "mean"),
     Metric("parity/alarm", "1 where the mean gap exceeds log.parity_alarm, else 0.", "", "max"),
 
     Metric("sft/loss", "Cross-entropy of the target tokens, averaged.", "nats", "mean"),
@@ -94,7 +108,9 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("time/reward_s", "Reward functions at work; all of it but time/reward_wait_s is hidden behind sampling.",
            "s", "rank_mean"),
     Metric("time/reward_wait_s", "Waiting for rewards after the last completion.", "s", "rank_mean"),
-    Metric("time/reference_s", "Log-probabilities of the reference.", "s", "rank_mean"),
+    Metric("time/old_logp_s", "Log-probabilities of the policy that sampled, where they are not those recorded.", "s",
+           "rank_mean"),
+    Metric("time/reference_s", "Log-probabilities of the reference, and its refresh.", "s", "rank_mean"),
     Metric("time/train_s", "Forward, backward and optimizer.", "s", "rank_mean"),
     Metric("time/eval_s", "Evaluation on the held-out prompts.", "s", "rank_mean"),
     Metric("time/checkpoint_s", "Writing a checkpoint, counted with the step after it.", "s", "rank_mean"),
@@ -173,6 +189,10 @@ class Meter:
         if count:
             kept = value.detach().clone() if isinstance(value, Tensor) else value
             self._added.setdefault(name, []).append((kept, count))
+
+    def total(self, name: str) -> float:
+        """What was added under a name on this rank since the last `reduce`."""
+        return sum(float(value) for value, _ in self._added.get(name, ()))
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from hybrid_grpo.config import EvalConfig
 from hybrid_grpo.data.batch import Completion, MicroBatch, Rollout, Scores
 from hybrid_grpo.metrics import Meter
-from hybrid_grpo.objective import LossStats
+from hybrid_grpo.objective import CorrectionStats, LossStats
 from hybrid_grpo.rewards.advantages import group_stats
 
 
@@ -69,6 +69,15 @@ def measure_parity(meter: Meter, micro: MicroBatch, logp_bT: Tensor, old_logp_bT
         gap_N = (logp_bT.detach() - old_logp_bT)[micro.mask_bT].abs()
         meter.add("parity/logp_abs_diff_mean", gap_N.mean(), len(gap_N))
         meter.add("parity/logp_abs_diff_max", gap_N.max())
+
+
+def measure_correction(meter: Meter, stats: CorrectionStats) -> None:
+    """How far the training forward is from the sampler where the loss corrects for it."""
+    tokens = int(stats.tokens)
+    if tokens:
+        meter.add("parity/ratio_mean", stats.mean, tokens)
+        meter.add("parity/ratio_max", stats.max)
+        meter.add("parity/corrected_frac", stats.fraction, tokens)
 
 
 def measure_memory(meter: Meter) -> None:

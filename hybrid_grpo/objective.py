@@ -1,16 +1,22 @@
-"""The mathematics of the policy loss: tensors in, tensors out. No ranks, no configuration, no devices.
+"""The mathematics of the policy loss: tensors in, tensors out. No ranks, no devices.
+
+Every choice of `GrpoConfig` is one entry of a table: AVERAGES, LOG_RATIOS, SURROGATES, KL, CORRECTIONS.
 
 Notation of the papers: GRPO is DeepSeekMath (arXiv:2402.03300), DAPO is arXiv:2503.14476, Dr. GRPO is
-arXiv:2503.20783, PPO is arXiv:1707.06347. Shapes are explained in data/batch.py.
+arXiv:2503.20783, GSPO is arXiv:2507.18071, CISPO is MiniMax-M1 (arXiv:2506.13585), PPO is arXiv:1707.06347. Shapes are
+explained in data/batch.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from hybrid_grpo.config import GrpoConfig
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios beyond this would overflow exp in float32; the ratio is far outside any clip range by then."""
@@ -22,10 +28,32 @@ class LossStats:
 
     tokens: Tensor
     kl: Tensor
+    """The chosen estimator; 0 without a reference."""
     clipped_low: Tensor
     clipped_high: Tensor
     ratio_max: Tensor
     """A maximum, not a sum."""
+
+
+@dataclass(frozen=True)
+class CorrectionStats:
+    """How far the sampler is from the training forward, over real tokens; scalars."""
+
+    tokens: Tensor
+    """Real tokens: the weight of `mean` and `fraction` in an average over micro-batches and ranks."""
+    mean: Tensor
+    """Of the ratio before it is truncated: of tokens for `truncate`, of the token's completion for `mask`."""
+    max: Tensor
+    fraction: Tensor
+    """Share of tokens whose weight was truncated, or whose completion is dropped."""
+
+
+AVERAGES: dict[str, Callable[[Tensor, int, int, int], Tensor | int]] = {
+    "dapo": lambda mask_bT, tokens, rows, limit: tokens,
+    "grpo": lambda mask_bT, tokens, rows, limit: rows * mask_bT.sum(1, keepdim=True).clamp(min=1),
+    "dr_grpo": lambda mask_bT, tokens, rows, limit: rows * limit,
+}
+"""What the loss of a token is divided by, from the mask, all tokens, all rows and the limit of a completion."""
 
 
 def token_weights(
@@ -42,78 +70,224 @@ def token_weights(
     `dr_grpo`: 1 / (rows * max_completion_tokens), which removes the length bias (Dr. GRPO section 3.2).
 
     Args:
-        mask_bT: bool, True on real tokens.
-        total_tokens, total_rows: counts over the whole minibatch and all ranks, not of this micro-batch.
+        mask_bT: bool, True on the tokens that take part.
+        total_tokens, total_rows: counts over the whole minibatch and all ranks, not of this micro-batch. 0 where
+            nothing takes part.
         max_completion_tokens: the constant of dr_grpo.
 
     Returns:
-        float32 [b, T], 0 on padding.
+        float32 [b, T], 0 where the mask is False, also for rows that it leaves nothing of.
     """
     mask = mask_bT.float()
-    if loss_type == "dapo":
-        return mask / total_tokens
-    if loss_type == "grpo":
-        # A completion always has a token; the clamp keeps an all-padding row (weight 0 anyway) from 0 / 0.
-        return mask / (total_rows * mask.sum(1, keepdim=True).clamp(min=1))
-    return mask / (total_rows * max_completion_tokens)
+    # Where nothing takes part every weight is 0, not 0 / 0.
+    return mask / AVERAGES[loss_type](mask, max(total_tokens, 1), max(total_rows, 1), max_completion_tokens)
 
 
-def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """The estimator exp(d) - d - 1 of KL(policy || reference), d = ref_logp - logp; never negative.
+def _sequence_log_ratio(log_ratio_bT: Tensor, real_bT: Tensor) -> Tensor:
+    mean_b1 = _mean_over_tokens(log_ratio_bT.detach(), real_bT)
+    return mean_b1 + (log_ratio_bT - log_ratio_bT.detach())
 
-    DeepSeekMath eq. 4 (Schulman's k3). The clamp keeps exp finite when the two have drifted far apart.
+
+LOG_RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "token": lambda log_ratio_bT, real_bT: log_ratio_bT,
+    "sequence": _sequence_log_ratio,
+}
+"""The log-ratio that a token's loss is made of, [b, T], from the log-ratios of tokens and which are real.
+
+`sequence` has, at every token, the value of GSPO's s = exp(mean over tokens of log(policy / old)) (GSPO eq. 7), and
+passes the gradient to that token alone (GSPO-token: s_t = sg[s] policy_t / sg[policy_t]). Where a row's tokens share
+weight and advantage the gradient is that of GSPO's own objective (eq. 5): each of its n tokens has a part 1 / n in s.
+"""
+
+
+Surrogate = tuple[Tensor, Tensor, Tensor]
+"""What is maximised, per token, and where (bool) the ratio is clipped from below and from above."""
+
+
+def _clip(ratio_bT: Tensor, logp_bT: Tensor, advantages_bT: Tensor, grpo: GrpoConfig) -> Surrogate:
+    low, high = 1 - grpo.epsilon_low, 1 + grpo.epsilon_high
+    gain_bT = torch.minimum(ratio_bT * advantages_bT, ratio_bT.clamp(low, high) * advantages_bT)
+    if grpo.dual_clip is not None:
+        bounded_bT = torch.maximum(gain_bT, grpo.dual_clip * advantages_bT)
+        gain_bT = torch.where(advantages_bT < 0, bounded_bT, gain_bT)
+    return gain_bT, (ratio_bT < low) & (advantages_bT < 0), (ratio_bT > high) & (advantages_bT > 0)
+
+
+def _cispo(ratio_bT: Tensor, logp_bT: Tensor, advantages_bT: Tensor, grpo: GrpoConfig) -> Surrogate:
+    high = 1 + grpo.epsilon_high
+    gain_bT = ratio_bT.detach().clamp(max=high) * advantages_bT * logp_bT
+    return gain_bT, torch.zeros_like(gain_bT, dtype=torch.bool), (ratio_bT > high) & (advantages_bT != 0)
+
+
+SURROGATES: dict[str, Callable[[Tensor, Tensor, Tensor, GrpoConfig], Surrogate]] = {"clip": _clip, "cispo": _cispo}
+"""From ratio r, log-probability and advantage A to the surrogate.
+
+`clip`: min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) (PPO eq. 7, with DAPO's separate bounds, eq. 8). With
+`dual_clip` c, where A < 0, no less than c A (arXiv:1912.09729 eq. 5): beyond it there is no gradient.
+
+`cispo`: sg[min(r, 1 + epsilon_high)] A logp (MiniMax-M1 eq. 4 and 5, without the lower bound, as it was trained).
+"""
+
+
+KL: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d: -d,
+    "k2": lambda d: d.square() / 2,
+    "k3": lambda d: d.exp() - d - 1,
+}
+"""Estimators of KL(policy || reference) from d = ref_logp - logp of sampled tokens (Schulman, "Approximating KL
+divergence"; k3 is DeepSeekMath eq. 4). k2 and k3 are never negative; k1 and k3 are unbiased."""
+
+
+def kl_penalty(logp: Tensor, ref_logp: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """The estimator, element by element, in nats. The clamp keeps exp finite when the two have drifted far apart."""
+    return KL[estimator]((ref_logp - logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def reward_kl(
+    old_logp_bT: Tensor, ref_logp_bT: Tensor, mask_bT: Tensor, estimator: Literal["k1", "k2", "k3"]
+) -> Tensor:
+    """KL of completions to the reference, [b], in nats: summed over their tokens (as in RLOO, arXiv:2402.14740).
+
+    Times beta, it is what `kl_in: reward` subtracts from the reward. It is of the policy that sampled, and constant.
     """
-    d = (ref_logp - logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return d.exp() - d - 1
+    return kl_penalty(_real(old_logp_bT, mask_bT), _real(ref_logp_bT, mask_bT), estimator).sum(1).detach()
+
+
+def adaptive_beta(beta: float, kl: float, target: float, horizon: int, rows: int) -> float:
+    """The coefficient for the next step (Ziegler et al., arXiv:1909.08593, section 2.2).
+
+    beta (1 + e rows / horizon) with the relative error e = kl / target - 1, cut at 0.2 either way.
+
+    Args:
+        kl, target: in the same unit, both nats per token here.
+        rows: completions of the step. More than the horizon count as the horizon: beta stays positive.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return beta * (1 + error * min(rows / horizon, 1.0))
+
+
+def _truncate(log_ratio_bT: Tensor, real_bT: Tensor, grpo: GrpoConfig) -> tuple[Tensor, Tensor, Tensor]:
+    ratio_bT = _exp(log_ratio_bT)
+    return ratio_bT, ratio_bT.clamp(max=grpo.sampler_ratio_max), ratio_bT > grpo.sampler_ratio_max
+
+
+def _mask(log_ratio_bT: Tensor, real_bT: Tensor, grpo: GrpoConfig) -> tuple[Tensor, Tensor, Tensor]:
+    ratio_bT = _exp(_mean_over_tokens(log_ratio_bT, real_bT)).expand_as(log_ratio_bT)
+    dropped_bT = (ratio_bT < grpo.sampler_ratio_min) | (ratio_bT > grpo.sampler_ratio_max)
+    return ratio_bT, (~dropped_bT).to(ratio_bT), dropped_bT
+
+
+CORRECTIONS: dict[str, Callable[[Tensor, Tensor, GrpoConfig], tuple[Tensor, Tensor, Tensor]]] = {
+    "none": lambda log_ratio_bT, real_bT, grpo: (
+        _exp(log_ratio_bT),
+        torch.ones_like(log_ratio_bT),
+        torch.zeros_like(real_bT),
+    ),
+    "truncate": _truncate,
+    "mask": _mask,
+}
+"""From log(old / sampler) of tokens: the ratio, the factor of the policy loss, and where (bool) it was cut."""
+
+
+def sampler_correction(
+    old_logp_bT: Tensor, sampler_logp_bT: Tensor, mask_bT: Tensor, grpo: GrpoConfig
+) -> tuple[Tensor, CorrectionStats]:
+    """Factors of the policy loss for a sampler that is not quite the policy of the training forward.
+
+    `truncate`: min(old / sampler, sampler_ratio_max) of every token (truncated importance sampling, Yao et al. 2025,
+    "Your efficient RL framework secretly brings you off-policy RL training"). `mask`: 0 for completions whose
+    exp(mean over tokens of log(old / sampler)) is outside [sampler_ratio_min, sampler_ratio_max], else 1.
+
+    Args:
+        old_logp_bT: float, of the training forward with the weights that sampled.
+        sampler_logp_bT: float, recorded while sampling.
+        mask_bT: bool, True on real tokens.
+
+    Returns:
+        Factors without gradient, [b, T], 0 on padding; and what the ratios look like.
+    """
+    log_ratio_bT = (_real(old_logp_bT, mask_bT) - _real(sampler_logp_bT, mask_bT)).detach()
+    ratio_bT, factor_bT, cut_bT = CORRECTIONS[grpo.sampler_correction](log_ratio_bT, mask_bT, grpo)
+    tokens = mask_bT.sum()
+    stats = CorrectionStats(
+        tokens=tokens,
+        mean=_real(ratio_bT, mask_bT).sum() / tokens.clamp(min=1),
+        max=_real(ratio_bT, mask_bT).max(),
+        fraction=(cut_bT & mask_bT).sum() / tokens.clamp(min=1),
+    )
+    return _real(factor_bT, mask_bT), stats
 
 
 def policy_loss(
     logp_bT: Tensor,
     old_logp_bT: Tensor,
-    advantages_b: Tensor,
+    advantages_bT: Tensor,
     weight_bT: Tensor,
+    grpo: GrpoConfig,
     *,
-    epsilon_low: float,
-    epsilon_high: float,
-    beta: float = 0.0,
+    beta: float,
     ref_logp_bT: Tensor | None = None,
+    entropy_bT: Tensor | None = None,
+    correction_bT: Tensor | None = None,
 ) -> tuple[Tensor, LossStats]:
-    """The clipped surrogate plus beta times the KL to the reference, weighted and summed.
+    """Surrogate, KL to the reference and entropy bonus, weighted and summed.
 
-    Per token, with ratio r = exp(logp - old_logp) and the completion's advantage A (DeepSeekMath eq. 3, with
-    DAPO's separate bounds, eq. 8):  -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta k3.
+    Per token (DeepSeekMath eq. 3):  -correction * surrogate + beta * KL - entropy_coef * entropy.  With `kl_unbiased`
+    the KL is multiplied by its token's exp(logp - old_logp), differentiable (DeepSeek-V3.2, eq. 7): with k1 or k3 its
+    gradient is then on average that of the KL of the policy now, from tokens of the one that sampled.
 
     Args:
         logp_bT: float32, of the policy now; carries the gradient.
         old_logp_bT: float32, of the policy that sampled.
-        advantages_b: float32.
-        weight_bT: float32, 0 on padding; see `token_weights`. The caller chose the denominator.
-        ref_logp_bT: float32, of the reference; needed when beta is not 0.
+        advantages_bT: float32; of an outcome reward the same on all tokens of a row.
+        weight_bT: float32, 0 on padding; see `token_weights`. The caller chose the denominator. What the other
+            tensors hold at weight 0, NaN included, has no part in anything.
+        beta: coefficient of the KL; it has a part only with `kl_in` loss.
+        ref_logp_bT: float32, of the reference; needed for a KL in the loss, measured wherever it is given.
+        entropy_bT: float32, differentiable; needed when entropy_coef is not 0.
+        correction_bT: float32, see `sampler_correction`; not given: 1.
 
     Returns:
         The loss, a scalar, and statistics of the real tokens (those of weight above 0).
     """
-    log_ratio = (logp_bT - old_logp_bT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp()
-    advantages = advantages_b[:, None]
-    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-    token_loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    real = weight_bT > 0
+    logp, advantages = _real(logp_bT, real), _real(advantages_bT, real)
+    token_log_ratio = logp - _real(old_logp_bT, real)
+    ratio = _exp(LOG_RATIOS[grpo.importance](token_log_ratio, real))
+    gain, low, high = SURROGATES[grpo.surrogate](ratio, logp, advantages, grpo)
+    token_loss = -gain if correction_bT is None else -gain * _real(correction_bT, real)
     kl = torch.zeros_like(token_loss)
-    if beta != 0:
+    if ref_logp_bT is not None:
+        kl = kl_penalty(logp, _real(ref_logp_bT, real), grpo.kl_estimator)
+    if beta != 0 and grpo.kl_in == "loss":
         assert ref_logp_bT is not None, "a KL term needs ref_logp"
-        kl = k3(logp_bT, ref_logp_bT)
-        token_loss = token_loss + beta * kl
+        token_loss = token_loss + beta * (kl * _exp(token_log_ratio) if grpo.kl_unbiased else kl)
+    if grpo.entropy_coef != 0:
+        assert entropy_bT is not None, "an entropy bonus needs the entropy"
+        token_loss = token_loss - grpo.entropy_coef * _real(entropy_bT, real)
     loss = (token_loss * weight_bT).sum()
 
     with torch.no_grad():
-        real = weight_bT > 0
-        low = (ratio < 1 - epsilon_low) & (advantages < 0) & real
-        high = (ratio > 1 + epsilon_high) & (advantages > 0) & real
+        # On padding the KL and the advantage are 0, and a ratio with advantage 0 is not clipped.
         stats = LossStats(
             tokens=real.sum(),
-            kl=(kl * real).sum(),
+            kl=kl.sum(),
             clipped_low=low.sum(),
             clipped_high=high.sum(),
-            ratio_max=torch.where(real, ratio, 0.0).max(),
+            ratio_max=_real(ratio, real).max(),
         )
     return loss, stats
+
+
+def _real(values_bT: Tensor, real_bT: Tensor) -> Tensor:
+    """0 outside the mask. Before any arithmetic: NaN * 0 is NaN, in the gradient too."""
+    return torch.where(real_bT, values_bT, 0.0)
+
+
+def _mean_over_tokens(values_bT: Tensor, real_bT: Tensor) -> Tensor:
+    """[b, 1], over real tokens; values are 0 on others. 0 for a row without any."""
+    return values_bT.sum(1, keepdim=True) / real_bT.sum(1, keepdim=True).clamp(min=1)
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

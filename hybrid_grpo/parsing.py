@@ -14,12 +14,12 @@ from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_dumper, set_parsing_settings
 
-from hybrid_grpo.config import GenerateConfig, RewardConfig, SftConfig, TrainConfig
+from hybrid_grpo.config import GenerateConfig, PlanConfig, RewardConfig, SftConfig, TrainConfig
 from hybrid_grpo.errors import UserError, did_you_mean, refuse
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
-ConfigT = TypeVar("ConfigT", TrainConfig, SftConfig, GenerateConfig)
+ConfigT = TypeVar("ConfigT", TrainConfig, SftConfig, GenerateConfig, PlanConfig)
 
 
 @dataclass(frozen=True)

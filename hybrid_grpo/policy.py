@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,14 +11,17 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo import engine as engines
-from hybrid_grpo.config import EngineConfig, PolicyConfig, RolloutConfig
+from hybrid_grpo.adapters import Adapters
+from hybrid_grpo.attention import PACKED
+from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
+from hybrid_grpo.data.packing import pack, pad
 from hybrid_grpo.distributed import rank
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import OnFinish, Request, Stats
-from hybrid_grpo.loading import load_config, load_model
+from hybrid_grpo.loading import load_config, load_model, plain_attention
 from hybrid_grpo.logprobs import LogprobModel
-from hybrid_grpo.rollout import attention_of, complete, requests_of, sampling_of
+from hybrid_grpo.rollout import attention_of, complete, requests_of, sampling_of, training_attention
 from hybrid_grpo.view import meta_copy
 
 
@@ -38,6 +42,8 @@ class Policy:
         tokenizer: decodes completions.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         decoder: what will decode it; see `RolloutConfig`.
+        lora: adapters to train instead of the weights, if its rank is not 0.
+        seed: what adapters start from.
     """
 
     def __init__(
@@ -47,6 +53,8 @@ class Policy:
         tokenizer: Any,
         total_steps: int,
         decoder: Literal["paged", "transformers"] = "paged",
+        lora: LoraConfig | None = None,
+        seed: int = 0,
     ) -> None:
         self.config = policy
         self.tokenizer = tokenizer
@@ -54,10 +62,14 @@ class Policy:
         self.optimizer_steps = 0
         self.skipped_steps = 0
         self.deepspeed_config = engines.policy_config(policy, engine)
+        attention = training_attention(policy)
+        self.packs = attention == PACKED
         with engines.sharded_loading(self.deepspeed_config):
-            model = load_model(policy)
-        view = meta_copy(model, attention_of(decoder) or policy.attn_implementation)
-        self.engine = engines.Engine(LogprobModel(model), model, view, self.deepspeed_config)
+            model = load_model(policy, attention)
+        view = meta_copy(model, attention_of(decoder) or plain_attention(model.config, policy.attn_implementation))
+        self.adapters = Adapters(model, lora, seed) if lora is not None and lora.rank else None
+        by_layer = self.adapters.by_layer if self.adapters else None
+        self.engine = engines.Engine(LogprobModel(model), model, view, self.deepspeed_config, by_layer)
 
     def rollout(
         self,
@@ -84,9 +96,19 @@ class Policy:
             groups, _ = complete(view, self.tokenizer, requests, sampling_of(config, stop_ids, greedy=True), config)
         return [group[0] for group in groups]
 
+    def micro_batches(
+        self, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], rows: Sequence[int] | None = None
+    ) -> list[MicroBatch]:
+        """Rows (all, when not given) in micro-batches within the token budget; as many on every rank. Collective."""
+        rows = range(len(prompt_ids)) if rows is None else rows
+        budget, device = self.config.micro_batch_tokens, self.engine.device
+        if self.packs:
+            return pack(prompt_ids, completion_ids, rows, budget, device, share=self.config.shared_prefix)
+        return pad(prompt_ids, completion_ids, rows, budget, device)
+
     def logprobs(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability (differentiable) and entropy of the completion tokens, float32 [b, T]. Collective."""
-        logp_N, entropy_N = self.engine(micro.input_ids_bS, micro.target_mask_bS, temperature)
+        logp_N, entropy_N = self.engine(*micro.inputs, temperature)
         return micro.unflatten(logp_N), micro.unflatten(entropy_N)
 
     def step(self) -> StepResult:
@@ -111,7 +133,10 @@ class Policy:
         self.optimizer_steps, self.skipped_steps = state["optimizer_steps"], state["skipped_steps"]
 
     def export(self, folder: Path) -> None:
-        """Write weights, configuration and tokenizer in Hugging Face format. Collective."""
+        """Write weights, configuration and tokenizer in Hugging Face format. Collective.
+
+        Adapters are merged into these weights, and also written by themselves, in peft's format, to `adapter/` below.
+        """
         with self.engine.generation() as view:
             if rank() == 0:
                 view.save_pretrained(folder, state_dict=_untangled(view.state_dict()))
@@ -120,6 +145,10 @@ class Policy:
                 config.dtype = getattr(torch, self.config.dtype)
                 config.save_pretrained(folder)
                 self.tokenizer.save_pretrained(folder)
+        if self.adapters is not None:
+            whole = self.engine.whole(self.adapters.parameters)
+            if rank() == 0:
+                self.adapters.save(folder / "adapter", whole)
 
 
 def _untangled(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -7,9 +7,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from hybrid_grpo import generation
-from hybrid_grpo.config import RolloutConfig
+from hybrid_grpo.attention import PACKED
+from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Completion, Prompt
+from hybrid_grpo.errors import UserError
 from hybrid_grpo.generation import ATTENTION, OnFinish, Request, Sampling, Stats, stream_key, transformers_decoder
+from hybrid_grpo.generation.support import unsupported
+from hybrid_grpo.loading import load_config, plain_attention
 
 
 def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: bool = False) -> Sampling:
@@ -52,6 +56,22 @@ def requests_of(prompts: Sequence[Prompt], num_generations: int, seed: int, step
 def attention_of(decoder: Literal["paged", "transformers"]) -> str | None:
     """The attention implementation that a model needs for `complete`; None: its own."""
     return ATTENTION if decoder == "paged" else None
+
+
+def training_attention(policy: PolicyConfig) -> str:
+    """The attention implementation of the training forward.
+
+    Raises:
+        UserError: it is `packed`, which the architecture does not allow.
+    """
+    config = load_config(policy.model)
+    if policy.attn_implementation in ("auto", "packed"):
+        reason = unsupported(config)
+        if reason is None:
+            return PACKED
+        if policy.attn_implementation == "packed":
+            raise UserError(f"policy.attn_implementation packed: {reason}: set it to auto")
+    return plain_attention(config, policy.attn_implementation)
 
 
 def complete(

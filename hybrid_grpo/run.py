@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from hybrid_grpo.checkpoint import Checkpoints
+from hybrid_grpo.checkpoint import Checkpoints, Shards
 from hybrid_grpo.config import SftConfig, TrainConfig
 from hybrid_grpo.distributed import barrier, rank, world_size
 from hybrid_grpo.errors import UserError
@@ -75,7 +75,14 @@ class Run:
             (self.folder / "deepspeed.json").write_text(json.dumps(config, indent=2) + "\n")
 
     def loop(
-        self, policy: Policy, parts: dict[str, Stateful], meter: Meter, step: Callable[[int], None], log: Log, done: int
+        self,
+        policy: Policy,
+        parts: dict[str, Stateful],
+        meter: Meter,
+        step: Callable[[int], None],
+        log: Log,
+        done: int,
+        shards: Shards | None = None,
     ) -> None:
         """Run the steps after `done`, with their checkpoints; then export the model and write the report.
 
@@ -86,6 +93,7 @@ class Run:
             step: does step k, from 1.
             log: where numbers go.
             done: steps that were done before.
+            shards: tensors beside the policy's that a checkpoint holds.
         """
         every = self.config.checkpoint.every
         for k in range(done + 1, self.config.run.steps + 1):
@@ -95,7 +103,7 @@ class Run:
             if every and (k % every == 0 or k == self.config.run.steps):
                 with meter.time("time/checkpoint_s"):
                     states = {name: part.state_dict() for name, part in parts.items()}
-                    self.checkpoints.save(policy.engine, k, {"policy": policy.state_dict(), **states})
+                    self.checkpoints.save(policy.engine, k, {"policy": policy.state_dict(), **states}, shards)
         policy.export(self.folder / "model")
         log.close()
         if rank() == 0:
@@ -115,9 +123,9 @@ class Run:
                 )
         return values
 
-    def restore(self, policy: Policy, parts: dict[str, Stateful]) -> int:
+    def restore(self, policy: Policy, parts: dict[str, Stateful], shards: Shards | None = None) -> int:
         """Go on from the newest checkpoint, if there is one and it is wanted; return the steps done."""
-        state = self.checkpoints.load(policy.engine) if self.resumes else None
+        state = self.checkpoints.load(policy.engine, shards) if self.resumes else None
         if state is None:
             return 0
         policy.load_state_dict(state["policy"])

@@ -9,7 +9,6 @@ import torch
 
 from hybrid_grpo.config import SftConfig
 from hybrid_grpo.data.loader import PromptLoader
-from hybrid_grpo.data.packing import pack
 from hybrid_grpo.data.pairs import Pair
 from hybrid_grpo.distributed import all_reduce, rank, world_size
 from hybrid_grpo.metrics import Meter
@@ -44,11 +43,8 @@ class SftTrainer:
         pairs = [pair for pair, _ in self.loader.next_batch()]
         tokens = sum(len(pair.completion_ids) for pair in pairs)
         total_tokens = int(all_reduce(torch.tensor(tokens, device=self.device)))
-        batches = pack(
-            [pair.prompt.token_ids for pair in pairs],
-            [pair.completion_ids for pair in pairs],
-            budget=self.config.policy.micro_batch_tokens,
-            device=self.device,
+        batches = self.policy.micro_batches(
+            [pair.prompt.token_ids for pair in pairs], [pair.completion_ids for pair in pairs]
         )
         for micro in batches:
             logp_bT, _ = self.policy.logprobs(micro, temperature=1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hybrid_grpo.adapters import check_lora
 from hybrid_grpo.config import RolloutConfig, TrainConfig, reward_name
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.prompts import read_prompts
@@ -33,6 +34,11 @@ class Task:
     facts: dict[str, str]
     """What was read, in lines for the console and the run folder."""
 
+    @property
+    def longest_prompt(self) -> int:
+        """Its tokens."""
+        return max(len(prompt.token_ids) for prompt in self.prompts + self.eval_prompts)
+
     @classmethod
     def read(cls, config: TrainConfig) -> Task:
         """Read everything that the configuration names.
@@ -43,6 +49,7 @@ class Task:
         rewards = Rewards(load_rewards(config.rewards))
         model_config = load_config(config.policy.model)
         check_architecture(model_config, config.rollout.decoder)
+        check_lora(config.lora, model_config)
         tokenizer = load_tokenizer(config.policy.model)
         prompts, report = read_prompts(config.data, tokenizer)
         if len(prompts) < config.rollout.prompts_per_step:

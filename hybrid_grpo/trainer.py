@@ -10,19 +10,28 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
+from hybrid_grpo.controller import KlController
+from hybrid_grpo.credit import mean_over_tokens, token_advantages
 from hybrid_grpo.data.batch import MicroBatch, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.data.loader import PromptLoader, rank_share
-from hybrid_grpo.data.packing import pack
-from hybrid_grpo.distributed import all_reduce, rank, world_size
+from hybrid_grpo.data.minibatches import Signals, counting_rows, totals, train_batches
+from hybrid_grpo.distributed import rank, world_size
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.metrics import Meter
-from hybrid_grpo.monitor import measure_eval, measure_loss, measure_memory, measure_parity, measure_rollout
-from hybrid_grpo.objective import policy_loss, token_weights
+from hybrid_grpo.monitor import (
+    measure_correction,
+    measure_eval,
+    measure_loss,
+    measure_memory,
+    measure_parity,
+    measure_rollout,
+)
+from hybrid_grpo.objective import policy_loss, reward_kl, sampler_correction
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.reference import Reference
-from hybrid_grpo.rewards.advantages import group_advantages
+from hybrid_grpo.resampling import resample
 from hybrid_grpo.rewards.streaming import Stream
-from hybrid_grpo.run import Run
+from hybrid_grpo.run import Run, Stateful
 from hybrid_grpo.sinks import Log
 from hybrid_grpo.task import Task
 
@@ -33,7 +42,7 @@ class Trainer:
     Args:
         config, plan: the run's settings and batch equation.
         policy: what is trained.
-        reference: what it is held close to; None when beta is 0.
+        reference: what it is held close to; None where beta is 0.
         task: prompts and rewards.
         device: this rank's.
     """
@@ -64,11 +73,20 @@ class Trainer:
             config.run.seed,
             config.data.shuffle,
         )
+        self.kl = KlController(config.grpo, config.rollout.prompts_per_step * plan.num_generations, device)
+        grpo, filtered = config.grpo, config.rollout.logprobs == "sampling"
+        auto = filtered or grpo.sampler_correction != "none"
+        self.recomputes = auto if grpo.old_logp == "auto" else grpo.old_logp == "policy"
+        # The filtered distribution is not the policy's: with its log-probabilities no ratio is 1.
+        self.starts_on_policy = self.recomputes or not filtered
+        self.kl_in_reward = grpo.beta != 0 and grpo.kl_in == "reward"
         self.last_rollout: tuple[Rollout, Scores, Tensor] | None = None
 
     def run(self, run: Run) -> None:
         """Train from the start or the newest checkpoint to the last step, evaluating on the way."""
-        done = run.restore(self.policy, {"loader": self.loader})
+        parts: dict[str, Stateful] = {"loader": self.loader, "kl": self.kl}
+        shards = self.reference if self.config.grpo.ref_every else None
+        done = run.restore(self.policy, parts, shards)
         settings = {**asdict(self.config), "deepspeed": self.policy.deepspeed_config}
         with Log(self.config.log, run.folder, self.config.run.steps, done if run.resumes else -1, settings) as log:
             if self.task.eval_prompts and not run.resumes:
@@ -83,30 +101,55 @@ class Trainer:
                 if self.task.eval_prompts and (k == self.config.run.steps or (every and k % every == 0)):
                     self.evaluate()
 
-            run.loop(self.policy, {"loader": self.loader}, self.meter, step, log, done)
+            run.loop(self.policy, parts, self.meter, step, log, done, shards)
 
     def step(self, step: int) -> None:
         """One GRPO step (DeepSeekMath, arXiv:2402.03300, algorithm 1, inner loop)."""
         with self.meter.time("time/step_s"):
-            prompts = self.draw_prompts()
-            with Stream(self.task.rewards, prompts, self.plan.num_generations) as stream:
-                rollout = self.sample(prompts, step, stream.add)
-                scores = self.score(stream)
-            advantages_B = group_advantages(
-                scores.reward_B, rollout.num_generations, self.config.grpo.scale_rewards
-            ).to(self.device)
+            rollout, scores = self.collect(step)
+            old_logp_BT = self.old_logprobs(rollout)
             ref_logp_BT = self.reference_logprobs(rollout)
-            self.improve(rollout, advantages_B, ref_logp_BT)
-        self.last_rollout = (rollout, scores, advantages_B)
-        self.measure(step, rollout, scores)
+            advantages_BT = self.advantages(rollout, scores, old_logp_BT, ref_logp_BT)
+            self.improve(rollout, advantages_BT, old_logp_BT, ref_logp_BT)
+            self.refresh_reference(step)
+        self.last_rollout = (rollout, scores, mean_over_tokens(advantages_BT, rollout))
+        self.measure(rollout, scores)
+
+    def collect(self, step: int) -> tuple[Rollout, Scores]:
+        """The step's groups and their scores; with dynamic sampling, groups that teach nothing are replaced."""
+        rollout, scores = self.sample_and_score(self.draw_prompts(), step)
+        if self.config.grpo.dynamic_sampling:
+            rollout, scores = resample(
+                rollout,
+                scores,
+                self.places(),
+                draw=lambda count, wanted: _prompts(self.loader.draw(count, wanted)),
+                sample=lambda prompts: self.sample_and_score(prompts, step),
+                max_rounds=self.config.grpo.max_resamples,
+                meter=self.meter,
+                device=self.device,
+            )
+        return rollout, scores
+
+    def places(self) -> list[int]:
+        """Where the groups of this rank stand among those of all ranks, minibatch after minibatch."""
+        share = self.plan.prompts_per_rank // self.plan.num_minibatches
+        return [
+            (minibatch * world_size() + rank()) * share + group
+            for minibatch in range(self.plan.num_minibatches)
+            for group in range(share)
+        ]
+
+    def sample_and_score(self, prompts: list[Prompt], step: int) -> tuple[Rollout, Scores]:
+        """A rollout and what the reward functions say of it; there may be no prompts on this rank."""
+        with Stream(self.task.rewards, prompts, self.plan.num_generations) as stream:
+            rollout = self.sample(prompts, step, stream.add)
+            return rollout, self.score(stream)
 
     def draw_prompts(self) -> list[Prompt]:
         """This rank's prompts of the next rollout, minibatch after minibatch."""
-        return [
-            replace(prompt, epoch=epoch)
-            for _ in range(self.plan.num_minibatches)
-            for prompt, epoch in self.loader.next_batch()
-        ]
+        batches = [_prompts(self.loader.next_batch()) for _ in range(self.plan.num_minibatches)]
+        return [prompt for batch in batches for prompt in batch]
 
     def sample(self, prompts: list[Prompt], step: int, on_finish: OnFinish | None = None) -> Rollout:
         """Complete every prompt `num_generations` times with the policy as it is."""
@@ -124,7 +167,7 @@ class Trainer:
         self.meter.add("time/generate_s", generate_s)
         self.meter.add("time/gather_s", switch.gather_s)
         self.meter.add("time/switch_s", switch.gather_s + switch.release_s)
-        self.meter.add("throughput/generated_tokens_per_s", rollout.num_tokens / generate_s)
+        self.meter.add("completion/sampled_tokens", rollout.num_tokens)
         return rollout
 
     def score(self, stream: Stream) -> Scores:
@@ -134,103 +177,129 @@ class Trainer:
         self.meter.add("time/reward_s", stream.seconds)
         return scores
 
+    def old_logprobs(self, rollout: Rollout) -> Tensor | None:
+        """[B, T], of the policy that sampled, once per rollout; None where nothing asks for them.
+
+        The sampler recorded them, or one pass of the training forward gives them before the first optimizer step.
+        """
+        if not self.recomputes:
+            return rollout.logp_BT.to(self.device)
+        if len(self.passes(rollout)) == 1 and not self.kl_in_reward:
+            return None
+        with self.meter.time("time/old_logp_s"), torch.no_grad():
+            logp_BT = torch.zeros(len(rollout.completions), max(rollout.lengths), device=self.device)
+            for micro in self.micro_batches(rollout, range(len(rollout.completions))):
+                logp_bT, _ = self.policy.logprobs(micro, self.config.rollout.temperature)
+                if micro.rows:
+                    logp_BT[micro.rows, : logp_bT.shape[1]] = logp_bT
+        return logp_BT
+
     def reference_logprobs(self, rollout: Rollout) -> Tensor | None:
         """The reference's log-probabilities, once per rollout; None without a reference."""
         if self.reference is None:
             return None
         with self.meter.time("time/reference_s"):
-            shape = (len(rollout.completions), _longest(rollout))
+            shape = (len(rollout.completions), max(rollout.lengths))
             batches = self.micro_batches(rollout, range(shape[0]))
             return self.reference.logprobs(batches, shape, self.config.rollout.temperature)
 
-    def improve(self, rollout: Rollout, advantages_B: Tensor, ref_logp_BT: Tensor | None) -> None:
+    def advantages(
+        self, rollout: Rollout, scores: Scores, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None
+    ) -> Tensor:
+        """How much better every token was than the other completions of its group, float32 [B, T]."""
+        kl_cost_B = None
+        if self.kl_in_reward:
+            assert old_logp_BT is not None and ref_logp_BT is not None
+            mask_BT, estimator = rollout.mask_BT.to(self.device), self.config.grpo.kl_estimator
+            kl_cost_B = self.kl.beta * reward_kl(old_logp_BT, ref_logp_BT, mask_BT, estimator).double().cpu()
+        return token_advantages(rollout, scores, self.config, kl_cost_B, self.meter, self.device).to(self.device)
+
+    def improve(
+        self, rollout: Rollout, advantages_BT: Tensor, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None
+    ) -> None:
         """`num_iterations` passes of `num_minibatches` optimizer steps; `old_logp` stays that of the sampler."""
         start = time.perf_counter()
-        old_logp_BT = _old_logp(rollout).to(self.device)
-        rows = len(rollout.completions) // self.plan.num_minibatches
-        passes = [
-            (iteration, range(first, first + rows))
-            for iteration in range(self.plan.num_iterations)
-            for first in range(0, len(rollout.completions), rows)
-        ]
-        for number, (_, minibatch) in enumerate(passes):
-            for batch in self.train_batches(rollout, minibatch, old_logp_BT, advantages_B, ref_logp_BT):
-                loss, logp_bT = self.loss(batch, on_policy=number == 0)
+        passes = self.passes(rollout)
+        counts_B = counting_rows(rollout, self.config.grpo.mask_truncated).to(self.device)
+        signals = Signals(rollout.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT, counts_B)
+        for number, rows in enumerate(passes):
+            own = number == 0 and self.starts_on_policy
+            for batch in self.train_batches(rollout, rows, replace(signals, old_logp_BT=None) if own else signals):
+                loss, logp_bT = self.loss(batch)
                 self.policy.engine.backward(loss)
                 self.meter.add("policy/loss", loss / len(passes))
                 if number == 0:
-                    measure_parity(self.meter, batch.micro, logp_bT, batch.old_logp_bT)
+                    measure_parity(self.meter, batch.micro, logp_bT, batch.sampler_logp_bT)
             self.meter.add("policy/lr", self.policy.lr)
             self.meter.add("policy/grad_norm", self.policy.step().grad_norm)
         train_s = time.perf_counter() - start
         tokens = rollout.num_tokens + sum(len(prompt.token_ids) for prompt in rollout.row_prompts)
         self.meter.add("time/train_s", train_s)
         self.meter.add("throughput/trained_tokens_per_s", tokens * self.plan.num_iterations / train_s)
+        if self.reference is not None:
+            self.meter.add("policy/kl_coef", self.kl.beta)
+            self.kl.update()
 
-    def loss(self, batch: TrainBatch, on_policy: bool) -> tuple[Tensor, Tensor]:
+    def passes(self, rollout: Rollout) -> list[range]:
+        """The rows of every optimizer step on a rollout."""
+        rows = len(rollout.completions) // self.plan.num_minibatches
+        minibatches = [range(first, first + rows) for first in range(0, len(rollout.completions), rows)]
+        return minibatches * self.plan.num_iterations
+
+    def loss(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """This micro-batch's share of the objective, and the log-probabilities it was made of.
 
         Before the first optimizer step on a rollout the policy is the one that sampled, so its ratio is 1 by
-        construction; the sampler's log-probabilities would add their rounding and nothing else. Unless they are to be
-        those of the filtered distribution: then the policy is off it from the start.
+        construction; recorded log-probabilities would add their rounding and nothing else.
         """
         grpo = self.config.grpo
-        recorded = not on_policy or self.config.rollout.logprobs == "sampling"
         logp_bT, entropy_bT = self.policy.logprobs(batch.micro, self.config.rollout.temperature)
+        old_logp_bT = logp_bT.detach() if batch.old_logp_bT is None else batch.old_logp_bT
+        correction_bT = None
+        if grpo.sampler_correction != "none":
+            correction_bT, correction = sampler_correction(
+                old_logp_bT, batch.sampler_logp_bT, batch.weight_bT > 0, grpo
+            )
+            measure_correction(self.meter, correction)
         loss, stats = policy_loss(
             logp_bT,
-            batch.old_logp_bT if recorded else logp_bT.detach(),
-            batch.advantages_b,
+            old_logp_bT,
+            batch.advantages_bT,
             batch.weight_bT,
-            epsilon_low=grpo.epsilon_low,
-            epsilon_high=grpo.epsilon_high,
-            beta=grpo.beta,
+            grpo,
+            beta=self.kl.beta,
             ref_logp_bT=batch.ref_logp_bT,
+            entropy_bT=entropy_bT,
+            correction_bT=correction_bT,
         )
-        measure_loss(self.meter, stats, entropy_bT.detach(), batch.weight_bT, with_kl=grpo.beta != 0)
+        self.kl.add(stats)
+        measure_loss(self.meter, stats, entropy_bT.detach(), batch.weight_bT, with_kl=batch.ref_logp_bT is not None)
         return loss, logp_bT
+
+    def refresh_reference(self, step: int) -> None:
+        """Every `ref_every` steps the reference follows the policy (iterative GRPO)."""
+        grpo = self.config.grpo
+        if self.reference is not None and grpo.ref_every and step % grpo.ref_every == 0:
+            with self.meter.time("time/reference_s"):
+                self.reference.refresh(self.policy.engine, grpo.ref_mix)
 
     def micro_batches(self, rollout: Rollout, rows: range) -> list[MicroBatch]:
         """The given rows of a rollout within the token budget; as many on every rank."""
-        return pack(
+        return self.policy.micro_batches(
             [prompt.token_ids for prompt in rollout.row_prompts],
             [completion.token_ids for completion in rollout.completions],
-            budget=self.plan.micro_batch_tokens,
-            device=self.device,
-            rows=rows,
+            rows,
         )
 
-    def train_batches(
-        self,
-        rollout: Rollout,
-        rows: range,
-        old_logp_BT: Tensor,
-        advantages_B: Tensor,
-        ref_logp_BT: Tensor | None,
-    ) -> Iterator[TrainBatch]:
+    def train_batches(self, rollout: Rollout, rows: range, signals: Signals) -> Iterator[TrainBatch]:
         """The micro-batches of one optimizer step, weighted by its counts over all ranks."""
-        local = sum(len(rollout.completions[row].token_ids) for row in rows)
-        total_tokens = int(all_reduce(torch.tensor(local, device=self.device)))
-        for micro in self.micro_batches(rollout, rows):
-            weight_bT = token_weights(
-                micro.mask_bT,
-                self.config.grpo.loss_type,
-                total_tokens=total_tokens,
-                total_rows=self.plan.rows_per_minibatch,
-                max_completion_tokens=self.config.rollout.max_completion_tokens,
-            )
-            b, tokens = micro.mask_bT.shape
-            if not micro.rows:
-                nothing = torch.zeros(b, tokens, device=self.device)
-                yield TrainBatch(micro, nothing, nothing, nothing[:, 0], nothing)
-                continue
-            yield TrainBatch(
-                micro,
-                old_logp_BT[micro.rows, :tokens],
-                None if ref_logp_BT is None else ref_logp_BT[micro.rows, :tokens],
-                advantages_B[micro.rows],
-                weight_bT,
-            )
+        return train_batches(
+            self.micro_batches(rollout, rows),
+            signals,
+            self.config.grpo.loss_type,
+            totals=totals(rollout, signals.counts_B, rows),
+            max_completion_tokens=self.config.rollout.max_completion_tokens,
+        )
 
     def evaluate(self) -> None:
         """Greedy completions of the held-out prompts: accuracy and mean reward."""
@@ -239,24 +308,19 @@ class Trainer:
             scores = self.task.rewards.score(self.eval_prompts, completions)
         measure_eval(self.meter, self.config.eval, self.task.outcome, completions, scores)
 
-    def measure(self, step: int, rollout: Rollout, scores: Scores) -> None:
+    def measure(self, rollout: Rollout, scores: Scores) -> None:
         """Numbers of the step that its stages did not add."""
         measure_rollout(self.meter, rollout, scores, self.task.outcome, self.config.eval.threshold)
         measure_memory(self.meter)
-        rows = self.config.rollout.prompts_per_step * rollout.num_generations
-        self.meter.add("progress/completions", step * rows)
+        generated = self.meter.total("completion/sampled_tokens") / self.meter.total("time/generate_s")
+        self.meter.add("throughput/generated_tokens_per_s", generated)
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)
         state = self.loader.state_dict()
-        self.meter.add("data/epoch", state["epoch"] + state["offset"] / state["length"])
+        drawn = state["epoch"] * state["length"] + state["offset"]
+        self.meter.add("data/epoch", drawn / state["length"])
+        self.meter.add("progress/completions", drawn * rollout.num_generations)
 
 
-def _longest(rollout: Rollout) -> int:
-    return max(len(completion.token_ids) for completion in rollout.completions)
-
-
-def _old_logp(rollout: Rollout) -> Tensor:
-    """Sampler log-probabilities, float32 [B, T], 0 on padding."""
-    old_logp_BT = torch.zeros(len(rollout.completions), _longest(rollout))
-    for row, completion in enumerate(rollout.completions):
-        old_logp_BT[row, : len(completion.logp)] = torch.tensor(completion.logp)
-    return old_logp_BT
+def _prompts(drawn: list[tuple[Prompt, int]]) -> list[Prompt]:
+    """The prompts, each with the epoch that it was drawn in."""
+    return [replace(prompt, epoch=epoch) for prompt, epoch in drawn]

@@ -2,22 +2,24 @@
 
 A view is a second module of the same class, with an attention of its own and without hooks, gradients or storage.
 While it is open its parameters are whole weights: below ZeRO stage 3, and on one rank, the engine's own memory;
-else slices of one buffer that the shards are gathered into. Nothing of the module in training is touched, so
-leaving generation cannot fail to restore it.
+else slices of one buffer that the shards are gathered into. Weights with an adapter have it merged into them: in that
+buffer, or where they are the engine's own, in copies. Nothing of the module in training is touched, so leaving
+generation cannot fail to restore it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hybrid_grpo.adapters import Adapter
 from hybrid_grpo.distributed import world_size
 
-_BUCKET_ELEMENTS = 1 << 26
+BUCKET_ELEMENTS = 1 << 26
 """Parameters gathered by one collective: bounds the transient copy to a few hundred MB."""
 
 
@@ -32,20 +34,31 @@ def meta_copy(model: Any, attn_implementation: str) -> nn.Module:
 class View:
     """A module whose parameters are the whole weights of another, while they are gathered."""
 
-    def __init__(self, source: nn.Module, module: nn.Module, sharded: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        source: nn.Module,
+        module: nn.Module,
+        sharded: bool,
+        device: torch.device,
+        adapters: Mapping[str, Adapter] | None = None,
+    ) -> None:
         """
         Args:
             source: the module in training; may hold empty parameters while its weights are sharded.
-            module: of the same class and structure, on the meta device.
+            module: of the same class and structure but for adapters, on the meta device.
             sharded: whether `source` is under ZeRO-3.
             device: where whole weights go.
+            adapters: those in `source`, by the path of their layer in `module`.
         """
         self.module = module
         self._sharded = sharded
         self._device = device
+        self._adapters = adapters or {}
         # Any: a parameter under ZeRO-3 has attributes of DeepSpeed's.
         self._homes: dict[Any, list[tuple[nn.Module, str]]] = {}
         by_name = dict(source.named_parameters(remove_duplicate=False))
+        for path, adapter in self._adapters.items():
+            by_name.update({f"{path}.{name}": p for name, p in adapter.linear.named_parameters()})
         buffers = dict(source.named_buffers(remove_duplicate=False))
         for path, child in module.named_modules():
             prefix = f"{path}." if path else ""
@@ -56,16 +69,27 @@ class View:
             for name in child._buffers:
                 child._buffers[name] = buffers.get(prefix + name)
 
+    @torch.no_grad()
     def gather(self) -> None:
         """Give every parameter its whole weight; collective when sharded over ranks."""
-        if not self._sharded:
-            whole = {p: p.data for p in self._homes}
-        elif world_size() == 1:
-            whole = {p: p.ds_tensor.to(self._device)[: p.ds_numel].view(p.ds_shape) for p in self._homes}
-        else:
-            whole = self._gather_shards()
+        matrices = [p for adapter in self._adapters.values() for p in (adapter.down, adapter.up)]
+        whole = self.whole([*self._homes, *matrices])
+        for adapter in self._adapters.values():
+            weight = adapter.linear.weight
+            whole[weight] = adapter.merged(
+                whole[weight], whole[adapter.down], whole[adapter.up], in_place=self._sharded and world_size() > 1
+            )
         for parameter, homes in self._homes.items():
-            self._bind(homes, whole[parameter].detach())
+            self._bind(homes, whole[parameter])
+
+    @torch.no_grad()
+    def whole(self, parameters: Iterable[Any]) -> dict[Any, Tensor]:
+        """The whole weights of parameters in training; collective when sharded over ranks."""
+        if not self._sharded:
+            return {p: p.data for p in parameters}
+        if world_size() == 1:
+            return {p: p.ds_tensor.to(self._device)[: p.ds_numel].view(p.ds_shape).detach() for p in parameters}
+        return self._gather_shards(list(parameters))
 
     def release(self) -> None:
         """Let go of the weights."""
@@ -78,11 +102,11 @@ class View:
         for module, name in homes:
             module._parameters[name] = bound
 
-    def _gather_shards(self) -> dict[Tensor, Tensor]:
+    def _gather_shards(self, every: list[Any]) -> dict[Any, Tensor]:
         """All-gather the shards into one buffer a type, bucket by bucket."""
         whole: dict[Any, Tensor] = {}
-        for dtype in {p.ds_tensor.dtype for p in self._homes}:
-            parameters = [p for p in self._homes if p.ds_tensor.dtype == dtype]
+        for dtype in sorted({p.ds_tensor.dtype for p in every}, key=str):
+            parameters = [p for p in every if p.ds_tensor.dtype == dtype]
             flat = torch.empty(sum(p.ds_numel for p in parameters), dtype=dtype, device=self._device)
             offset = 0
             for bucket in _buckets(parameters):
@@ -106,7 +130,7 @@ def _buckets(parameters: list[Any]) -> Iterator[list[Any]]:
     bucket: list[Any] = []
     size = 0
     for p in parameters:
-        if bucket and size + p.ds_numel > _BUCKET_ELEMENTS:
+        if bucket and size + p.ds_numel > BUCKET_ELEMENTS:
             yield bucket
             bucket, size = [], 0
         bucket.append(p)

@@ -19,9 +19,11 @@ def make_task(folder: Path) -> Path:
     return folder
 
 
-def ranks(world: int, name: str, folder: Path, accelerator: str = "cpu") -> list[dict[str, Any]]:
-    """Run a program of rank_programs.py on `world` ranks; what each rank saw."""
-    program = [str(HERE / "rank_programs.py"), name, str(folder)]
+def ranks(
+    world: int, name: str, folder: Path, accelerator: str = "cpu", programs: str = "rank_programs.py"
+) -> list[dict[str, Any]]:
+    """Run a program of rank_programs.py, or another file like it, on `world` ranks; what each rank saw."""
+    program = [str(HERE / programs), name, str(folder)]
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(world), "--no_local_rank"]
     command = [sys.executable, *program] if world == 1 else [*launcher, "--master_port", "29611", *program]
     environment = {**os.environ, "DS_ACCELERATOR": accelerator, "OMP_NUM_THREADS": "1"}

@@ -91,6 +91,7 @@ def build(
     dtype: str = "float32",
     gradient_checkpointing: bool = False,
     offload: bool = False,
+    prompts_per_step: int = 8,
 ) -> Trainer:
     """A trainer on the quickstart's tiny model and task."""
     config = TrainConfig(
@@ -103,7 +104,9 @@ def build(
         ),
         engine=EngineConfig(zero_stage=stage, offload_optimizer=offload),  # type: ignore[arg-type]
         data=DataConfig(path=str(folder / "train.jsonl"), eval_path=str(folder / "heldout.jsonl"), eval_limit=24),
-        rollout=RolloutConfig(prompts_per_step=8, num_generations=4, max_completion_tokens=12, max_slots=16),
+        rollout=RolloutConfig(
+            prompts_per_step=prompts_per_step, num_generations=4, max_completion_tokens=12, max_slots=16
+        ),
         grpo=GrpoConfig(beta=beta, num_minibatches=num_minibatches, num_iterations=num_iterations),
         rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
     )
@@ -310,9 +313,9 @@ def nonfinite(folder: Path) -> dict[str, Any]:
     return seen
 
 
-def main() -> None:
+def main(programs: dict[str, Any]) -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
-    seen = globals()[name](folder)
+    seen = programs[name](folder)
     target = folder if folder.is_dir() else folder.parent
     suffix = "" if folder.is_dir() else f".{folder.name}"
     (target / f"{name}{suffix}.{world_size()}.{rank()}.json").write_text(json.dumps(seen))
@@ -321,4 +324,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())

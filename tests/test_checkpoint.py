@@ -29,6 +29,30 @@ def test_the_newest_are_kept(tmp_path):
     assert sorted(p.name for p in checkpoints.folder.iterdir()) == ["latest", "step_1000000", "step_999990"]
 
 
+class Shards:
+    """One number, with which a rank of its own would be written."""
+
+    number = 0
+
+    def save(self, folder):
+        (folder / "shards").write_text(str(self.number))
+
+    def load(self, folder):
+        self.number = int((folder / "shards").read_text())
+
+
+def test_shards_are_part_of_a_checkpoint_before_it_is_the_latest(tmp_path):
+    checkpoints, engine, shards = Checkpoints(tmp_path / "checkpoints", keep=2), Engine(), Shards()
+    shards.number = 7
+    checkpoints.save(engine, 1, {}, shards)
+    shards.save = lambda folder: checkpoints.folder.joinpath("nowhere", "shards").write_text("")
+    with pytest.raises(FileNotFoundError):
+        checkpoints.save(engine, 2, {}, shards)
+    shards.number = 0
+    checkpoints.load(engine, shards)
+    assert checkpoints.latest() == "step_000001" and shards.number == 7
+
+
 def test_a_killed_save_leaves_the_last_whole_one_and_its_rest_is_cleared(tmp_path):
     checkpoints, engine = Checkpoints(tmp_path / "checkpoints", keep=2), Engine()
     checkpoints.save(engine, 1, {})

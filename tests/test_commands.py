@@ -312,20 +312,27 @@ class Runs:
     refusal: Done
 
 
+MOVING = (
+    *("--grpo.beta=0.1", "--grpo.kl_target=0.001", "--grpo.kl_horizon=32"),
+    *("--grpo.ref_every=1", "--grpo.ref_mix=0.5"),
+)
+"""An objective with a state of its own: a reference that follows the policy, and a weight of the KL that is adapted."""
+
+
 @pytest.fixture(scope="session")
 def runs(workshop: Workshop) -> Runs:
     """Four steps in one go, under ZeRO stages 0 and 3; two steps and two more after a resumption, under 3."""
 
     def whole(stage: int) -> Path:
         name = f"whole{stage}"
-        done = workshop.run(*_train(f"--run.name={name}", f"--engine.zero_stage={stage}", "--eval.every=2"))
+        done = workshop.run(*_train(f"--run.name={name}", f"--engine.zero_stage={stage}", "--eval.every=2", *MOVING))
         assert done.status == 0, done.err
         return workshop.folder / "runs" / name
 
     def resumed(stage: int) -> Path:
         name = f"resumed{stage}"
         arguments = _train(
-            f"--run.name={name}", f"--engine.zero_stage={stage}", "--eval.every=2", "--checkpoint.every=2"
+            f"--run.name={name}", f"--engine.zero_stage={stage}", "--eval.every=2", "--checkpoint.every=2", *MOVING
         )
         for more in (["--run.steps=2"], ["--run.resume=auto"]):
             done = workshop.run(*arguments, *more)
@@ -442,8 +449,10 @@ def test_a_resumed_run_repeats_the_whole_one(runs: Runs) -> None:
     whole, resumed = rows_of(runs.whole[3]), rows_of(runs.resumed)
     assert list(resumed) == list(whole)
     for step in (1, 2, 3, 4):
-        for name in ("reward/mean", "policy/loss", "policy/grad_norm", "progress/completions", "data/epoch"):
+        for name in ("reward/mean", "policy/loss", "policy/grad_norm", "policy/kl", "policy/kl_coef", "data/epoch"):
             assert resumed[step][name] == pytest.approx(whole[step][name], rel=1e-6, abs=1e-9), (step, name)
+        assert resumed[step]["progress/completions"] == whole[step]["progress/completions"]
+    assert len({whole[step]["policy/kl_coef"] for step in (1, 2, 3, 4)}) == 4 and whole[4]["policy/kl"] > 0
     assert resumed[4]["eval/heldout/accuracy"] == whole[4]["eval/heldout/accuracy"]
     weights = [load_file(folder / "model" / "model.safetensors") for folder in (runs.whole[3], runs.resumed)]
     assert weights[0].keys() == weights[1].keys()

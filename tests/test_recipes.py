@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hybrid_grpo.checks import batch_plan, check_train
-from hybrid_grpo.config import SftConfig, TrainConfig
+from hybrid_grpo.config import GrpoConfig, RewardConfig, SftConfig, TrainConfig
+from hybrid_grpo.grpo_checks import check_grpo
 from hybrid_grpo.parsing import parse
 
 SCRIPTS = Path(__file__).parent.parent / "training_scripts"
@@ -46,6 +48,34 @@ def test_a_recipe_parses_and_its_last_word_is_the_user_s(script, tmp_path, monke
     assert config.data.prompt_column == "question" and config.rewards[0].function == "numeric_answer"
     if ranks == 8:
         assert config.engine.zero_stage == 3 and config.engine.offload_optimizer and config.grpo.beta > 0
+
+
+@pytest.mark.parametrize("name", ["cispo", "dapo", "dr_grpo", "gspo"])
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_an_objective_goes_over_a_recipe(name, ranks, monkeypatch):
+    monkeypatch.chdir(SCRIPTS.parent)
+    files = ("training_scripts/gsm8k.yaml", f"training_scripts/objectives/{name}.yaml")
+    recipes = [argument for file in files for argument in ("--config", file)]
+    config = parse(TrainConfig, [*recipes, "--policy.model", "Qwen/Qwen2.5-0.5B-Instruct"], "train").config
+    assert check_train(config, ranks).num_minibatches == config.grpo.num_minibatches
+    groups = {field: getattr(config.grpo, field) for field in ("dynamic_sampling", "overlong_buffer")}
+    assert config.grpo == GrpoConfig(**{**DOCUMENTED[name], **groups})
+
+
+def documented_objectives() -> dict[str, dict]:
+    """The rows of the table in docs/objectives.md: algorithm and fields."""
+    rows = re.findall(r"^\| (.+?) \| `(\{.+?\})`", (SCRIPTS.parent / "docs/objectives.md").read_text(), re.MULTILINE)
+    return {name.lower().replace(". ", "_"): yaml.safe_load(fields) for name, fields in rows}
+
+
+DOCUMENTED = documented_objectives()
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_documented_objective_is_one(name):
+    assert len(DOCUMENTED) > 12
+    config = TrainConfig(grpo=GrpoConfig(**DOCUMENTED[name]), rewards=[RewardConfig("a"), RewardConfig("b")])
+    check_grpo(config)
 
 
 def test_the_quickstart_warms_up_and_then_trains_on_what_it_made(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from hybrid_grpo.rewards.builtin import (
     length_penalty,
     letters_in_place,
     numeric_answer,
+    repetition_penalty,
 )
 
 
@@ -90,6 +91,15 @@ def test_length_penalty_is_equation_13_of_dapo() -> None:
             length_penalty([], max_length=20, buffer=buffer)
 
 
+def test_repetition_penalty_is_the_share_of_repeated_ngrams() -> None:
+    loop, all_new, half = [5] * 12, list(range(12)), [1, 2, 3, 1, 2, 3]
+    assert repetition_penalty([loop, all_new, half, [1, 1], []]) == [1 / 10 - 1, 0.0, 3 / 4 - 1, 0.0, 0.0]
+    assert repetition_penalty([half], ngram=1) == [-0.5]
+    assert repetition_penalty([half], ngram=6) == [0.0]
+    with pytest.raises(ValueError, match="ngram"):
+        repetition_penalty([half], ngram=0)
+
+
 def test_letters_in_place() -> None:
     assert letters_in_place(["abc", "abd", "cab", "", "ab"], ["abc"] * 5) == [1.0, 2 / 3, 0.0, 0.0, 2 / 3]
     assert letters_in_place([""], [""]) == [1.0]
@@ -103,7 +113,8 @@ def test_letters_in_place_does_not_pay_for_writing_on() -> None:
 
 
 def test_every_builtin_takes_its_settings_by_keyword_and_says_what_it_does() -> None:
-    assert sorted(BUILTINS) == ["exact_match", "format_regex", "length_penalty", "letters_in_place", "numeric_answer"]
+    named = {exact_match, format_regex, length_penalty, letters_in_place, numeric_answer, repetition_penalty}
+    assert {f.__name__: f for f in named} == BUILTINS
     for name, function in BUILTINS.items():
         kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
         columns = {n for n, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}

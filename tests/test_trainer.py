@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from hybrid_grpo.checks import batch_plan
-from hybrid_grpo.config import RolloutConfig, TrainConfig
-from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout, TrainBatch
+from hybrid_grpo.config import GrpoConfig, RolloutConfig, TrainConfig
+from hybrid_grpo.data.batch import Completion, Prompt, Rollout
+from hybrid_grpo.data.minibatches import Signals, counting_rows
+from hybrid_grpo.data.packing import pad
 from hybrid_grpo.rewards.loading import Reward
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.rewards.streaming import Stream
@@ -35,6 +37,9 @@ class Sampler:
                 on_finish(i, k, rows[-1])
         return Rollout(prompts, rows, G), None
 
+    def micro_batches(self, prompt_ids, completion_ids, rows):
+        return pad(prompt_ids, completion_ids, rows, 16384, torch.device("cpu"))
+
     def logprobs(self, micro, temperature):
         return torch.full(micro.mask_bT.shape, math.log(0.5), requires_grad=True), torch.zeros(micro.mask_bT.shape)
 
@@ -44,8 +49,17 @@ def slow(completions):
     return [float(text) for text in completions]
 
 
-def trainer(policy: Sampler, **rollout) -> Trainer:
-    config = TrainConfig(rollout=RolloutConfig(prompts_per_step=P, num_generations=G, **rollout))
+WIDE = {"epsilon_low": 0.9, "epsilon_high": 0.9}
+
+
+def replaced(rollout: Rollout, **changes) -> Rollout:
+    return replace(rollout, completions=[replace(c, **changes) for c in rollout.completions])
+
+
+def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
+    config = TrainConfig(
+        rollout=RolloutConfig(prompts_per_step=P, num_generations=G, **rollout), grpo=GrpoConfig(**(grpo or {}))
+    )
     task = SimpleNamespace(
         rewards=Rewards([Reward("slow", 1.0, slow, {}, frozenset(), frozenset({"completions"}))]),
         prompts=[Prompt(i, f"p{i}", [1], {}) for i in range(P)],
@@ -67,18 +81,69 @@ def test_rewards_run_while_others_are_sampled():
     assert 0 < values["time/reward_wait_s"] < 0.4 * values["time/reward_s"]
 
 
-@pytest.mark.parametrize("logprobs, on_policy, ratio", [
-    ("softmax", True, 1.0),
-    ("softmax", False, 0.5 / math.exp(-0.8)),
-    ("sampling", True, 0.5 / math.exp(-0.8)),
-    ("sampling", False, 0.5 / math.exp(-0.8)),
+@pytest.mark.parametrize("logprobs, old_logp, first, later", [
+    ("softmax", "auto", 1.0, 0.5 / math.exp(-0.8)),
+    ("softmax", "policy", 1.0, 1.0),
+    ("sampling", "auto", 1.0, 1.0),
+    ("sampling", "sampler", 0.5 / math.exp(-0.8), 0.5 / math.exp(-0.8)),
 ])  # fmt: skip
-def test_the_filtered_distribution_s_logprobs_are_used_from_the_first_step(logprobs, on_policy, ratio):
-    mask_bT = torch.ones(1, 2, dtype=torch.bool)
-    micro = MicroBatch([0], torch.ones(1, 3, dtype=torch.int64), mask_bT, mask_bT)
-    batch = TrainBatch(micro, torch.full((1, 2), -0.8), None, torch.ones(1), mask_bT / 2)
-    run = trainer(Sampler(), logprobs=logprobs)
-    run.config = replace(run.config, grpo=replace(run.config.grpo, epsilon_low=0.9, epsilon_high=0.9))
-    loss = run.loss(batch, on_policy)[0].detach()
-    assert loss.item() == pytest.approx(-ratio)
-    assert run.meter.reduce()["policy/ratio_max"] == pytest.approx(ratio)
+def test_whose_logprobs_the_ratios_are_relative_to(logprobs, old_logp, first, later):
+    """The sampler recorded -0.8 where the policy says log 1/2, as if another distribution had been drawn from."""
+    run = trainer(Sampler(), {"num_iterations": 2, "old_logp": old_logp, **WIDE}, logprobs=logprobs)
+    rollout = replaced(run.sample(run.draw_prompts(), 1, lambda *_: None), logp=[-0.8, -0.8])
+    old_logp_BT = run.old_logprobs(rollout)
+    assert old_logp_BT is not None
+    ratios = []
+    for own in (run.starts_on_policy, False):
+        signals = Signals(
+            rollout.logp_BT, None if own else old_logp_BT, None, torch.ones(P * G, 2), torch.ones(P * G).bool()
+        )
+        for batch in run.train_batches(rollout, range(P * G), signals):
+            loss, _ = run.loss(batch)
+        ratios.append(run.meter.reduce()["policy/ratio_max"])
+        assert loss.item() == pytest.approx(-ratios[-1])
+    assert ratios == pytest.approx([first, later])
+
+
+def test_one_optimizer_step_needs_no_pass_for_old_logp():
+    settings = {"sampler_correction": "truncate", "sampler_ratio_max": 1.05}
+    run = trainer(Sampler(), settings)
+    rollout = replaced(run.sample(run.draw_prompts(), 1, lambda *_: None), logp=[-0.8, math.log(0.5)])
+    assert run.old_logprobs(rollout) is None
+    assert trainer(Sampler(), {**settings, "num_iterations": 2}).old_logprobs(rollout) is not None
+    signals = Signals(rollout.logp_BT, None, None, torch.ones(P * G, 2), torch.ones(P * G).bool())
+    (batch,) = run.train_batches(rollout, range(P * G), signals)
+    loss, _ = run.loss(batch)
+    # exp(log 1/2 + 0.8) is 1.11: cut at 1.05; the other token's ratio is 1.
+    assert loss.item() == pytest.approx(-(1.05 + 1) / 2)
+    values = run.meter.reduce()
+    assert values["parity/ratio_max"] == pytest.approx(0.5 / math.exp(-0.8))
+    assert values["parity/ratio_mean"] == pytest.approx((0.5 / math.exp(-0.8) + 1) / 2)
+    assert values["parity/corrected_frac"] == 0.5 and values["policy/ratio_max"] == 1.0
+
+
+@pytest.mark.parametrize("loss_type, share", [("dapo", 1 / 28), ("grpo", 1 / 28), ("dr_grpo", 1 / (14 * 512))])
+def test_truncated_completions_weigh_nothing_and_count_nowhere(loss_type, share):
+    run = trainer(Sampler(), {"mask_truncated": True, "loss_type": loss_type})
+    rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
+    cut = [replace(c, finish="length") for c in rollout.completions[:2]]
+    rollout = replace(rollout, completions=cut + rollout.completions[2:])
+    counts_B = counting_rows(rollout, True)
+    signals = Signals(rollout.logp_BT, None, None, torch.ones(P * G, 2), counts_B)
+    (batch,) = run.train_batches(rollout, range(P * G), signals)
+    by_row = {row: batch.weight_bT[i].tolist() for i, row in enumerate(batch.micro.rows)}
+    assert by_row[0] == by_row[1] == [0.0, 0.0]
+    assert by_row[2] == pytest.approx([share, share])
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_a_loss_of_nothing_is_zero(loss_type):
+    run = trainer(Sampler(), {"mask_truncated": True, "loss_type": loss_type, "sampler_correction": "mask"})
+    rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
+    rollout = replace(rollout, completions=[replace(c, finish="length") for c in rollout.completions])
+    signals = Signals(rollout.logp_BT, None, None, torch.ones(P * G, 2), counting_rows(rollout, True))
+    (batch,) = run.train_batches(rollout, range(P * G), signals)
+    loss, _ = run.loss(batch)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert "policy/entropy" not in run.meter.reduce()

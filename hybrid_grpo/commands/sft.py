@@ -17,6 +17,7 @@ def run(arguments: list[str]) -> None:
 
     # The settings are sound: now the imports that take seconds.
     from hybrid_grpo import engine
+    from hybrid_grpo.adapters import check_lora
     from hybrid_grpo.data.pairs import read_pairs
     from hybrid_grpo.loading import check_lengths, load_config, load_tokenizer
     from hybrid_grpo.policy import Policy
@@ -25,12 +26,23 @@ def run(arguments: list[str]) -> None:
 
     device = engine.start()
     model_config = load_config(config.policy.model)
+    check_lora(config.lora, model_config)
     tokenizer = load_tokenizer(config.policy.model)
     pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens)
     check_lengths(model_config, max(len(pair.prompt.token_ids) + len(pair.completion_ids) for pair in pairs))
     this = Run(parsed, {"data": str(report)})
     # Its view of the model only exports.
-    policy = Policy(config.policy, config.engine, tokenizer, config.run.steps, decoder="transformers")
+    policy = Policy(
+        config.policy,
+        config.engine,
+        tokenizer,
+        config.run.steps,
+        decoder="transformers",
+        lora=config.lora,
+        seed=config.run.seed,
+    )
     this.write_engine_config(policy.deepspeed_config)
+    if policy.adapters is not None:
+        this.say(f"lora: {policy.adapters}")
     SftTrainer(config, policy, pairs, device).run(this)
     this.say(f"model: {this.folder / 'model'}")

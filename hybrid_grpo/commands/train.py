@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 
 from hybrid_grpo.checks import check_train
@@ -19,30 +20,43 @@ def run(arguments: list[str]) -> None:
 
     # The settings are sound: now the imports that take seconds.
     from hybrid_grpo import engine
+    from hybrid_grpo.hardware import of_device
+    from hybrid_grpo.plan import foresee, shortage
     from hybrid_grpo.policy import Policy
-    from hybrid_grpo.reference import Reference
+    from hybrid_grpo.reference import Reference, UnadaptedReference
     from hybrid_grpo.run import Run
     from hybrid_grpo.task import Task
     from hybrid_grpo.trainer import Trainer
 
     device = engine.start()
     task = Task.read(config)
-    this = Run(parsed, {"batch": str(plan), **task.facts})
+    memory = foresee(config, plan, task.longest_prompt, of_device(device, config.policy.dtype))
+    warning = shortage(memory) if memory else None
+    foreseen = str(memory) if memory else "not foreseen: the model's code cannot run without data"
+    this = Run(parsed, {"batch": str(plan), "memory": foreseen, **task.facts})
+    if warning:
+        this.say(f"WARNING: it may not fit: {warning}")
     policy = Policy(
         config.policy,
         config.engine,
         task.tokenizer,
         total_steps=config.run.steps * plan.num_iterations * plan.num_minibatches,
         decoder=config.rollout.decoder,
+        lora=config.lora,
+        seed=config.run.seed,
     )
     this.write_engine_config(policy.deepspeed_config)
-    reference = Reference(config.policy) if config.grpo.beta else None
+    if policy.adapters is not None:
+        this.say(f"lora: {policy.adapters}")
+    reference = None
+    if config.grpo.beta:
+        reference = UnadaptedReference(policy.engine, policy.adapters) if policy.adapters else Reference(config.policy)
     Trainer(config, plan, policy, reference, task, device).run(this)
-    this.say(summary(this.folder, config.eval.name))
+    this.say(summary(this.folder, config.eval.name, memory.measurable if memory else None))
 
 
-def summary(folder: Path, eval_name: str) -> str:
-    """What a finished run achieved, in a few lines, from its metrics."""
+def summary(folder: Path, eval_name: str, planned_bytes: int | None = None) -> str:
+    """What a finished run achieved, in a few lines, from its metrics; and its memory beside the plan's."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     accuracies = [row[name] for row in rows if (name := f"eval/{eval_name}/accuracy") in row]
     steps = [row for row in rows if "time/step_s" in row]
@@ -53,10 +67,19 @@ def summary(folder: Path, eval_name: str) -> str:
         "completions": f"{steps[-1]['progress/completions']:,.0f} in {seconds:.1f} s of training" if steps else "",
         "generated tokens a second": _median(steps, "throughput/generated_tokens_per_s"),
         "trained tokens a second": _median(steps, "throughput/trained_tokens_per_s"),
+        "peak memory of a rank": _memory(steps, planned_bytes),
         **{name: str(path) for name, path in lines.items()},
     }
     width = max(map(len, facts))
     return "\n".join(["", *(f"  {name:{width}}  {fact}" for name, fact in facts.items() if fact), ""])
+
+
+def _memory(rows: list[dict[str, float]], planned_bytes: int | None) -> str:
+    """The most on the GPU, or of this process on a CPU."""
+    peaks = [row["memory/peak_gb"] for row in rows if "memory/peak_gb" in row]
+    peak = max(peaks) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    planned = "" if planned_bytes is None else f", {planned_bytes / 1e9:.2f} GB foreseen"
+    return f"{peak:.2f} GB{planned}"
 
 
 def _median(rows: list[dict[str, float]], name: str) -> str:

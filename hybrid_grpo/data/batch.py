@@ -14,14 +14,20 @@ sampled) and `ref_logp` (the reference). All are natural logarithms at the sampl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from hybrid_grpo.attention import Segments, Selection
+
 Message = dict[str, Any]
 """One chat message: `{"role": ..., "content": ...}`."""
+
+Step = tuple[int, float]
+"""The reward of one step of a completion: the number of its tokens up to the end of the step, and the reward."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,33 @@ class Rollout:
         """Completion tokens of all rows."""
         return sum(len(completion.token_ids) for completion in self.completions)
 
+    @property
+    def lengths(self) -> list[int]:
+        """[B], tokens of every completion."""
+        return [len(completion.token_ids) for completion in self.completions]
+
+    @property
+    def mask_BT(self) -> Tensor:
+        """bool, True on the tokens of each completion; T is the longest."""
+        return torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
+
+    @property
+    def logp_BT(self) -> Tensor:
+        """float32, recorded while sampling; 0 on padding."""
+        logp_BT = torch.zeros(len(self.completions), max(self.lengths))
+        for row, completion in enumerate(self.completions):
+            logp_BT[row, : len(completion.logp)] = torch.tensor(completion.logp)
+        return logp_BT
+
+    def groups(self, chosen: Sequence[int]) -> Rollout:
+        """The chosen groups, in the order given."""
+        rows = _rows(chosen, self.num_generations)
+        return Rollout([self.prompts[p] for p in chosen], [self.completions[row] for row in rows], self.num_generations)
+
+    def joined(self, more: Rollout) -> Rollout:
+        """Its groups, then those of `more`."""
+        return Rollout(self.prompts + more.prompts, self.completions + more.completions, self.num_generations)
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -83,21 +116,74 @@ class Scores:
     reward_B: Tensor
     """float64, weighted sum of the functions that apply."""
     by_function: dict[str, Tensor]
-    """float64 [B] by function name, unweighted; NaN where the function does not apply."""
+    """float64 [B] by function name, unweighted; NaN where the function does not apply. Of one that scores steps it is
+    their sum."""
+    steps: list[list[Step]] | None = None
+    """[B], weighted rewards of the steps of each completion, by rising `end`; None where no function scores steps."""
+    whole_B: Tensor | None = None
+    """float64, the part of `reward_B` that is of completions as a whole, not of steps; None where `steps` is."""
+
+    @property
+    def outcome_B(self) -> Tensor:
+        """float64, the rewards of completions as a whole."""
+        return self.reward_B if self.whole_B is None else self.whole_B
+
+    def groups(self, chosen: Sequence[int], num_generations: int) -> Scores:
+        """Those of the chosen groups, in the order given."""
+        rows = _rows(chosen, num_generations)
+        return Scores(
+            self.reward_B[rows],
+            {name: value_B[rows] for name, value_B in self.by_function.items()},
+            None if self.steps is None else [self.steps[row] for row in rows],
+            None if self.whole_B is None else self.whole_B[rows],
+        )
+
+    def joined(self, more: Scores) -> Scores:
+        """Its rows, then those of `more`."""
+        scores_steps = self.steps is not None or more.steps is not None
+        return Scores(
+            torch.cat([self.reward_B, more.reward_B]),
+            {name: torch.cat([value_B, more.by_function[name]]) for name, value_B in self.by_function.items()},
+            [*(self.steps or self._no_steps()), *(more.steps or more._no_steps())] if scores_steps else None,
+            torch.cat([self.outcome_B, more.outcome_B]) if scores_steps else None,
+        )
+
+    def _no_steps(self) -> list[list[Step]]:
+        return [[] for _ in self.reward_B]
+
+
+def _rows(groups: Sequence[int], num_generations: int) -> list[int]:
+    """Rows of these groups, where groups follow each other."""
+    return [group * num_generations + k for group in groups for k in range(num_generations)]
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of one forward: token sequences, right-padded, and which of their tokens are predicted."""
+    """Rows of one forward, and which tokens it predicts. The last token of a row predicts nothing and is left out.
+
+    Packed, the tokens of all rows stand in one sequence, prompts shared by a group once; else a row is a sequence,
+    right-padded, where no real token attends to padding.
+    """
 
     rows: list[int]
     """[b], index of each row in the rollout."""
     input_ids_bS: Tensor
-    """int64, prompt followed by completion; padding is never attended to, being to the right."""
-    target_mask_bS: Tensor
-    """bool, True on completion tokens."""
+    """int64; b is 1 when packed."""
+    position_ids_bS: Tensor
+    """int64, place of each token in its own row."""
+    source: Selection
+    """Picks of all [b * S] tokens those before each completion token, row after row."""
+    target_N: Tensor
+    """int64, the completion tokens, row after row."""
     mask_bT: Tensor
-    """bool, the same tokens moved to the left: True on the real tokens of each completion."""
+    """bool, True on the real tokens of each completion."""
+    segments: Segments | None
+    """Who attends to whom when packed."""
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """What `LogprobModel` takes, but for the temperature."""
+        return self.input_ids_bS, self.position_ids_bS, self.source, self.target_N, self.segments
 
     def unflatten(self, values_N: Tensor) -> Tensor:
         """[b, T] with the flat values at the real tokens and 0 elsewhere; gradients flow."""
@@ -109,11 +195,13 @@ class TrainBatch:
     """A micro-batch with what the loss needs beside the current log-probabilities."""
 
     micro: MicroBatch
-    old_logp_bT: Tensor
-    """float32"""
+    sampler_logp_bT: Tensor
+    """float32, recorded while sampling."""
+    old_logp_bT: Tensor | None
+    """float32; None where the policy is still the one that sampled: its own, without a gradient, are taken."""
     ref_logp_bT: Tensor | None
     """float32; None without a reference."""
-    advantages_b: Tensor
+    advantages_bT: Tensor
     """float32"""
     weight_bT: Tensor
-    """float32, weight of each token's loss: the mask over the global denominator, 0 on padding."""
+    """float32, weight of each token's loss: the mask over the global denominator, 0 on tokens that do not count."""

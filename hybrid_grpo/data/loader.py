@@ -5,7 +5,7 @@ Knows positions and indices only: what an item is, and what is done with it, is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypedDict, TypeVar
 
 import numpy as np
@@ -63,12 +63,16 @@ class PromptLoader(Generic[ItemT]):
         Each comes with the number of its epoch, which tells two draws of one item apart.
         """
         share = self._batch_size // self._world_size
-        start = self._position + self._rank * share
-        self._position += self._batch_size
-        return [
-            (self._prompts[self._index(position)], position // len(self._prompts))
-            for position in range(start, start + share)
-        ]
+        return self.draw(self._batch_size, range(self._rank * share, (self._rank + 1) * share))
+
+    def draw(self, count: int, wanted: Iterable[int]) -> list[tuple[ItemT, int]]:
+        """Of the next `count` items of the stream those at the `wanted` places, from 0 on, with their epochs.
+
+        The stream goes on behind all of them: every rank must draw the same count.
+        """
+        start = self._position
+        self._position += count
+        return [(self._prompts[self._index(start + place)], (start + place) // len(self._prompts)) for place in wanted]
 
     def state_dict(self) -> LoaderState:
         """The position after the batches handed out so far."""

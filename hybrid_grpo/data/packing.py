@@ -1,4 +1,4 @@
-"""From rows to micro-batches: sequences of like length together, within a token budget.
+"""From rows to micro-batches within a token budget: packed without padding, or sequences of like length together.
 
 Every rank gets the same number of micro-batches, since each is a collective forward under ZeRO-3; a rank with
 nothing left runs a filler of one token that no result is taken from.
@@ -7,11 +7,148 @@ nothing left runs a filler of one token that no result is taken from.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from hybrid_grpo.attention import Segments, Selection
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.distributed import all_reduce
+
+_WORTH_SHARING = 0.1
+"""Share of the tokens that a prompt computed once must save: attention then gathers keys and needs masks."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows of one prompt that go into the same micro-batch."""
+
+    rows: list[int]
+    tokens: int
+    """To compute."""
+
+
+def pack(
+    prompt_ids: Sequence[list[int]],
+    completion_ids: Sequence[list[int]],
+    rows: Sequence[int],
+    budget: int,
+    device: torch.device,
+    *,
+    share: Literal["auto", "on", "off"],
+) -> list[MicroBatch]:
+    """Micro-batches without padding, of about the same number of tokens; as many on every rank.
+
+    Args:
+        prompt_ids, completion_ids: tokens of every row; neither is empty.
+        rows: indices to take.
+        budget: tokens of one micro-batch; a row that has more goes alone.
+        device: where the tensors go.
+        share: whether neighbouring rows of the same prompt share its forward; `auto`: if that saves enough.
+
+    Returns:
+        Micro-batches whose `rows` are indices into `prompt_ids`; fillers have none.
+    """
+    alone = [_Group([row], len(prompt_ids[row]) + len(completion_ids[row]) - 1) for row in rows]
+    groups = _groups(prompt_ids, completion_ids, rows, budget)
+    every, shared = (sum(group.tokens for group in way) for way in (alone, groups))
+    if share == "off" or (share == "auto" and every - shared < _WORTH_SHARING * every):
+        groups = alone
+    count = max(1, -(-sum(group.tokens for group in groups) // budget)) if groups else 0
+    while any(_tokens(part) > budget and len(part) > 1 for part in _spread(groups, count)):
+        count += 1
+    most = int(all_reduce(torch.tensor(count, device=device), "max"))
+    parts = [part for part in _spread(groups, most) if part]
+    return [_packed(part, prompt_ids, completion_ids, device) for part in parts] + _fillers(most - len(parts), device)
+
+
+def _tokens(part: list[_Group]) -> int:
+    return sum(group.tokens for group in part)
+
+
+def _groups(
+    prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], rows: Sequence[int], budget: int
+) -> list[_Group]:
+    """Neighbouring rows of the same prompt, as many together as the budget allows."""
+    groups: list[_Group] = []
+    for row in rows:
+        own = len(completion_ids[row]) - 1
+        last = groups[-1] if groups else None
+        if last and prompt_ids[last.rows[0]] == prompt_ids[row] and last.tokens + own <= budget:
+            groups[-1] = _Group([*last.rows, row], last.tokens + own)
+        else:
+            groups.append(_Group([row], len(prompt_ids[row]) + own))
+    return groups
+
+
+def _spread(groups: list[_Group], count: int) -> list[list[_Group]]:
+    """Every group to the lightest of `count` parts, the heaviest first (Graham, SIAM J. Appl. Math. 17, 1969)."""
+    parts: list[list[_Group]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for group in sorted(groups, key=lambda group: -group.tokens):
+        lightest = loads.index(min(loads))
+        parts[lightest].append(group)
+        loads[lightest] += group.tokens
+    return parts
+
+
+def _packed(
+    groups: list[_Group], prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], device: torch.device
+) -> MicroBatch:
+    """Every group's prompt, then the completions, each up to its last token but one."""
+    tokens: list[int] = []
+    positions: list[np.ndarray] = []
+    source: list[np.ndarray] = []
+    own: list[tuple[int, int]] = []
+    prefix: list[tuple[int, int]] = []
+    for group in groups:
+        prompt, start = prompt_ids[group.rows[0]], len(tokens)
+        shared = len(group.rows) > 1
+        if shared:
+            own.append((start, len(prompt)))
+            prefix.append((start, 0))
+        tokens += prompt
+        positions.append(np.arange(len(prompt)))
+        for row in group.rows:
+            completion = completion_ids[row][:-1]
+            begin = len(tokens)
+            source += [np.array([start + len(prompt) - 1]), begin + np.arange(len(completion))]
+            if not shared:
+                own.append((start, len(prompt) + len(completion)))
+                prefix.append((start, 0))
+            elif completion:
+                own.append((begin, len(completion)))
+                prefix.append((start, len(prompt)))
+            tokens += completion
+            positions.append(len(prompt) + np.arange(len(completion)))
+    rows = [row for group in groups for row in group.rows]
+    return MicroBatch(
+        rows,
+        torch.tensor([tokens], device=device),
+        torch.from_numpy(np.concatenate(positions))[None].to(device),
+        _all_of(np.concatenate(source), device),
+        *_targets([completion_ids[row] for row in rows], device),
+        Segments(own, prefix, device),
+    )
+
+
+def pad(
+    prompt_ids: Sequence[list[int]],
+    completion_ids: Sequence[list[int]],
+    rows: Sequence[int],
+    budget: int,
+    device: torch.device,
+) -> list[MicroBatch]:
+    """Micro-batches of sequences padded to the longest, for models that cannot be packed; see `pack`."""
+    lengths = [len(prompt_ids[row]) + len(completion_ids[row]) - 1 for row in rows]
+    batches = [
+        _padded([rows[i] for i in part], prompt_ids, completion_ids, device) for part in plan_rows(lengths, budget)
+    ]
+    most = int(all_reduce(torch.tensor(len(batches), device=device), "max"))
+    return batches + _fillers(most - len(batches), device, packed=False)
 
 
 def plan_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -29,58 +166,40 @@ def plan_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return parts
 
 
-def pack(
-    prompt_ids: Sequence[list[int]],
-    completion_ids: Sequence[list[int]],
-    *,
-    budget: int,
-    device: torch.device,
-    rows: Sequence[int] | None = None,
-) -> list[MicroBatch]:
-    """Micro-batches over the given rows (all, when not given); the same number on every rank.
-
-    Args:
-        prompt_ids, completion_ids: tokens of every row; neither is empty.
-        budget: padded tokens of one micro-batch.
-        device: where the tensors go.
-        rows: indices to take.
-
-    Returns:
-        Micro-batches whose `rows` are indices into `prompt_ids`; fillers have none.
-    """
-    rows = range(len(prompt_ids)) if rows is None else rows
-    lengths = [len(prompt_ids[row]) + len(completion_ids[row]) for row in rows]
-    batches = [
-        _micro_batch([rows[i] for i in part], prompt_ids, completion_ids, device) for part in plan_rows(lengths, budget)
-    ]
-    most = int(all_reduce(torch.tensor(len(batches), device=device), "max"))
-    return batches + [_filler(device) for _ in range(most - len(batches))]
-
-
-def _micro_batch(
-    rows: list[int],
-    prompt_ids: Sequence[list[int]],
-    completion_ids: Sequence[list[int]],
-    device: torch.device,
+def _padded(
+    rows: list[int], prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], device: torch.device
 ) -> MicroBatch:
-    width = max(len(prompt_ids[row]) + len(completion_ids[row]) for row in rows)
-    tokens = max(len(completion_ids[row]) for row in rows)
-    input_ids_bS = torch.zeros(len(rows), width, dtype=torch.int64)
-    target_mask_bS = torch.zeros(len(rows), width, dtype=torch.bool)
-    mask_bT = torch.zeros(len(rows), tokens, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        prompt, completion = prompt_ids[row], completion_ids[row]
-        end = len(prompt) + len(completion)
-        input_ids_bS[i, :end] = torch.tensor(prompt + completion)
-        target_mask_bS[i, len(prompt) : end] = True
-        mask_bT[i, : len(completion)] = True
-    return MicroBatch(rows, input_ids_bS.to(device), target_mask_bS.to(device), mask_bT.to(device))
-
-
-def _filler(device: torch.device) -> MicroBatch:
+    texts = [(prompt_ids[row] + completion_ids[row])[:-1] for row in rows]
+    width = max(map(len, texts))
+    source = [
+        i * width + np.arange(len(prompt_ids[row]) - 1, len(text))
+        for i, (row, text) in enumerate(zip(rows, texts, strict=True))
+    ]
     return MicroBatch(
-        rows=[],
-        input_ids_bS=torch.zeros(1, 2, dtype=torch.int64, device=device),
-        target_mask_bS=torch.tensor([[False, True]], device=device),
-        mask_bT=torch.tensor([[True]], device=device),
+        rows,
+        torch.tensor([text + [0] * (width - len(text)) for text in texts], device=device),
+        torch.arange(width, device=device).expand(len(rows), -1),
+        _all_of(np.concatenate(source), device),
+        *_targets([completion_ids[row] for row in rows], device),
+        None,
     )
+
+
+def _all_of(index: np.ndarray, device: torch.device) -> Selection:
+    return Selection(index, np.ones(len(index), dtype=bool), device)
+
+
+def _targets(completions: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """All tokens in one row, and the mask of the real ones in a table."""
+    lengths = torch.tensor([len(ids) for ids in completions])
+    flat = torch.tensor([token for ids in completions for token in ids])
+    return flat.to(device), (torch.arange(int(lengths.max())) < lengths[:, None]).to(device)
+
+
+def _fillers(count: int, device: torch.device, *, packed: bool = True) -> list[MicroBatch]:
+    """Forwards of one token, for which no row asks."""
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    segments = Segments([(0, 1)], [(0, 0)], device) if packed else None
+    return [
+        MicroBatch([], zero, zero, _all_of(np.array([0]), device), zero[0], zero == 0, segments) for _ in range(count)
+    ]

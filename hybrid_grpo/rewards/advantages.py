@@ -1,10 +1,14 @@
 """From the rewards of a group to its advantages, and what the groups of a step look like.
 
-Tensors in, tensors out: no ranks. A group never spans ranks, so no communication is needed here.
+Tensors in, tensors out: no ranks. A group never spans ranks; where a number is of all ranks, the caller gives the sum
+over them as `total`. Arithmetic is float64. Numbers that are all equal are told by equality, because in floating point
+their mean can differ from them in the last digit, and dividing by a standard deviation that is rounding noise too would
+make a gradient out of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +16,9 @@ import torch
 from torch import Tensor
 
 _STD_EPSILON = 1e-4  # a group of nearly equal rewards must not blow its last digits up to advantages of size 1
+
+Total = Callable[[Tensor], Tensor]
+"""Sums a float64 tensor over ranks."""
 
 
 @dataclass(frozen=True)
@@ -28,27 +35,172 @@ class GroupStats:
     """Groups in which none does."""
 
 
-def group_advantages(reward_B: Tensor, num_generations: int, scale: Literal["group", "none"]) -> Tensor:
-    """Rewards relative to their group: DeepSeekMath, arXiv:2402.03300, section 4.1.2.
+def _on_one_rank(values: Tensor) -> Tensor:
+    return values
 
-    `group` gives A = (r - mean) / (std + 1e-4) with the unbiased std; `none` leaves out the division
-    (Dr. GRPO, arXiv:2503.20783). A group whose rewards are all equal has advantages of exactly 0: this is
-    tested by equality, because the mean of equal numbers can differ from them in the last digit.
+
+def _group_scale(centred_PN: Tensor, applies_PN: Tensor, total: Total) -> Tensor:
+    # A group of one number has no deviation; its centred number is 0.
+    count_P1 = applies_PN.sum(1, keepdim=True)
+    variance_P1 = centred_PN.square().sum(1, keepdim=True) / (count_P1 - 1).clamp(min=1)
+    return variance_P1.sqrt() + _STD_EPSILON
+
+
+def _batch_scale(centred_PN: Tensor, applies_PN: Tensor, total: Total) -> Tensor:
+    squares, count = total(torch.stack([centred_PN.square().sum(), applies_PN.sum().to(torch.float64)]))
+    return (squares / (count - 1).clamp(min=1)).sqrt() + _STD_EPSILON
+
+
+def _no_scale(centred_PN: Tensor, applies_PN: Tensor, total: Total) -> Tensor:
+    return torch.ones_like(centred_PN[:, :1])
+
+
+SCALES: dict[str, Callable[[Tensor, Tensor, Total], Tensor]] = {
+    "group": _group_scale,
+    "batch": _batch_scale,
+    "none": _no_scale,
+}
+"""What centred rewards (0 where `applies` is False) are divided by: unbiased standard deviation + 1e-4, or 1."""
+
+BASELINES: dict[str, Callable[[int], float]] = {"mean": lambda g: 1.0, "leave_one_out": lambda g: g / (g - 1)}
+"""Distance from the baseline over distance from the mean of a group of g: a number is part of the mean, so it is
+g / (g - 1) times as far from the mean of the others."""
+
+
+def _centred(value_PN: Tensor, applies_PN: Tensor) -> Tensor:
+    """Distance of each number to the mean of those of its group that apply; 0 for others, and exactly 0 where all
+    that apply are equal."""
+    value_PN = torch.where(applies_PN, value_PN, 0.0)
+    mean_P1 = value_PN.sum(1, keepdim=True) / applies_PN.sum(1, keepdim=True).clamp(min=1)
+    highest_P = torch.where(applies_PN, value_PN, -torch.inf).amax(1)
+    lowest_P = torch.where(applies_PN, value_PN, torch.inf).amin(1)
+    teaches_PN = applies_PN & (highest_P > lowest_P)[:, None]
+    return torch.where(teaches_PN, value_PN - mean_P1, 0.0)
+
+
+def group_advantages(
+    reward_B: Tensor,
+    num_generations: int,
+    *,
+    baseline: Literal["mean", "leave_one_out"],
+    scale: Literal["group", "batch", "none"],
+    total: Total = _on_one_rank,
+) -> Tensor:
+    """Rewards relative to their group: (r - baseline) / scale, exactly 0 in a group whose rewards are all equal.
+
+    Baseline `mean` is that of the group (DeepSeekMath, arXiv:2402.03300, section 4.1.2), `leave_one_out` that of the
+    group's other completions (RLOO, arXiv:2402.14740). Scale `group` is std + 1e-4 with the unbiased standard
+    deviation of the group's rewards; `none` is 1 (Dr. GRPO, arXiv:2503.20783); `batch` is std + 1e-4 with the unbiased
+    standard deviation of r - baseline over all completions of all ranks, groups that teach nothing included: with
+    baseline `mean` this is REINFORCE++ with baseline (arXiv:2501.03262), whose second centring, over the batch,
+    changes nothing, since groups are of one size. (TRL's `batch` divides by the deviation of r itself.)
+
+    Of `normalized_rewards`, with scale `batch`, these are the advantages of GDPO.
 
     Args:
         reward_B: finite, group after group.
         num_generations: G, completions per group, 2 or more.
-        scale: whether to divide by the group's standard deviation.
+        total: sums over ranks; called once, for scale `batch` only.
 
     Returns:
         float32 [B], computed in float64.
     """
-    assert num_generations >= 2 and reward_B.numel() % num_generations == 0
-    reward_PG = reward_B.to(torch.float64).view(-1, num_generations)
-    advantage_PG = reward_PG - reward_PG.mean(dim=1, keepdim=True)
-    if scale == "group":
-        advantage_PG = advantage_PG / (reward_PG.std(dim=1, keepdim=True) + _STD_EPSILON)
-    return advantage_PG.masked_fill(_all_equal(reward_PG)[:, None], 0.0).flatten().to(torch.float32)
+    reward_PG = _groups(reward_B, num_generations)
+    applies_PG = torch.ones_like(reward_PG, dtype=torch.bool)
+    centred_PG = _centred(reward_PG, applies_PG)
+    advantage_PG = centred_PG * BASELINES[baseline](num_generations)
+    # The group's own deviation is that of its rewards, the batch's that of what it divides.
+    spread_PG = advantage_PG if scale == "batch" else centred_PG
+    return (advantage_PG / SCALES[scale](spread_PG, applies_PG, total)).flatten().to(torch.float32)
+
+
+def normalized_rewards(by_function: dict[str, Tensor], weights: dict[str, float], num_generations: int) -> Tensor:
+    """Weighted sum of reward functions that were each centred and scaled within the group first.
+
+    The first half of GDPO (arXiv:2601.05242): rewards of a wide range do not drown those of a narrow one, and different
+    combinations of rewards stay different. The second half, the normalisation over the batch, is `group_advantages` of
+    the result with scale `batch`: a group's sum is 0 already, so that centring by group or by batch is the same.
+
+    Args:
+        by_function: [B] by name; NaN where a function does not apply, which counts neither in its group's mean and
+            standard deviation nor in the sum.
+        weights: by name, of the same functions.
+        num_generations: G, completions per group.
+
+    Returns:
+        float64 [B]; exactly 0 in groups where every function gives equal rewards.
+    """
+    assert by_function.keys() == weights.keys()
+    parts = []
+    for name, value_B in by_function.items():
+        value_PG = _groups(value_B, num_generations)
+        applies_PG = ~value_PG.isnan()
+        centred_PG = _centred(value_PG, applies_PG)
+        parts.append(weights[name] * centred_PG / _group_scale(centred_PG, applies_PG, _on_one_rank))
+    return torch.stack(parts).sum(0).flatten()
+
+
+def step_advantages(
+    steps: list[list[tuple[int, float]]],
+    lengths: list[int],
+    num_generations: int,
+    *,
+    scale: Literal["group", "batch", "none"],
+    total: Total = _on_one_rank,
+) -> Tensor:
+    """Advantages of tokens from rewards of steps: process supervision, DeepSeekMath, arXiv:2402.03300, section 4.1.3.
+
+    All step rewards of a group are centred by their mean and divided by `scale` (see `group_advantages`; `batch` is
+    over all steps of all ranks); the advantage of a token is the sum over the steps that end at or after it.
+
+    Args:
+        steps: [B], of every completion (end, reward) of its steps: `end` is the number of completion tokens up to and
+            with the step's last.
+        lengths: [B], completion tokens.
+        num_generations: G, completions per group.
+        total: sums over ranks; called once, for scale `batch` only.
+
+    Returns:
+        float32 [B, T], T the longest; 0 beyond a completion's end and behind its last step.
+    """
+    assert len(steps) == len(lengths) and len(steps) % num_generations == 0
+    assert all(1 <= end <= length for row, length in zip(steps, lengths, strict=True) for end, _ in row)
+    groups = [
+        [(row, end, reward) for row in range(first, first + num_generations) for end, reward in steps[row]]
+        for first in range(0, len(steps), num_generations)
+    ]
+    widest = max(1, *map(len, groups)) if groups else 1
+    reward_PN = torch.tensor(
+        [[r for _, _, r in group] + [0.0] * (widest - len(group)) for group in groups], dtype=torch.float64
+    ).view(-1, widest)
+    applies_PN = torch.arange(widest) < torch.tensor([len(group) for group in groups])[:, None]
+    centred_PN = _centred(reward_PN, applies_PN)
+    scaled_PN = centred_PN / SCALES[scale](centred_PN, applies_PN, total)
+    at_end_BT = torch.zeros(len(steps), max(lengths), dtype=torch.float64)
+    for group, values in zip(groups, scaled_PN.tolist(), strict=True):
+        for (row, end, _), value in zip(group, values, strict=False):
+            at_end_BT[row, end - 1] += value
+    return at_end_BT.flip(1).cumsum(1).flip(1).to(torch.float32)
+
+
+def overlong_penalty(lengths: Sequence[int], max_completion_tokens: int, buffer: int, factor: float) -> Tensor:
+    """What is added to the reward of long completions: DAPO, arXiv:2503.14476, eq. 13, times `factor`.
+
+    0 up to max_completion_tokens - buffer tokens, falling linearly to -factor at max_completion_tokens, and -factor
+    beyond. 0 for all with buffer 0.
+
+    Returns:
+        float64 [B].
+    """
+    length_B = torch.tensor(lengths, dtype=torch.float64)
+    if not buffer:
+        return torch.zeros_like(length_B)
+    return factor * ((max_completion_tokens - buffer - length_B) / buffer).clamp(-1.0, 0.0)
+
+
+def informative(reward_B: Tensor, num_generations: int) -> Tensor:
+    """bool [P], True for groups whose rewards are not all equal: the ones that DAPO's eq. 11 keeps."""
+    return ~_all_equal(reward_B.view(-1, num_generations))
 
 
 def group_stats(reward_B: Tensor, outcome_B: Tensor, num_generations: int, threshold: float) -> GroupStats:
@@ -63,10 +215,15 @@ def group_stats(reward_B: Tensor, outcome_B: Tensor, num_generations: int, thres
     right_PG = (outcome_B >= threshold).view(-1, num_generations)
     return GroupStats(
         groups=right_PG.shape[0],
-        zero_std=int(_all_equal(reward_B.view(-1, num_generations)).sum()),
+        zero_std=int((~informative(reward_B, num_generations)).sum()),
         all_right=int(right_PG.all(dim=1).sum()),
         all_wrong=int((~right_PG).all(dim=1).sum()),
     )
+
+
+def _groups(value_B: Tensor, num_generations: int) -> Tensor:
+    assert num_generations >= 2 and value_B.numel() % num_generations == 0
+    return value_B.to(torch.float64).view(-1, num_generations)
 
 
 def _all_equal(reward_PG: Tensor) -> Tensor:

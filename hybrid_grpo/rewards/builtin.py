@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from hybrid_grpo.data.batch import Message
+from hybrid_grpo.rewards.advantages import overlong_penalty
 from hybrid_grpo.rewards.numeric import parse_number, stated_number
 
 Completions = list[str] | list[list[Message]]
@@ -76,8 +77,21 @@ def length_penalty(completion_ids: list[list[int]], *, max_length: int, buffer: 
     """
     if not 0 < buffer <= max_length:
         raise ValueError(f"buffer {buffer} must be above 0 and at most max_length {max_length}")
-    free = max_length - buffer
-    return [max(min((free - len(ids)) / buffer, 0.0), -1.0) for ids in completion_ids]
+    return overlong_penalty([len(ids) for ids in completion_ids], max_length, buffer, 1.0).tolist()
+
+
+def repetition_penalty(completion_ids: list[list[int]], *, ngram: int = 3) -> list[float | None]:
+    """Minus the share of a completion's n-grams that repeat an earlier one: 0.0 where none does, near -1.0 in a loop.
+
+    The n-grams are runs of `ngram` tokens; a completion that is shorter repeats nothing (Yeo et al., arXiv:2502.03373,
+    count words).
+
+    Raises:
+        ValueError: `ngram` is below 1.
+    """
+    if ngram < 1:
+        raise ValueError(f"ngram {ngram} must be 1 or greater")
+    return [_repeated_share(ids, ngram) for ids in completion_ids]
 
 
 def letters_in_place(completions: Completions, answer: list[Any]) -> list[float | None]:
@@ -94,7 +108,14 @@ def letters_in_place(completions: Completions, answer: list[Any]) -> list[float 
 
 BUILTINS: dict[str, Callable[..., list[float | None]]] = {
     function.__name__: function
-    for function in (exact_match, numeric_answer, format_regex, length_penalty, letters_in_place)
+    for function in (
+        exact_match,
+        numeric_answer,
+        format_regex,
+        length_penalty,
+        repetition_penalty,
+        letters_in_place,
+    )
 }
 """By the name that a configuration gives."""
 
@@ -112,6 +133,11 @@ def _gold_number(gold: Any) -> Fraction:
         return number
     # str gives the shortest decimal of a float: 0.1 in the data is the number 0.1, not its binary neighbour.
     return Fraction(str(gold))
+
+
+def _repeated_share(ids: list[int], ngram: int) -> float:
+    count = len(ids) - ngram + 1
+    return len({tuple(ids[i : i + ngram]) for i in range(count)}) / count - 1 if count > 0 else 0.0
 
 
 def _share_in_place(text: str, gold: str) -> float:

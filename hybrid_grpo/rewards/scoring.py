@@ -9,6 +9,10 @@ only what its signature names. Chat prompts are lists of messages, and so are th
 assistant). None means that the function does not apply to the row. `async def` functions run at the same time, in
 one event loop that lives as long as the rewards do.
 
+Process rewards: in place of a number a function may return the rewards of a completion's steps, a list of pairs
+(end, reward), where `end` counts the completion's tokens up to the end of the step. In a group in which a function
+scores steps, a number of it is the reward of one step that is the whole completion.
+
 In training a call gets the rows of one group, all completions of one prompt, as soon as they are there (see
 streaming.py; TRL hands over the whole batch of a device); in evaluation it gets all rows.
 
@@ -26,8 +30,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
-from hybrid_grpo.data.batch import Completion, Prompt, Scores
+from hybrid_grpo.data.batch import Completion, Prompt, Scores, Step
 from hybrid_grpo.errors import UserError, did_you_mean
 from hybrid_grpo.rewards.calling import Background, Inputs, Pending
 from hybrid_grpo.rewards.loading import INPUTS, Reward, describe
@@ -40,6 +45,8 @@ class Call:
     prompts: list[Prompt]
     """The prompt of every row."""
     inputs: Inputs
+    lengths: list[int]
+    """Tokens of the completion of every row."""
     first_row: int
     """Where the rows begin in the rollout: errors name a row of that."""
     pending: Pending
@@ -110,8 +117,8 @@ class Rewards:
             completions: [B]
 
         Raises:
-            UserError: a function raised, or returned anything but one finite number or None per row; the
-                exception of the function is the cause. Or see `check_columns`.
+            UserError: a function raised, or returned anything but one finite number, list of steps or None per row;
+                the exception of the function is the cause. Or see `check_columns`.
         """
         columns = self.common_columns(prompts)
         return self.finish([self.start(prompts, completions, columns, first_row=0)] if prompts else [])
@@ -121,7 +128,8 @@ class Rewards:
     ) -> Call:
         """Begin to call every function with the rows from `first_row` on; `finish` says what comes of it."""
         inputs = _inputs(prompts, completions) | {name: [p.columns[name] for p in prompts] for name in columns}
-        return Call(prompts, inputs, first_row, self._background.call(self._rewards, inputs))
+        lengths = [len(completion.token_ids) for completion in completions]
+        return Call(prompts, inputs, lengths, first_row, self._background.call(self._rewards, inputs))
 
     def finish(self, calls: list[Call]) -> Scores:
         """Wait for calls that make up a rollout, in the order of its rows: what `score` says of all rows at once.
@@ -129,7 +137,8 @@ class Rewards:
         Raises:
             UserError: see `score`; of several faults the one of the first call.
         """
-        values: dict[str, list[float]] = {name: [] for name in self.names}
+        numbers: dict[str, list[float]] = {name: [] for name in self.names}
+        steps: dict[str, list[list[Step] | None]] = {name: [] for name in self.names}
         for call in calls:
             for reward, result in zip(self._rewards, call.pending.outcome().results, strict=True):
                 result = result.tolist() if hasattr(result, "tolist") else result
@@ -137,11 +146,13 @@ class Rewards:
                     for other in calls:
                         other.pending.cancel()
                     self._refuse(reward, result, call)
-                values[reward.name] += _numbers(reward, result, call)
-        return self._sum(values)
+                values = _values(reward, result, call)
+                numbers[reward.name] += map(_outcome, values)
+                steps[reward.name] += _steps(values, call.lengths)
+        return self._sum(numbers, steps)
 
-    def _sum(self, values: dict[str, list[float]]) -> Scores:
-        by_function = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in values.items()}
+    def _sum(self, numbers: dict[str, list[float]], steps: dict[str, list[list[Step] | None]]) -> Scores:
+        by_function = {name: torch.tensor(values, dtype=torch.float64) for name, values in numbers.items()}
         weighted = [reward.weight * by_function[reward.name] for reward in self._rewards]
         reward_B = torch.stack(weighted).nansum(dim=0)
         unscored_B = torch.stack(weighted).isnan().all(dim=0)
@@ -152,7 +163,17 @@ class Rewards:
                 f" {len(unscored_B)} rows): the reward is 0 there, and in later steps",
                 stacklevel=4,
             )
-        return Scores(reward_B, by_function)
+        if all(row is None for rows in steps.values() for row in rows):
+            return Scores(reward_B, by_function)
+        whole = [
+            reward.weight * by_function[reward.name].masked_fill(_scored(steps[reward.name]), 0.0)
+            for reward in self._rewards
+        ]
+        weighted_steps = [
+            [(end, reward.weight * value) for reward in self._rewards for end, value in steps[reward.name][row] or ()]
+            for row in range(len(reward_B))
+        ]
+        return Scores(reward_B, by_function, list(map(_merged, weighted_steps)), torch.stack(whole).nansum(dim=0))
 
     def _refuse(self, reward: Reward, result: Any, call: Call) -> NoReturn:
         """Name the first row that the function fails on when called with it alone."""
@@ -193,18 +214,60 @@ def _fault(reward: Reward, result: Any, rows: int) -> str | None:
     return None
 
 
-def _numbers(reward: Reward, values: list[Any], call: Call) -> list[float]:
-    """The values as floats, NaN for None."""
-    numbers = []
+def _values(reward: Reward, values: list[Any], call: Call) -> list[float | list[Step]]:
+    """The values as floats, NaN for None, or lists of steps."""
+    checked: list[float | list[Step]] = []
     for row, value in enumerate(values):
-        number = math.nan if value is None else _number(value)
-        if number is None:
+        is_list = isinstance(value, list | tuple)
+        known = _checked_steps(value, call.lengths[row]) if is_list else math.nan if value is None else _number(value)
+        if known is None:
+            steps = f", or (end, reward) pairs with ends rising within 1 to {call.lengths[row]}, the tokens it has"
             raise UserError(
                 f"rewards: {reward.name} returned {reprlib.repr(value)} for {_row(row, call)}:"
-                " return a finite number, or None where it does not apply"
+                f" return a finite number, or None where it does not apply{steps if is_list else ''}"
             )
-        numbers.append(number)
-    return numbers
+        checked.append(known)
+    return checked
+
+
+def _checked_steps(pairs: Any, length: int) -> list[Step] | None:
+    """The steps of one completion; None if that is not what they are."""
+    steps: list[Step] = []
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            return None
+        end, reward = pair[0], _number(pair[1])
+        whole = hasattr(end, "__index__") and not isinstance(end, bool)
+        if reward is None or not whole or not (steps[-1][0] if steps else 0) < int(end) <= length:
+            return None
+        steps.append((int(end), reward))
+    return steps
+
+
+def _outcome(value: float | list[Step]) -> float:
+    return sum(reward for _, reward in value) if isinstance(value, list) else value
+
+
+def _steps(values: list[float | list[Step]], lengths: list[int]) -> list[list[Step] | None]:
+    """What one function says of the steps of each row of a call; None where it scores completions as a whole."""
+    if not any(isinstance(value, list) for value in values):
+        return [None] * len(values)
+    return [
+        value if isinstance(value, list) else [] if math.isnan(value) else [(length, value)]
+        for value, length in zip(values, lengths, strict=True)
+    ]
+
+
+def _scored(steps: list[list[Step] | None]) -> Tensor:
+    return torch.tensor([row is not None for row in steps])
+
+
+def _merged(steps: list[Step]) -> list[Step]:
+    """The steps of several functions as those of one: rewards with the same end are added up."""
+    merged: dict[int, float] = {}
+    for end, reward in steps:
+        merged[end] = merged.get(end, 0.0) + reward
+    return sorted(merged.items())
 
 
 def _number(value: Any) -> float | None:

@@ -1,0 +1,159 @@
+"""Learning curves on the quickstart's task: our Trainer beside TRL's GRPOTrainer, from the same weights.
+
+    python benchmarks/learning.py --seeds 0,1,2 --json FILE --png FILE
+
+A seed makes the task and the weights behind the supervised warm-up, and is the seed of both trainers. Both get the
+prompts in the same order and the settings of training_scripts/quickstart.yaml: group size, limits, AdamW, gradient
+norm, clipping, loss, scaling of rewards, and the learning rate of every single step. The sides take turns of
+--every steps. Reward is the mean of each step's completions; accuracy is that of greedy completions of the held-out
+words, by one and the same decoder (ours) from the weights that each side writes. Seconds are those of the steps:
+neither evaluation nor start is in them.
+
+--png needs matplotlib, which nothing else here does: pip install matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from step import SIDES, Worker, machine, set_accelerator, trl_environment
+from step_workloads import quickstart
+
+LABELS = {"hybrid": "hybrid_grpo", "trl": "TRL"}
+
+
+class Evaluation:
+    """Greedy accuracy on the held-out prompts of a configuration."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        from hybrid_grpo.config import TrainConfig
+        from hybrid_grpo.parsing import parse
+        from hybrid_grpo.task import Task
+
+        self.config = parse(TrainConfig, arguments, "train").config
+        self.task = Task.read(self.config)
+
+    def accuracy(self, weights: Path | str) -> float:
+        """Of the model in a folder."""
+        from dataclasses import replace
+
+        from hybrid_grpo.generation import Request
+        from hybrid_grpo.loading import load_model
+        from hybrid_grpo.rollout import attention_of, complete, sampling_of
+
+        rollout, task = self.config.rollout, self.task
+        model = load_model(replace(self.config.policy, model=str(weights)), attention_of(rollout.decoder)).eval()
+        requests = [Request(prompt.token_ids, [0]) for prompt in task.eval_prompts]
+        sampling = sampling_of(rollout, task.stop_ids, greedy=True)
+        groups, _ = complete(model, task.tokenizer, requests, sampling, rollout)
+        scores = task.rewards.score(task.eval_prompts, [group[0] for group in groups])
+        right = scores.by_function[task.outcome] >= self.config.eval.threshold
+        return float(right.double().mean())
+
+
+def curves(seed: int, arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """Both sides' curves of a seed."""
+    from hybrid_grpo.config import PolicyConfig
+    from hybrid_grpo.policy import learning_rate
+
+    job = quickstart(folder, seed)
+    settings = ["--run.steps", str(arguments.steps)]
+    spec = job.spec(0, arguments.threads, settings)
+    policy = PolicyConfig(**spec["config"]["policy"])
+    rates = [learning_rate(policy, step, arguments.steps) for step in range(arguments.steps)]
+    rollout = spec["config"]["rollout"]
+    rows = rollout["prompts_per_step"] * rollout["num_generations"]
+    evaluation = Evaluation(spec["arguments"])
+    start = {"completions": 0, "seconds": 0.0, "accuracy": evaluation.accuracy(policy.model)}
+    found: dict[str, dict[str, Any]] = {side: {"steps": [], "evaluations": [start]} for side in LABELS}
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                Worker(side, SIDES[side], {**spec, "learning_rates": rates}, arguments.trl_python, folder)
+            )
+            for side in LABELS
+        ]
+        for worker in workers:
+            worker.answer()
+        for done in range(0, arguments.steps, arguments.every):
+            for worker in workers:
+                steps, evaluations = found[worker.name]["steps"], found[worker.name]["evaluations"]
+                for k in range(done, min(done + arguments.every, arguments.steps)):
+                    result = worker.step()
+                    seconds = result["seconds"] + (steps[-1]["seconds"] if steps else 0.0)
+                    steps.append({"completions": (k + 1) * rows, "seconds": seconds, "reward": result["reward"]})
+                weights = folder / f"{worker.name}-weights"
+                worker.ask(save=str(weights))
+                here = {name: steps[-1][name] for name in ("completions", "seconds")}
+                evaluations.append({**here, "accuracy": evaluation.accuracy(weights)})
+                print(f"seed {seed} {worker.name:8} {show(evaluations[-1])}", flush=True)
+    return found
+
+
+def show(point: dict[str, float]) -> str:
+    """One evaluation in a line."""
+    return f"{point['completions']:8,d} completions {point['seconds']:8.1f} s  accuracy {point['accuracy']:.3f}"
+
+
+def draw(found: dict[str, dict[str, dict[str, Any]]], file: Path) -> None:
+    """Accuracy and reward against completions and seconds: a thin line a seed, a thick one for their mean."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), sharey="row", layout="constrained")
+    for row, (curve, what, label) in enumerate(
+        (("evaluations", "accuracy", "held-out greedy accuracy"), ("steps", "reward", "mean reward of the step"))
+    ):
+        axes[row][0].set_ylabel(label)
+        for column, x in enumerate(("completions", "seconds")):
+            axes[1][column].set_xlabel("seconds of training" if x == "seconds" else x)
+            axes[row][column].grid(alpha=0.3)
+            for colour, side in enumerate(LABELS):
+                lines = [seed[side][curve] for seed in found.values()]
+                for points in lines:
+                    axes[row][column].plot([p[x] for p in points], [p[what] for p in points], f"C{colour}", alpha=0.3)
+                middle = [[mean(p[name] for p in points) for points in zip(*lines, strict=True)] for name in (x, what)]
+                axes[row][column].plot(*middle, f"C{colour}", linewidth=2.5, label=LABELS[side])
+    axes[0][0].legend()
+    figure.savefig(file, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", default="0,1,2", help="separated by commas")
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--every", type=int, default=25, help="steps between evaluations")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every side")
+    parser.add_argument("--trl-python", type=Path, help="see step.py")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--png", type=Path)
+    arguments = parser.parse_args()
+    set_accelerator()
+    arguments.trl_python = arguments.trl_python or trl_environment()
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for seed in map(int, arguments.seeds.split(",")):
+        with tempfile.TemporaryDirectory() as folder:
+            found[str(seed)] = curves(seed, arguments, Path(folder))
+    for side in LABELS:
+        ends = [seed[side]["evaluations"][-1] for seed in found.values()]
+        accuracies = ", ".join(f"{end['accuracy']:.3f}" for end in ends)
+        print(f"{side:8} accuracy {accuracies} after {mean(end['seconds'] for end in ends):.1f} s on average")
+    if arguments.json:
+        result = {"machine": machine(arguments.threads, arguments.trl_python), "seeds": found}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    if arguments.png:
+        draw(found, arguments.png)
+
+
+if __name__ == "__main__":
+    main()

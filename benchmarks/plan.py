@@ -1,0 +1,153 @@
+"""The memory that `train` foresees against what it takes, on CPU ranks, for models made on the spot.
+
+    python benchmarks/plan.py [CASE ...] [--json benchmarks/results/plan.json]
+
+Each case is a run of its own, under the launcher where it has several ranks; both numbers are those of rank 0, in the
+summary that a run ends with (resident memory at its largest). Prompts and completions all have the longest length that
+the recipe allows, so that a run takes what the plan has to allow for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "training_scripts"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of the model, and dotted settings of the recipe."""
+
+    model: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    prompt: int = 64
+    completion: int = 64
+
+
+SIZES = {
+    **{"model_type": "qwen2", "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16},
+    **{"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 8192, "tie_word_embeddings": True},
+}
+FLOAT32 = {"policy.dtype": "float32", "policy.micro_batch_tokens": 1024}
+CASES = {
+    "quickstart": Case(
+        {**SIZES, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 29},
+        {**FLOAT32, "engine.zero_stage": 3},
+    ),
+    "deep": Case(SIZES, {**FLOAT32, "engine.zero_stage": 0}),
+    "checkpointing": Case(SIZES, {**FLOAT32, "engine.zero_stage": 0, "policy.gradient_checkpointing": True}),
+    "large vocabulary": Case(
+        {**SIZES, "vocab_size": 151_936, "num_hidden_layers": 2, "hidden_size": 256},
+        {"engine.zero_stage": 3, "policy.micro_batch_tokens": 1024},
+    ),
+    "reference": Case(
+        {**SIZES, "tie_word_embeddings": False, "num_hidden_layers": 12, "vocab_size": 16_384},
+        {**FLOAT32, "engine.zero_stage": 3, "grpo.beta": 0.05},
+        ranks=2,
+    ),
+    "stage 2": Case(
+        {**SIZES, "model_type": "llama", "num_hidden_layers": 12},
+        {"engine.zero_stage": 2, "policy.micro_batch_tokens": 2048},
+        ranks=2,
+    ),
+    "eager": Case(
+        {**SIZES, "model_type": "gemma2", "num_hidden_layers": 4, "head_dim": 64, "hidden_size": 768},
+        {**FLOAT32, "engine.zero_stage": 3, "policy.micro_batch_tokens": 4096, "policy.attn_implementation": "eager"},
+        prompt=192,
+        completion=320,
+    ),
+}
+
+
+def make(case: Case, folder: Path) -> list[str]:
+    """Model and data in `folder`, and the command line of a run."""
+    import torch
+    from quickstart_task import make_tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    sizes = dict(case.model)
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = AutoConfig.for_model(sizes.pop("model_type"), **sizes, **ids, max_position_embeddings=4096)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rows = [{"prompt": "ab" * (case.prompt // 2), "answer": "a"} for _ in range(16)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "policy.model": folder / "model",
+        "data.path": folder / "train.jsonl",
+        "rollout.max_completion_tokens": case.completion,
+        "rollout.ignore_eos": True,
+        "rollout.prompts_per_step": 4,
+        "rollout.num_generations": 8,
+        "rewards": "[{function: letters_in_place}]",
+        "run.dir": folder / "runs",
+        "run.steps": 3,
+        "log.wandb": "disabled",
+        "engine.adam": "torch",
+        **case.settings,
+    }
+    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+
+
+def measure(case: Case, folder: Path) -> dict[str, Any]:
+    """Foreseen and measured peak of rank 0 in GB, the first over the second, and the plan's own words."""
+    launcher = ["deepspeed.launcher.runner", "--num_accelerators", str(case.ranks), "--no_local_rank"]
+    launcher += ["--master_port", "29633", "--module"]
+    command = [sys.executable, "-m", *(launcher if case.ranks > 1 else []), "hybrid_grpo", "train", *make(case, folder)]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = re.search(r"peak memory of a rank +([\d.]+) GB, ([\d.]+) GB foreseen", done.stdout)
+    words = re.search(r"^memory: (.*)", done.stdout, re.MULTILINE)
+    assert found and words, done.stdout
+    measured, foreseen = map(float, found.groups())
+    return {
+        "ranks": case.ranks,
+        "measured GB": measured,
+        "foreseen GB": foreseen,
+        "ratio": round(foreseen / measured, 3),
+        "plan": words[1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; not given: all")
+    parser.add_argument("--json", type=Path, help="file that the numbers are added to")
+    arguments = parser.parse_args()
+    for name in arguments.cases or CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            row = measure(CASES[name], Path(folder))
+        print(f"{name:18} {json.dumps(row)}", flush=True)
+        if arguments.json:
+            add(arguments.json, name, {"model": CASES[name].model, "settings": CASES[name].settings, **row})
+
+
+def add(path: Path, name: str, row: dict[str, Any]) -> None:
+    """Put a case into the file of results, beside those that are there."""
+    seen = json.loads(path.read_text())["cases"] if path.exists() else {}
+    machine = {
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("torch", "deepspeed", "transformers")},
+    }
+    path.write_text(json.dumps({"machine": machine, "cases": {**seen, name: row}}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""One whole GRPO step, ours beside TRL's GRPOTrainer: same weights, prompts, limits and optimizer, interleaved.
+
+    python benchmarks/step.py --workload quickstart,ragged --sides hybrid,trl,hybrid-zero3,trl-zero3 --json FILE
+    python benchmarks/step.py --workload head --sides hybrid,plain,trl --repeats 1 --json FILE
+
+A side is a trainer in a process of its own that it keeps warm; while another one steps, it sleeps. One step warms up,
+then each repeat goes once through all sides. A step is everything from one beginning to the next; its time is shared
+out to sampling (`generate`, with the gathering of weights), waiting for rewards, the reference, `train` (`forward`,
+with the loss and the packing of batches, `backward`, `optimizer`) and what is left.
+
+TRL runs in an environment of its own, which is made when --trl-python names none. What differs between the two sides,
+beside the code: our micro-batches are counted in tokens, TRL's in rows, as many as that budget takes at full length;
+its AdamW is torch's fused one, which is its default. Where lengths are forced, `forcing_s` is what that took of TRL's
+step; on our side they are limits of requests and take nothing.
+
+`quickstart` is the step of training_scripts/quickstart.sh behind its warm-up, completions end by themselves.
+`ragged` forces the lengths of rollout.py's workload of that name. `head` is for memory: every side has a fresh
+process, which is alone; `plain` is our step with log-probabilities from whole logits. Peak memory is the most
+resident during a step, `increment` what that is over the memory before it. A workload's results replace those that
+FILE has of it. What is given beside the options here goes to both sides as settings of `train`:
+--policy.micro_batch_tokens 4096.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rollout import merge
+from step_worker import MARK
+from step_workloads import JOBS, ROOT, Job
+
+HERE = Path(__file__).parent
+TRL = Path.home() / ".cache/hybrid_grpo/trl"
+TRAIN = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Side:
+    """A trainer and how it is started."""
+
+    program: str
+    stage: int
+    """Of ZeRO."""
+    options: tuple[str, ...] = ()
+
+    @property
+    def foreign(self) -> bool:
+        """Whether it runs in TRL's environment."""
+        return self.program == "step_trl.py"
+
+    def command(self, trl_python: Path, spec: Path) -> list[str]:
+        """The command line of its worker."""
+        program = [str(HERE / self.program), *self.options, str(spec)]
+        if not self.foreign:
+            return [sys.executable, *program]
+        if self.stage == 0:
+            return [str(trl_python), *program]
+        launcher = [str(trl_python.with_name("deepspeed")), "--num_accelerators", "1", "--no_local_rank"]
+        return [*launcher, "--master_port", str(_free_port()), *program]
+
+
+SIDES = {
+    "hybrid": Side("step_hybrid.py", 0),
+    "trl": Side("step_trl.py", 0),
+    "hybrid-zero3": Side("step_hybrid.py", 3),
+    "trl-zero3": Side("step_trl.py", 3),
+    "plain": Side("step_hybrid.py", 0, ("--plain",)),
+}
+FRESH = ("head",)
+"""Workloads for which every step has a new process, alone."""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Worker:
+    """A side in its process, as seen from here; a context that ends it."""
+
+    def __init__(self, name: str, side: Side, spec: dict[str, Any], trl_python: Path, folder: Path) -> None:
+        self.name = name
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(spec))
+        environment = {**os.environ, "OMP_NUM_THREADS": str(spec["threads"]), "HF_HUB_OFFLINE": "1"}
+        if side.foreign:
+            environment["PATH"] = os.pathsep.join([str(trl_python.parent), environment["PATH"]])
+            # Two environments would build DeepSpeed's kernels over each other.
+            environment["TORCH_EXTENSIONS_DIR"] = str(trl_python.parent.parent / "torch_extensions")
+        self.log = folder / f"{name}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                side.command(trl_python, file),
+                cwd=ROOT,
+                env=environment,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()
+            self.process.wait()
+
+    def answer(self) -> Any:
+        """What it says next; everything else it prints is passed over."""
+        assert self.process.stdout is not None
+        other: list[str] = []
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+            other.append(line)
+        sys.exit(f"side {self.name} stopped:\n{''.join(other)[-2000:]}{self.log.read_text()[-3000:]}")
+
+    def ask(self, **command: Any) -> Any:
+        """Give a command and wait for what comes of it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def step(self, shorten: int = 1) -> dict[str, Any]:
+        """One step, with forced completions a factor shorter; see `Measurement.end` for what comes back."""
+        return self.ask(shorten=shorten)
+
+
+def measure(name: str, job: Job, arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """Every side's numbers on a workload."""
+
+    def worker(side: str) -> Worker:
+        spec = job.spec(SIDES[side].stage, arguments.threads, arguments.settings, arguments.trl_rows)
+        return Worker(side, SIDES[side], spec, arguments.trl_python, folder)
+
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in arguments.sides}
+    if name in FRESH:
+        for side in arguments.sides * arguments.repeats:
+            with worker(side) as alone:
+                alone.answer()
+                # The optimizer's state is there before the step that counts.
+                alone.step(shorten=16)
+                runs[side].append(alone.step())
+    else:
+        with ExitStack() as stack:
+            workers = [stack.enter_context(worker(side)) for side in arguments.sides]
+            for each in workers:
+                each.answer()
+            for each in workers:
+                each.step()
+            for _ in range(arguments.repeats):
+                for each in workers:
+                    runs[each.name].append(each.step())
+    return {side: summary(of_side) for side, of_side in runs.items()}
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """One side's numbers, from its repeats: medians where nothing else is said."""
+    times = [run["seconds"] for run in runs]
+
+    def middle(name: str) -> float:
+        return median(run[name] for run in runs)
+
+    stages = {stage: median(run["stages"][stage] for run in runs) for stage in runs[0]["stages"]}
+    train = {stage: stages.pop(stage) for stage in TRAIN}
+    rest = stages.pop("rest")
+    return {
+        "median_s": median(times),
+        "min_s": min(times),
+        "max_s": max(times),
+        "stages_s": {**stages, "train": sum(train.values()), "rest": rest},
+        "train_s": train,
+        "generated_tokens": middle("generated_tokens"),
+        "trained_tokens": middle("trained_tokens"),
+        "computed_over_real": middle("computed_over_real"),
+        "peak_rss_gb": max(run["peak_rss_gb"] for run in runs),
+        "increment_gb": max(run["increment_gb"] for run in runs),
+        **({"forcing_s": middle("forcing_s")} if runs[0].get("forcing_s") else {}),
+        "times_s": times,
+    }
+
+
+def show(title: str, results: dict[str, dict[str, Any]]) -> None:
+    """The table of one workload; `times` is the median over that of hybrid, stages are in seconds."""
+    stages = ("generate", "reward", "reference", "train", *TRAIN, "rest")
+    print(f"\n{title}\n{'side':14}{'median s':>9}{'min s':>8}{'max s':>8}{'times':>7}", end="")
+    print("".join(f"{stage:>10}" for stage in stages), end="")
+    print(f"{'generated':>11}{'trained':>9}{'computed':>9}{'peak GB':>9}{'increment':>10}")
+    ours = results.get("hybrid", {}).get("median_s")
+    for side, r in results.items():
+        times = f"{r['median_s'] / ours:7.2f}" if ours else f"{'':7}"
+        print(f"{side:14}{r['median_s']:9.3f}{r['min_s']:8.3f}{r['max_s']:8.3f}{times}", end="")
+        print("".join(f"{({**r['stages_s'], **r['train_s']})[stage]:10.3f}" for stage in stages), end="")
+        print(f"{r['generated_tokens']:11.0f}{r['trained_tokens']:9.0f}{r['computed_over_real']:9.2f}", end="")
+        print(f"{r['peak_rss_gb']:9.2f}{r['increment_gb']:10.2f}", flush=True)
+
+
+def trl_environment() -> Path:
+    """The python of TRL's environment, made when it is not there."""
+    environment = {**os.environ, "PYTHON": sys.executable}
+    subprocess.run(["bash", str(HERE / "trl_env.sh"), str(TRL)], check=True, env=environment)
+    return TRL / "bin/python"
+
+
+def trl_version(python: Path) -> str:
+    """Of the environment that this python is of."""
+    program = "from importlib.metadata import version; print(version('trl'))"
+    return subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def machine(threads: int, trl_python: Path | None) -> dict[str, Any]:
+    """What the numbers were measured on and with."""
+    import torch
+
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("torch", "deepspeed", "transformers")},
+        **({"trl": trl_version(trl_python)} if trl_python else {}),
+    }
+
+
+def set_accelerator() -> None:
+    """DeepSpeed's guess is not always right where there is no GPU."""
+    import torch
+
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", default="quickstart,ragged", help=f"of {', '.join(JOBS)}, separated by commas")
+    parser.add_argument("--sides", default="hybrid,trl,hybrid-zero3,trl-zero3", help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every side")
+    parser.add_argument("--trl-python", type=Path, help=f"python of an environment with TRL; not given: made in {TRL}")
+    parser.add_argument("--trl-rows", type=int, help="rows of TRL's micro-batches; not given: what our budget takes")
+    parser.add_argument("--json", type=Path)
+    arguments, arguments.settings = parser.parse_known_args()
+    for setting, known in (("workload", JOBS), ("sides", SIDES)):
+        names = tuple(getattr(arguments, setting).split(","))
+        if unknown := set(names).difference(known):
+            parser.error(f"--{setting}: {', '.join(sorted(unknown))} not known; there are {', '.join(known)}")
+        setattr(arguments, setting, names)
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    set_accelerator()
+    arguments.trl_python = arguments.trl_python or trl_environment()
+    for name in arguments.workload:
+        with tempfile.TemporaryDirectory() as folder:
+            results = measure(name, JOBS[name](Path(folder)), arguments, Path(folder))
+        show(name, results)
+        if arguments.json:
+            merge(arguments.json, machine(arguments.threads, arguments.trl_python), name, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Our side of step.py: the Trainer as `train` builds it, one step a command.
+
+    python benchmarks/step_hybrid.py [--plain] SPEC
+
+With `--plain` log-probabilities come from the logits of all completion tokens at once, by torch's own functions: what
+a step would take without logprobs.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from step_worker import Measurement, Positions, Stopwatch, answer, commands, flat, shortened
+from torch import Tensor
+
+from hybrid_grpo import engine, generation, logprobs
+from hybrid_grpo.checks import check_train
+from hybrid_grpo.config import TrainConfig
+from hybrid_grpo.parsing import parse
+from hybrid_grpo.policy import Policy
+from hybrid_grpo.reference import Reference
+from hybrid_grpo.task import Task
+from hybrid_grpo.trainer import Trainer
+
+
+def build(arguments: list[str]) -> Trainer:
+    """As commands/train.py does it, without a folder for the run."""
+    config = parse(TrainConfig, arguments, "train").config
+    plan = check_train(config, 1)
+    device = engine.start()
+    task = Task.read(config)
+    policy = Policy(
+        config.policy,
+        config.engine,
+        task.tokenizer,
+        total_steps=config.run.steps * plan.num_iterations * plan.num_minibatches,
+        decoder=config.rollout.decoder,
+    )
+    # The workloads have neither adapters nor, where beta is 0, a reference.
+    reference = Reference(config.policy) if config.grpo.beta else None
+    return Trainer(config, plan, policy, reference, task, device)
+
+
+@contextmanager
+def forced(lengths: list[list[int]] | None) -> Iterator[None]:
+    """Inside, requests in the order of the data have the lengths given."""
+    if lengths is None:
+        yield
+        return
+    plain = generation.generate
+
+    def generate(model: Any, requests: Any, *args: Any, **kwargs: Any) -> Any:
+        limited = [replace(request, limits=group) for request, group in zip(requests, lengths, strict=True)]
+        return plain(model, limited, *args, **kwargs)
+
+    generation.generate = generate
+    try:
+        yield
+    finally:
+        generation.generate = plain
+
+
+def plain_logprobs(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    target_N: Tensor,
+    *,
+    temperature: float,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """What `logprobs.token_logprobs` does, from logits that are all there."""
+    logits_NV = torch.nn.functional.linear(hidden_ND, weight_VD, bias_V).float()
+    if temperature != 1:
+        logits_NV = logits_NV / temperature
+    logp_NV = logits_NV.log_softmax(-1)
+    del logits_NV
+    with torch.no_grad():
+        entropy_N = -logp_NV.exp().mul_(logp_NV).sum(-1)
+    return logp_NV.gather(1, target_N[:, None])[:, 0], entropy_N
+
+
+class Side:
+    """Steps of one trainer, measured."""
+
+    def __init__(self, trainer: Trainer, lengths: list[list[int]] | None) -> None:
+        self.trainer = trainer
+        self.lengths = lengths
+        self.steps = 0
+        self.watch = Stopwatch()
+        self.watch.watch(trainer.policy.engine, "backward", "backward")
+        self.watch.watch(trainer.policy.engine, "step", "optimizer")
+        self.positions = Positions(trainer.policy.engine.engine.module)
+
+    def step(self, shorten: int) -> dict[str, Any]:
+        """One step, with completions a factor shorter where they are forced."""
+        trainer = self.trainer
+        lengths = self.lengths and shortened(self.lengths, shorten)
+        self.watch.seconds.clear()
+        self.positions.count = 0
+        measurement = Measurement()
+        self.steps += 1
+        with forced(lengths):
+            trainer.step(self.steps)
+        values = trainer.meter.reduce()
+        assert trainer.last_rollout is not None
+        rollout = trainer.last_rollout[0]
+        produced = [len(completion.token_ids) for completion in rollout.completions]
+        updates = dict(self.watch.seconds)
+        stages = {
+            "generate": values["time/generate_s"] + values["time/switch_s"],
+            "reward": values["time/reward_wait_s"],
+            "reference": values.get("time/reference_s", 0.0) + values.get("time/old_logp_s", 0.0),
+            "forward": values["time/train_s"] - sum(updates.values()),
+            **updates,
+        }
+        result = measurement.end(
+            stages,
+            generated=sum(produced),
+            trained=sum(produced) + sum(len(prompt.token_ids) for prompt in rollout.row_prompts),
+            positions=self.positions.count,
+            reward=values["reward/mean"],
+        )
+        assert lengths is None or produced == flat(lengths), "completions do not have the lengths forced"
+        return result
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[-1]).read_text())
+    torch.set_num_threads(spec["threads"])
+    if "--plain" in sys.argv:
+        logprobs.token_logprobs = plain_logprobs
+    trainer = build(spec["arguments"])
+    side = Side(trainer, spec["lengths"])
+    answer("ready")
+    for command in commands():
+        if "save" in command:
+            trainer.policy.export(Path(command["save"]))
+            answer("saved")
+        else:
+            answer(side.step(command["shorten"]))
+    sys.stdout.flush()
+    # As the command line ends: DeepSpeed leaves threads behind.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""What both sides of step.py do alike: take commands, share a step's time out to its stages, count its tokens.
+
+Imported in two environments; knows neither trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rollout import peak_gb, reset_peak
+
+MARK = "step.py: "
+"""Before the answers of a worker; the rest of what it prints is for people."""
+
+
+def answer(value: Any) -> None:
+    """Say the outcome of a command to step.py."""
+    print(f"{MARK}{json.dumps(value)}", flush=True)
+
+
+def commands() -> Iterator[dict[str, Any]]:
+    """What step.py wants, until it wants nothing any more; the process sleeps in between."""
+    for line in sys.stdin:
+        yield json.loads(line)
+
+
+class Stopwatch:
+    """Seconds by stage; a stage inside another is taken out of the outer one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._open: list[str] = []
+        self._since = 0.0
+
+    def _turn(self) -> None:
+        now = time.perf_counter()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """The block belongs to this stage."""
+        self._turn()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._open.pop()
+
+    def watch(self, owner: Any, method: str, name: str) -> None:
+        """From now on, calls of this object's method belong to this stage."""
+        inner = getattr(owner, method)
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            with self.stage(name):
+                return inner(*args, **kwargs)
+
+        setattr(owner, method, outer)
+
+
+class Positions:
+    """Counts the token positions, padding included, that a model is trained on."""
+
+    def __init__(self, model: Any) -> None:
+        self.count = 0
+        embedding = next(module for module in model.modules() if isinstance(module, torch.nn.Embedding))
+        embedding.register_forward_pre_hook(self._add)
+
+    def _add(self, _: Any, args: tuple[torch.Tensor]) -> None:
+        if torch.is_grad_enabled():
+            self.count += args[0].numel()
+
+
+def resident_gb() -> float:
+    """Memory resident now, in GB."""
+    with open("/proc/self/status") as status:
+        return int(status.read().split("VmRSS:")[1].split()[0]) * 1024 / 1e9
+
+
+class Measurement:
+    """One step from its beginning to its end."""
+
+    def __init__(self) -> None:
+        reset_peak()
+        self.loaded_gb = resident_gb()
+        self.start = time.perf_counter()
+
+    def end(
+        self, stages: dict[str, float], *, generated: int, trained: int, positions: int, reward: float
+    ) -> dict[str, Any]:
+        """The numbers of the step.
+
+        Args:
+            stages: seconds by stage; what is left of the step is `rest`.
+            generated: tokens of the completions.
+            trained: tokens of the completions and their prompts.
+            positions: those of the training forwards, with padding.
+            reward: mean of the completions.
+        """
+        seconds = time.perf_counter() - self.start
+        peak = peak_gb()
+        return {
+            "seconds": seconds,
+            "stages": {**stages, "rest": seconds - sum(stages.values())},
+            "generated_tokens": generated,
+            "trained_tokens": trained,
+            "computed_over_real": positions / trained,
+            "peak_rss_gb": peak,
+            "increment_gb": peak - self.loaded_gb,
+            "reward": reward,
+        }
+
+
+def shortened(lengths: list[list[int]], factor: int) -> list[list[int]]:
+    """Forced lengths a factor shorter, rounded up."""
+    return [[-(-n // factor) for n in group] for group in lengths]
+
+
+def flat(lengths: list[list[int]]) -> list[int]:
+    """The length of every row, group after group."""
+    return [n for group in lengths for n in group]

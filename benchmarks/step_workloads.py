@@ -1,0 +1,151 @@
+"""The steps that step.py measures: a model, its data and the settings of both sides, made in a folder."""
+
+from __future__ import annotations
+
+import json
+import string
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from rollout_workloads import WORKLOADS as ROLLOUTS
+
+from hybrid_grpo.checks import check_train
+from hybrid_grpo.config import TrainConfig
+from hybrid_grpo.parsing import parse
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ROOT / "training_scripts"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One GRPO step, and how often."""
+
+    arguments: list[str]
+    """Command line of `train`, without the ZeRO stage."""
+    longest_prompt: int
+    """In tokens."""
+    lengths: list[list[int]] | None = None
+    """[P][G], tokens that each completion is forced to, in the order of the data; None: they end by themselves."""
+
+    def spec(
+        self, stage: int, threads: int, settings: Sequence[str] = (), micro_rows: int | None = None
+    ) -> dict[str, Any]:
+        """What a worker is told: our command line, and the settings of the other side, read from it.
+
+        Args:
+            stage: of ZeRO.
+            threads: of torch.
+            settings: more of our command line.
+            micro_rows: completions of one forward of a trainer that counts rows; None: as many as our budget of
+                tokens takes when all are as long as the longest may be.
+        """
+        arguments = [*self.arguments, "--engine.zero_stage", str(stage), *settings]
+        config = parse(TrainConfig, arguments, "train").config
+        check_train(config, 1)
+        rows = config.rollout.prompts_per_step * config.rollout.num_generations
+        longest = self.longest_prompt + config.rollout.max_completion_tokens
+        fitting = min(rows, max(1, config.policy.micro_batch_tokens // longest))
+        return {
+            "arguments": arguments,
+            "config": asdict(config),
+            "lengths": self.lengths,
+            "threads": threads,
+            "micro_rows": micro_rows or next(n for n in range(fitting, 0, -1) if rows % n == 0),
+        }
+
+
+def _run(*command: Any) -> None:
+    """Run a program of this repository; its output shows only if it fails."""
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def quickstart(folder: Path, seed: int = 0) -> Job:
+    """The GRPO run of training_scripts/quickstart.sh: its model after the supervised warm-up, its task and settings."""
+    task = folder / "quickstart-task"
+    _run(SCRIPTS / "quickstart_task.py", task, "--seed", seed)
+    _run(
+        *("-m", "hybrid_grpo", "sft", "--config", SCRIPTS / "quickstart_sft.yaml"),
+        *("--run.dir", folder, "--run.seed", seed, "--engine.zero_stage", 0),
+        *("--policy.model", task / "model", "--data.path", task / "sft.jsonl"),
+    )
+    arguments = [
+        *("--config", str(SCRIPTS / "quickstart.yaml"), "--run.seed", str(seed)),
+        *("--policy.model", str(folder / "quickstart-sft/model"), "--data.path", str(task / "train.jsonl")),
+        *("--data.eval_path", str(task / "heldout.jsonl")),
+        # The other side shuffles otherwise; the words are in random order as they are.
+        *("--data.shuffle", "false", "--log.wandb", "disabled"),
+    ]
+    return Job(arguments, longest_prompt=7)
+
+
+def ragged(folder: Path) -> Job:
+    """The workload of the same name of rollout.py, trained on: 16 prompts x 8, median 50 tokens, at most 256."""
+    workload = ROLLOUTS["ragged"]()
+    prompts = [len(ids) for ids in workload.prompts]
+    arguments = _forced(folder, prompts, len(workload.lengths[0]), workload.limit, vocabulary=512, layers=4)
+    return Job(arguments, max(prompts), workload.lengths)
+
+
+def head(folder: Path) -> Job:
+    """What the vocabulary costs: 8 sequences of 1,024 tokens, V = 151,936, two layers, in one micro-batch."""
+    arguments = _forced(folder, [64], 8, 960, vocabulary=151_936, layers=2)
+    return Job([*arguments, "--policy.micro_batch_tokens", "8192"], 64, [[960] * 8])
+
+
+def _forced(
+    folder: Path, prompts: list[int], generations: int, limit: int, *, vocabulary: int, layers: int
+) -> list[str]:
+    """A random model, and prompts of the given lengths in the quickstart's letters, its first 29 tokens."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sys.path.append(str(SCRIPTS))
+    from quickstart_task import make_tokenizer
+
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=vocabulary,
+            hidden_size=256,
+            intermediate_size=1024,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    random = Random(0)
+    rows = [{"prompt": "".join(random.choices(string.ascii_lowercase, k=n))} for n in prompts]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "policy.model": folder / "model",
+        "policy.dtype": "float32",
+        "policy.lr": "1e-5",
+        "data.path": folder / "data.jsonl",
+        "data.shuffle": "false",
+        "rollout.prompts_per_step": len(prompts),
+        "rollout.num_generations": generations,
+        "rollout.max_completion_tokens": limit,
+        "rollout.ignore_eos": "true",
+        "rewards": json.dumps([{"function": f"{ROOT / 'benchmarks/step_rewards.py'}:scattered"}]),
+        "log.wandb": "disabled",
+    }
+    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+
+
+JOBS: dict[str, Callable[[Path], Job]] = {"quickstart": quickstart, "ragged": ragged, "head": head}

@@ -1,0 +1,227 @@
+"""What one forward and backward keeps in memory, seen from a run on tensors without storage.
+
+No two architectures keep the same for backward, and no table would know the next one: the model is built from its
+configuration on fake tensors, which have shapes and types but no data, runs one micro-batch, and every allocation and
+release of the run is added up. No weight is read and nothing is computed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+from hybrid_grpo.adapters import Adapters
+from hybrid_grpo.config import LoraConfig, PolicyConfig
+from hybrid_grpo.generation import ATTENTION
+from hybrid_grpo.generation.cache import Geometry
+from hybrid_grpo.loading import plain_attention, without_dropout
+from hybrid_grpo.logprobs import CHUNK_BYTES, LogitShape, token_logprobs
+from hybrid_grpo.view import meta_copy
+
+MALLOC_KEEPS = 32 << 20
+"""Blocks below this size stay with a process on a CPU once they are freed, for its next ones: glibc asks the system for
+every larger one, and returns it (mallopt(3), M_MMAP_THRESHOLD, whose dynamic bound this is)."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one micro-batch, beside weights and finished gradients."""
+
+    kept: int
+    """What the layers keep for backward, when the head begins."""
+    head: int
+    """The most that log-probabilities add to that, forward and backward; the head's float32 gradient among it."""
+    layers: int
+    """The most that forward and backward of the layers add to that: the temporaries of one layer, with gradient
+    checkpointing all that it recomputes; where the embedding is the head, the head's gradient as long as it waits."""
+    small: int
+    """The most that is taken at one time by tensors that malloc does not give back to the system (`MALLOC_KEEPS`)."""
+
+
+class NeedsData(Exception):
+    """The model's code asks for values where there are only shapes."""
+
+
+class _Ledger(TorchDispatchMode):
+    """Bytes of the storages that are alive, and the most there were since `mark`."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.live = self.peak = self.small = self.small_peak = 0
+        self._seen = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._note(tensor.untyped_storage())
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self._add(size, 1)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self._add(size, -1)
+
+    def _add(self, size: int, sign: int) -> None:
+        self.live += sign * size
+        self.peak = max(self.peak, self.live)
+        if size < MALLOC_KEEPS:
+            self.small += sign * size
+            self.small_peak = max(self.small_peak, self.small)
+
+    def mark(self) -> int:
+        """The most since the last mark."""
+        peak, self.peak = self.peak, self.live
+        return peak
+
+
+class DryRun:
+    """A model of the given configuration on fake tensors.
+
+    Args:
+        model_config: transformers configuration.
+        policy: type of the weights, attention and gradient checkpointing.
+        lora: adapters that are trained in place of the weights.
+
+    Raises:
+        NeedsData: (the methods) the model cannot be run without data.
+    """
+
+    def __init__(self, model_config: Any, policy: PolicyConfig, lora: LoraConfig) -> None:
+        config = without_dropout(deepcopy(model_config))
+        text = config.get_text_config()
+        # Fake products of grouped experts exist in bfloat16 only.
+        dtype = "bfloat16" if _experts(text) else policy.dtype
+        self._scale = 2 if dtype != policy.dtype else 1
+        # Kernels of flash-attn need a GPU; what they keep for backward is what sdpa's keep.
+        attention = "eager" if plain_attention(config, policy.attn_implementation) == "eager" else "sdpa"
+        with torch.device("meta"):
+            self.model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, dtype), attn_implementation=attention
+            )
+            if lora.rank:
+                Adapters(self.model, lora, seed=0)
+        self._fake = FakeTensorMode()
+        self._put_on_cpu(self.model)
+        self.model.train()
+        if policy.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._shape = LogitShape.of(text)
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                # Gradients are the engine's business: it moves them into its own buffers as soon as they are there.
+                parameter.register_post_accumulate_grad_hook(_drop)
+
+    def training(self, rows: int, width: int) -> Footprint:
+        """Forward and backward of `rows` sequences of `width` tokens each."""
+        with self._run() as ledger:
+            ids_bS = torch.zeros(rows, width, dtype=torch.int64)
+            hidden_bSD = self.model.base_model(input_ids=ids_bS, use_cache=False).last_hidden_state
+            kept, forward = ledger.live, ledger.mark()
+            logp_N, entropy_N = self._logprobs(hidden_bSD, ids_bS)
+            heads: list[int] = []
+            hidden_bSD.register_hook(lambda _: heads.append(ledger.mark()))
+            del hidden_bSD
+            (logp_N.sum() + entropy_N.sum()).backward()
+            sizes = (kept, heads[0] - kept, max(forward, ledger.peak) - kept, ledger.small_peak)
+            return Footprint(*(self._scale * size for size in sizes))
+
+    @torch.no_grad()
+    def inference(self, rows: int, width: int) -> tuple[int, int]:
+        """The most bytes of a forward without gradients: of its layers, and with log-probabilities."""
+        with self._run() as ledger:
+            ids_bS = torch.zeros(rows, width, dtype=torch.int64)
+            hidden_bSD = self.model.base_model(input_ids=ids_bS, use_cache=False).last_hidden_state
+            layers = ledger.peak
+            self._logprobs(hidden_bSD, ids_bS)
+            return self._scale * layers, self._scale * ledger.peak
+
+    @torch.no_grad()
+    def cache_bytes(self, paged: bool) -> int:
+        """Bytes of one token's keys and values; 0 without attention."""
+        if paged:
+            view = self._put_on_cpu(meta_copy(self.model, ATTENTION))
+            with self._fake:
+                return self._scale * Geometry.of(view).token_bytes
+        text = self.model.config.get_text_config()
+        if not (attention_heads := getattr(text, "num_attention_heads", 0)):
+            return 0
+        heads = getattr(text, "num_key_value_heads", None) or attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // attention_heads
+        return 2 * text.num_hidden_layers * heads * head_dim * self._scale * self.model.dtype.itemsize
+
+    def active_parameters(self) -> int:
+        """Parameters that one token is multiplied with: of experts those that it is sent to, of embeddings none."""
+        text = self.model.config.get_text_config()
+        share = text.num_experts_per_tok / experts if (experts := _experts(text)) else 1.0
+        tables = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
+        tables -= {id(self.model.get_output_embeddings().weight)}
+        return sum(
+            int(parameter.numel() * (share if ".experts." in name else 1.0))
+            for name, parameter in self.model.named_parameters()
+            if id(parameter) not in tables
+        )
+
+    @contextmanager
+    def _run(self) -> Iterator[_Ledger]:
+        with self._fake, _Ledger([*self.model.parameters(), *self.model.buffers()]) as ledger:
+            try:
+                yield ledger
+            except (RuntimeError, NotImplementedError, AssertionError) as error:
+                raise NeedsData(str(error)) from error
+
+    def _put_on_cpu(self, model: nn.Module) -> nn.Module:
+        """The model with fake tensors of a CPU in place of those of the meta device, on which masks are not made."""
+        made: dict[int, Tensor] = {}
+
+        def fake(tensor: Tensor) -> Tensor:
+            if id(tensor) not in made:
+                like = torch.empty(tensor.shape, dtype=tensor.dtype)
+                like = nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+                made[id(tensor)] = like
+            return made[id(tensor)]
+
+        with self._fake:
+            for module in model.modules():
+                # Some keep a constant as a plain attribute.
+                places: list[dict[str, Any]] = [module._parameters, module._buffers, module.__dict__]
+                for tensors in places:
+                    for name, tensor in tensors.items():
+                        if isinstance(tensor, Tensor):
+                            tensors[name] = fake(tensor)
+        return model
+
+    def _logprobs(self, hidden_bSD: Tensor, ids_bS: Tensor) -> tuple[Tensor, Tensor]:
+        head = self.model.get_output_embeddings()
+        # Two chunks take what all take, and a large vocabulary has hundreds.
+        chunks = slice(0, 2 * max(1, CHUNK_BYTES // (4 * len(head.weight))))
+        hidden_ND, target_N = hidden_bSD.flatten(0, 1)[chunks], ids_bS.flatten()[chunks]
+        return token_logprobs(hidden_ND, head.weight, head.bias, target_N, shape=self._shape)
+
+
+def _experts(text_config: Any) -> int:
+    """Experts of a layer; 0 where it has none."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((count for name in names if (count := getattr(text_config, name, None))), 0)
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None

@@ -1,0 +1,106 @@
+"""The device that a rank runs on: how much memory is free there and on its host, and how fast it is."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+
+_CGROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
+"""Limit and use of this container's memory, under cgroups version 2 and 1."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One rank's device and its share of the host."""
+
+    name: str
+    on_gpu: bool
+    device_bytes: int
+    """Free on the device; on a CPU, what this rank can have of the host, what its process has already included."""
+    host_bytes: int
+    """What this rank can have of the host, what its process has already included."""
+    process_bytes: int
+    """Host memory that the process has already."""
+    flops: float
+    """Floating-point operations a second, of large matrix products in the type of the weights."""
+    bandwidth: float
+    """Bytes a second read from the device's memory."""
+
+
+GPUS = {
+    "a100-40gb": (40, 312e12, 1.56e12),
+    "a100-80gb": (80, 312e12, 2.04e12),
+    "l40s": (48, 362e12, 0.86e12),
+    "h100": (80, 989e12, 3.35e12),
+    "h200": (141, 989e12, 4.8e12),
+    "b200": (180, 2250e12, 8.0e12),
+}
+"""Data sheets: memory in 10^9 bytes, dense bfloat16 operations a second, bytes a second."""
+
+
+def of_table(name: str) -> Hardware:
+    """A GPU by its data sheet, empty, on a host with any amount of memory."""
+    gigabytes, flops, bandwidth = GPUS[name]
+    process = psutil.Process().memory_info().rss
+    return Hardware(name, True, int(gigabytes * 1e9), 1 << 62, process, flops, bandwidth)
+
+
+def of_device(device: torch.device, dtype: Literal["bfloat16", "float32"]) -> Hardware:
+    """The device as it is now; takes a fraction of a second to measure how fast it is."""
+    process = psutil.Process().memory_info().rss
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    host = process + host_free_bytes() // local_ranks
+    flops, bandwidth = _speed(device, getattr(torch, dtype))
+    if device.type == "cpu":
+        return Hardware("cpu", False, host, host, process, flops, bandwidth)
+    free, _ = torch.cuda.mem_get_info(device)
+    return Hardware(torch.cuda.get_device_name(device), True, free, host, process, flops, bandwidth)
+
+
+def host_free_bytes() -> int:
+    """Host memory that can still be had, within the limit of this container."""
+    free = int(psutil.virtual_memory().available)
+    for limit, used in _CGROUPS:
+        if limit.is_file() and (most := limit.read_text().strip()) != "max":
+            # What the system could drop, the cache of files read, counts as used in a container.
+            free = min(free, max(0, int(most) - int(used.read_text()) + _file_cache(limit.parent)))
+    return free
+
+
+def _file_cache(cgroup: Path) -> int:
+    """Bytes of files that the container holds in memory and that nobody maps or has written to."""
+    statistics = cgroup / "memory.stat"
+    lines = (line.split() for line in statistics.read_text().splitlines()) if statistics.is_file() else ()
+    return sum(int(value) for name, value in lines if name in ("inactive_file", "total_inactive_file"))
+
+
+def _speed(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Operations of a square product and bytes of a sum, a second."""
+    size = 512 if device.type == "cpu" else 8192
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    long = torch.ones((32 if device.type == "cpu" else 1024) << 20, dtype=torch.uint8, device=device).view(
+        torch.float32
+    )
+    return 2 * size**3 / _seconds(lambda: a @ a, device), long.nbytes / _seconds(lambda: long.sum(), device)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Of the fastest of a few calls."""
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times)

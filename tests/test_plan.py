@@ -1,0 +1,275 @@
+"""The plan against counts by hand, its refusals, and its command."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_config
+from transformers import Qwen2Config
+
+from hybrid_grpo import hardware as hardware_module
+from hybrid_grpo.checks import batch_plan
+from hybrid_grpo.config import EngineConfig, GrpoConfig, LoraConfig, PolicyConfig, RolloutConfig, TrainConfig
+from hybrid_grpo.dry_run import DryRun, Footprint, NeedsData
+from hybrid_grpo.errors import UserError
+from hybrid_grpo.hardware import Hardware, host_free_bytes, of_device, of_table
+from hybrid_grpo.plan import CUDA_CONTEXT_BYTES, Sizes, lines, measure, micro_batch_shape, plan, shortage
+
+N = 494_032_768
+"""Parameters of Qwen2-0.5B: 151,936 x 896 of the tied embedding and 24 layers of 14,912,384, and the last norm."""
+SIZES = Sizes(
+    parameters=N,
+    trained=N,
+    largest=151_936 * 896,
+    small=N - 151_936 * 896,
+    active=N,
+    vocabulary=151_936,
+    token_bytes=24 * 2 * 128 * 2,
+    training=Footprint(kept=800, head=300, layers=200, small=1000),
+    scoring=500,
+    prefill=100,
+)
+GPU = Hardware("gpu", True, 80 << 30, 256 << 30, 1 << 30, 1e14, 1e12)
+CPU = Hardware("cpu", False, 64 << 30, 64 << 30, 1 << 30, 1e11, 1e10)
+
+
+def parts(config: TrainConfig, ranks: int, hardware: Hardware = GPU, sizes: Sizes = SIZES) -> dict[str, dict[str, int]]:
+    """Bytes by phase and part, prompts of 512 tokens."""
+    made = plan(config, sizes, batch_plan(config, ranks), 512, hardware)
+    return {phase.name: {part.name: part.bytes for part in phase.parts} for phase in made.phases}
+
+
+def recipe(stage: int = 3, dtype: str = "bfloat16", **sections) -> TrainConfig:
+    return TrainConfig(policy=PolicyConfig(dtype=dtype), engine=EngineConfig(zero_stage=stage), **sections)
+
+
+def test_states_of_qwen2_0_5b_by_stage():
+    for stage, ranks, weights, masters, moments in [
+        (3, 1, 2 * N, 4 * N, 8 * N),
+        (3, 8, 2 * N // 8, 4 * N // 8, 8 * N // 8),
+        (2, 8, 2 * N, 4 * N // 8, 8 * N // 8),
+        (1, 8, 2 * N, 4 * N // 8, 8 * N // 8),
+    ]:
+        seen = parts(recipe(stage), ranks)["optimizer step"]
+        assert (seen["weights"], seen["float32 masters"], seen["Adam's moments"]) == (weights, masters, moments), stage
+        assert seen["runtime"] == CUDA_CONTEXT_BYTES
+    plain = parts(recipe(0, "float32"), 1)["optimizer step"]
+    assert "float32 masters" not in plain
+    assert (plain["weights"], plain["gradients"], plain["Adam's moments"]) == (4 * N, 4 * N, 8 * N)
+
+
+def test_gradients_are_a_shard_and_a_bucket():
+    bucket = 500_000_000
+    assert parts(recipe(3), 8)["loss"]["gradients"] == 2 * bucket + 4 * N // 8
+    assert parts(recipe(1), 8)["loss"]["gradients"] == 4 * bucket + 4 * N // 8
+    small = recipe(3)
+    small = replace(small, engine=EngineConfig(deepspeed={"zero_optimization": {"reduce_bucket_size": "5e7"}}))
+    assert parts(small, 8)["loss"]["gradients"] == 2 * 50_000_000 + 4 * N // 8
+    # A CPU gives memory to what is written to, and the bucket is larger than the model.
+    assert parts(recipe(3), 1, CPU)["loss"]["gradients"] == 2 * N + 4 * N
+
+
+def test_the_gather_is_free_on_one_rank_and_below_stage_3():
+    assert "gathered weights" not in parts(recipe(3), 1)["generation"]
+    assert "gathered weights" not in parts(recipe(2), 8)["generation"]
+    # The whole, and of one bucket (the embedding is larger) the shards of all ranks and this one's.
+    embedding = 151_936 * 896
+    assert parts(recipe(3), 8)["generation"]["gathered weights"] == 2 * (N + embedding + embedding // 8)
+    adapted = recipe(2, lora=LoraConfig(rank=8))
+    assert parts(adapted, 8)["generation"]["gathered weights"] == 2 * N
+
+
+def test_the_cache_is_what_slots_or_settings_or_memory_allow():
+    token = SIZES.token_bytes
+    rollout = RolloutConfig(prompts_per_step=4, num_generations=8, max_completion_tokens=512)
+    # 32 sequences of 1,024 tokens fill four pages of 256, and have one to grow into.
+    assert parts(recipe(rollout=rollout), 1)["generation"]["keys and values"] == (32 * 5 + 2) * 256 * token
+    few = replace(rollout, max_slots=4)
+    assert parts(recipe(rollout=few), 1)["generation"]["keys and values"] == (4 * 5 + 2) * 256 * token
+    bound = replace(rollout, cache_gb=0.25)
+    assert parts(recipe(rollout=bound), 1)["generation"]["keys and values"] == 1 << 28
+    # Pages of 32 on a CPU; a group shares the 16 of its prompt.
+    assert parts(recipe(rollout=rollout), 1, CPU)["generation"]["keys and values"] == (32 * 16 + 4 * 16) * 32 * token
+
+
+def test_offloaded_states_and_the_reference_are_in_host_memory():
+    config = replace(recipe(grpo=GrpoConfig(beta=0.1)), engine=EngineConfig(offload_optimizer=True))
+    made = plan(config, SIZES, batch_plan(config, 8), 512, GPU)
+    host = {part.name: part.bytes for part in made.host}
+    owned = N // 8
+    assert host["reference"] == 2 * owned
+    assert (host["float32 masters"], host["Adam's moments"], host["offloaded gradients"]) == (
+        4 * owned,
+        8 * owned,
+        8 * owned,
+    )
+    for phase in made.phases:
+        assert not {"float32 masters", "Adam's moments", "reference"} & {part.name for part in phase.parts}
+    assert "reference" in {phase.name for phase in made.phases}
+    # Of adapters the reference is the model without them.
+    adapted = replace(config, lora=LoraConfig(rank=8))
+    assert "reference" not in {part.name for part in plan(adapted, SIZES, batch_plan(adapted, 8), 512, GPU).host}
+
+
+def test_the_heap_of_a_cpu_keeps_what_training_left_and_half_as_much_in_holes():
+    seen = parts(recipe(), 1, CPU)
+    assert seen["generation"]["heap of training"] == seen["optimizer step"]["heap of training"] == 1500
+    assert seen["loss"]["holes in the heap"] == seen["backward"]["holes in the heap"] == 500
+    assert "heap of training" not in parts(recipe(), 1)["generation"]
+
+
+@pytest.mark.parametrize("budget, rows, width", [(16384, 16, 1024), (5000, 4, 1250), (700, 1, 1024), (10**6, 32, 1024)])
+def test_the_largest_micro_batch(budget, rows, width):
+    config = TrainConfig(
+        policy=PolicyConfig(micro_batch_tokens=budget), rollout=RolloutConfig(prompts_per_step=4, num_generations=8)
+    )
+    assert micro_batch_shape(config, batch_plan(config, 1), 1024) == (rows, width)
+
+
+def test_a_dry_run_counts_what_a_real_one_keeps():
+    """Against the tensors that autograd saves in a real forward, each storage once."""
+    config = tiny_config("llama", hidden=64, layers=3)
+    dry = DryRun(config, PolicyConfig(dtype="float32"), LoraConfig())
+    seen = dry.training(2, 48)
+    model = type(dry.model)._from_config(config, attn_implementation="sdpa")
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    ids = torch.zeros(2, 48, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    for tensor in [*model.parameters(), *model.buffers()]:
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    real = sum(storages.values()) + out.untyped_storage().nbytes()
+    assert seen.kept == pytest.approx(real, rel=0.1)
+    checkpointed = DryRun(config, PolicyConfig(dtype="float32", gradient_checkpointing=True), LoraConfig()).training(
+        2, 48
+    )
+    assert checkpointed.kept < 0.4 * seen.kept < checkpointed.kept + checkpointed.layers + seen.kept
+    assert dry.cache_bytes(paged=True) == dry.cache_bytes(paged=False) == 3 * 2 * 2 * 16 * 4
+
+
+def test_only_adapters_are_trained_of_an_adapted_model():
+    config = tiny_config("qwen2", hidden=64)
+    train = recipe(lora=LoraConfig(rank=4, target_modules=["q_proj"]))
+    sizes = measure(train, config, batch_plan(train, 1), 16)
+    assert sizes.trained == 2 * (4 * 64 + 64 * 4)
+    assert sizes.parameters > 20 * sizes.trained
+
+
+def test_experts_are_counted_as_often_as_a_token_goes_to_them():
+    dry = DryRun(tiny_config("qwen3_moe"), PolicyConfig(dtype="float32"), LoraConfig())
+    whole = sum(p.numel() for name, p in dry.model.named_parameters() if ".experts." in name)
+    rest = sum(p.numel() for name, p in dry.model.named_parameters() if ".experts." not in name)
+    embedding = dry.model.get_input_embeddings().weight.numel()
+    assert dry.active_parameters() == whole // 2 + rest - embedding
+    assert dry.training(2, 16).kept > 0
+
+
+def test_a_model_whose_code_needs_data_is_told_apart(monkeypatch):
+    dry = DryRun(tiny_config("llama"), PolicyConfig(dtype="float32"), LoraConfig())
+    forward = dry.model.base_model.forward
+
+    def peeks(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        assert out.last_hidden_state.sum().item() < 1
+        return out
+
+    monkeypatch.setattr(dry.model.base_model, "forward", peeks)
+    with pytest.raises(NeedsData):
+        dry.training(1, 8)
+
+
+def test_a_run_that_clearly_does_not_fit_is_refused_by_name():
+    config = recipe()
+    batch = batch_plan(config, 1)
+
+    def on(free: float) -> str | None:
+        return shortage(plan(config, SIZES, batch, 512, replace(GPU, device_bytes=int(free))))
+
+    need = max(phase.least for phase in plan(config, SIZES, batch, 512, GPU).phases)
+    assert on(need) is None
+    warning = on(need / 1.1)
+    assert warning is not None and "engine.zero_stage" in warning
+    with pytest.raises(UserError, match=r"the run does not fit: optimizer step needs 13.\d GiB a rank") as error:
+        on(need / 1.2)
+    assert "\n" not in str(error.value)
+    for setting in ("engine.offload_optimizer", "engine.zero_stage", "more ranks"):
+        assert setting in str(error.value)
+
+
+def test_the_cache_that_is_sized_from_free_memory_is_no_reason_to_refuse():
+    config = recipe(rollout=RolloutConfig(max_completion_tokens=8192))
+    tight = replace(GPU, device_bytes=20 << 30)
+    made = plan(config, SIZES, batch_plan(config, 1), 512, tight)
+    assert made.peak.name == "generation" and 19 << 30 < made.peak.bytes <= 20 << 30
+    assert shortage(made) is None
+    wants = replace(config, rollout=replace(config.rollout, cache_gb=16.0))
+    with pytest.raises(UserError, match=r"rollout\.cache_gb"):
+        shortage(plan(wants, SIZES, batch_plan(wants, 1), 512, tight))
+
+
+def test_time_is_products_at_full_speed_or_weights_read_once_a_step():
+    rollout = RolloutConfig(prompts_per_step=1, num_generations=8, max_completion_tokens=100)
+    config = recipe(rollout=rollout, grpo=GrpoConfig(beta=0.1, num_iterations=2))
+    seconds = plan(config, SIZES, batch_plan(config, 1), 512, GPU).seconds
+    product = 2 * N / 1e14
+    step = (2 * N + 8 * (512 + 50) * SIZES.token_bytes) / 1e12
+    assert seconds["generation"] == pytest.approx(512 * product + 100 * step)
+    assert seconds["training"] == pytest.approx(8 * 612 * product * 3 * 2)
+    assert seconds["reference"] == pytest.approx(8 * 612 * product)
+
+
+def test_qwen2_0_5b_is_measured_as_it_is():
+    shape = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+    model = Qwen2Config(vocab_size=151_936, num_hidden_layers=24, tie_word_embeddings=True, **shape)
+    config = replace(recipe(), policy=PolicyConfig(micro_batch_tokens=1024))
+    sizes = measure(config, model, batch_plan(config, 1), 512)
+    assert (sizes.parameters, sizes.active, sizes.token_bytes) == (N, N, SIZES.token_bytes)
+    assert sizes.largest == SIZES.largest
+    # The head: its float32 gradient, that in bfloat16, and a few chunks of 64 MiB of logits.
+    assert 6 * SIZES.largest < sizes.training.head < 6 * SIZES.largest + 5 * (64 << 20)
+    text = "\n".join(lines(plan(config, sizes, batch_plan(config, 1), 512, of_table("h100"))))
+    assert "494,032,768 parameters" in text and "Adam's moments" in text
+
+
+def test_a_container_s_limit_bounds_what_is_free(monkeypatch, tmp_path):
+    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
+    limit.write_text("1000000\n")
+    used.write_text("400000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 100000\n")
+    monkeypatch.setattr(hardware_module, "_CGROUPS", ((limit, used),))
+    assert host_free_bytes() == 700_000
+    limit.write_text("max\n")
+    assert host_free_bytes() > 1_000_000
+    here = of_device(torch.device("cpu"), "float32")
+    assert here.flops > 1e8 and here.bandwidth > 1e7 and not here.on_gpu
+
+
+def test_the_command_prints_the_plan_of_ranks_and_devices_that_are_not_here(tmp_path: Path):
+    script = Path(__file__).parent.parent / "training_scripts" / "quickstart_task.py"
+    subprocess.run([sys.executable, script, tmp_path], check=True, capture_output=True)
+    settings = {
+        "policy.model": tmp_path / "model",
+        "data.path": tmp_path / "train.jsonl",
+        "rewards": "[{function: exact_match}]",
+        "rollout.max_completion_tokens": 8,
+        "plan.world_size": 4,
+        "plan.gpu": "l40s",
+    }
+
+    options = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "hybrid_grpo", "plan", *options]
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 0, done.stderr
+    for words in ("batch: 4 ranks x 8 prompts", "on l40s", "optimizer step", "keys and values", "it fits"):
+        assert words in done.stdout
+    assert not list(tmp_path.glob("runs/*")), "a plan leaves no run behind"
