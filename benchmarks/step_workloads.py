@@ -67,10 +67,11 @@ def _run(*command: Any) -> None:
         sys.exit(f"{' '.join(map(str, command))} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
-def quickstart(folder: Path, seed: int = 0) -> Job:
-    """The GRPO run of training_scripts/quickstart.sh: its model after the supervised warm-up, its task and settings."""
+def quickstart(folder: Path, seed: int = 0, ragged: bool = False) -> Job:
+    """The GRPO run of training_scripts/quickstart.sh: its model after the supervised warm-up, its task and settings;
+    `ragged`: with words of 3 to 24 letters, log-normal."""
     task = folder / "quickstart-task"
-    _run(SCRIPTS / "quickstart_task.py", task, "--seed", seed)
+    _run(SCRIPTS / "quickstart_task.py", task, "--seed", seed, *(["--ragged"] if ragged else []))
     _run(
         *("-m", "hybrid_grpo", "sft", "--config", SCRIPTS / "quickstart_sft.yaml"),
         *("--run.dir", folder, "--run.seed", seed, "--engine.zero_stage", 0),
@@ -83,7 +84,8 @@ def quickstart(folder: Path, seed: int = 0) -> Job:
         # The other side shuffles otherwise; the words are in random order as they are.
         *("--data.shuffle", "false", "--log.wandb", "disabled"),
     ]
-    return Job(arguments, longest_prompt=7)
+    longest = 24 if ragged else 6
+    return Job([*arguments, "--rollout.max_completion_tokens", str(longest + 2)], longest_prompt=longest + 1)
 
 
 def ragged(folder: Path) -> Job:

@@ -24,6 +24,9 @@ from hybrid_grpo.logprobs import LogprobModel
 from hybrid_grpo.rollout import attention_of, complete, requests_of, sampling_of, training_attention
 from hybrid_grpo.view import meta_copy
 
+_SCORED = 4
+"""Times the tokens in a forward without gradients: an offloaded reference streams its weights once in each."""
+
 
 def learning_rate(config: PolicyConfig, step: int, total: int) -> float:
     """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up, then the schedule's decay to 0."""
@@ -97,14 +100,23 @@ class Policy:
         return [group[0] for group in groups]
 
     def micro_batches(
-        self, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], rows: Sequence[int] | None = None
+        self,
+        prompt_ids: Sequence[list[int]],
+        completion_ids: Sequence[list[int]],
+        rows: Sequence[int] | None = None,
+        *,
+        gradients: bool = True,
     ) -> list[MicroBatch]:
-        """Rows (all, when not given) in micro-batches within the token budget; as many on every rank. Collective."""
+        """Rows (all, when not given) in micro-batches within the token budget; as many on every rank. Collective.
+
+        Without gradients a forward keeps no activations, and the budget is several times as large; with gradient
+        checkpointing training keeps none either, and it is the same.
+        """
         rows = range(len(prompt_ids)) if rows is None else rows
-        budget, device = self.config.micro_batch_tokens, self.engine.device
+        budget = self.config.micro_batch_tokens * (1 if gradients or self.config.gradient_checkpointing else _SCORED)
         if self.packs:
-            return pack(prompt_ids, completion_ids, rows, budget, device, share=self.config.shared_prefix)
-        return pad(prompt_ids, completion_ids, rows, budget, device)
+            return pack(prompt_ids, completion_ids, rows, budget, self.engine.device, share=self.config.shared_prefix)
+        return pad(prompt_ids, completion_ids, rows, budget, self.engine.device)
 
     def logprobs(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability (differentiable) and entropy of the completion tokens, float32 [b, T]. Collective."""

@@ -188,7 +188,7 @@ class Trainer:
             return None
         with self.meter.time("time/old_logp_s"), torch.no_grad():
             logp_BT = torch.zeros(len(rollout.completions), max(rollout.lengths), device=self.device)
-            for micro in self.micro_batches(rollout, range(len(rollout.completions))):
+            for micro in self.micro_batches(rollout, range(len(rollout.completions)), gradients=False):
                 logp_bT, _ = self.policy.logprobs(micro, self.config.rollout.temperature)
                 if micro.rows:
                     logp_BT[micro.rows, : logp_bT.shape[1]] = logp_bT
@@ -200,7 +200,7 @@ class Trainer:
             return None
         with self.meter.time("time/reference_s"):
             shape = (len(rollout.completions), max(rollout.lengths))
-            batches = self.micro_batches(rollout, range(shape[0]))
+            batches = self.micro_batches(rollout, range(shape[0]), gradients=False)
             return self.reference.logprobs(batches, shape, self.config.rollout.temperature)
 
     def advantages(
@@ -283,12 +283,13 @@ class Trainer:
             with self.meter.time("time/reference_s"):
                 self.reference.refresh(self.policy.engine, grpo.ref_mix)
 
-    def micro_batches(self, rollout: Rollout, rows: range) -> list[MicroBatch]:
+    def micro_batches(self, rollout: Rollout, rows: range, *, gradients: bool = True) -> list[MicroBatch]:
         """The given rows of a rollout within the token budget; as many on every rank."""
         return self.policy.micro_batches(
             [prompt.token_ids for prompt in rollout.row_prompts],
             [completion.token_ids for completion in rollout.completions],
             rows,
+            gradients=gradients,
         )
 
     def train_batches(self, rollout: Rollout, rows: range, signals: Signals) -> Iterator[TrainBatch]:

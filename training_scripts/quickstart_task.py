@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import string
 from pathlib import Path
@@ -18,6 +19,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 ROWS = {"sft": 12_000, "train": 4_096, "heldout": 512}
 WORD_LENGTHS = range(3, 7)
+RAGGED = {"median": 6, "sigma": 0.6, "longest": 24}
+"""Log-normal, and none below 3."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -50,12 +53,19 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalL
     )
 
 
-def make_rows(seed: int) -> dict[str, list[dict[str, str]]]:
+def make_rows(seed: int, ragged: bool = False) -> dict[str, list[dict[str, str]]]:
     """Rows of every split; no word is in two of them."""
     draw = random.Random(seed)
+
+    def length() -> int:
+        if not ragged:
+            return draw.choice(WORD_LENGTHS)
+        n = round(draw.lognormvariate(math.log(RAGGED["median"]), RAGGED["sigma"]))
+        return min(max(n, 3), RAGGED["longest"])
+
     words: dict[str, None] = {}
     while len(words) < sum(ROWS.values()):
-        words["".join(draw.sample(string.ascii_lowercase, draw.choice(WORD_LENGTHS)))] = None
+        words["".join(draw.sample(string.ascii_lowercase, length()))] = None
     rest = iter(words)
     splits = {split: [next(rest) for _ in range(count)] for split, count in ROWS.items()}
     rows = {
@@ -70,11 +80,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ragged", action="store_true", help="words of 3 to 24 letters instead of 3 to 6")
     arguments = parser.parse_args()
     tokenizer = make_tokenizer()
     make_model(tokenizer, arguments.seed).save_pretrained(arguments.folder / "model")
     tokenizer.save_pretrained(arguments.folder / "model")
-    for split, rows in make_rows(arguments.seed).items():
+    for split, rows in make_rows(arguments.seed, arguments.ragged).items():
         (arguments.folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
