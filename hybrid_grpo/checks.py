@@ -93,6 +93,11 @@ def _check_common(config: TrainConfig | SftConfig) -> None:
         "policy.dtype bfloat16 needs engine.zero_stage 1 or higher (at stage 0 DeepSpeed keeps no float32 weights):"
         " set engine.zero_stage to 1, or policy.dtype to float32",
     )
+    refuse(
+        config.policy.shared_prefix == "on" and config.policy.attn_implementation not in ("auto", "packed"),
+        f"policy.shared_prefix on needs rows that are packed, which policy.attn_implementation"
+        f" {config.policy.attn_implementation} pads: set that to auto",
+    )
     _check_name("run.name", config.run.name, "it names a folder")
     _check_run_dir(config.run.dir)
 

@@ -55,7 +55,7 @@ class PolicyConfig:
     max_grad_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down."""
     micro_batch_tokens: int = 16384
-    """Tokens of one forward and backward, padding included, per rank; a longer row goes alone."""
+    """Tokens of one forward and backward, per rank, padding included where there is any; a longer row goes alone."""
 
 
 @dataclass(frozen=True)

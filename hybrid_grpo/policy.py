@@ -15,7 +15,7 @@ from hybrid_grpo.adapters import Adapters
 from hybrid_grpo.attention import PACKED
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
-from hybrid_grpo.data.packing import pack, pad
+from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.distributed import rank
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import OnFinish, Request, Stats
@@ -23,9 +23,6 @@ from hybrid_grpo.loading import load_config, load_model, plain_attention
 from hybrid_grpo.logprobs import LogprobModel
 from hybrid_grpo.rollout import attention_of, complete, requests_of, sampling_of, training_attention
 from hybrid_grpo.view import meta_copy
-
-_SCORED = 4
-"""Times the tokens in a forward without gradients: an offloaded reference streams its weights once in each."""
 
 
 def learning_rate(config: PolicyConfig, step: int, total: int) -> float:
@@ -107,13 +104,9 @@ class Policy:
         *,
         gradients: bool = True,
     ) -> list[MicroBatch]:
-        """Rows (all, when not given) in micro-batches within the token budget; as many on every rank. Collective.
-
-        Without gradients a forward keeps no activations, and the budget is several times as large; with gradient
-        checkpointing training keeps none either, and it is the same.
-        """
+        """Rows (all, when not given) in micro-batches within `token_budget`; as many on every rank. Collective."""
         rows = range(len(prompt_ids)) if rows is None else rows
-        budget = self.config.micro_batch_tokens * (1 if gradients or self.config.gradient_checkpointing else _SCORED)
+        budget = token_budget(self.config, gradients=gradients)
         if self.packs:
             return pack(prompt_ids, completion_ids, rows, budget, self.engine.device, share=self.config.shared_prefix)
         return pad(prompt_ids, completion_ids, rows, budget, self.engine.device)

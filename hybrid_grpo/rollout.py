@@ -58,19 +58,29 @@ def attention_of(decoder: Literal["paged", "transformers"]) -> str | None:
     return ATTENTION if decoder == "paged" else None
 
 
-def training_attention(policy: PolicyConfig) -> str:
+def training_attention(policy: PolicyConfig, config: Any = None) -> str:
     """The attention implementation of the training forward.
+
+    Args:
+        config: of the model; not given: it is loaded.
 
     Raises:
         UserError: it is `packed`, which the architecture does not allow.
     """
-    config = load_config(policy.model)
+    config = load_config(policy.model) if config is None else config
     if policy.attn_implementation in ("auto", "packed"):
         reason = unsupported(config)
         if reason is None:
             return PACKED
         if policy.attn_implementation == "packed":
-            raise UserError(f"policy.attn_implementation packed: {reason}: set it to auto")
+            raise UserError(
+                f"policy.attn_implementation packed does not fit policy.model {policy.model}: {reason}: set it to auto"
+            )
+        if policy.shared_prefix == "on":
+            raise UserError(
+                f"policy.shared_prefix on does not fit policy.model {policy.model}, which cannot be packed:"
+                f" {reason}: set it to auto"
+            )
     return plain_attention(config, policy.attn_implementation)
 
 

@@ -161,8 +161,13 @@ def iterated(folder: Path) -> dict[str, Any]:
 
     trainer.policy.step = watched  # type: ignore[method-assign]
     trainer.step(1)
-    batches = len(trainer.micro_batches(trainer.last_rollout[0], range(48 // world_size())))  # type: ignore[index]
-    return {"calls": dict(calls), "clipped": clipped, "batches": batches}
+    assert trainer.last_rollout is not None
+    rollout, *_ = trainer.last_rollout
+    scored, trained = (
+        len(trainer.micro_batches(rollout, range(48 // world_size()), gradients=gradients))
+        for gradients in (False, True)
+    )
+    return {"calls": dict(calls), "clipped": clipped, "scored": scored, "trained": trained}
 
 
 if __name__ == "__main__":

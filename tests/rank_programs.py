@@ -34,6 +34,8 @@ from hybrid_grpo.reference import Reference
 from hybrid_grpo.task import Task
 from hybrid_grpo.trainer import Trainer
 
+UNPACKED = "mamba"
+"""A folder, where a test made it."""
 COLLECTIVES = (
     "all_reduce",
     "all_gather",
@@ -92,20 +94,29 @@ def build(
     gradient_checkpointing: bool = False,
     offload: bool = False,
     prompts_per_step: int = 8,
+    model: str = "model",
+    decoder: str = "paged",
+    **more: Any,
 ) -> Trainer:
-    """A trainer on the quickstart's tiny model and task."""
+    """A trainer on the quickstart's task and tiny model, or another in the same folder; `more` is of the
+    configuration's section `policy`."""
     config = TrainConfig(
         policy=PolicyConfig(
-            model=str(folder / "model"),
+            model=str(folder / model),
             dtype=dtype,  # type: ignore[arg-type]
             lr=1e-3,
             micro_batch_tokens=160,
             gradient_checkpointing=gradient_checkpointing,
+            **more,
         ),
         engine=EngineConfig(zero_stage=stage, offload_optimizer=offload),  # type: ignore[arg-type]
         data=DataConfig(path=str(folder / "train.jsonl"), eval_path=str(folder / "heldout.jsonl"), eval_limit=24),
         rollout=RolloutConfig(
-            prompts_per_step=prompts_per_step, num_generations=4, max_completion_tokens=12, max_slots=16
+            prompts_per_step=prompts_per_step,
+            num_generations=4,
+            max_completion_tokens=12,
+            max_slots=16,
+            decoder=decoder,  # type: ignore[arg-type]
         ),
         grpo=GrpoConfig(beta=beta, num_minibatches=num_minibatches, num_iterations=num_iterations),
         rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
@@ -113,7 +124,7 @@ def build(
     device = engines.start()
     plan: BatchPlan = check_train(config, world_size())
     task = Task.read(config)
-    policy = Policy(config.policy, config.engine, task.tokenizer, total_steps=100)
+    policy = Policy(config.policy, config.engine, task.tokenizer, total_steps=100, decoder=config.rollout.decoder)
     reference = Reference(config.policy) if beta else None
     return Trainer(config, plan, policy, reference, task, device)
 
@@ -165,6 +176,40 @@ def variants(folder: Path) -> dict[str, Any]:
         trainer.step(1)
         seen[name] = trainer.meter.reduce()
     return seen
+
+
+def attentions(folder: Path) -> dict[str, Any]:
+    """One step with every way of the training forward, and what its micro-batches computed."""
+    seen = {}
+    for name, settings in {
+        "auto": {},
+        "shared": {"shared_prefix": "on"},
+        "apart": {"shared_prefix": "off"},
+        "sdpa": {"attn_implementation": "sdpa"},
+        "eager": {"attn_implementation": "eager"},
+    }.items():
+        trainer = build(folder, **settings)
+        trainer.step(1)
+        assert trainer.last_rollout is not None
+        rollout, *_ = trainer.last_rollout
+        batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
+        seen[name] = {
+            "metrics": trainer.meter.reduce(),
+            "computed": sum(micro.input_ids_bS.numel() for micro in batches),
+            "real": rollout.num_tokens + sum(len(prompt.token_ids) for prompt in rollout.row_prompts),
+            "rows": len(rollout.completions),
+        }
+    return seen
+
+
+def unpacked(folder: Path) -> dict[str, Any]:
+    """Steps of a model that cannot be packed, on generate()."""
+    trainer = build(folder, model=UNPACKED, decoder="transformers", stage=2)
+    metrics = []
+    for step in (1, 2):
+        trainer.step(step)
+        metrics.append(trainer.meter.reduce())
+    return {"packs": trainer.policy.packs, "metrics": metrics}
 
 
 def iterations(folder: Path) -> dict[str, Any]:

@@ -288,6 +288,10 @@ def test_names_in_metrics(user: User, name: str) -> None:
         (["--rollout.ignore_eos=true", "--rollout.stop_strings=[x]"], "rollout.stop_strings .*rollout.ignore_eos"),
         (["--rollout.cache_gb=2", "--rollout.decoder=transformers"], "rollout.cache_gb 2.0 .*decoder transformers"),
         (["--engine.zero_stage", "0"], "policy.dtype bfloat16 .*engine.zero_stage"),
+        (
+            ["--policy.shared_prefix=on", "--policy.attn_implementation=sdpa"],
+            "policy.shared_prefix .*attn_implementation",
+        ),
         (["--eval.every", "5"], "eval.every 5 .*data.eval_path or data.eval_split"),
         (["--data.eval_limit", "5"], "data.eval_limit 5 .*data.eval_path or data.eval_split"),
         (["--eval.outcome", "exact_mach"], "eval.outcome .*did you mean exact_match"),

@@ -2,10 +2,12 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import ARCHITECTURES, TIED, VOCABULARY, build, tiny_config
 
+from hybrid_grpo.attention import Selection
 from hybrid_grpo.logprobs import LogitShape, LogprobModel, token_logprobs
 
 
@@ -163,6 +165,14 @@ def micro_batch():
     return ids, mask, lengths
 
 
+def scores_of(model, ids, mask, temperature):
+    """Scores of the tokens under the mask by `LogprobModel`, row after row."""
+    before = mask.flatten().nonzero()[:, 0].numpy() - 1
+    source = Selection(before, np.ones(len(before), dtype=bool), ids.device)
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    return LogprobModel(model)(ids, positions, source, ids[mask], None, temperature)
+
+
 def plain_scores(model, ids, mask, lengths, temperature):
     """Scores by the model's own forward, row by row, without padding."""
     logp, entropy = [], []
@@ -187,7 +197,7 @@ def test_a_model_s_scores_and_gradients_are_those_of_its_own_forward(architectur
     expected = plain_scores(own, ids, mask, lengths, 0.7)
     weighted(expected, ("logp", "entropy")).backward()
 
-    mine = LogprobModel(scored)(ids, mask, 0.7)
+    mine = scores_of(scored, ids, mask, 0.7)
     assert mine[0].shape == mine[1].shape == (int(mask.sum()),)
     for values, theirs in zip(mine, expected, strict=True):
         assert relative(values, theirs) < 1e-5
@@ -211,7 +221,7 @@ def test_padding_has_no_part_in_scores_and_gradients():
     results = []
     for padded in (ids, other):
         model = build(tiny_config("qwen2"))
-        scores = LogprobModel(model)(padded, mask, 1.0)
+        scores = scores_of(model, padded, mask, 1.0)
         weighted(scores, ("logp", "entropy")).backward()
         results.append([*scores, *(parameter.grad for parameter in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

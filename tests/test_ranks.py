@@ -2,6 +2,9 @@
 
 import pytest
 from launching import make_task, ranks
+from rank_programs import UNPACKED
+from tiny_models import build, tiny_config
+from transformers import AutoTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +124,34 @@ def test_checkpointing_offloading_and_bfloat16(folder, alone):
         assert seen[name]["policy/grad_norm"] == pytest.approx(first["policy/grad_norm"], rel=0.3), name
         # bfloat16 has 8 bits: logits of size 8 are rounded by up to 0.03.
         assert 0 < seen[name]["parity/logp_abs_diff_mean"] < 0.02, name
+
+
+@pytest.mark.ranks
+def test_how_the_training_forward_attends_changes_nothing_but_its_cost(folder, alone):
+    (seen,) = ranks(1, "attentions", folder)
+    for name, one in seen.items():
+        for metric in ("policy/loss", "policy/grad_norm", "policy/entropy"):
+            assert one["metrics"][metric] == pytest.approx(alone["metrics"][0][metric], rel=1e-5), (name, metric)
+        assert one["real"] == seen["auto"]["real"]
+    real, rows = seen["auto"]["real"], seen["auto"]["rows"]
+    assert seen["apart"]["computed"] == real - rows, "the last token of a row predicts nothing"
+    assert seen["shared"]["computed"] == seen["auto"]["computed"] < 0.8 * real
+    assert seen["sdpa"]["computed"] == seen["eager"]["computed"] > seen["apart"]["computed"]
+
+
+@pytest.mark.ranks
+def test_a_model_that_cannot_be_packed_is_trained_on_padded_rows(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    build(tiny_config(UNPACKED, vocab_size=len(tokenizer), **ids)).save_pretrained(folder / UNPACKED)
+    tokenizer.save_pretrained(folder / UNPACKED)
+    (seen,) = ranks(1, "unpacked", folder)
+    assert not seen["packs"]
+    for metrics in seen["metrics"]:
+        assert metrics["policy/grad_norm"] > 0 and metrics["policy/skipped_steps"] == 0
+        assert metrics["parity/logp_abs_diff_max"] < 1e-3
+    first, second = (metrics["policy/grad_norm"] for metrics in seen["metrics"])
+    assert first != second
 
 
 @pytest.mark.ranks

@@ -37,7 +37,7 @@ class Sampler:
                 on_finish(i, k, rows[-1])
         return Rollout(prompts, rows, G), None
 
-    def micro_batches(self, prompt_ids, completion_ids, rows):
+    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients):
         return pad(prompt_ids, completion_ids, rows, 16384, torch.device("cpu"))
 
     def logprobs(self, micro, temperature):

@@ -6,6 +6,7 @@ nothing left runs a filler of one token that no result is taken from.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,11 +16,14 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.attention import Segments, Selection
+from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.distributed import all_reduce
 
 _WORTH_SHARING = 0.1
 """Share of the tokens that a prompt computed once must save: attention then gathers keys and needs masks."""
+_SCORED = 4
+"""Times the tokens in a forward without gradients: an offloaded reference streams its weights once in each."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,15 @@ class _Group:
     rows: list[int]
     tokens: int
     """To compute."""
+
+
+def token_budget(policy: PolicyConfig, *, gradients: bool) -> int:
+    """Tokens of one micro-batch.
+
+    Without gradients a forward keeps no activations, and the budget is several times as large; with gradient
+    checkpointing training keeps none either, and it is the same.
+    """
+    return policy.micro_batch_tokens * (1 if gradients or policy.gradient_checkpointing else _SCORED)
 
 
 def pack(
@@ -57,7 +70,10 @@ def pack(
     every, shared = (sum(group.tokens for group in way) for way in (alone, groups))
     if share == "off" or (share == "auto" and every - shared < _WORTH_SHARING * every):
         groups = alone
-    count = max(1, -(-sum(group.tokens for group in groups) // budget)) if groups else 0
+    # A row that has more than the budget takes the place of one that fills it.
+    count = -(-sum(min(group.tokens, budget) for group in groups) // budget)
+    # No two that have more than half of it go together.
+    count = max(count, sum(2 * group.tokens > budget for group in groups))
     while any(_tokens(part) > budget and len(part) > 1 for part in _spread(groups, count)):
         count += 1
     most = int(all_reduce(torch.tensor(count, device=device), "max"))
@@ -87,11 +103,11 @@ def _groups(
 def _spread(groups: list[_Group], count: int) -> list[list[_Group]]:
     """Every group to the lightest of `count` parts, the heaviest first (Graham, SIAM J. Appl. Math. 17, 1969)."""
     parts: list[list[_Group]] = [[] for _ in range(count)]
-    loads = [0] * count
+    loads = [(0, number) for number in range(count)]
     for group in sorted(groups, key=lambda group: -group.tokens):
-        lightest = loads.index(min(loads))
+        load, lightest = loads[0]
         parts[lightest].append(group)
-        loads[lightest] += group.tokens
+        heapq.heapreplace(loads, (load + group.tokens, lightest))
     return parts
 
 
