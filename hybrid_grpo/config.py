@@ -159,7 +159,7 @@ class RolloutConfig:
     max_slots: int = 256
     """Completions decoded at the same time on one rank."""
     prefill_tokens: int = 16384
-    """Padded prompt tokens of one prefill forward."""
+    """Prompt tokens of one prefill forward; a longer prompt is read in pieces."""
     cache_gb: float | None = None
     """GiB of keys and values on one rank; not given: from free memory."""
 

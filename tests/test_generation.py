@@ -68,7 +68,7 @@ def test_greedy_tokens_are_those_of_transformers_and_logp_that_of_training(archi
     model, view = pair(architecture)
     prompts = random_prompts(PROMPT_LENGTHS)
     samples = 3
-    # 5 slots for 30 completions: sequences queue, leave and move. 30 tokens a prefill: several of unequal widths.
+    # 5 slots for 30 completions: sequences queue, leave and move. 30 tokens a prefill: several of unequal lengths.
     squeeze = {"max_slots": 5, "prefill_tokens": 30}
 
     free, _ = generate(view, requests_of(prompts, samples), Sampling(LIMIT, temperature=GREEDY), **squeeze)
@@ -237,8 +237,9 @@ def test_a_prompt_is_read_once_for_its_whole_group_even_when_the_group_does_not_
         _, stats = generate(view, requests_of(random_prompts([5, 9, 3]), 8), Sampling(4), max_slots=3)
     finally:
         handle.remove()
-    prefills = [shape for shape in rows if shape[1] > 1]
-    assert stats.prefills == sum(shape[0] for shape in prefills) == 3
+    # One row of all prompts but for their last tokens.
+    assert sum(width for n, width in rows if width > 1) == 4 + 8 + 2
+    assert stats.prefills == 3
     assert stats.rows == 3 * 8 * 4
 
 
@@ -252,10 +253,10 @@ def test_prefills_keep_their_token_budget(view, budget):
         generate(view, requests_of(random_prompts(PROMPT_LENGTHS), 1), Sampling(1), prefill_tokens=budget)
     finally:
         handle.remove()
-    # Behind the prefills come the steps, with rows of one token.
-    prefills = [(n, width) for n, width in shapes if not (width == 1 and n == len(PROMPT_LENGTHS))]
-    assert all(n * width <= budget for n, width in prefills)
-    assert sum(width for n, width in prefills if n == 1) <= sum(PROMPT_LENGTHS) - len(PROMPT_LENGTHS)
+    # Steps have a row for each sequence, prefills one for all.
+    prefills = [width for n, width in shapes if n == 1]
+    assert all(width <= budget for width in prefills)
+    assert sum(prefills) == sum(PROMPT_LENGTHS) - len(PROMPT_LENGTHS)
 
 
 def test_long_prompts_are_read_in_pieces_exactly(architecture_pair):

@@ -8,6 +8,7 @@ builds no masks for a name it does not know, masks are made here, from positions
 from __future__ import annotations
 
 import inspect
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from hybrid_grpo.attention import Segments
 from hybrid_grpo.generation import native
 from hybrid_grpo.generation.cache import PagedCache
 
@@ -73,15 +75,14 @@ AttentionInterface.register(ATTENTION, paged_attention)
 
 
 class Prefill:
-    """New tokens of prompts, as one forward: whole prompts side by side, or the next piece of a single long one.
-
-    Padding stands to the right, where no real token attends to it, and is not kept.
+    """New tokens of prompts, as one forward without padding: whole prompts one after the other, or the next piece of
+    a single long one.
 
     Args:
         cache: where keys and values go.
         pages: of each prompt, enough for what it has after this forward.
         start: entries that the prompts have already; more than 0 for a single prompt only.
-        lengths: new tokens of each prompt; the longest is the width of the forward.
+        lengths: new tokens of each prompt.
     """
 
     def __init__(self, cache: PagedCache, pages: list[list[int]], start: int, lengths: list[int]) -> None:
@@ -89,20 +90,20 @@ class Prefill:
         device = cache.keys[0].device
         self._cache = cache
         self._start = start
-        self._row_N = torch.tensor([row for row, n in enumerate(lengths) for _ in range(n)], device=device)
-        self._column_N = torch.tensor([column for n in lengths for column in range(n)], device=device)
         places = [(own[i // cache.page], i % cache.page) for own, n in zip(pages, lengths, strict=True)
                   for i in range(start, start + n)]  # fmt: skip
         self._page_N = torch.tensor([page for page, _ in places], dtype=torch.int64, device=device)
         self._offset_N = torch.tensor([offset for _, offset in places], dtype=torch.int64, device=device)
         self._past = torch.tensor(pages[0][: cache.pages_for(start)], dtype=torch.int64, device=device)
-        self.position_nq = torch.arange(start, start + max(lengths), device=device).expand(len(pages), -1)
+        self.position_1N = torch.cat([torch.arange(start, start + n, device=device) for n in lengths])[None]
+        begins = accumulate(lengths, initial=0)
+        self._segments = Segments(list(zip(begins, lengths, strict=False)), [(0, 0)] * len(lengths), device)
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Keep the layer's new keys and values; return all that the queries may attend to."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys[self._page_N, self._offset_N] = key[self._row_N, :, self._column_N]
-        values[self._page_N, self._offset_N] = value[self._row_N, :, self._column_N]
+        keys[self._page_N, self._offset_N] = key[0].transpose(0, 1)
+        values[self._page_N, self._offset_N] = value[0].transpose(0, 1)
         if not self._start:
             return key, value
         past = (pool[self._past].flatten(0, 1)[: self._start].transpose(0, 1)[None] for pool in (keys, values))
@@ -114,10 +115,10 @@ class Prefill:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
         """See `paged_attention`."""
-        if self._start or softcap or 0 < window < key.shape[2]:
-            return masked_attention(query, key, value, self.position_nq, scale, window, softcap)
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2).contiguous()
+        if self._start:
+            return masked_attention(query, key, value, self.position_1N, scale, window, softcap)
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return self._segments.attend(q, k, v, scale, window, softcap)[None]
 
 
 class Step:

@@ -143,11 +143,10 @@ class _Loop:
         longest = max(len(group.tokens) for group in groups) - 1
         for start in range(0, longest, self.prefill_tokens):
             pieces = [group.tokens[start : min(start + self.prefill_tokens, len(group.tokens) - 1)] for group in groups]
-            width = max(map(len, pieces))
-            ids = torch.tensor([piece + [0] * (width - len(piece)) for piece in pieces], device=self.device)
+            ids = torch.tensor([[token for piece in pieces for token in piece]], device=self.device)
             batch = Prefill(self.schedule.cache, [group.pages for group in groups], start, list(map(len, pieces)))
             self.model.base_model(
-                input_ids=ids, position_ids=batch.position_nq, past_key_values=batch, use_cache=True, batch=batch
+                input_ids=ids, position_ids=batch.position_1N, past_key_values=batch, use_cache=True, batch=batch
             )
 
     def _step(self) -> None:
@@ -252,7 +251,7 @@ def generate(
         requests: prompts with a stream key for each completion.
         sampling: how tokens are chosen, and when a completion ends.
         max_slots: completions decoded at the same time.
-        prefill_tokens: padded prompt tokens of one prefill forward; a longer prompt is read in pieces.
+        prefill_tokens: prompt tokens of one prefill forward; a longer prompt is read in pieces.
         cache_gb: GiB of keys and values; not given: what memory is free. When it is too small for `max_slots`
             sequences fewer are decoded at a time, or some are put back and redone.
         on_finish: called as soon as a completion is finished.

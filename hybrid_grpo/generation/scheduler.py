@@ -84,18 +84,18 @@ class Scheduler:
         one group alone costs nearly what one for several does.
 
         Args:
-            budget: padded tokens of the forward; a longer group goes alone.
+            budget: tokens of the forward; a longer group goes alone.
         """
         batch: list[Group] = []
-        width = 0
+        tokens = 0
         free = self.slots - len(self.active)
         wanted = max(free, self.slots // _READ_AHEAD) if free else 0
         completions = sum(len(group.sequences) for group in self.ready)
         while self.pending and completions < wanted:
             group = self.pending[0]
-            wider = max(width, len(group.tokens) - 1)
+            new = len(group.tokens) - 1
             need = self.cache.pages_for(len(group.tokens) - 1)
-            if batch and wider * (len(batch) + 1) > budget:
+            if batch and tokens + new > budget:
                 break
             # One more for the page that its first sequence writes to.
             if need + 1 > self._spare - len(batch):
@@ -104,7 +104,7 @@ class Scheduler:
             group.pages = self.cache.take(need)
             batch.append(group)
             completions += len(group.sequences)
-            width = wider
+            tokens += new
         self.ready += batch
         return batch
 
