@@ -63,6 +63,21 @@ CASES = {
         {"engine.zero_stage": 2, "policy.micro_batch_tokens": 2048},
         ranks=2,
     ),
+    "bfloat16 stage 2": Case(
+        {**SIZES, "model_type": "qwen3", "head_dim": 64, "num_hidden_layers": 8, "vocab_size": 32_768},
+        {"engine.zero_stage": 2, "policy.micro_batch_tokens": 4096, "policy.shared_prefix": "off"},
+        completion=192,
+    ),
+    "vocabulary stage 3": Case(
+        {**SIZES, "vocab_size": 100_000, "num_hidden_layers": 4, "hidden_size": 384, "tie_word_embeddings": False},
+        {**FLOAT32, "engine.zero_stage": 3, "policy.micro_batch_tokens": 2048},
+        ranks=2,
+    ),
+    "eight steps": Case(
+        {**SIZES, "num_hidden_layers": 24},
+        {**FLOAT32, "engine.zero_stage": 1, "policy.gradient_checkpointing": True, "run.steps": 8},
+        completion=128,
+    ),
     "eager": Case(
         {**SIZES, "model_type": "gemma2", "num_hidden_layers": 4, "head_dim": 64, "hidden_size": 768},
         {**FLOAT32, "engine.zero_stage": 3, "policy.micro_batch_tokens": 4096, "policy.attn_implementation": "eager"},
@@ -85,7 +100,8 @@ def make(case: Case, folder: Path) -> list[str]:
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes, **ids, max_position_embeddings=4096)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    rows = [{"prompt": "ab" * (case.prompt // 2), "answer": "a"} for _ in range(16)]
+    # Each another: a micro-batch computes the same prompt once.
+    rows = [{"prompt": letter * case.prompt, "answer": "a"} for letter in "abcdefghijklmnop"]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
         "policy.model": folder / "model",

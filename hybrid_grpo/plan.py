@@ -10,7 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from hybrid_grpo.config import BatchPlan, TrainConfig
+from hybrid_grpo.data.batch import MicroBatch
+from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.dry_run import MALLOC_KEEPS, DryRun, Footprint, NeedsData
 from hybrid_grpo.errors import UserError
 from hybrid_grpo.generation.loop import PAGE
@@ -120,12 +124,26 @@ class Plan:
         return f"at most {gib(self.peak.bytes)} GiB a rank ({self.peak.name}: {largest}, ...), {free} GiB are free"
 
 
-def micro_batch_shape(config: TrainConfig, batch: BatchPlan, longest: int) -> tuple[int, int]:
-    """Rows and width of the largest micro-batch: the budget, or all rows of a minibatch where they are fewer."""
-    rows = batch.prompts_per_rank * batch.num_generations // batch.num_minibatches
-    tokens = max(longest, min(config.policy.micro_batch_tokens, rows * longest))
-    rows = max(1, tokens // longest)
-    return rows, tokens // rows
+def largest_micro_batch(
+    config: TrainConfig, batch: BatchPlan, prompt: int, *, packs: bool, gradients: bool
+) -> MicroBatch:
+    """Of a rollout whose prompts and completions all have the longest length.
+
+    Args:
+        batch: the batch equation.
+        prompt: tokens of the longest prompt.
+        packs: whether the model takes micro-batches without padding.
+        gradients: those of training, else those that are scored.
+    """
+    group = batch.num_generations
+    prompts = batch.prompts_per_rank // (batch.num_minibatches if gradients else 1)
+    # No two prompts are the same.
+    prompt_ids = [ids for number in range(prompts) for ids in [[number] * prompt] * group]
+    completion_ids = [[0] * config.rollout.max_completion_tokens] * len(prompt_ids)
+    given = prompt_ids, completion_ids, range(len(prompt_ids)), token_budget(config.policy, gradients=gradients)
+    cpu = torch.device("cpu")
+    parts = pack(*given, cpu, share=config.policy.shared_prefix) if packs else pad(*given, cpu)
+    return max(parts, key=lambda part: part.input_ids_bS.numel())
 
 
 def foresee(config: TrainConfig, batch: BatchPlan, prompt: int, hardware: Hardware) -> Plan | None:
@@ -151,8 +169,10 @@ def measure(config: TrainConfig, model_config: Any, batch: BatchPlan, prompt: in
     """
     dry = DryRun(model_config, config.policy, config.lora)
     parameters = list(dry.model.parameters())
-    rows, width = micro_batch_shape(config, batch, prompt + config.rollout.max_completion_tokens)
-    layers, scoring = dry.inference(rows, width)
+    training, scored = (
+        largest_micro_batch(config, batch, prompt, packs=dry.packs, gradients=gradients) for gradients in (True, False)
+    )
+    layers, scoring = dry.inference(scored)
     read = min(config.rollout.prefill_tokens, batch.prompts_per_rank * prompt)
     return Sizes(
         parameters=sum(p.numel() for p in parameters),
@@ -162,10 +182,10 @@ def measure(config: TrainConfig, model_config: Any, batch: BatchPlan, prompt: in
         active=dry.active_parameters(),
         vocabulary=dry.model.get_output_embeddings().weight.shape[0],
         token_bytes=dry.cache_bytes(paged=config.rollout.decoder == "paged"),
-        training=dry.training(rows, width),
+        training=dry.training(training),
         scoring=scoring,
         # What a forward takes is in proportion to its tokens.
-        prefill=layers * read // (rows * width),
+        prefill=layers * read // scored.input_ids_bS.numel(),
     )
 
 
@@ -215,7 +235,9 @@ class _Memory:
         activations = Part("activations", micro.kept, _SMALLER_MICRO_BATCH)
         # The heap of a process on a CPU keeps its largest extent: small blocks of training, and holes between them.
         small, loose = (0, 0) if self.hardware.on_gpu else (micro.small + self.fetched_small(), self.loose_gradients())
-        holes = int(_HOLES * (small + loose))
+        # Larger blocks of activations leave holes as well: malloc looks for room in the heap before it asks the system.
+        large = 0 if self.hardware.on_gpu else micro.kept - micro.kept_small
+        holes = int(_HOLES * (small + large + loose))
         training.append(Part("holes in the heap", holes, _SMALLER_MICRO_BATCH))
         kept = [Part("heap of training", small + holes, _SMALLER_MICRO_BATCH)]
         idle = [Part("heap of training", small + loose + holes, _SMALLER_MICRO_BATCH)]

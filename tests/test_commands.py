@@ -150,7 +150,7 @@ def _reward(function: str) -> list[str]:
 
 
 MISTAKES = {
-    "no such command": Mistake(["trian"], ["there is no command trian", "train, sft, eval, report"]),
+    "no such command": Mistake(["trian"], ["there is no command trian", "train, sft, eval, plan, report"]),
     "report without a folder": Mistake(["report"], ["usage: hybrid-grpo report RUN_FOLDER"]),
     "report of no run": Mistake(["report", "model"], ["model is not the folder of a run"]),
     "no data file": Mistake(_train("--data.path=no.jsonl"), ["data.path no.jsonl", "no such file"]),
