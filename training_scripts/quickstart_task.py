@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 ROWS = {"sft": 12_000, "train": 4_096, "heldout": 512}
 WORD_LENGTHS = range(3, 7)
-RAGGED = {"median": 6, "sigma": 0.6, "longest": 24}
-"""Log-normal, and none below 3."""
+RAGGED_MEDIAN, RAGGED_SIGMA, RAGGED_LONGEST = 6, 0.6, 24
+"""Of log-normal lengths, none below 3."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -60,8 +60,8 @@ def make_rows(seed: int, ragged: bool = False) -> dict[str, list[dict[str, str]]
     def length() -> int:
         if not ragged:
             return draw.choice(WORD_LENGTHS)
-        n = round(draw.lognormvariate(math.log(RAGGED["median"]), RAGGED["sigma"]))
-        return min(max(n, 3), RAGGED["longest"])
+        n = round(draw.lognormvariate(math.log(RAGGED_MEDIAN), RAGGED_SIGMA))
+        return min(max(n, 3), RAGGED_LONGEST)
 
     words: dict[str, None] = {}
     while len(words) < sum(ROWS.values()):
