@@ -121,7 +121,7 @@ class Plan:
         parts = sorted(self.peak.parts, key=lambda part: -part.bytes)
         largest = ", ".join(f"{gib(part.bytes)} {part.name}" for part in parts[:3])
         free = gib(self.hardware.device_bytes)
-        return f"at most {gib(self.peak.bytes)} GiB a rank ({self.peak.name}: {largest}, ...), {free} GiB are free"
+        return f"about {gib(self.peak.bytes)} GiB a rank ({self.peak.name}: {largest}, ...), {free} GiB are free"
 
 
 def largest_micro_batch(
