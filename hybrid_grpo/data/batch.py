@@ -2,7 +2,7 @@
 
 Letters behind a name are its dimensions, here and everywhere in the package:
 
-    P  prompts of a rollout on this rank          S  prompt + completion tokens, right-padded
+    P  prompts of a rollout on this rank          S  tokens of a forward's rows, right-padded
     G  completions per prompt                     T  completion tokens, right-padded
     B  = P * G rows, group after group            V  vocabulary
     b  rows of one micro-batch                    N  real completion tokens of a micro-batch, flat
