@@ -26,7 +26,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hybrid_grpo.generation import ATTENTION, Request, Sampling, Stats, generate
+from hybrid_grpo.attention import ATTENTION
+from hybrid_grpo.generation import Request, Sampling, Stats, generate
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _SHAPES = {

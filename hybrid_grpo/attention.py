@@ -1,9 +1,11 @@
-"""Attention over sequences that stand one after the other in a single row of tokens: no padding is computed.
+"""Attention as this package routes it: a forward brings along who attends to whom, and what it attends with.
 
-Registered with transformers under the name `PACKED`. A forward gets `batch`, a `Segments`, as one of its keyword
-arguments, and position ids; since transformers builds no masks for a name it does not know, who sees whom is decided
-here. A segment is some consecutive tokens that attend to themselves, causally, and to all of a prefix that may stand
-elsewhere in the row: so the completions of a group share the forward of their prompt, exactly (in backward the
+Registered with transformers under the name `ATTENTION`. A forward gets a `Batch` as its keyword argument `batch`, and
+position ids; since transformers builds no masks for a name it does not know, who sees whom is decided by the batch.
+
+`Segments` is that of training: sequences one after the other in a single row of tokens, so that no padding is
+computed. A segment is some consecutive tokens that attend to themselves, causally, and to all of a prefix that may
+stand elsewhere in the row: so the completions of a group share the forward of their prompt, exactly (in backward the
 prompt gets the sum of what each of them asks of it).
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,14 +33,22 @@ try:
 except ImportError:
     _VARLEN = False
 
-PACKED = "hybrid_packed"
+ATTENTION = "hybrid"
 
 _SHRINK = 0.75
 """A bucket takes segments down to this share of its longest."""
 _NOWHERE = 1 << 40
 
 
-def packed_attention(
+class Batch(Protocol):
+    """What one forward attends with."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
+    ) -> Tensor: ...
+
+
+def routed_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -47,28 +57,27 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    batch: Segments | None = None,
+    batch: Batch | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within the segments of one row.
+    """Causal attention of tokens over their own sequences.
 
     Args:
-        query: [1, heads, N, head_dim].
-        key, value: [1, key_value_heads, N, head_dim].
+        query: [n, heads, q, head_dim].
+        key, value: [n, key_value_heads, q, head_dim], of the same tokens.
         sliding_window: a query sees itself and the `sliding_window - 1` positions before it.
         softcap: see `attend`.
-        batch: the segments.
+        batch: where these tokens stand, and the keys and values that are not among them.
 
     Returns:
-        [1, N, heads, head_dim], and None for the weights.
+        [n, q, heads, head_dim], and None for the weights.
     """
-    assert batch is not None, "a packed forward passes batch"
+    assert batch is not None, "a forward with this attention passes batch"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return batch.attend(q, k, v, scale, sliding_window or 0, softcap or 0.0)[None], None
+    return batch.attend(query, key, value, scale, sliding_window or 0, softcap or 0.0), None
 
 
-AttentionInterface.register(PACKED, packed_attention)
+AttentionInterface.register(ATTENTION, routed_attention)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scale: float, softcap: float) -> Tensor:
@@ -170,13 +179,14 @@ class Segments:
         self._allowed: dict[tuple[int, int], Tensor | None] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        """See `packed_attention`; all [N, heads, d], so is the result."""
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        """See `routed_attention`; n is 1."""
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             if flash_attn_varlen_func is not None:
-                return self._flash(query, key, value, scale, window, softcap)
+                return self._flash(q, k, v, scale, window, softcap)[None]
             if _VARLEN and not softcap:
-                return self._varlen(query, key, value, scale, window)
-        return self._bucketed(query, key, value, scale, window, softcap)
+                return self._varlen(q, k, v, scale, window)[None]
+        return self._bucketed(q, k, v, scale, window, softcap)[None]
 
     def _bucketed(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
         if self._buckets is None:

@@ -23,10 +23,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from hybrid_grpo.adapters import Adapters
-from hybrid_grpo.attention import PACKED
+from hybrid_grpo.attention import ATTENTION
 from hybrid_grpo.config import LoraConfig, PolicyConfig
 from hybrid_grpo.data.batch import MicroBatch
-from hybrid_grpo.generation import ATTENTION
 from hybrid_grpo.generation.cache import Geometry
 from hybrid_grpo.loading import without_dropout
 from hybrid_grpo.logprobs import CHUNK_BYTES, LogitShape, token_logprobs
@@ -173,10 +172,10 @@ class DryRun:
         dtype = "bfloat16" if _experts(text) else policy.dtype
         self._scale = 2 if dtype != policy.dtype else 1
         attention = training_attention(policy, config)
-        self.packs = attention == PACKED
+        self.packs = attention == ATTENTION
         """Whether it takes micro-batches without padding."""
         # Kernels of flash-attn need a GPU; what they keep for backward is what sdpa's keep.
-        attention = attention if attention in (PACKED, "eager") else "sdpa"
+        attention = attention if attention in (ATTENTION, "eager") else "sdpa"
         with torch.device("meta"):
             self.model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, dtype), attn_implementation=attention

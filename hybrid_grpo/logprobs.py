@@ -180,7 +180,7 @@ class LogprobModel(nn.Module):
 
         Args:
             input_ids_bS, position_ids_bS: int64, right-padded: causal attention needs no mask for padding on the
-                right; or one row that `segments` divides, for a model with the attention `PACKED`.
+                right; or one row that `segments` divides, for a model with `ATTENTION`.
             source: picks of all [b * S] tokens the one before each token to score.
             target_N: int64, the tokens to score.
             temperature: see `token_logprobs`.

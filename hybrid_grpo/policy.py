@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybrid_grpo import engine as engines
 from hybrid_grpo.adapters import Adapters
-from hybrid_grpo.attention import PACKED
+from hybrid_grpo.attention import ATTENTION
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.packing import pack, pad, token_budget
@@ -63,7 +63,7 @@ class Policy:
         self.skipped_steps = 0
         self.deepspeed_config = engines.policy_config(policy, engine)
         attention = training_attention(policy)
-        self.packs = attention == PACKED
+        self.packs = attention == ATTENTION
         with engines.sharded_loading(self.deepspeed_config):
             model = load_model(policy, attention)
         view = meta_copy(model, attention_of(decoder) or plain_attention(model.config, policy.attn_implementation))

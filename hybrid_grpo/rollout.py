@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from hybrid_grpo import generation
-from hybrid_grpo.attention import PACKED
+from hybrid_grpo.attention import ATTENTION
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.errors import UserError
-from hybrid_grpo.generation import ATTENTION, OnFinish, Request, Sampling, Stats, stream_key, transformers_decoder
+from hybrid_grpo.generation import OnFinish, Request, Sampling, Stats, stream_key, transformers_decoder
 from hybrid_grpo.generation.support import unsupported
 from hybrid_grpo.loading import load_config, plain_attention
 
@@ -71,7 +71,7 @@ def training_attention(policy: PolicyConfig, config: Any = None) -> str:
     if policy.attn_implementation in ("auto", "packed"):
         reason = unsupported(config)
         if reason is None:
-            return PACKED
+            return ATTENTION
         if policy.attn_implementation == "packed":
             raise UserError(
                 f"policy.attn_implementation packed does not fit policy.model {policy.model}: {reason}: set it to auto"

@@ -227,7 +227,8 @@ def export(folder: Path) -> dict[str, Any]:
     """The reference is the starting policy, and the exported model the trained one, to the bit."""
     from transformers import AutoModelForCausalLM
 
-    from hybrid_grpo.generation import ATTENTION, GREEDY, Request, Sampling, generate
+    from hybrid_grpo.attention import ATTENTION
+    from hybrid_grpo.generation import GREEDY, Request, Sampling, generate
 
     trainer = build(folder, beta=0.1)
     assert trainer.reference is not None and build(folder, beta=0.0).reference is None

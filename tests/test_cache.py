@@ -3,8 +3,8 @@ import torch
 from tiny_models import ARCHITECTURES, build, tiny_config
 from transformers import AutoConfig
 
+from hybrid_grpo.attention import ATTENTION
 from hybrid_grpo.errors import UserError
-from hybrid_grpo.generation import ATTENTION
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 
 

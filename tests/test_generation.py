@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import ARCHITECTURES, VOCABULARY, WINDOW, build, pair, tiny_config
 
+from hybrid_grpo.attention import ATTENTION
 from hybrid_grpo.errors import UserError
-from hybrid_grpo.generation import ATTENTION, GREEDY, Request, Sampling, decoder, generate, stream_key
+from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, generate, stream_key
 from hybrid_grpo.generation import loop as loops
 
 PROMPT_LENGTHS = [1, 2, 7, 19, 4, 1, 12, 9, 3, 16]

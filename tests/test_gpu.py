@@ -7,9 +7,9 @@ import torch
 from launching import make_task, ranks
 from tiny_models import VOCABULARY, build, tiny_config
 
-from hybrid_grpo.attention import PACKED
+from hybrid_grpo.attention import ATTENTION
 from hybrid_grpo.data.packing import pack
-from hybrid_grpo.generation import ATTENTION, GREEDY, Request, Sampling, decoder, generate, graphs, stream_key
+from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, generate, graphs, stream_key
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.logprobs import LogprobModel
 
@@ -161,7 +161,7 @@ def test_packed_training_in_half_precision_is_that_of_the_cpu(architecture, shar
     completions = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 40))] for _ in prompts]
 
     def scored(device, dtype):
-        model = build(tiny_config(architecture, hidden=128), PACKED).to(device, dtype)
+        model = build(tiny_config(architecture, hidden=128), ATTENTION).to(device, dtype)
         [micro] = pack(prompts, completions, range(8), 10_000, torch.device(device), share=share)
         logp, _ = LogprobModel(model)(*micro.inputs, 1.0)
         (logp * torch.linspace(-1, 1, len(logp), device=device)).sum().backward()
@@ -175,7 +175,7 @@ def test_packed_training_in_half_precision_is_that_of_the_cpu(architecture, shar
 
 def test_two_packed_backwards_on_a_gpu_are_equal_to_the_bit():
     prompts, completions = [[1, 2, 3]] * 8, [[rng] * (4 + rng) for rng in range(8)]
-    model = build(tiny_config("qwen2", hidden=128), PACKED).to("cuda")
+    model = build(tiny_config("qwen2", hidden=128), ATTENTION).to("cuda")
     [micro] = pack(prompts, completions, range(8), 10_000, torch.device("cuda"), share="on")
 
     def gradients():

@@ -7,7 +7,8 @@ import torch
 from tiny_models import ARCHITECTURES, VOCABULARY, build, tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid_grpo.generation import ATTENTION, GREEDY, Request, Sampling, generate, native, stream_key
+from hybrid_grpo.attention import ATTENTION
+from hybrid_grpo.generation import GREEDY, Request, Sampling, generate, native, stream_key
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.decoder import Decoder

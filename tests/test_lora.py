@@ -14,10 +14,11 @@ from tiny_models import build, tiny_config
 from transformers import AutoModelForCausalLM
 
 from hybrid_grpo.adapters import Adapters, check_lora
+from hybrid_grpo.attention import ATTENTION
 from hybrid_grpo.checks import check_sft, check_train
 from hybrid_grpo.config import LoraConfig, SftConfig, TrainConfig
 from hybrid_grpo.errors import UserError
-from hybrid_grpo.generation import ATTENTION, GREEDY, Request, Sampling, generate
+from hybrid_grpo.generation import GREEDY, Request, Sampling, generate
 from hybrid_grpo.parsing import parse
 from hybrid_grpo.view import View, meta_copy
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import ARCHITECTURES, build, tiny_config
 
-from hybrid_grpo.attention import PACKED, Selection
+from hybrid_grpo.attention import ATTENTION, Selection
 from hybrid_grpo.data.packing import pack, pad
 from hybrid_grpo.logprobs import LogprobModel
 
@@ -57,7 +57,7 @@ def gradients(model):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_packed_scores_and_gradients_are_those_of_the_models_own_forward(architecture, share):
     config = tiny_config(architecture)
-    own, packed = build(config), build(config, PACKED)
+    own, packed = build(config), build(config, ATTENTION)
     prompts, completions = rollout()
     expected = own_logprobs(own, prompts, completions)
     weighted(expected).backward()
@@ -85,7 +85,7 @@ def test_padded_rows_score_the_same():
 def test_windows_are_seen_across_the_end_of_a_shared_prompt():
     """A window shorter than a prompt: what the completion no longer sees must not count."""
     config = tiny_config("mistral")
-    own, packed = build(config), build(config, PACKED)
+    own, packed = build(config), build(config, ATTENTION)
     rng = random.Random(1)
     prompt = [rng.randrange(60) for _ in range(30)]
     completions = [[rng.randrange(60) for _ in range(n)] for n in (3, 9, 25)]
@@ -98,7 +98,7 @@ def test_windows_are_seen_across_the_end_of_a_shared_prompt():
 def test_gradient_checkpointing_changes_nothing():
     prompts, completions = rollout()
     batches = pack(prompts, completions, range(len(prompts)), 1000, CPU, share="on")
-    model = build(tiny_config("llama"), PACKED).train()
+    model = build(tiny_config("llama"), ATTENTION).train()
     scorer = LogprobModel(model)
     weighted(scored(scorer, batches)).backward()
     plain = gradients(model)

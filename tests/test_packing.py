@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import build, tiny_config
 
-from hybrid_grpo.attention import PACKED
+from hybrid_grpo.attention import ATTENTION
 from hybrid_grpo.data.packing import pack, pad, plan_rows
 from hybrid_grpo.logprobs import LogprobModel
 
@@ -62,7 +62,8 @@ def seen(micro):
     """bool [N, N]: the tokens that each token of a packed row attends to, by what equal attention to them gives."""
     n = micro.input_ids_bS.numel()
     equal, one_each = torch.zeros(n, 1, n), torch.eye(n)[:, None]
-    return micro.segments.attend(equal, equal, one_each, 1.0, 0, 0.0)[:, 0] > 0
+    equal, one_each = (tensor.transpose(0, 1)[None] for tensor in (equal, one_each))
+    return micro.segments.attend(equal, equal, one_each, 1.0, 0, 0.0)[0, :, 0] > 0
 
 
 def assert_stands(micro, prompts, completions):
@@ -247,7 +248,7 @@ def test_a_rank_with_fewer_micro_batches_runs_fillers_that_give_nothing(way, mon
     prompts, completions = rollout([(3, [9]), (2, [5])])
     batches = way(prompts, completions, 1)
     assert [len(micro.rows) for micro in batches] == [1, 1, 0, 0, 0]
-    model = build(tiny_config("qwen2"), "eager" if batches[0].segments is None else PACKED)
+    model = build(tiny_config("qwen2"), "eager" if batches[0].segments is None else ATTENTION)
     for filler in batches[2:]:
         logp_N, entropy_N = LogprobModel(model)(*filler.inputs, 1.0)
         assert filler.unflatten(logp_N).shape == (1, 1) and torch.isfinite(logp_N).all()

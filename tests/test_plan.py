@@ -12,7 +12,7 @@ from tiny_models import tiny_config
 from transformers import Qwen2Config
 
 from hybrid_grpo import hardware as hardware_module
-from hybrid_grpo.attention import PACKED
+from hybrid_grpo.attention import ATTENTION
 from hybrid_grpo.checks import batch_plan
 from hybrid_grpo.config import EngineConfig, GrpoConfig, LoraConfig, PolicyConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch
@@ -176,7 +176,7 @@ def test_a_dry_run_counts_what_a_real_one_keeps():
     config = tiny_config("llama", hidden=64, layers=3)
     dry = DryRun(config, PolicyConfig(dtype="float32"), LoraConfig())
     seen = dry.training(micro_batch(2, 48))
-    model = LogprobModel(type(dry.model)._from_config(config, attn_implementation=PACKED))
+    model = LogprobModel(type(dry.model)._from_config(config, attn_implementation=ATTENTION))
     storages = {}
 
     def note(tensor):

@@ -6,7 +6,7 @@ from tiny_models import ARCHITECTURES, STATEFUL, tiny_config
 from transformers import AutoConfig
 
 from hybrid_grpo import generation
-from hybrid_grpo.attention import PACKED
+from hybrid_grpo.attention import ATTENTION
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.errors import UserError
@@ -68,7 +68,7 @@ def test_ignore_eos_leaves_the_limit_only():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_what_the_decode_loop_runs_is_trained_packed(architecture, tmp_path):
     tiny_config(architecture).save_pretrained(tmp_path)
-    for setting, expected in {"auto": PACKED, "packed": PACKED, "eager": "eager"}.items():
+    for setting, expected in {"auto": ATTENTION, "packed": ATTENTION, "eager": "eager"}.items():
         policy = PolicyConfig(model=str(tmp_path), attn_implementation=setting)
         assert training_attention(policy) == expected
 

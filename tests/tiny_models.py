@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PretrainedConfig
 
-from hybrid_grpo.generation import ATTENTION
+from hybrid_grpo.attention import ATTENTION
 
 # Matrices this small are slower on many threads, and far slower when tests share the processor.
 torch.set_num_threads(1)

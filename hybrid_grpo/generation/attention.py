@@ -1,20 +1,17 @@
 """Attention over the paged cache: of prompts that are read, and of one new token for every sequence.
 
-Registered with transformers under the name `ATTENTION`. A forward gets a `batch` as one of its keyword arguments,
-which is also its `past_key_values`: a layer hands it the new keys and values, then its queries. Since transformers
-builds no masks for a name it does not know, masks are made here, from positions.
+Batches of `routed_attention` that are also the `past_key_values` of their forward: a layer hands them the new keys and
+values (`update`), then its queries (`attend`).
 """
 
 from __future__ import annotations
 
 import inspect
 from itertools import accumulate
-from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch import Tensor
 
 from hybrid_grpo.attention import Segments
 from hybrid_grpo.generation import native
@@ -30,48 +27,6 @@ try:
     _VARLEN_PAGED = {"block_table", "seqused_k", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
 except ImportError:
     _VARLEN_PAGED = False
-
-ATTENTION = "hybrid_paged"
-
-
-class Batch(Protocol):
-    """What one forward attends with."""
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
-    ) -> Tensor: ...
-
-
-def paged_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    batch: Batch | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention of new tokens over their own sequences.
-
-    Args:
-        query: [n, heads, q, head_dim], of the new tokens.
-        key, value: [n, key_value_heads, q, head_dim], what the layer handed to `batch.update` just before.
-        sliding_window: a query sees itself and the `sliding_window - 1` positions before it.
-        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118 section 2).
-        batch: where these tokens stand, and the keys and values before them.
-
-    Returns:
-        [n, q, heads, head_dim], and None for the weights.
-    """
-    assert batch is not None, "generation passes batch"
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return batch.attend(query, key, value, scale, sliding_window or 0, softcap or 0.0), None
-
-
-AttentionInterface.register(ATTENTION, paged_attention)
 
 
 class Prefill:
@@ -114,11 +69,10 @@ class Prefill:
         return self._start
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        """See `paged_attention`."""
+        """See `routed_attention`."""
         if self._start:
             return masked_attention(query, key, value, self.position_1N, scale, window, softcap)
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return self._segments.attend(q, k, v, scale, window, softcap)[None]
+        return self._segments.attend(query, key, value, scale, window, softcap)
 
 
 class Step:
@@ -151,7 +105,7 @@ class Step:
         return self._read * self._cache.page
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        """See `paged_attention`; the kernels follow the real lengths, the last way reads `read` pages of all."""
+        """See `routed_attention`; the kernels follow the real lengths, the last way reads `read` pages of all."""
         keys, values = self._cache.keys[self.layer], self._cache.values[self.layer]
         if native.can_attend(query, keys, values):
             return native.decode_attention(
