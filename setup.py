@@ -20,6 +20,8 @@ setup(
         "deepspeed>=0.19.8",
         "transformers>=5.17",
         "datasets>=4.0",
+        "h11>=0.16",
+        "httpx>=0.28",
         "jsonargparse[signatures]>=4.40",
         "jinja2>=3.1",
         "numpy>=1.26",

@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "memory and time of a training run, without loading weights",
     "report": "write report.html of a run again",
     "generate": "completions of prompts from a file, a pipe or the terminal, as JSON lines",
+    "serve-reward": "reward functions as an HTTP service for other machines",
 }
 
 
@@ -31,13 +32,13 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: hybrid-grpo COMMAND [options]; `hybrid-grpo COMMAND --help` lists the options\n")
-        print("\n".join(f"  {name:8} {what}" for name, what in COMMANDS.items()))
+        print("\n".join(f"  {name:12} {what}" for name, what in COMMANDS.items()))
         return 0 if arguments else 2
     command, *rest = arguments
     try:
         if command not in COMMANDS:
             raise UserError(f"there is no command {command}; known are {', '.join(COMMANDS)}")
-        importlib.import_module(f"hybrid_grpo.commands.{command}").run(rest)
+        importlib.import_module(f"hybrid_grpo.commands.{command.replace('-', '_')}").run(rest)
     except UserError as error:
         rank = os.environ.get("RANK", "0")
         where = "" if rank == "0" else f" [rank {rank}]"

@@ -18,13 +18,16 @@ from hybrid_grpo.config import (
     DataConfig,
     GenerateConfig,
     LoraConfig,
+    RewardConfig,
     RolloutConfig,
+    ServeRewardConfig,
     SftConfig,
     TrainConfig,
     reward_name,
 )
-from hybrid_grpo.errors import did_you_mean, refuse
+from hybrid_grpo.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.grpo_checks import check_grpo
+from hybrid_grpo.network import bearer_token, is_loopback
 
 
 def _nearest_multiple(value: int, step: int) -> int:
@@ -62,12 +65,12 @@ _POSITIVE = {
     "rollout.repetition_penalty", "rollout.max_slots", "rollout.prefill_tokens", "lora.alpha",
     "grpo.num_iterations", "grpo.num_minibatches", "grpo.epsilon_low", "grpo.epsilon_high", "grpo.kl_horizon",
     "grpo.overlong_penalty", "grpo.max_resamples", "checkpoint.keep",
-    "sft.batch_size", "sft.max_completion_tokens", "log.parity_alarm",
+    "sft.batch_size", "sft.max_completion_tokens", "log.parity_alarm", "scoring.memory_gb", "scoring.max_wait_s",
 }  # fmt: skip
 _NOT_NEGATIVE = {
     "run.seed", "policy.warmup_steps", "policy.weight_decay", "rollout.min_completion_tokens", "rollout.temperature",
     "rollout.top_k", "lora.rank", "grpo.beta", "grpo.entropy_coef", "grpo.overlong_buffer", "grpo.ref_every",
-    "eval.every", "checkpoint.every", "log.rollouts_every",
+    "eval.every", "checkpoint.every", "log.rollouts_every", "scoring.workers", "scoring.max_failed_frac",
 }  # fmt: skip
 
 
@@ -234,14 +237,7 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
         f"grpo.ref_every {config.grpo.ref_every} refreshes the reference, which with lora.rank is the model without"
         " adapters: take out one of them",
     )
-    refuse(not config.rewards, "rewards is empty: give at least one, as in --rewards '[{function: exact_match}]'")
-    for index, reward in enumerate(config.rewards):
-        refuse(not reward.function, f"rewards[{index}].function is empty: name a built-in or a function")
-        if reward.name is not None:
-            _check_name(f"rewards[{index}].name", reward.name, "it names a metric")
-    names = [reward_name(reward) for reward in config.rewards]
-    doubles = {name for name in names if names.count(name) > 1}
-    refuse(bool(doubles), f"rewards: two are named {', '.join(sorted(doubles))}: set `name` on one of them")
+    names = _check_rewards(config.rewards)
     outcome = config.eval.outcome
     refuse(
         outcome is not None and outcome not in names,
@@ -283,6 +279,56 @@ def check_generate(config: GenerateConfig, world_size: int) -> None:
         path.exists() and os.path.exists(config.data.path) and path.samefile(config.data.path),
         f"generate.output {path} would replace the prompts of data.path: give another file",
     )
+
+
+def check_serve(config: ServeRewardConfig) -> None:
+    """Refuse what cannot work, before anything is loaded.
+
+    Raises:
+        UserError: one line that names the settings and the way out.
+    """
+    _check_rewards(config.rewards)
+    serve = config.serve
+    for name, least in (("port", 0), ("max_requests", 1)):
+        refuse(getattr(serve, name) < least, f"serve.{name} {getattr(serve, name)} must be {least} or greater")
+    for name in ("max_body_mb", "timeout_s"):
+        refuse(getattr(serve, name) <= 0, f"serve.{name} {getattr(serve, name)} must be greater than 0")
+    refuse(serve.port > 65535, f"serve.port {serve.port} must be 65535 or lower")
+    refuse(not serve.label_column.isidentifier(), f"serve.label_column {serve.label_column!r} must be a name")
+    refuse("" in serve.ends, f"serve.ends {serve.ends}: an empty text ends everything: take it out")
+    refuse(
+        serve.token_env is None and not is_loopback(serve.host),
+        f"serve.host {serve.host} can be reached from other machines: name the environment variable with a token in"
+        " serve.token_env",
+    )
+    if serve.token_env is not None:
+        try:
+            bearer_token("serve.token_env", serve.token_env)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    refuse(serve.key is not None and serve.certificate is None, "serve.key is set: give serve.certificate as well")
+    for name in ("certificate", "key"):
+        path = getattr(serve, name)
+        refuse(path is not None and not Path(path).is_file(), f"serve.{name} {path}: there is no such file")
+
+
+def _check_rewards(rewards: list[RewardConfig]) -> list[str]:
+    """The names of the rewards, in order."""
+    refuse(not rewards, "rewards is empty: give at least one, as in --rewards '[{function: exact_match}]'")
+    for index, reward in enumerate(rewards):
+        refuse(not reward.function, f"rewards[{index}].function is empty: name a built-in or a function")
+        if reward.name is not None:
+            _check_name(f"rewards[{index}].name", reward.name, "it names a metric")
+        refuse(not math.isfinite(reward.weight), f"rewards[{index}].weight {reward.weight} must be a finite number")
+        refuse(reward.timeout_s <= 0, f"rewards[{index}].timeout_s {reward.timeout_s} must be greater than 0")
+        refuse(
+            isinstance(reward.batch_size, int) and reward.batch_size < 1,
+            f"rewards[{index}].batch_size {reward.batch_size} must be 1 or greater, group or auto",
+        )
+    names = [reward_name(reward) for reward in rewards]
+    doubles = {name for name in names if names.count(name) > 1}
+    refuse(bool(doubles), f"rewards: two are named {', '.join(sorted(doubles))}: set `name` on one of them")
+    return names
 
 
 def _check_rollout(rollout: RolloutConfig) -> None:

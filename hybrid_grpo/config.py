@@ -255,6 +255,51 @@ class RewardConfig:
     """Name in the metrics; not given: the function's own."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Fixed keyword arguments for the function."""
+    timeout_s: float = 60.0
+    """Seconds of one call. One that takes longer is given up, and its completions have no reward of this function."""
+    batch_size: int | Literal["auto", "group"] = "auto"
+    """Completions of one call; `group` is all of one prompt; `auto` is what the function asks for by an attribute
+    `batch_size`, else 1."""
+    isolation: Literal["auto", "process", "none"] = "auto"
+    """`process` calls it in worker processes; `none` in a thread of the rank, for functions that hold a GPU, whose
+    crash is the rank's; `auto` is `process` but for simple built-ins."""
+
+
+@dataclass(frozen=True)
+class ScoringConfig:
+    """How reward functions are run."""
+
+    workers: int = 0
+    """Worker processes of a rank, which call functions at the same time; 0: one for each of its cores, 2 to 8."""
+    memory_gb: float = 4.0
+    """GiB that a worker may allocate; beyond it a function gets a MemoryError."""
+    max_failed_frac: float = 0.5
+    """Stop the run, with a checkpoint, where a function fails for more than this share of a step's completions."""
+    max_wait_s: float = 600.0
+    """Seconds to wait for rewards after the last completion of a step; those that are not there then have failed."""
+
+
+@dataclass(frozen=True)
+class CurriculumConfig:
+    """Which prompts are drawn, by how often they are solved: by `eval.outcome` and `eval.threshold`."""
+
+    sampling: Literal["uniform", "difficulty"] = "uniform"
+    """`difficulty` draws prompts in proportion to what their groups are expected to teach, from their success rates;
+    `uniform` passes over all of them, in an order that rates do not change."""
+    column: str | None = None
+    """Column that foretells how hard a prompt is, such as a level or a topic, or whose length does: prompts that were
+    not tried yet are expected to be solved as often as those like them; not given: the length of the prompt."""
+    skip_above: float | None = None
+    """Leave out prompts with a known success rate of at least this: they are solved."""
+    skip_below: float | None = None
+    """Leave out prompts with a known success rate of at most this: they are out of reach."""
+    min_tries: int = 4
+    """Completions behind a success rate, discounted by their age, from which on skip_above and skip_below believe it;
+    a prompt that is left out comes back when they have aged."""
+    half_life: int = 50
+    """Steps after which a completion counts half in the success rate: the policy that wrote it is gone."""
+    floor: float = 0.05
+    """Weight of prompts that teach nothing or are left out, against 1 for the best: nothing is ever forgotten."""
 
 
 @dataclass(frozen=True)
@@ -318,6 +363,8 @@ class TrainConfig:
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     rewards: list[RewardConfig] = field(default_factory=list)
     """Reward functions: `[{function: exact_match, weight: 1.0}, ...]`."""
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -380,6 +427,42 @@ class PlanConfig(TrainConfig):
 
     plan: PlanOptionsConfig = field(default_factory=PlanOptionsConfig)
     """Where the planned run would be."""
+
+
+@dataclass(frozen=True)
+class ServeOptionsConfig:
+    """Where rewards are served, and to whom."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at; any but this machine's own needs `token_env`."""
+    port: int = 8000
+    """Port to listen at; 0 takes a free one."""
+    token_env: str | None = None
+    """Name of the environment variable with the bearer token that clients must send."""
+    certificate: str | None = None
+    """File of the TLS certificate and its chain (PEM); not given: plain HTTP."""
+    key: str | None = None
+    """File of the certificate's private key (PEM); not given: it is in the file of the certificate."""
+    max_body_mb: float = 16.0
+    """Largest request, in MiB."""
+    max_requests: int = 64
+    """Requests that are answered at the same time; more are told to come back (503)."""
+    timeout_s: float = 30.0
+    """Seconds for a request to arrive, and for its answer to be taken."""
+    label_column: str = "answer"
+    """Name under which functions are given the `labels` of a request."""
+    ends: list[str] = field(default_factory=list)
+    """Texts taken off the end of a `query`, such as `<|im_end|>`: OpenRLHF sends special tokens with it."""
+
+
+@dataclass(frozen=True)
+class ServeRewardConfig:
+    """Reward functions as a service for other machines, by OpenRLHF's convention."""
+
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward functions: `[{function: exact_match, weight: 1.0}, ...]`."""
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    serve: ServeOptionsConfig = field(default_factory=ServeOptionsConfig)
 
 
 @dataclass(frozen=True)

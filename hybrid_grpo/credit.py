@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -12,7 +13,8 @@ from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.distributed import all_reduce
 from hybrid_grpo.errors import UserError
 from hybrid_grpo.metrics import Meter
-from hybrid_grpo.rewards.advantages import group_advantages, normalized_rewards, overlong_penalty, step_advantages
+from hybrid_grpo.rewards.advantages import group_advantages, normalized_rewards, step_advantages
+from hybrid_grpo.rewards.rules import overlong_penalty
 
 _LENGTH = "length/penalty"
 """The punishment for length among the reward functions, none of which can have this name."""
@@ -38,7 +40,8 @@ def token_advantages(
     """
     grpo, group_size = config.grpo, rollout.num_generations
     limit = config.rollout.max_completion_tokens
-    punishment_B = overlong_penalty(rollout.lengths, limit, grpo.overlong_buffer, grpo.overlong_penalty)
+    punishments = overlong_penalty(rollout.lengths, limit, grpo.overlong_buffer, grpo.overlong_penalty)
+    punishment_B = torch.tensor(punishments, dtype=torch.float64)
     if grpo.overlong_buffer:
         meter.add("reward/overlong_penalty", punishment_B.mean(), len(punishment_B))
     # Of all ranks: one whose functions scored no step takes part in the deviation over all ranks, and in the refusal.
@@ -47,7 +50,12 @@ def token_advantages(
         if scores_steps:
             raise UserError("grpo.combine_rewards normalize is not defined for rewards of steps: set it to sum")
         weights = {reward_name(reward): reward.weight for reward in config.rewards} | {_LENGTH: 1.0}
-        reward_B = normalized_rewards({**scores.by_function, _LENGTH: punishment_B}, weights, group_size)
+        missing_B = scores.reward_B.isnan()
+        parts = {
+            name: value_B.masked_fill(missing_B, math.nan)
+            for name, value_B in (*scores.by_function.items(), (_LENGTH, punishment_B))
+        }
+        reward_B = normalized_rewards(parts, weights, group_size).masked_fill(missing_B, math.nan)
     else:
         reward_B = scores.outcome_B + punishment_B
     if kl_cost_B is not None:

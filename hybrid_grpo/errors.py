@@ -14,6 +14,10 @@ class UserError(ValueError):
     """
 
 
+class RunStopped(UserError):
+    """A run that cannot go on, told on all ranks alike before the step under way has changed anything."""
+
+
 def refuse(condition: bool, message: str) -> None:
     """Raise a `UserError` where the condition holds."""
     if condition:

@@ -55,6 +55,11 @@ CATALOGUE: tuple[Metric, ...] = (
            " completions; present only with grpo.overlong_buffer.", "", "mean"),
     Metric("reward/<function>/mean", "Unweighted value of one reward function, averaged over the completions it"
            " applies to.", "", "mean"),
+    Metric("reward/<function>/none_frac", "Share of completions that the function does not apply to.", "", "mean"),
+    Metric("reward/<function>/failed_frac", "Share of completions that the function failed on: they have no reward and"
+           " take no part in their group.", "", "mean"),
+    Metric("reward/<function>/timeout_frac", "Share of completions that the function took too long for, a part of"
+           " failed_frac.", "", "mean"),
 
     Metric("group/count", "Groups of completions sampled for the same prompt.", "groups", "sum"),
     Metric("group/zero_std_frac", "Share of groups whose rewards are all equal: they teach nothing.", "", "mean"),
@@ -127,6 +132,8 @@ CATALOGUE: tuple[Metric, ...] = (
 
     Metric("eval/<set>/accuracy", "Share of held-out prompts whose greedy completion is right.", "", "mean"),
     Metric("eval/<set>/reward_mean", "Reward of the greedy completions, averaged.", "", "mean"),
+    Metric("eval/<set>/failed_frac", "Share of greedy completions that a reward function failed on: they count as wrong"
+           " in the accuracy.", "", "mean"),
     Metric("eval/<set>/length_mean", "Tokens of a greedy completion, averaged.", "tokens", "mean"),
     Metric("eval/<set>/clipped_frac", "Share of greedy completions cut at the length limit.", "", "mean"),
 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config import EvalConfig
-from hybrid_grpo.data.batch import Completion, MicroBatch, Rollout, Scores
+from hybrid_grpo.data.batch import Completion, MicroBatch, RewardStatus, Rollout, Scores
 from hybrid_grpo.metrics import Meter
 from hybrid_grpo.objective import CorrectionStats, LossStats
 from hybrid_grpo.rewards.advantages import group_stats
@@ -17,12 +17,7 @@ def measure_rollout(meter: Meter, rollout: Rollout, scores: Scores, outcome: str
     """Rewards, groups and completions of a rollout."""
     rows, group_size = len(rollout.completions), rollout.num_generations
     reward_B = scores.reward_B
-    meter.add("reward/mean", reward_B.mean(), rows)
-    meter.add("reward/max", reward_B.max())
-    meter.add("reward/min", reward_B.min())
-    meter.add("reward/std", reward_B.view(-1, group_size).std(1).mean(), len(rollout.prompts))
-    for name, value_B in scores.by_function.items():
-        meter.add(f"reward/{name}/mean", value_B.nanmean(), int((~value_B.isnan()).sum()))
+    measure_rewards(meter, scores, group_size)
     stats = group_stats(reward_B, scores.by_function[outcome], group_size, threshold)
     meter.add("group/count", stats.groups)
     for name, count in (("zero_std", stats.zero_std), ("all_right", stats.all_right), ("all_wrong", stats.all_wrong)):
@@ -32,6 +27,29 @@ def measure_rollout(meter: Meter, rollout: Rollout, scores: Scores, outcome: str
     tokens = [tuple(c.token_ids) for c in rollout.completions]
     groups = [tokens[i : i + group_size] for i in range(0, rows, group_size)]
     meter.add("completion/duplicate_frac", 1 - sum(len(set(group)) for group in groups) / rows, rows)
+
+
+def measure_rewards(meter: Meter, scores: Scores, group_size: int) -> None:
+    """What the reward functions said, of completions that have a reward; and where functions failed."""
+    scored_B = scores.reward_B[~scores.reward_B.isnan()]
+    if len(scored_B):
+        meter.add("reward/mean", scored_B.mean(), len(scored_B))
+        meter.add("reward/max", scored_B.max())
+        meter.add("reward/min", scored_B.min())
+    reward_PG = scores.reward_B.view(-1, group_size)
+    count_P = (~reward_PG.isnan()).sum(1)
+    squares_P = (reward_PG - reward_PG.nanmean(1, keepdim=True)).square().nansum(1)
+    spread_P = (squares_P / (count_P - 1)).sqrt()[count_P > 1]
+    meter.add("reward/std", spread_P.mean(), len(spread_P))
+    for name, value_B in scores.by_function.items():
+        status_B = scores.status[name]
+        meter.add(f"reward/{name}/mean", value_B.nanmean(), int((~value_B.isnan()).sum()))
+        for what, counts_B in (
+            ("none", status_B == RewardStatus.NOT_APPLICABLE),
+            ("failed", status_B >= RewardStatus.FAILED),
+            ("timeout", status_B == RewardStatus.TIMED_OUT),
+        ):
+            meter.add(f"reward/{name}/{what}_frac", counts_B.double().mean(), len(status_B))
 
 
 def measure_lengths(meter: Meter, stage: str, completions: list[Completion]) -> None:
@@ -46,7 +64,9 @@ def measure_eval(meter: Meter, config: EvalConfig, outcome: str, completions: li
     stage, count = f"eval/{config.name}", len(completions)
     right_B = scores.by_function[outcome] >= config.threshold
     meter.add(f"{stage}/accuracy", right_B.double().mean(), count)
-    meter.add(f"{stage}/reward_mean", scores.reward_B.mean(), count)
+    meter.add(f"{stage}/reward_mean", scores.reward_B.nanmean(), int((~scores.reward_B.isnan()).sum()))
+    failed_B = torch.stack([status_B >= RewardStatus.FAILED for status_B in scores.status.values()]).any(0)
+    meter.add(f"{stage}/failed_frac", failed_B.double().mean(), count)
     measure_lengths(meter, stage, completions)
 
 

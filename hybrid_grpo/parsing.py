@@ -14,12 +14,12 @@ from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_dumper, set_parsing_settings
 
-from hybrid_grpo.config import GenerateConfig, PlanConfig, RewardConfig, SftConfig, TrainConfig
+from hybrid_grpo.config import GenerateConfig, PlanConfig, RewardConfig, ServeRewardConfig, SftConfig, TrainConfig
 from hybrid_grpo.errors import UserError, did_you_mean, refuse
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
-ConfigT = TypeVar("ConfigT", TrainConfig, SftConfig, GenerateConfig, PlanConfig)
+ConfigT = TypeVar("ConfigT", TrainConfig, SftConfig, GenerateConfig, PlanConfig, ServeRewardConfig)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,11 @@ class _Recipe(ActionConfigFile):
         if not isinstance(recipe, yaml.MappingNode):
             raise UserError(f"--config {path} holds no settings: write `section:` lines")
         _refuse_doubles(recipe, path)
-        sections = {*get_type_hints(GenerateConfig), *get_type_hints(SftConfig)} - {"rewards"}
+        sections = {
+            *get_type_hints(GenerateConfig),
+            *get_type_hints(SftConfig),
+            *get_type_hints(ServeRewardConfig),
+        } - {"rewards"}
         for key, node in recipe.value:
             refuse(
                 key.value in sections and not isinstance(node, yaml.MappingNode),

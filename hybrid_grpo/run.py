@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import platform
 import subprocess
@@ -16,7 +17,7 @@ from rich.console import Console
 from hybrid_grpo.checkpoint import Checkpoints, Shards
 from hybrid_grpo.config import SftConfig, TrainConfig
 from hybrid_grpo.distributed import barrier, rank, world_size
-from hybrid_grpo.errors import UserError
+from hybrid_grpo.errors import RunStopped, UserError
 from hybrid_grpo.metrics import Meter
 from hybrid_grpo.parsing import Parsed
 from hybrid_grpo.policy import Policy
@@ -95,15 +96,26 @@ class Run:
             done: steps that were done before.
             shards: tensors beside the policy's that a checkpoint holds.
         """
-        every = self.config.checkpoint.every
+        every, saved = self.config.checkpoint.every, done
+
+        def save(k: int, states: dict[str, Any]) -> None:
+            self.checkpoints.save(policy.engine, k, {"policy": policy.state_dict(), **states}, shards)
+
         for k in range(done + 1, self.config.run.steps + 1):
-            step(k)
+            before = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+            try:
+                step(k)
+            except RunStopped as stop:
+                log.close()
+                if saved < k - 1:
+                    save(k - 1, before)
+                raise RunStopped(f"{stop}; the run is saved as it was after step {k - 1}") from stop
             # Numbers first: a checkpoint without them would resume behind a gap; lines without one are cut again.
             log.write(k, self.watched(meter.reduce()))
             if every and (k % every == 0 or k == self.config.run.steps):
                 with meter.time("time/checkpoint_s"):
-                    states = {name: part.state_dict() for name, part in parts.items()}
-                    self.checkpoints.save(policy.engine, k, {"policy": policy.state_dict(), **states}, shards)
+                    save(k, {name: part.state_dict() for name, part in parts.items()})
+                saved = k
         policy.export(self.folder / "model")
         log.close()
         if rank() == 0:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hybrid_grpo import distributed
 from hybrid_grpo.config import LogConfig
-from hybrid_grpo.data.batch import Rollout, Scores
+from hybrid_grpo.data.batch import RewardStatus, Rollout, Scores
 from hybrid_grpo.files import replace_text
 from hybrid_grpo.metrics import describe
 from hybrid_grpo.wandb_sink import WandbSink, json_safe, resolve_wandb_mode
@@ -81,12 +81,15 @@ class Log:
         for sink in self._sinks:
             sink.write(step, values)
 
-    def write_rollouts(self, step: int, rollout: Rollout, scores: Scores, advantages_B: Tensor) -> None:
+    def write_rollouts(
+        self, step: int, rollout: Rollout, scores: Scores, advantages_B: Tensor, always: bool = False
+    ) -> None:
         """Write the completions of all ranks, if it is the turn of this step: the first, the last and every n-th.
 
         All ranks must call it.
         """
-        if self._every == 0 or (step % self._every and step not in (1, self._steps)):
+        due = self._every and (step % self._every == 0 or step in (1, self._steps))
+        if not (due or always):
             return
         parts = distributed.gather_objects(rollout_lines(step, rollout, scores, advantages_B))
         if parts is None:
@@ -141,6 +144,7 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
     """[B], one JSON object per completion of this rank; groups are numbered over all ranks."""
     first_group = distributed.rank() * len(rollout.prompts)
     rewards = {name: reward_B.tolist() for name, reward_B in scores.by_function.items()}
+    failed = {name: (status_B >= RewardStatus.FAILED).tolist() for name, status_B in scores.status.items()}
     rows = zip(rollout.row_prompts, rollout.completions, scores.reward_B.tolist(), advantages_B.tolist(), strict=True)
     return [
         json.dumps(
@@ -154,6 +158,8 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
                     "completion": completion.text,
                     "reward": reward,
                     "rewards": {name: values[row] for name, values in rewards.items()},
+                    "failed": [name for name, rows_failed in failed.items() if rows_failed[row]],
+                    "extra": {name: stored[row] for name, stored in scores.extra.items()},
                     "advantage": advantage,
                     "length": len(completion.token_ids),
                     "finish": completion.finish,

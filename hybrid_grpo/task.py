@@ -46,7 +46,7 @@ class Task:
         Raises:
             UserError: something is not there, or does not fit together.
         """
-        rewards = Rewards(load_rewards(config.rewards))
+        rewards = Rewards(load_rewards(config.rewards, config.scoring), config.scoring)
         model_config = load_config(config.policy.model)
         check_architecture(model_config, config.rollout.decoder)
         check_lora(config.lora, model_config)

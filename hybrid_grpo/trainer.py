@@ -12,10 +12,12 @@ from torch import Tensor
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.controller import KlController
 from hybrid_grpo.credit import mean_over_tokens, token_advantages
-from hybrid_grpo.data.batch import MicroBatch, Prompt, Rollout, Scores, TrainBatch
-from hybrid_grpo.data.loader import PromptLoader, rank_share
+from hybrid_grpo.curriculum import Curriculum
+from hybrid_grpo.data.batch import MicroBatch, Prompt, RewardStatus, Rollout, Scores, TrainBatch
+from hybrid_grpo.data.loader import rank_share
 from hybrid_grpo.data.minibatches import Signals, counting_rows, totals, train_batches
-from hybrid_grpo.distributed import rank, world_size
+from hybrid_grpo.distributed import all_reduce, rank, world_size
+from hybrid_grpo.errors import RunStopped
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.metrics import Meter
 from hybrid_grpo.monitor import (
@@ -30,7 +32,7 @@ from hybrid_grpo.objective import policy_loss, reward_kl, sampler_correction
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.reference import Reference
 from hybrid_grpo.resampling import resample
-from hybrid_grpo.rewards.streaming import Stream
+from hybrid_grpo.rewards.scoring import Stream
 from hybrid_grpo.run import Run, Stateful
 from hybrid_grpo.sinks import Log
 from hybrid_grpo.task import Task
@@ -65,13 +67,16 @@ class Trainer:
         self.eval_prompts = rank_share(task.eval_prompts, rank(), world_size())
         self.meter = Meter(task.rewards.names, [config.eval.name], device)
         # A minibatch is a batch of the loader, so that its prompts do not depend on the number of ranks.
-        self.loader = PromptLoader(
+        self.loader = Curriculum(
             task.prompts,
             config.rollout.prompts_per_step // plan.num_minibatches,
             rank(),
             world_size(),
             config.run.seed,
             config.data.shuffle,
+            config.curriculum,
+            plan.num_generations,
+            device,
         )
         self.kl = KlController(config.grpo, config.rollout.prompts_per_step * plan.num_generations, device)
         grpo, filtered = config.grpo, config.rollout.logprobs == "sampling"
@@ -90,11 +95,16 @@ class Trainer:
         settings = {**asdict(self.config), "deepspeed": self.policy.deepspeed_config}
         with Log(self.config.log, run.folder, self.config.run.steps, done if run.resumes else -1, settings) as log:
             if self.task.eval_prompts and not run.resumes:
-                self.evaluate()
+                self.refuse_failures(self.evaluate())
                 log.write(0, self.meter.reduce())
 
             def step(k: int) -> None:
-                self.step(k)
+                try:
+                    self.step(k)
+                except RunStopped:
+                    if self.last_rollout is not None:
+                        log.write_rollouts(k, *self.last_rollout, always=True)
+                    raise
                 assert self.last_rollout is not None
                 log.write_rollouts(k, *self.last_rollout)
                 every = self.config.eval.every
@@ -129,7 +139,20 @@ class Trainer:
                 meter=self.meter,
                 device=self.device,
             )
+        # Before anything is learned from it. It has no advantages yet.
+        self.last_rollout = (rollout, scores, torch.full_like(scores.reward_B, torch.nan))
+        self.refuse_failures(scores)
         return rollout, scores
+
+    def refuse_failures(self, scores: Scores) -> None:
+        """End the run, on all ranks alike, where a reward function fails too often. Collective.
+
+        Raises:
+            RunStopped: it does.
+        """
+        counts = [int((status_B >= RewardStatus.FAILED).sum()) for status_B in scores.status.values()]
+        *failures, rows = all_reduce(torch.tensor([*counts, len(scores.reward_B)], device=self.device)).tolist()
+        self.task.rewards.refuse_failures(dict(zip(scores.status, failures, strict=True)), rows)
 
     def places(self) -> list[int]:
         """Where the groups of this rank stand among those of all ranks, minibatch after minibatch."""
@@ -142,7 +165,7 @@ class Trainer:
 
     def sample_and_score(self, prompts: list[Prompt], step: int) -> tuple[Rollout, Scores]:
         """A rollout and what the reward functions say of it; there may be no prompts on this rank."""
-        with Stream(self.task.rewards, prompts, self.plan.num_generations) as stream:
+        with self.task.rewards.stream(prompts, self.plan.num_generations, step) as stream:
             rollout = self.sample(prompts, step, stream.add)
             return rollout, self.score(stream)
 
@@ -302,12 +325,13 @@ class Trainer:
             max_completion_tokens=self.config.rollout.max_completion_tokens,
         )
 
-    def evaluate(self) -> None:
-        """Greedy completions of the held-out prompts: accuracy and mean reward."""
+    def evaluate(self) -> Scores:
+        """Greedy completions of the held-out prompts: accuracy and mean reward. The scores of this rank's."""
         with self.meter.time("time/eval_s"):
             completions = self.policy.greedy(self.eval_prompts, self.config.rollout, self.task.stop_ids)
             scores = self.task.rewards.score(self.eval_prompts, completions)
         measure_eval(self.meter, self.config.eval, self.task.outcome, completions, scores)
+        return scores
 
     def measure(self, rollout: Rollout, scores: Scores) -> None:
         """Numbers of the step that its stages did not add."""

@@ -15,7 +15,8 @@ sampled) and `ref_logp` (the reference). All are natural logarithms at the sampl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Literal
 
 import torch
@@ -109,19 +110,34 @@ class Rollout:
         return Rollout(self.prompts + more.prompts, self.completions + more.completions, self.num_generations)
 
 
+class RewardStatus(IntEnum):
+    """What came of a reward function and a completion."""
+
+    SCORED = 0
+    NOT_APPLICABLE = 1
+    FAILED = 2
+    TIMED_OUT = 3
+    """Failed, by taking too long."""
+
+
 @dataclass(frozen=True)
 class Scores:
     """What the reward functions said of a rollout."""
 
     reward_B: Tensor
-    """float64, weighted sum of the functions that apply."""
+    """float64, weighted sum of the functions that apply; NaN where one failed: such a completion has no reward, and
+    takes no part in its group."""
     by_function: dict[str, Tensor]
-    """float64 [B] by function name, unweighted; NaN where the function does not apply. Of one that scores steps it is
-    their sum."""
+    """float64 [B] by function name, unweighted; NaN where the function does not apply or failed. Of one that scores
+    steps it is their sum."""
+    status: dict[str, Tensor]
+    """int8 [B] by function name, a `RewardStatus`."""
     steps: list[list[Step]] | None = None
     """[B], weighted rewards of the steps of each completion, by rising `end`; None where no function scores steps."""
     whole_B: Tensor | None = None
     """float64, the part of `reward_B` that is of completions as a whole, not of steps; None where `steps` is."""
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    """[B] by FUNCTION/NAME: what functions want to be stored with the completions."""
 
     @property
     def outcome_B(self) -> Tensor:
@@ -134,8 +150,10 @@ class Scores:
         return Scores(
             self.reward_B[rows],
             {name: value_B[rows] for name, value_B in self.by_function.items()},
+            {name: status_B[rows] for name, status_B in self.status.items()},
             None if self.steps is None else [self.steps[row] for row in rows],
             None if self.whole_B is None else self.whole_B[rows],
+            {name: [stored[row] for row in rows] for name, stored in self.extra.items()},
         )
 
     def joined(self, more: Scores) -> Scores:
@@ -144,9 +162,14 @@ class Scores:
         return Scores(
             torch.cat([self.reward_B, more.reward_B]),
             {name: torch.cat([value_B, more.by_function[name]]) for name, value_B in self.by_function.items()},
+            {name: torch.cat([status_B, more.status[name]]) for name, status_B in self.status.items()},
             [*(self.steps or self._no_steps()), *(more.steps or more._no_steps())] if scores_steps else None,
             torch.cat([self.outcome_B, more.outcome_B]) if scores_steps else None,
+            {name: self._extra(name) + more._extra(name) for name in {**self.extra, **more.extra}},
         )
+
+    def _extra(self, name: str) -> list[Any]:
+        return self.extra.get(name, [None] * len(self.reward_B))
 
     def _no_steps(self) -> list[list[Step]]:
         return [[] for _ in self.reward_B]

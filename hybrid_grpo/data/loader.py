@@ -70,9 +70,8 @@ class PromptLoader(Generic[ItemT]):
 
         The stream goes on behind all of them: every rank must draw the same count.
         """
-        start = self._position
-        self._position += count
-        return [(self._prompts[self._index(start + place)], (start + place) // len(self._prompts)) for place in wanted]
+        drawn = self._take(count)
+        return [(self._prompts[drawn[place][0]], drawn[place][1]) for place in wanted]
 
     def state_dict(self) -> LoaderState:
         """The position after the batches handed out so far."""
@@ -103,6 +102,12 @@ class PromptLoader(Generic[ItemT]):
                     " or start anew with another run.name"
                 )
         self._position = state["epoch"] * state["length"] + state["offset"]
+
+    def _take(self, count: int) -> list[tuple[int, int]]:
+        """Index and epoch of the next `count` items of the stream, which goes on behind them."""
+        start = self._position
+        self._position += count
+        return [(self._index(place), place // len(self._prompts)) for place in range(start, self._position)]
 
     def _index(self, position: int) -> int:
         epoch, offset = divmod(position, len(self._prompts))

@@ -147,20 +147,25 @@ def _file_rows(paths: list[Path], source: Source) -> Iterator[Row]:
 
 def _jsonl_rows(path: Path, source: Source) -> Iterator[Row]:
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:
-                raise UserError(
-                    f"{source.path_setting} {path} line {number} is not JSON ({error}): write one object a line"
-                ) from error
-            if not isinstance(row, dict):
-                raise UserError(
-                    f"{source.path_setting} {path} line {number} is a {type(row).__name__}: write one object a line"
-                )
-            yield row
+        yield from (row for _, row in json_rows(lines, f"{source.path_setting} {path}"))
+
+
+def json_rows(lines: Iterable[bytes], where: str) -> Iterator[tuple[int, Row]]:
+    """The object of every line that is not blank, with the number of the line, from 1.
+
+    Raises:
+        UserError: a line is none; it names `where` and the number.
+    """
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+        except ValueError as error:
+            raise UserError(f"{where} line {number} is not JSON ({error}): write one object a line") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{where} line {number} is a {type(row).__name__}: write one object a line")
+        yield number, row
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

@@ -8,7 +8,7 @@ make a gradient out of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,7 +62,10 @@ SCALES: dict[str, Callable[[Tensor, Tensor, Total], Tensor]] = {
 }
 """What centred rewards (0 where `applies` is False) are divided by: unbiased standard deviation + 1e-4, or 1."""
 
-BASELINES: dict[str, Callable[[int], float]] = {"mean": lambda g: 1.0, "leave_one_out": lambda g: g / (g - 1)}
+BASELINES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": torch.ones_like,
+    "leave_one_out": lambda g: g / (g - 1).clamp(min=1),
+}
 """Distance from the baseline over distance from the mean of a group of g: a number is part of the mean, so it is
 g / (g - 1) times as far from the mean of the others."""
 
@@ -98,7 +101,8 @@ def group_advantages(
     Of `normalized_rewards`, with scale `batch`, these are the advantages of GDPO.
 
     Args:
-        reward_B: finite, group after group.
+        reward_B: group after group; NaN where a completion has no reward: it counts neither in the mean nor in the
+            deviation, and its advantage is 0.
         num_generations: G, completions per group, 2 or more.
         total: sums over ranks; called once, for scale `batch` only.
 
@@ -106,9 +110,9 @@ def group_advantages(
         float32 [B], computed in float64.
     """
     reward_PG = _groups(reward_B, num_generations)
-    applies_PG = torch.ones_like(reward_PG, dtype=torch.bool)
+    applies_PG = ~reward_PG.isnan()
     centred_PG = _centred(reward_PG, applies_PG)
-    advantage_PG = centred_PG * BASELINES[baseline](num_generations)
+    advantage_PG = centred_PG * BASELINES[baseline](applies_PG.sum(1, keepdim=True))
     # The group's own deviation is that of its rewards, the batch's that of what it divides.
     spread_PG = advantage_PG if scale == "batch" else centred_PG
     return (advantage_PG / SCALES[scale](spread_PG, applies_PG, total)).flatten().to(torch.float32)
@@ -183,23 +187,8 @@ def step_advantages(
     return at_end_BT.flip(1).cumsum(1).flip(1).to(torch.float32)
 
 
-def overlong_penalty(lengths: Sequence[int], max_completion_tokens: int, buffer: int, factor: float) -> Tensor:
-    """What is added to the reward of long completions: DAPO, arXiv:2503.14476, eq. 13, times `factor`.
-
-    0 up to max_completion_tokens - buffer tokens, falling linearly to -factor at max_completion_tokens, and -factor
-    beyond. 0 for all with buffer 0.
-
-    Returns:
-        float64 [B].
-    """
-    length_B = torch.tensor(lengths, dtype=torch.float64)
-    if not buffer:
-        return torch.zeros_like(length_B)
-    return factor * ((max_completion_tokens - buffer - length_B) / buffer).clamp(-1.0, 0.0)
-
-
 def informative(reward_B: Tensor, num_generations: int) -> Tensor:
-    """bool [P], True for groups whose rewards are not all equal: the ones that DAPO's eq. 11 keeps."""
+    """bool [P], True for groups whose rewards (NaN: none) are not all equal: the ones that DAPO's eq. 11 keeps."""
     return ~_all_equal(reward_B.view(-1, num_generations))
 
 
@@ -207,8 +196,8 @@ def group_stats(reward_B: Tensor, outcome_B: Tensor, num_generations: int, thres
     """Count the groups that teach nothing, and the groups that are too easy or too hard.
 
     Args:
-        reward_B: finite, group after group: what advantages are made of.
-        outcome_B: the reward that tells right from wrong; NaN (does not apply) is wrong.
+        reward_B: group after group: what advantages are made of; NaN where a completion has none.
+        outcome_B: the reward that tells right from wrong; NaN (does not apply, or failed) is wrong.
         num_generations: G, completions per group.
         threshold: smallest outcome of a right completion.
     """
@@ -227,4 +216,7 @@ def _groups(value_B: Tensor, num_generations: int) -> Tensor:
 
 
 def _all_equal(reward_PG: Tensor) -> Tensor:
-    return reward_PG.amax(dim=1) == reward_PG.amin(dim=1)
+    """bool [P]; a group without two rewards is all equal."""
+    missing_PG = reward_PG.isnan()
+    highest_P = reward_PG.masked_fill(missing_PG, -torch.inf).amax(dim=1)
+    return highest_P <= reward_PG.masked_fill(missing_PG, torch.inf).amin(dim=1)

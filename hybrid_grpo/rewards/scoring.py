@@ -1,64 +1,41 @@
-"""Calling the reward functions on a rollout, and adding up what they say.
+"""Scoring completions with the reward functions of a run, and adding up what they say.
 
-The convention is TRL's, so that its functions run unchanged:
+What a function may be, and what it may return, is in functions.py; how it is called in pool.py. Completions are scored
+while others are still being sampled: a function gets each one as soon as it is there, or as many at once as it asks
+for, or all of a prompt.
 
-    f(prompts, completions, completion_ids=..., **dataset_columns, **kwargs) -> list[float | None]
-
-Every input is a list with one element per row; everything is given by name. A function without **kwargs is given
-only what its signature names. Chat prompts are lists of messages, and so are their completions (one message of the
-assistant). None means that the function does not apply to the row. `async def` functions run at the same time, in
-one event loop that lives as long as the rewards do.
-
-Process rewards: in place of a number a function may return the rewards of a completion's steps, a list of pairs
-(end, reward), where `end` counts the completion's tokens up to the end of the step. In a group in which a function
-scores steps, a number of it is the reward of one step that is the whole completion.
-
-In training a call gets the rows of one group, all completions of one prompt, as soon as they are there (see
-streaming.py; TRL hands over the whole batch of a device); in evaluation it gets all rows.
-
-Functions run in threads of this process, beside the one that samples. One that hangs is waited for. Handlers of
-signals, time limits by SIGALRM among them, can only be set in the main thread: such a function fails.
+A function that fails on a completion (raises, hangs, dies, returns what is no reward) leaves it without a reward: it
+takes no part in its group. Where the number of failures is too high the caller ends the run.
 """
 
 from __future__ import annotations
 
 import math
-import reprlib
-import warnings
-from collections.abc import Collection
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from types import TracebackType
 
 import torch
-from torch import Tensor
 
-from hybrid_grpo.data.batch import Completion, Prompt, Scores, Step
-from hybrid_grpo.errors import UserError, did_you_mean
-from hybrid_grpo.rewards.calling import Background, Inputs, Pending
-from hybrid_grpo.rewards.loading import INPUTS, Reward, describe
-
-
-@dataclass(frozen=True)
-class Call:
-    """All functions at work on rows that follow each other."""
-
-    prompts: list[Prompt]
-    """The prompt of every row."""
-    inputs: Inputs
-    lengths: list[int]
-    """Tokens of the completion of every row."""
-    first_row: int
-    """Where the rows begin in the rollout: errors name a row of that."""
-    pending: Pending
+from hybrid_grpo.config import ScoringConfig
+from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores, Step
+from hybrid_grpo.errors import RunStopped, UserError, did_you_mean
+from hybrid_grpo.rewards.functions import INPUTS, Failure, Inputs, Reply, Request, Value, failed
+from hybrid_grpo.rewards.loading import Reward
+from hybrid_grpo.rewards.pool import Outcome, busy_seconds
 
 
 class Rewards:
     """The reward functions of a run; their names differ."""
 
-    def __init__(self, rewards: list[Reward]) -> None:
-        self._rewards = rewards
-        self._background = Background()
-        self._warned = False
+    def __init__(self, rewards: Sequence[Reward], scoring: ScoringConfig | None = None) -> None:
+        self._rewards = list(rewards)
+        self._scoring = scoring or ScoringConfig()
+        self._told: set[tuple[str, str]] = set()
 
     @property
     def names(self) -> list[str]:
@@ -85,11 +62,12 @@ class Rewards:
                     raise UserError(
                         f"rewards: {reward.name} has {name} both in kwargs and as a column of the data: rename one"
                     )
-            for name in sorted(reward.required.difference(columns, INPUTS)):
-                raise UserError(
-                    f"rewards: {reward.name} needs {name}, which is neither a column of the data nor in its kwargs:"
-                    f" {did_you_mean(name, columns)}"
-                )
+            for name in reward.interface.required:
+                if name not in columns and name not in INPUTS and reward.interface.instead.get(name) not in columns:
+                    raise UserError(
+                        f"rewards: {reward.name} needs {name}, which is neither a column of the data nor in its kwargs:"
+                        f" {did_you_mean(name, columns)}"
+                    )
 
     def common_columns(self, prompts: list[Prompt]) -> list[str]:
         """Names of the columns that all prompts have: those that functions are given.
@@ -103,163 +81,284 @@ class Rewards:
         self.check_columns(columns)
         return columns
 
-    def score(self, prompts: list[Prompt], completions: list[Completion]) -> Scores:
-        """Call every function with all rows, and add up their rewards with their weights.
+    def stream(self, prompts: list[Prompt], num_generations: int, step: int = 0) -> Stream:
+        """The scores of completions that are still to come; see `Stream`."""
+        columns = self.common_columns(prompts)
+        return Stream(self._rewards, prompts, num_generations, columns, step, self._scoring.max_wait_s, self._tell)
 
-        A function that does not apply to a row adds nothing to its reward; where none applies the reward is 0.0,
-        as in TRL, with one warning per run. Such a prompt teaches nothing as long as none applies to any of its
-        completions; `by_function` has NaN there, so that metrics need not count it as 0.
+    def refuse_failures(self, failures: dict[str, int], rows: int) -> None:
+        """Stop where a function failed on too many completions.
 
-        A function that fails is called again with one row at a time, to name the first row that it fails on.
+        Args:
+            failures: completions that each function failed on, over all ranks.
+            rows: completions over all ranks.
+
+        Raises:
+            RunStopped: on all ranks alike.
+        """
+        limit = self._scoring.max_failed_frac
+        for name, count in failures.items():
+            if count > limit * rows:
+                raise RunStopped(
+                    f"rewards: {name} failed on {count} of {rows} completions, more than scoring.max_failed_frac"
+                    f" {limit:g}: the first failures are printed above; mend the function and go on with"
+                    " --run.resume auto"
+                )
+
+    def score(self, prompts: list[Prompt], completions: list[Completion], num_generations: int = 1) -> Scores:
+        """Score completions that are all there.
 
         Args:
             prompts: [B], the prompt of every row.
             completions: [B]
+            num_generations: rows that are one group, for functions that look at a whole one.
 
         Raises:
-            UserError: a function raised, or returned anything but one finite number, list of steps or None per row;
-                the exception of the function is the cause. Or see `check_columns`.
+            UserError: see `check_columns`.
         """
-        columns = self.common_columns(prompts)
-        return self.finish([self.start(prompts, completions, columns, first_row=0)] if prompts else [])
+        with self.stream(prompts[::num_generations], num_generations) as stream:
+            for row, completion in enumerate(completions):
+                stream.add(row // num_generations, row % num_generations, completion)
+            return stream.scores()
 
-    def start(
-        self, prompts: list[Prompt], completions: list[Completion], columns: list[str], *, first_row: int
-    ) -> Call:
-        """Begin to call every function with the rows from `first_row` on; `finish` says what comes of it."""
-        inputs = _inputs(prompts, completions) | {name: [p.columns[name] for p in prompts] for name in columns}
-        lengths = [len(completion.token_ids) for completion in completions]
-        return Call(prompts, inputs, lengths, first_row, self._background.call(self._rewards, inputs))
-
-    def finish(self, calls: list[Call]) -> Scores:
-        """Wait for calls that make up a rollout, in the order of its rows: what `score` says of all rows at once.
-
-        Raises:
-            UserError: see `score`; of several faults the one of the first call.
-        """
-        numbers: dict[str, list[float]] = {name: [] for name in self.names}
-        steps: dict[str, list[list[Step] | None]] = {name: [] for name in self.names}
-        for call in calls:
-            for reward, result in zip(self._rewards, call.pending.outcome().results, strict=True):
-                result = result.tolist() if hasattr(result, "tolist") else result
-                if _fault(reward, result, len(call.prompts)) is not None:
-                    for other in calls:
-                        other.pending.cancel()
-                    self._refuse(reward, result, call)
-                values = _values(reward, result, call)
-                numbers[reward.name] += map(_outcome, values)
-                steps[reward.name] += _steps(values, call.lengths)
-        return self._sum(numbers, steps)
-
-    def _sum(self, numbers: dict[str, list[float]], steps: dict[str, list[list[Step] | None]]) -> Scores:
-        by_function = {name: torch.tensor(values, dtype=torch.float64) for name, values in numbers.items()}
-        weighted = [reward.weight * by_function[reward.name] for reward in self._rewards]
-        reward_B = torch.stack(weighted).nansum(dim=0)
-        unscored_B = torch.stack(weighted).isnan().all(dim=0)
-        if unscored_B.any() and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"rewards: no function applies to row {int(unscored_B.nonzero()[0])} ({int(unscored_B.sum())} of"
-                f" {len(unscored_B)} rows): the reward is 0 there, and in later steps",
-                stacklevel=4,
+    def _tell(self, name: str, failure: Failure) -> None:
+        """The first failure of each kind of a function is shown."""
+        if (name, failure.kind) not in self._told:
+            self._told.add((name, failure.kind))
+            print(
+                f"rewards: {name} {failure.message}. The completion is left without a reward; failures are counted in"
+                f" reward/{name}/failed_frac\n{failure.traceback}",
+                file=sys.stderr,
+                flush=True,
             )
-        if all(row is None for rows in steps.values() for row in rows):
-            return Scores(reward_B, by_function)
-        whole = [
-            reward.weight * by_function[reward.name].masked_fill(_scored(steps[reward.name]), 0.0)
-            for reward in self._rewards
-        ]
-        weighted_steps = [
-            [(end, reward.weight * value) for reward in self._rewards for end, value in steps[reward.name][row] or ()]
-            for row in range(len(reward_B))
-        ]
-        return Scores(reward_B, by_function, list(map(_merged, weighted_steps)), torch.stack(whole).nansum(dim=0))
-
-    def _refuse(self, reward: Reward, result: Any, call: Call) -> NoReturn:
-        """Name the first row that the function fails on when called with it alone."""
-        problem = f"rewards: {reward.name} {_fault(reward, result, len(call.prompts))}"
-        for row in range(len(call.prompts)):
-            inputs = {name: [values[row]] for name, values in call.inputs.items()}
-            (alone,) = self._background.call([reward], inputs).outcome().results
-            fault = _fault(reward, alone, 1)
-            if fault is not None:
-                again = "" if problem.endswith(fault) else f", which alone {fault}"
-                raise UserError(f"{problem}; the first row at fault is {_row(row, call)}{again}") from _cause(alone)
-        raise UserError(
-            f"{problem}; called with one row at a time it does not fail: it must return one value per row"
-        ) from _cause(result)
 
 
-def _inputs(prompts: list[Prompt], completions: list[Completion]) -> Inputs:
-    # Copies of what the data set and the rollout hold: a function may change what it is given.
-    return {
-        "prompts": [p.text if isinstance(p.text, str) else [dict(m) for m in p.text] for p in prompts],
-        "completions": [
-            c.text if isinstance(p.text, str) else [{"role": "assistant", "content": c.text}]
-            for p, c in zip(prompts, completions, strict=True)
-        ],
-        "completion_ids": [list(completion.token_ids) for completion in completions],
+class _Batches:
+    """Which rows are given to a function at once."""
+
+    def __init__(self, size: int, num_generations: int | None) -> None:
+        self._size = size
+        self._num_generations = num_generations
+        self._waiting: dict[int, list[int]] = {}
+
+    def add(self, row: int) -> list[int]:
+        """The rows to call the function with now that this one is there; most often none or this."""
+        group = row // self._num_generations if self._num_generations else 0
+        rows = self._waiting.setdefault(group, [])
+        rows.append(row)
+        return sorted(self._waiting.pop(group)) if len(rows) == self._size else []
+
+    def rest(self) -> list[list[int]]:
+        """What is left when all rows are there."""
+        rest, self._waiting = self._waiting, {}
+        return [sorted(rows) for rows in rest.values()]
+
+
+@dataclass(frozen=True)
+class _Call:
+    rows: list[int]
+    outcome: Future[Outcome]
+
+
+class Stream:
+    """The scores of one rollout in the making.
+
+        with rewards.stream(prompts, num_generations) as stream:
+            ...  # calls stream.add for every completion
+            scores = stream.scores()
+
+    Leaving the block early, by an exception, gives up the calls under way.
+
+    Args:
+        prompts: [P]; may be empty.
+        num_generations: G
+        columns: given to functions. Of all prompts, whatever a call's rows are.
+        step: of the run.
+        max_wait_s: after the last completion; what is not scored then has failed.
+        tell: is given the failures of functions.
+    """
+
+    def __init__(
+        self,
+        rewards: list[Reward],
+        prompts: list[Prompt],
+        num_generations: int,
+        columns: list[str],
+        step: int,
+        max_wait_s: float,
+        tell: Callable[[str, Failure], None],
+    ) -> None:
+        self._rewards = rewards
+        self._prompts = prompts
+        self._num_generations = num_generations
+        self._columns = columns
+        self._step = step
+        self._max_wait_s = max_wait_s
+        self._tell = tell
+        self._completions: dict[int, Completion] = {}
+        self._calls: dict[str, list[_Call]] = {reward.name: [] for reward in rewards}
+        self._batches = {
+            reward.name: _Batches(num_generations, num_generations)
+            if reward.interface.batch_size == "group"
+            else _Batches(reward.interface.batch_size, None)
+            for reward in rewards
+        }
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for calls in self._calls.values():
+            for call in calls:
+                call.outcome.cancel()
+
+    def add(self, prompt: int, sample: int, completion: Completion) -> None:
+        """Take completion `sample` of prompt `prompt`, decoded. Does not wait, and does not raise what functions do."""
+        row = prompt * self._num_generations + sample
+        assert row not in self._completions, f"completion {sample} of prompt {prompt} came twice"
+        self._completions[row] = completion
+        for reward in self._rewards:
+            self._start(reward, self._batches[reward.name].add(row))
+
+    def scores(self) -> Scores:
+        """Wait for the functions, no longer than they may take; rows are in the order of prompts and samples."""
+        assert len(self._completions) == len(self._prompts) * self._num_generations, "a completion is missing"
+        for reward in self._rewards:
+            for rows in self._batches[reward.name].rest():
+                self._start(reward, rows)
+        until_s = time.perf_counter() + self._max_wait_s
+        replies = {reward.name: self._reply(reward.name, until_s) for reward in self._rewards}
+        return combined(self._rewards, replies, self._lengths, self._num_generations)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in which functions were at work, of calls that are done."""
+        done = (call.outcome for calls in self._calls.values() for call in calls)
+        return busy_seconds(outcome.result() for outcome in done if outcome.done() and not outcome.cancelled())
+
+    @property
+    def _lengths(self) -> list[int]:
+        return [len(self._completions[row].token_ids) for row in range(len(self._completions))]
+
+    def _start(self, reward: Reward, rows: list[int]) -> None:
+        if rows:
+            self._calls[reward.name].append(_Call(rows, reward.lane.start(self._request(reward, rows))))
+
+    def _request(self, reward: Reward, rows: list[int]) -> Request:
+        prompts = [self._prompts[row // self._num_generations] for row in rows]
+        completions = [self._completions[row] for row in rows]
+        inputs: Inputs = {}
+        # Copies of what the data set and the rollout hold: a function may change what it is given.
+        if reward.interface.accepts("prompts"):
+            inputs["prompts"] = [p.text if isinstance(p.text, str) else [dict(m) for m in p.text] for p in prompts]
+        if reward.interface.accepts("completions"):
+            inputs["completions"] = [
+                c.text if isinstance(p.text, str) else [{"role": "assistant", "content": c.text}]
+                for p, c in zip(prompts, completions, strict=True)
+            ]
+        if reward.interface.accepts("completion_ids"):
+            inputs["completion_ids"] = [list(completion.token_ids) for completion in completions]
+        for name in filter(reward.interface.accepts, self._columns):
+            inputs[name] = [prompt.columns[name] for prompt in prompts]
+        return Request(inputs, [len(completion.token_ids) for completion in completions], self._step)
+
+    def _reply(self, name: str, until_s: float) -> Reply:
+        """What the function said of all rows, if it said it by then."""
+        rows = len(self._completions)
+        values: list[Value] = [None] * rows
+        failures: list[Failure | None] = [None] * rows
+        extra: dict[str, list[object]] = {}
+        for call in self._calls[name]:
+            reply = self._wait(call, until_s)
+            for place, row in enumerate(call.rows):
+                values[row], failures[row] = reply.values[place], reply.failures[place]
+                for column, stored in reply.extra.items():
+                    extra.setdefault(column, [None] * rows)[row] = stored[place]
+        for failure in failures:
+            if failure is not None:
+                self._tell(name, failure)
+        return Reply(values, failures, extra)
+
+    def _wait(self, call: _Call, until_s: float) -> Reply:
+        try:
+            return call.outcome.result(max(0.0, until_s - time.perf_counter())).reply
+        except FutureTimeout:
+            call.outcome.cancel()
+            why = f"was not done scoring.max_wait_s, {self._max_wait_s:g} s, after the last completion"
+            return failed(Failure("timeout", why), len(call.rows))
+
+
+def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list[int], num_generations: int) -> Scores:
+    """The weighted sum of what functions said.
+
+    A function that does not apply to a row adds nothing to its reward; where none applies the reward is 0.0, as in TRL.
+    A row that a function failed on has no reward. In a group in which a function scores steps, a number of it is the
+    reward of one step that is the whole completion.
+
+    Args:
+        replies: by name.
+        lengths: [B], tokens of the completions.
+        num_generations: G
+    """
+    values = {name: torch.tensor(list(map(_sum, reply.values)), dtype=torch.float64) for name, reply in replies.items()}
+    status = {
+        name: torch.tensor([_status(v, f) for v, f in zip(reply.values, reply.failures, strict=True)], dtype=torch.int8)
+        for name, reply in replies.items()
     }
+    failed_B = torch.stack([status_B >= RewardStatus.FAILED for status_B in status.values()]).any(0)
+    weighted = torch.stack([reward.weight * values[reward.name] for reward in rewards])
+    reward_B = weighted.nansum(dim=0).masked_fill(failed_B, math.nan)
+    extra = {f"{name}/{column}": stored for name, reply in replies.items() for column, stored in reply.extra.items()}
+    steps = {reward.name: _steps(replies[reward.name].values, lengths, num_generations) for reward in rewards}
+    if all(row is None for rows in steps.values() for row in rows):
+        return Scores(reward_B, values, status, extra=extra)
+    whole = [
+        reward.weight * values[reward.name].masked_fill(torch.tensor([r is not None for r in steps[reward.name]]), 0.0)
+        for reward in rewards
+    ]
+    weighted_steps = [
+        [
+            (end, reward.weight * v)
+            for reward in rewards
+            for end, v in steps[reward.name][row] or ()
+            if not failed_B[row]
+        ]
+        for row in range(len(reward_B))
+    ]
+    whole_B = torch.stack(whole).nansum(dim=0).masked_fill(failed_B, math.nan)
+    return Scores(reward_B, values, status, list(map(_merged, weighted_steps)), whole_B, extra)
 
 
-def _fault(reward: Reward, result: Any, rows: int) -> str | None:
-    """What is wrong with a result as a whole; None if nothing is."""
-    if isinstance(result, BaseException):
-        code = getattr(reward.function, "__code__", None)
-        return f"raised {describe(result, code.co_filename if code else None)}"
-    if not isinstance(result, list | tuple):
-        return f"returned a {type(result).__name__}, expected a list of {rows}"
-    if len(result) != rows:
-        return f"returned {len(result)} values, expected {rows}"
-    return None
-
-
-def _values(reward: Reward, values: list[Any], call: Call) -> list[float | list[Step]]:
-    """The values as floats, NaN for None, or lists of steps."""
-    checked: list[float | list[Step]] = []
-    for row, value in enumerate(values):
-        is_list = isinstance(value, list | tuple)
-        known = _checked_steps(value, call.lengths[row]) if is_list else math.nan if value is None else _number(value)
-        if known is None:
-            steps = f", or (end, reward) pairs with ends rising within 1 to {call.lengths[row]}, the tokens it has"
-            raise UserError(
-                f"rewards: {reward.name} returned {reprlib.repr(value)} for {_row(row, call)}:"
-                f" return a finite number, or None where it does not apply{steps if is_list else ''}"
-            )
-        checked.append(known)
-    return checked
-
-
-def _checked_steps(pairs: Any, length: int) -> list[Step] | None:
-    """The steps of one completion; None if that is not what they are."""
-    steps: list[Step] = []
-    for pair in pairs:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            return None
-        end, reward = pair[0], _number(pair[1])
-        whole = hasattr(end, "__index__") and not isinstance(end, bool)
-        if reward is None or not whole or not (steps[-1][0] if steps else 0) < int(end) <= length:
-            return None
-        steps.append((int(end), reward))
-    return steps
-
-
-def _outcome(value: float | list[Step]) -> float:
+def _sum(value: Value) -> float:
+    if value is None:
+        return math.nan
     return sum(reward for _, reward in value) if isinstance(value, list) else value
 
 
-def _steps(values: list[float | list[Step]], lengths: list[int]) -> list[list[Step] | None]:
-    """What one function says of the steps of each row of a call; None where it scores completions as a whole."""
-    if not any(isinstance(value, list) for value in values):
-        return [None] * len(values)
-    return [
-        value if isinstance(value, list) else [] if math.isnan(value) else [(length, value)]
-        for value, length in zip(values, lengths, strict=True)
-    ]
+def _status(value: Value, failure: Failure | None) -> int:
+    if failure is None:
+        return RewardStatus.SCORED if value is not None else RewardStatus.NOT_APPLICABLE
+    return RewardStatus.TIMED_OUT if failure.kind == "timeout" else RewardStatus.FAILED
 
 
-def _scored(steps: list[list[Step] | None]) -> Tensor:
-    return torch.tensor([row is not None for row in steps])
+def _steps(values: list[Value], lengths: list[int], num_generations: int) -> list[list[Step] | None]:
+    """What one function says of the steps of each row; None in groups that it scores as wholes."""
+    rows: list[list[Step] | None] = []
+    for first in range(0, len(values), num_generations):
+        group = range(first, first + num_generations)
+        if any(isinstance(values[row], list) for row in group):
+            rows += [_as_steps(values[row], lengths[row]) for row in group]
+        else:
+            rows += [None] * num_generations
+    return rows
+
+
+def _as_steps(value: Value, length: int) -> list[Step]:
+    if isinstance(value, list):
+        return value
+    return [] if value is None else [(length, value)]
 
 
 def _merged(steps: list[Step]) -> list[Step]:
@@ -268,20 +367,3 @@ def _merged(steps: list[Step]) -> list[Step]:
     for end, reward in steps:
         merged[end] = merged.get(end, 0.0) + reward
     return sorted(merged.items())
-
-
-def _number(value: Any) -> float | None:
-    # float() also reads text; a reward given as text is a mistake.
-    try:
-        number = float(value) if hasattr(value, "__float__") or hasattr(value, "__index__") else math.nan
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _row(row: int, call: Call) -> str:
-    return f"row {call.first_row + row} (prompt {call.prompts[row].id})"
-
-
-def _cause(result: Any) -> BaseException | None:
-    return result if isinstance(result, BaseException) else None

@@ -1,0 +1,65 @@
+"""`serve-reward`: reward functions as an HTTP service for other machines. No model, no ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import sys
+
+from hybrid_grpo.checks import check_serve
+from hybrid_grpo.config import ServeOptionsConfig, ServeRewardConfig
+from hybrid_grpo.errors import UserError
+from hybrid_grpo.network import bearer_token, is_loopback
+from hybrid_grpo.parsing import parse
+
+PATH = "/get_reward"
+"""Where OpenRLHF's reward models are asked."""
+
+
+def run(arguments: list[str]) -> None:
+    """Parse, load the functions, and serve until SIGINT or SIGTERM."""
+    config = parse(ServeRewardConfig, arguments, "serve-reward").config
+    check_serve(config)
+    tls = _tls(config.serve)
+
+    # The settings are sound: now the imports that take seconds.
+    from hybrid_grpo.rewards.loading import load_rewards
+    from hybrid_grpo.rewards.scoring import Rewards
+    from hybrid_grpo.rewards.server import Limits, Server
+    from hybrid_grpo.rewards.service import RewardService
+
+    serve = config.serve
+    loaded = load_rewards(config.rewards, config.scoring)
+    needs_ids = [reward.name for reward in loaded if "completion_ids" in reward.interface.required]
+    service = RewardService(Rewards(loaded, config.scoring), serve, needs_ids)
+    limits = Limits(int(serve.max_body_mb * 2**20), serve.max_requests, serve.timeout_s)
+    token = bearer_token("serve.token_env", serve.token_env) if serve.token_env else None
+    server = Server(PATH, service.answer, limits, token)
+
+    def on_start(port: int) -> None:
+        host = f"[{serve.host}]" if ":" in serve.host else serve.host
+        names = ", ".join(reward.name for reward in loaded)
+        print(f"serving {names} at {'https' if tls else 'http'}://{host}:{port}{PATH}", file=sys.stderr, flush=True)
+        if token and not tls and not is_loopback(serve.host):
+            print("without serve.certificate the token can be read on the way", file=sys.stderr, flush=True)
+
+    try:
+        asyncio.run(server.run(serve.host, serve.port, tls, on_start))
+    except OSError as error:
+        where = f"serve.host {serve.host}, serve.port {serve.port}"
+        raise UserError(f"{where} cannot be listened at: {error.strerror or error}") from None
+
+
+def _tls(serve: ServeOptionsConfig) -> ssl.SSLContext | None:
+    if serve.certificate is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        # A password would be asked for at the terminal.
+        context.load_cert_chain(serve.certificate, serve.key, password=lambda: b"")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"serve.certificate {serve.certificate} is not a certificate with its private key in PEM, without a"
+            f" password: {error}"
+        ) from None
+    return context

@@ -1,0 +1,33 @@
+"""What the clients and servers of rewards must know of hosts and tokens."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+
+
+def bearer_token(setting: str, variable: str) -> str:
+    """The bearer token that an environment variable holds.
+
+    Args:
+        setting: names the variable, for messages.
+        variable: its name.
+
+    Raises:
+        ValueError: there is none, or it could not stand in a header; the message does not show it.
+    """
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        raise ValueError(f"{setting} {variable}: there is no such environment variable, or it is empty: set it")
+    if not re.fullmatch(r"[!-~]+", value):
+        raise ValueError(f"{setting} {variable}: a token has visible ASCII characters only: set another")
+    return value
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nothing but this machine is behind the name."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

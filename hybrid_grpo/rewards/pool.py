@@ -1,0 +1,485 @@
+"""Calling reward functions without ever waiting for them longer than they may take.
+
+    Inline    here and now: built-ins that are fast and cannot hang
+    Threads   in a thread of the rank, one call at a time: functions that hold a GPU
+    Workers   in processes, as many calls at the same time as there are processes
+    Tasks     `async def` functions: in one process, many calls at the same time
+
+A call that takes too long is given up: its process is killed with what it has started and replaced, its thread is left
+to itself. All of it is driven by an event loop in a thread of its own, the Pool's; a rank only ever waits for results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from hybrid_grpo.config import RewardConfig
+from hybrid_grpo.errors import UserError
+from hybrid_grpo.rewards.functions import Failure, Function, Interface, Reply, Request, failed
+from hybrid_grpo.rewards.worker import HEADER, decode_reply, entries_message, receive, timed_out
+
+_IMPORT_SECONDS = 300.0
+_ASYNC_CALLS = 64
+_ASYNC_GRACE_SECONDS = 2.0  # a worker gives up its tasks itself; one whose loop is blocked cannot
+_LARGEST_REPLY = 1 << 28
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call came to."""
+
+    reply: Reply
+    spans: list[tuple[float, float]]
+    """When functions ran, by `time.perf_counter`."""
+
+
+class Lane(Protocol):
+    """One way to call a function."""
+
+    def start(self, request: Request) -> Future[Outcome]:
+        """Call it; nothing is waited for or raised here."""
+        ...
+
+
+class Inline:
+    """Calls at once, in the thread that asks."""
+
+    def __init__(self, function: Function) -> None:
+        self._function = function
+
+    def start(self, request: Request) -> Future[Outcome]:
+        start_s = time.perf_counter()
+        reply = self._function.score(request)
+        spans = [(start_s, time.perf_counter())]
+        if reply.whole:
+            reply = joined([self._function.score(request.rows([row])) for row in range(len(request.lengths))])
+        done: Future[Outcome] = Future()
+        done.set_result(Outcome(reply, spans))
+        return done
+
+
+Call = Callable[[Request], Coroutine[Any, Any, Reply]]
+
+
+class Pool:
+    """The event loop, and the processes of the functions that are isolated.
+
+    Args:
+        entries: of `rewards`, by their names in messages: those that are isolated.
+        workers: processes for functions that are not `async def`.
+        memory_bytes: that a process may allocate.
+
+    Raises:
+        UserError: a function cannot be imported, or its settings do not fit.
+    """
+
+    def __init__(self, entries: list[tuple[str, RewardConfig]], workers: int, memory_bytes: int) -> None:
+        self._nursery = Nursery(entries, memory_bytes) if entries else None
+        self.interfaces = self._nursery.interfaces if self._nursery else []
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=_serve, args=(self._loop, self._nursery), name="rewards", daemon=True)
+        thread.start()
+        self._workers = Workers(self._nursery, workers) if self._nursery else None
+        self._finalizer = weakref.finalize(self, _close, self._loop, thread)
+
+    def isolated(self, index: int, timeout_s: float) -> Lane:
+        """The lane of the isolated function with this index."""
+        assert self._nursery is not None and self._workers is not None
+        interface = self.interfaces[index]
+        calls: Workers | Tasks = Tasks(self._nursery) if interface.is_async else self._workers
+
+        async def call(request: Request) -> Reply:
+            return await calls.call(index, request, timeout_s)
+
+        return _Looped(self, call, splits=interface.batch_size != "group")
+
+    def threaded(self, function: Function, timeout_s: float, enter: Callable[[], None]) -> Lane:
+        """The lane of a function of this process; `enter` is called first in its thread."""
+        threads = Threads(enter)
+
+        async def call(request: Request) -> Reply:
+            return await threads.call(function, request, timeout_s)
+
+        return _Looped(self, call, splits=function.interface.batch_size != "group")
+
+    def run(self, coroutine: Coroutine[Any, Any, Outcome]) -> Future[Outcome]:
+        """Start a coroutine in the loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """End the loop and all processes. Also happens by itself when the pool is no longer used."""
+        self._finalizer()
+
+
+def busy_seconds(outcomes: Iterable[Outcome]) -> float:
+    """Seconds in which at least one call ran: calls overlap."""
+    total, until = 0.0, float("-inf")
+    for start_s, end_s in sorted(span for outcome in outcomes for span in outcome.spans):
+        total += max(0.0, end_s - max(start_s, until))
+        until = max(until, end_s)
+    return total
+
+
+def joined(replies: Sequence[Reply]) -> Reply:
+    """The replies of rows that follow each other as one. Of `extra` what all of them have."""
+    common = set.intersection(*(set(reply.extra) for reply in replies)) if replies else set()
+    return Reply(
+        [value for reply in replies for value in reply.values],
+        [failure for reply in replies for failure in reply.failures],
+        {name: [value for reply in replies for value in reply.extra[name]] for name in sorted(common)},
+    )
+
+
+class _Looped:
+    """A lane whose calls are coroutines of a pool. A call of several rows that fails as a whole is made again, row by
+    row, unless the function looks at the whole group."""
+
+    def __init__(self, pool: Pool, call: Call, splits: bool) -> None:
+        self._pool = pool
+        self._call = call
+        self._splits = splits
+
+    def start(self, request: Request) -> Future[Outcome]:
+        return self._pool.run(_outcome(self._call, request, self._splits))
+
+
+async def _outcome(call: Call, request: Request, splits: bool) -> Outcome:
+    spans: list[tuple[float, float]] = []
+
+    async def timed(part: Request) -> Reply:
+        reply, span = await _timed(call(part))
+        spans.append(span)
+        return reply
+
+    reply = await timed(request)
+    if reply.whole and splits:
+        reply = joined(await asyncio.gather(*(timed(request.rows([row])) for row in range(len(request.lengths)))))
+    return Outcome(reply, spans)
+
+
+async def _timed(coroutine: Coroutine[Any, Any, Reply]) -> tuple[Reply, tuple[float, float]]:
+    start_s = time.perf_counter()
+    reply = await coroutine
+    return reply, (start_s, time.perf_counter())
+
+
+class Nursery:
+    """The process that workers are forked from; see worker.py. Used by one thread at a time.
+
+    Raises:
+        UserError: a function cannot be imported, or its settings do not fit.
+    """
+
+    def __init__(self, entries: list[tuple[str, RewardConfig]], memory_bytes: int) -> None:
+        self._message = entries_message(entries, memory_bytes)
+        self.connections: set[asyncio.StreamWriter] = set()
+        """To the workers."""
+        self.interfaces = self._start()
+
+    def _start(self) -> list[Interface]:
+        self._control, theirs = socket.socketpair()
+        package = str(Path(__file__).parents[2])
+        code = (
+            f"import sys; sys.path.insert(0, {package!r});"
+            f" from hybrid_grpo.rewards.worker import nursery; nursery({theirs.fileno()})"
+        )
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                # Away from the terminal: Ctrl-C is for the rank, which ends them.
+                start_new_session=True,
+                # Workers are many: one thread of a numerical library in each.
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(self._message)
+        # Reaped whenever it ends.
+        threading.Thread(target=process.wait, daemon=True).start()
+        self._control.settimeout(_IMPORT_SECONDS)
+        try:
+            reply = receive(self._control)
+        except TimeoutError:
+            process.kill()
+            raise UserError(
+                f"rewards: importing the functions takes longer than {_IMPORT_SECONDS:g} s: look for what their"
+                " modules do outside of functions"
+            ) from None
+        if reply is None:
+            raise UserError("rewards: the process that imports the functions died: import them by hand to see why")
+        answer = json.loads(reply)
+        if "error" in answer:
+            raise UserError(answer["error"])
+        self._control.settimeout(30.0)
+        return [Interface(**interface) for interface in answer["interfaces"]]
+
+    def fork(self, kind: str) -> tuple[int, socket.socket]:
+        """A new worker, `sync` or `async`: its number, for `end`, and the socket to it."""
+        try:
+            return self._fork(kind)
+        except (OSError, EOFError):
+            # Somebody has killed it, and with it all workers.
+            self.close()
+            self._start()
+            return self._fork(kind)
+
+    def _fork(self, kind: str) -> tuple[int, socket.socket]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [f"fork {kind}".encode()], [theirs.fileno()])
+        return int(self._answer()), ours
+
+    def end(self, pid: int) -> int | None:
+        """Kill a worker; its exit status, negative for the signal that ended it. None where that is not known."""
+        try:
+            self._control.sendall(f"end {pid}".encode())
+            return int(self._answer())
+        except (OSError, EOFError):
+            return None
+
+    def _answer(self) -> Any:
+        reply = receive(self._control)
+        if reply is None:
+            raise EOFError
+        return json.loads(reply)
+
+    def close(self) -> None:
+        """End it, and all workers."""
+        self._control.close()
+        for connection in self.connections:
+            connection.transport.abort()
+        self.connections.clear()
+
+
+class _Worker:
+    """One worker process and the connection to it."""
+
+    def __init__(self, nursery: Nursery, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._nursery = nursery
+        self._pid = pid
+        self._reader = reader
+        self._writer = writer
+        self._numbers = itertools.count()
+        self._ended = False
+
+    @classmethod
+    async def hire(cls, nursery: Nursery, kind: str) -> _Worker:
+        pid, connection = nursery.fork(kind)
+        reader, writer = await asyncio.open_connection(sock=connection)
+        nursery.connections.add(writer)
+        return cls(nursery, pid, reader, writer)
+
+    def number(self) -> int:
+        """For the next request."""
+        return next(self._numbers)
+
+    def is_gone(self) -> bool:
+        """Whether it was ended, or has ended."""
+        return self._ended or self._reader.at_eof()
+
+    async def ask(self, index: int, request: Request, timeout_s: float) -> Reply:
+        """Send a request, and wait for the only reply that is due."""
+        await self.send(self.number(), index, request, timeout_s)
+        return (await self.receive())[1]
+
+    async def send(self, number: int, index: int, request: Request, timeout_s: float) -> None:
+        """Send a request; it needs a number of its own."""
+        message = pickle.dumps((number, index, request, timeout_s))
+        self._writer.write(HEADER.pack(len(message)) + message)
+        await self._writer.drain()
+
+    async def receive(self) -> tuple[int, Reply]:
+        """The next reply, and the number of its request.
+
+        Raises:
+            EOFError, OSError: the process is gone.
+        """
+        (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+        if size > _LARGEST_REPLY:
+            raise EOFError(f"a reply of {size} bytes")
+        return decode_reply(await self._reader.readexactly(size))
+
+    def end(self) -> int | None:
+        """Kill it; its exit status, see `Nursery.end`."""
+        self._ended = True
+        self._nursery.connections.discard(self._writer)
+        self._writer.transport.abort()
+        return self._nursery.end(self._pid)
+
+
+def _death(status: int | None, rows: int) -> Reply:
+    how = {None: "", -9: " (killed, by the system for its memory or by itself)"}.get(
+        status, f" (exit status {status})" if status is not None and status >= 0 else f" (signal {-(status or 0)})"
+    )
+    return failed(Failure("died", f"ended its process{how}"), rows)
+
+
+class Workers:
+    """Processes that take one call at a time. The first calls start them."""
+
+    def __init__(self, nursery: Nursery, count: int) -> None:
+        self._nursery = nursery
+        self._slots = asyncio.Semaphore(count)
+        self._idle: list[_Worker] = []
+
+    async def call(self, index: int, request: Request, timeout_s: float) -> Reply:
+        """Call a function as soon as a process is free; `timeout_s` counts from then."""
+        rows = len(request.lengths)
+        async with self._slots:
+            for _ in range(2):
+                worker = await self._free()
+                try:
+                    reply = await asyncio.wait_for(worker.ask(index, request, timeout_s), timeout_s)
+                except asyncio.TimeoutError:
+                    worker.end()
+                    return timed_out(timeout_s, rows)
+                except (EOFError, OSError):
+                    status = worker.end()
+                    if status is not None:
+                        return _death(status, rows)
+                    continue  # the nursery is gone too: another call may have killed both
+                except BaseException:
+                    worker.end()
+                    raise
+                if reply.spent:
+                    worker.end()
+                else:
+                    self._idle.append(worker)
+                return reply
+            return _death(None, rows)
+
+    async def _free(self) -> _Worker:
+        while self._idle:
+            worker = self._idle.pop()
+            if not worker.is_gone():
+                return worker
+            worker.end()
+        return await _Worker.hire(self._nursery, "sync")
+
+
+class Tasks:
+    """One process for the many calls of an `async def` function. Where one ends it, the others are made again, once."""
+
+    def __init__(self, nursery: Nursery) -> None:
+        self._nursery = nursery
+        self._slots = asyncio.Semaphore(_ASYNC_CALLS)
+        self._hiring = asyncio.Lock()
+        self._worker: _Worker | None = None
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._listener: asyncio.Task[None] | None = None
+
+    async def call(self, index: int, request: Request, timeout_s: float) -> Reply:
+        """Call the function; `timeout_s` counts from when fewer than 64 calls are under way."""
+        rows = len(request.lengths)
+        async with self._slots:
+            for _ in range(2):
+                worker = await self._running()
+                number = worker.number()
+                answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+                try:
+                    await worker.send(number, index, request, timeout_s)
+                    reply = await asyncio.wait_for(answer, timeout_s + _ASYNC_GRACE_SECONDS)
+                except asyncio.TimeoutError:
+                    self._lose(worker)
+                    return timed_out(timeout_s, rows)
+                except (EOFError, OSError):
+                    self._lose(worker)
+                    continue
+                if reply.spent:
+                    self._lose(worker)
+                return reply
+            return _death(None, rows)
+
+    async def _running(self) -> _Worker:
+        async with self._hiring:
+            if self._worker is None:
+                self._worker = await _Worker.hire(self._nursery, "async")
+                self._listener = asyncio.create_task(self._listen(self._worker))
+            return self._worker
+
+    async def _listen(self, worker: _Worker) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                number, reply = await worker.receive()
+                answer = self._waiting.pop(number, None)
+                if answer is not None and not answer.done():
+                    answer.set_result(reply)
+        self._lose(worker)
+
+    def _lose(self, worker: _Worker) -> None:
+        if worker is not self._worker:
+            return
+        worker.end()
+        self._worker = None
+        waiting, self._waiting = self._waiting, {}
+        for answer in waiting.values():
+            if not answer.done():
+                answer.set_exception(EOFError())
+
+
+class Threads:
+    """A thread for the calls of one function, one by one; one that takes too long is left, and another made."""
+
+    def __init__(self, enter: Callable[[], None]) -> None:
+        self._enter = enter
+        self._turn = asyncio.Semaphore(1)
+        self._jobs: SimpleQueue[Any] | None = None
+
+    async def call(self, function: Function, request: Request, timeout_s: float) -> Reply:
+        """Call the function; `timeout_s` counts from its turn."""
+        async with self._turn:
+            if self._jobs is None:
+                self._jobs = SimpleQueue()
+                threading.Thread(target=_run_jobs, args=(self._enter, self._jobs), name="reward", daemon=True).start()
+            answer: Future[Reply] = Future()
+            self._jobs.put((answer, function, request))
+            try:
+                return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
+            except asyncio.TimeoutError:
+                self._jobs.put(None)
+                self._jobs = None
+                return timed_out(timeout_s, len(request.lengths))
+
+
+def _run_jobs(enter: Callable[[], None], jobs: SimpleQueue[Any]) -> None:
+    enter()
+    while (job := jobs.get()) is not None:
+        answer, function, request = job
+        if answer.set_running_or_notify_cancel():
+            answer.set_result(function.score(request))
+
+
+def _serve(loop: asyncio.AbstractEventLoop, nursery: Nursery | None) -> None:
+    loop.run_forever()
+    if nursery is not None:
+        nursery.close()
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+
+def _close(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    with suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(loop.stop)
+    if thread is not threading.current_thread():
+        thread.join(timeout=5)
