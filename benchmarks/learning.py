@@ -11,6 +11,11 @@ norm, clipping, loss, scaling of rewards, and the learning rate of every single 
 words, by one and the same decoder (ours) from the weights that each side writes. Seconds are those of the steps:
 neither evaluation nor start is in them.
 
+A setting of ours is compared with ours without it:
+
+    python benchmarks/learning.py --sides hybrid,settings \\
+        --settings '--curriculum.sampling difficulty --data.shuffle true'
+
 --png needs matplotlib, which nothing else here does: pip install matplotlib.
 """
 
@@ -19,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,7 +34,7 @@ from typing import Any
 from step import SIDES, Worker, machine, set_accelerator, trl_environment
 from step_workloads import quickstart
 
-LABELS = {"hybrid": "hybrid_grpo", "trl": "TRL"}
+LABELS = {"hybrid": "hybrid_grpo", "trl": "TRL", "settings": "hybrid_grpo with --settings"}
 
 
 class Evaluation:
@@ -68,19 +74,26 @@ def curves(seed: int, arguments: argparse.Namespace, folder: Path) -> dict[str, 
     job = quickstart(folder, seed, arguments.workload == "ragged")
     settings = ["--run.steps", str(arguments.steps)]
     spec = job.spec(0, arguments.threads, settings)
+    changed = job.spec(0, arguments.threads, [*settings, *arguments.settings])
     policy = PolicyConfig(**spec["config"]["policy"])
     rates = [learning_rate(policy, step, arguments.steps) for step in range(arguments.steps)]
     rollout = spec["config"]["rollout"]
     rows = rollout["prompts_per_step"] * rollout["num_generations"]
     evaluation = Evaluation(spec["arguments"])
     start = {"completions": 0, "seconds": 0.0, "accuracy": evaluation.accuracy(policy.model)}
-    found: dict[str, dict[str, Any]] = {side: {"steps": [], "evaluations": [start]} for side in LABELS}
+    found: dict[str, dict[str, Any]] = {side: {"steps": [], "evaluations": [start]} for side in arguments.sides}
     with ExitStack() as stack:
         workers = [
             stack.enter_context(
-                Worker(side, SIDES[side], {**spec, "learning_rates": rates}, arguments.trl_python, folder)
+                Worker(
+                    side,
+                    SIDES["hybrid" if side == "settings" else side],
+                    {**(changed if side == "settings" else spec), "learning_rates": rates},
+                    arguments.trl_python,
+                    folder,
+                )
             )
-            for side in LABELS
+            for side in arguments.sides
         ]
         for worker in workers:
             worker.answer()
@@ -132,7 +145,9 @@ def draw(found: dict[str, dict[str, dict[str, Any]]], file: Path) -> None:
             axes[1][column].set_xlabel("seconds of training" if x == "seconds" else x)
             axes[row][column].grid(alpha=0.3)
             for colour, side in enumerate(LABELS):
-                lines = [seed[side][curve] for seed in found.values()]
+                lines = [seed[side][curve] for seed in found.values() if side in seed]
+                if not lines:
+                    continue
                 for points in lines:
                     axes[row][column].plot([p[x] for p in points], [p[what] for p in points], f"C{colour}", alpha=0.3)
                 middle = [[mean(p[name] for p in points) for points in zip(*lines, strict=True)] for name in (x, what)]
@@ -144,6 +159,8 @@ def draw(found: dict[str, dict[str, dict[str, Any]]], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workload", choices=("quickstart", "ragged"), default="ragged")
+    parser.add_argument("--sides", default="hybrid,trl", help=f"of {', '.join(LABELS)}")
+    parser.add_argument("--settings", default="", help="command line of side settings, beyond that of hybrid")
     parser.add_argument("--seeds", default="0,1,2", help="separated by commas")
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--every", type=int, default=25, help="steps between evaluations")
@@ -153,20 +170,27 @@ def main() -> None:
     parser.add_argument("--png", type=Path)
     arguments = parser.parse_args()
     set_accelerator()
-    arguments.trl_python = arguments.trl_python or trl_environment()
+    arguments.sides = tuple(arguments.sides.split(","))
+    if unknown := set(arguments.sides).difference(LABELS):
+        parser.error(f"--sides: {', '.join(sorted(unknown))} not known; there are {', '.join(LABELS)}")
+    arguments.settings = shlex.split(arguments.settings)
+    if "trl" in arguments.sides:
+        arguments.trl_python = arguments.trl_python or trl_environment()
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for seed in map(int, arguments.seeds.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             found[str(seed)] = curves(seed, arguments, Path(folder))
-    for side in LABELS:
+    for side in arguments.sides:
         ends = [seed[side]["evaluations"][-1] for seed in found.values()]
         accuracies = ", ".join(f"{end['accuracy']:.3f}" for end in ends)
         print(f"{side:8} accuracy {accuracies} after {mean(end['seconds'] for end in ends):.1f} s on average")
     for seed, sides in found.items():
-        print(f"seed {seed}: {sooner(sides)}")
+        if {"hybrid", "trl"} <= sides.keys():
+            print(f"seed {seed}: {sooner(sides)}")
     if arguments.json:
         result = {
             "workload": arguments.workload,
+            "settings": arguments.settings,
             "machine": machine(arguments.threads, arguments.trl_python),
             "seeds": found,
         }

@@ -32,7 +32,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from hybrid_grpo.config import RewardConfig
-from hybrid_grpo.rewards.loading import load_rewards
+from hybrid_grpo.rewards.functions import load_function
 
 
 class Lengths(LogitsProcessor):
@@ -63,17 +63,19 @@ class Lengths(LogitsProcessor):
 def reward_functions(configs: list[dict[str, Any]], means: list[float]) -> list[Callable[..., Any]]:
     """Our rewards as TRL calls them; each call leaves its weighted mean in `means`."""
 
-    def wrap(reward: Any) -> Callable[..., Any]:
+    def wrap(config: RewardConfig) -> Callable[..., Any]:
+        reward = load_function(config, "rewards")
+
         def function(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> Any:
             inputs = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
             values = reward({**columns, **inputs})
-            means.append(reward.weight * sum(values) / len(values))
+            means.append(config.weight * sum(values) / len(values))
             return values
 
         function.__name__ = reward.name
         return function
 
-    return [wrap(reward) for reward in load_rewards([RewardConfig(**config) for config in configs])]
+    return [wrap(RewardConfig(**config)) for config in configs]
 
 
 def settings(spec: dict[str, Any]) -> GRPOConfig:
