@@ -34,9 +34,12 @@ setup(
     extras_require={
         "flash": ["flash-attn>=2.7"],
         "lora": ["peft>=0.19"],
+        # No requirement of all: its antlr conflicts with that of hydra and omegaconf, in one environment with them.
+        "math": ["math-verify[antlr4_13_2]>=0.9"],
         "dev": [
             "hypothesis>=6.100",
             "import-linter>=2.1",
+            "math-verify[antlr4_13_2]>=0.9",
             "mypy>=1.15",
             "peft>=0.19",
             "pytest>=8.2",

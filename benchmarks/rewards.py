@@ -68,43 +68,56 @@ def train(folder: Path, name: str, steps: int, faults: bool) -> list[dict[str, f
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
+def counts(run: Path, rows: list[dict[str, float]]) -> dict[str, Any]:
+    """What the metrics of a run with faults counted, and what was to be foreseen from its completions."""
+    counted: dict[str, int] = dict.fromkeys(("failed", "timeout", "none"), 0)
+    foreseen = dict(counted)
+    exact = wrong = 0
+    for row in rows:
+        lines = (run / f"rollouts/step_{row['step']:06d}.jsonl").read_text().splitlines()
+        for line in map(json.loads, lines):
+            what = fate(line["prompt"], line["completion"])
+            foreseen["failed"] += what in FAILURES
+            foreseen["timeout"] += what == "hangs"
+            foreseen["none"] += what == "none"
+            value = reward(line["completion"]) if what == "scored" else None
+            exact += line["rewards"]["hostile"] == value
+            wrong += line["rewards"]["hostile"] != value
+        for name in counted:
+            counted[name] += round(row[f"reward/hostile/{name}_frac"] * len(lines))
+    return {
+        "completions": exact + wrong,
+        "counted": counted,
+        "foreseen": foreseen,
+        "rewards as foreseen": exact,
+        "rewards otherwise": wrong,
+    }
+
+
+def make_task(folder: Path) -> None:
+    """The quickstart's, in `folder`/task."""
+    script = ROOT / "training_scripts/quickstart_task.py"
+    subprocess.run([sys.executable, script, folder / "task"], check=True, capture_output=True)
+
+
 def hostile(steps: int) -> dict[str, Any]:
     """Two runs, with faults and without, and whether what was counted is what was to come."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        script = ROOT / "training_scripts/quickstart_task.py"
-        subprocess.run([sys.executable, script, folder / "task"], check=True, capture_output=True)
+        make_task(folder)
         rows = train(folder, "faults", steps, True)
         plain = train(folder, "plain", steps, False)
-        counted: dict[str, int] = dict.fromkeys(("failed", "timeout", "none"), 0)
-        foreseen = dict(counted)
-        exact = wrong = 0
-        for row in rows:
-            lines = (folder / f"faults/rollouts/step_{row['step']:06d}.jsonl").read_text().splitlines()
-            for line in map(json.loads, lines):
-                what = fate(line["prompt"], line["completion"])
-                foreseen["failed"] += what in FAILURES
-                foreseen["timeout"] += what == "hangs"
-                foreseen["none"] += what == "none"
-                value = reward(line["completion"]) if what == "scored" else None
-                exact += line["rewards"]["hostile"] == value
-                wrong += line["rewards"]["hostile"] != value
-            for name in counted:
-                counted[name] += round(row[f"reward/hostile/{name}_frac"] * len(lines))
+        found = counts(folder / "faults", rows)
         return {
             "steps": len(rows),
-            "completions": exact + wrong,
-            "counted": counted,
-            "foreseen": foreseen,
-            "rewards as foreseen": exact,
-            "rewards otherwise": wrong,
+            **found,
             "timeout_s": TIMEOUT,
             "median step_s": median(row["time/step_s"] for row in rows),
             "median step_s without faults": median(row["time/step_s"] for row in plain),
             "mean step_s": sum(row["time/step_s"] for row in rows) / steps,
             "mean step_s without faults": sum(row["time/step_s"] for row in plain) / steps,
             "mean reward_wait_s": sum(row["time/reward_wait_s"] for row in rows) / steps,
-            "mean timeouts in a step": counted["timeout"] / steps,
+            "mean timeouts in a step": found["counted"]["timeout"] / steps,
         }
 
 

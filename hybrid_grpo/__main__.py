@@ -20,6 +20,8 @@ COMMANDS = {
     "plan": "memory and time of a training run, without loading weights",
     "report": "write report.html of a run again",
     "generate": "completions of prompts from a file, a pipe or the terminal, as JSON lines",
+    "score": "try reward functions on a file of completions",
+    "replay-rewards": "score a run's rollouts with other reward functions, without a model",
     "serve-reward": "reward functions as an HTTP service for other machines",
 }
 
@@ -32,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: hybrid-grpo COMMAND [options]; `hybrid-grpo COMMAND --help` lists the options\n")
-        print("\n".join(f"  {name:12} {what}" for name, what in COMMANDS.items()))
+        print("\n".join(f"  {name:14} {what}" for name, what in COMMANDS.items()))
         return 0 if arguments else 2
     command, *rest = arguments
     try:

@@ -15,11 +15,15 @@ from typing import Any
 
 from hybrid_grpo.config import (
     BatchPlan,
+    CurriculumConfig,
     DataConfig,
     GenerateConfig,
     LoraConfig,
+    ReplayConfig,
     RewardConfig,
     RolloutConfig,
+    ScoreConfig,
+    ScoringConfig,
     ServeRewardConfig,
     SftConfig,
     TrainConfig,
@@ -28,6 +32,7 @@ from hybrid_grpo.config import (
 from hybrid_grpo.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.grpo_checks import check_grpo
 from hybrid_grpo.network import bearer_token, is_loopback
+from hybrid_grpo.tasks import load_task
 
 
 def _nearest_multiple(value: int, step: int) -> int:
@@ -64,8 +69,10 @@ _POSITIVE = {
     "rollout.prompts_per_step", "rollout.num_generations", "rollout.max_completion_tokens",
     "rollout.repetition_penalty", "rollout.max_slots", "rollout.prefill_tokens", "lora.alpha",
     "grpo.num_iterations", "grpo.num_minibatches", "grpo.epsilon_low", "grpo.epsilon_high", "grpo.kl_horizon",
-    "grpo.overlong_penalty", "grpo.max_resamples", "checkpoint.keep",
-    "sft.batch_size", "sft.max_completion_tokens", "log.parity_alarm", "scoring.memory_gb", "scoring.max_wait_s",
+    "grpo.overlong_penalty", "grpo.max_resamples", "curriculum.min_tries",
+    "curriculum.half_life", "checkpoint.keep",
+    "sft.batch_size", "sft.max_completion_tokens", "log.parity_alarm", "log.heldout_alarm",
+    "scoring.memory_gb", "scoring.max_wait_s",
 }  # fmt: skip
 _NOT_NEGATIVE = {
     "run.seed", "policy.warmup_steps", "policy.weight_decay", "rollout.min_completion_tokens", "rollout.temperature",
@@ -147,9 +154,19 @@ def _check_lora(lora: LoraConfig) -> None:
 
 
 def _check_sources(data: DataConfig) -> None:
-    _check_source("data.path", data.path)
+    _check_training_source(data)
     if data.eval_path is not None:
         _check_source("data.eval_path", data.eval_path)
+
+
+def _check_training_source(data: DataConfig) -> None:
+    refuse(
+        data.task is not None and data.prompt_column != "prompt",
+        f"data.prompt_column {data.prompt_column}: prompts are what data.task {data.task} makes of a row: take out one"
+        " of them",
+    )
+    if data.path or data.task is None or load_task(data.task).made is None:
+        _check_source("data.path", data.path)
 
 
 def _check_source(name: str, source: str) -> None:
@@ -245,6 +262,7 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     )
     _check_name("eval.name", config.eval.name, "it names a metric")
     check_grpo(config)
+    _check_curriculum(config.curriculum, config.data)
     if config.data.eval_path is None and config.data.eval_split is None:
         for setting, value in (("eval.every", config.eval.every), ("data.eval_limit", config.data.eval_limit)):
             refuse(bool(value), f"{setting} {value} needs held-out prompts: set data.eval_path or data.eval_split")
@@ -266,19 +284,70 @@ def check_generate(config: GenerateConfig, world_size: int) -> None:
     )
     _check_rollout(rollout)
     if config.reads_stdin:
+        refuse(
+            config.data.task is not None,
+            f"data.path - is prompts from standard input, and data.task {config.data.task} reads rows: take out one of"
+            " them",
+        )
         refuse(world_size > 1, f"data.path is standard input, which {world_size} ranks cannot share: give a source")
     else:
-        _check_source("data.path", config.data.path)
+        _check_training_source(config.data)
+    refuse(output == "-" and world_size > 1, f"generate.output -: {world_size} ranks write a file each: give its name")
+    _check_output("generate.output", output, "the prompts of data.path", config.data.path)
+
+
+def _check_output(setting: str, output: str, what: str, source: str) -> None:
     if output == "-":
-        refuse(world_size > 1, f"generate.output -: {world_size} ranks write a file each: give its name")
         return
     path = Path(output)
-    refuse(path.is_dir(), f"generate.output {path} is a folder: give a file")
-    refuse(not path.parent.is_dir(), f"generate.output {path}: there is no folder {path.parent}")
+    refuse(path.is_dir(), f"{setting} {path} is a folder: give a file")
+    refuse(not path.parent.is_dir(), f"{setting} {path}: there is no folder {path.parent}")
     refuse(
-        path.exists() and os.path.exists(config.data.path) and path.samefile(config.data.path),
-        f"generate.output {path} would replace the prompts of data.path: give another file",
+        path.exists() and os.path.exists(source) and path.samefile(source),
+        f"{setting} {path} would replace {what}: give another file",
     )
+
+
+def check_score(config: ScoreConfig, source: str) -> None:
+    """Refuse what cannot work, before anything is loaded; `source` is scored.
+
+    Raises:
+        UserError: one line that names the settings and the way out.
+    """
+    _check_rewards(config.rewards)
+    _check_scoring(config.scoring)
+    limit, output = config.data.limit, config.score.output
+    refuse(limit is not None and limit < 1, f"data.limit {limit} must be 1 or greater")
+    refuse(not output, "score.output is empty: give a file, or take it out")
+    if source != "-":
+        _check_source("FILE", source)
+    _check_output("score.output", output, "the completions that are scored", source)
+
+
+def check_replay(config: ReplayConfig) -> None:
+    """Refuse what cannot work, before anything is loaded.
+
+    Raises:
+        UserError: one line that names the settings and the way out.
+    """
+    _check_rewards(config.rewards)
+    _check_scoring(config.scoring)
+    check_grpo(config)
+    replay = config.replay
+    refuse(
+        replay.steps is not None and not re.fullmatch(r"\d+|\d+-\d*|-\d+", replay.steps),
+        f"replay.steps {replay.steps!r} is no range of steps: give one as in 100-200, 100-, -200 or 100",
+    )
+    refuse(replay.limit < 0, f"replay.limit {replay.limit} must be 0 or greater")
+    if replay.output is not None:
+        _check_name("replay.output", replay.output, "it names files")
+
+
+def _check_scoring(scoring: ScoringConfig) -> None:
+    for name, value in vars(scoring).items():
+        path = f"scoring.{name}"
+        refuse(path in _POSITIVE and value <= 0, f"{path} {value} must be greater than 0")
+        refuse(path in _NOT_NEGATIVE and value < 0, f"{path} {value} must be 0 or greater")
 
 
 def check_serve(config: ServeRewardConfig) -> None:
@@ -288,6 +357,7 @@ def check_serve(config: ServeRewardConfig) -> None:
         UserError: one line that names the settings and the way out.
     """
     _check_rewards(config.rewards)
+    _check_scoring(config.scoring)
     serve = config.serve
     for name, least in (("port", 0), ("max_requests", 1)):
         refuse(getattr(serve, name) < least, f"serve.{name} {getattr(serve, name)} must be {least} or greater")
@@ -314,7 +384,11 @@ def check_serve(config: ServeRewardConfig) -> None:
 
 def _check_rewards(rewards: list[RewardConfig]) -> list[str]:
     """The names of the rewards, in order."""
-    refuse(not rewards, "rewards is empty: give at least one, as in --rewards '[{function: exact_match}]'")
+    refuse(
+        not rewards,
+        "rewards is empty: give at least one, as in --rewards '[{function: exact_match}]', or a data.task, which has"
+        " its own",
+    )
     for index, reward in enumerate(rewards):
         refuse(not reward.function, f"rewards[{index}].function is empty: name a built-in or a function")
         if reward.name is not None:
@@ -329,6 +403,38 @@ def _check_rewards(rewards: list[RewardConfig]) -> list[str]:
     doubles = {name for name in names if names.count(name) > 1}
     refuse(bool(doubles), f"rewards: two are named {', '.join(sorted(doubles))}: set `name` on one of them")
     return names
+
+
+def _check_curriculum(curriculum: CurriculumConfig, data: DataConfig) -> None:
+    low, high = curriculum.skip_below, curriculum.skip_above
+    skips = low is not None or high is not None
+    for setting, value in (("skip_below", low), ("skip_above", high)):
+        outside = value is not None and not 0 <= value <= 1
+        refuse(outside, f"curriculum.{setting} {value} must be in [0, 1]: it is a success rate")
+    refuse(
+        low is not None and high is not None and low >= high,
+        f"curriculum.skip_below {low} and curriculum.skip_above {high} leave out everything: set the first lower",
+    )
+    refuse(
+        not 0 < curriculum.floor <= 1,
+        f"curriculum.floor {curriculum.floor} must be in (0, 1]: at 0 a prompt that was left out never came back",
+    )
+    follows = curriculum.sampling == "difficulty"
+    for setting, used, way_out in (
+        ("min_tries", skips, "without curriculum.skip_above or curriculum.skip_below"),
+        ("column", follows, "with curriculum.sampling uniform: set that to difficulty"),
+        ("floor", follows or skips, "with curriculum.sampling uniform: set that to difficulty"),
+    ):
+        value = getattr(curriculum, setting)
+        refuse(
+            not used and value != getattr(CurriculumConfig(), setting),
+            f"curriculum.{setting} {value} has no effect {way_out}, or take it out",
+        )
+    refuse(
+        (follows or skips) and not data.shuffle,
+        "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
+        " the settings of curriculum",
+    )
 
 
 def _check_rollout(rollout: RolloutConfig) -> None:

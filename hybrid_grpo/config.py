@@ -90,6 +90,9 @@ class EngineConfig:
 class DataConfig:
     """Prompts: where they come from and how they become tokens."""
 
+    task: str | None = None
+    """Ready-made source, prompts and rewards, of which every setting can be overridden: gsm8k, math, multiple_choice,
+    code, countdown, letters, or one of your own, `path/to/file.py:name`."""
     path: str = ""
     """JSONL or parquet file, folder of a saved dataset, or hub name."""
     subset: str | None = None
@@ -103,7 +106,7 @@ class DataConfig:
     prompt_column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     completion_column: str = "completion"
-    """Column with the target text (`sft` only)."""
+    """Column with the target text (`sft`), or with the text to score (`score`)."""
     system_prompt: str | None = None
     """System message put before every prompt; makes text prompts into chats."""
     chat_template: Literal["auto", "always", "never"] = "auto"
@@ -284,8 +287,9 @@ class CurriculumConfig:
     """Which prompts are drawn, by how often they are solved: by `eval.outcome` and `eval.threshold`."""
 
     sampling: Literal["uniform", "difficulty"] = "uniform"
-    """`difficulty` draws prompts in proportion to what their groups are expected to teach, from their success rates;
-    `uniform` passes over all of them, in an order that rates do not change."""
+    """`difficulty` draws prompts in proportion to what their groups are expected to teach: the probability that the
+    completions are neither all right nor all wrong, times the share that is still wrong; `uniform` passes over all of
+    them, in an order that success rates do not change."""
     column: str | None = None
     """Column that foretells how hard a prompt is, such as a level or a topic, or whose length does: prompts that were
     not tried yet are expected to be solved as often as those like them; not given: the length of the prompt."""
@@ -338,6 +342,8 @@ class LogConfig:
     """Steps between rollouts written to rollouts/ and to the wandb table; 0 writes none."""
     parity_alarm: float = 0.05
     """Warn when sampler and training forward differ by more than this, on average, in log-probability."""
+    heldout_alarm: float = 0.05
+    """Warn when held-out accuracy is more than this below its best while the training reward is higher than then."""
 
 
 @dataclass(frozen=True)
@@ -398,8 +404,8 @@ class GenerateConfig(TrainConfig):
     only training has are without effect."""
 
     data: DataConfig = field(default_factory=lambda: DataConfig(over_long="refuse"))
-    """The prompts are those of `path` and `split`. Without a path, or with `-`, they come from standard input: one a
-    line, as text or as a JSON object with the columns of a data set."""
+    """The prompts are those of `path` and `split`. Without a path and a task, or with `-`, they come from standard
+    input: one a line, as text or as a JSON object with the columns of a data set."""
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(num_generations=1))
     """All but `prompts_per_step` counts; temperature 0 takes the most probable tokens."""
     generate: OutputConfig = field(default_factory=OutputConfig)
@@ -408,7 +414,7 @@ class GenerateConfig(TrainConfig):
     @property
     def reads_stdin(self) -> bool:
         """Whether prompts come from standard input."""
-        return self.data.path in ("", "-")
+        return self.data.path == "-" or not (self.data.path or self.data.task)
 
 
 @dataclass(frozen=True)
@@ -430,6 +436,48 @@ class PlanConfig(TrainConfig):
 
 
 @dataclass(frozen=True)
+class ReplayOptionsConfig:
+    """Which rollouts are scored again, and what is kept of it."""
+
+    steps: str | None = None
+    """Steps, as in `100-200`, `100-`, `-200` or `100`; not given: all that were saved."""
+    threshold: float | None = None
+    """A completion is right when its new reward is at least this; not given: eval.threshold, as for the old one."""
+    limit: int = 50
+    """Disagreements of each function that are written, the largest first."""
+    output: str | None = None
+    """Name of the two files in RUN_FOLDER/replay, NAME.json and NAME.disagreements.jsonl; not given: of the functions.
+    Those of an earlier replay of this name are replaced."""
+
+
+@dataclass(frozen=True)
+class ReplayConfig(TrainConfig):
+    """Score a run's rollouts with other reward functions, without a model. RUN_FOLDER is that of a training run; its
+    settings are where this starts from: those of `grpo` say how advantages are made, `rewards` are scored again."""
+
+    replay: ReplayOptionsConfig = field(default_factory=ReplayOptionsConfig)
+    """Which rollouts are scored again, and what is kept of it."""
+
+
+@dataclass(frozen=True)
+class ScoreOptionsConfig:
+    """Where rewards go."""
+
+    output: str = "-"
+    """File of JSON lines, written anew; `-` is standard output."""
+
+
+@dataclass(frozen=True)
+class ScoreConfig(TrainConfig):
+    """Try reward functions on rows that have completions. FILE is a source as in `data.path`, or `-` for JSON lines
+    from standard input: a row has a prompt, the column of `data.completion_column` with a text, or one with an `s`
+    behind it with a list of them, and columns for the functions. Takes the recipe of a training run."""
+
+    score: ScoreOptionsConfig = field(default_factory=ScoreOptionsConfig)
+    """Where rewards go."""
+
+
+@dataclass(frozen=True)
 class ServeOptionsConfig:
     """Where rewards are served, and to whom."""
 
@@ -445,8 +493,8 @@ class ServeOptionsConfig:
     """File of the certificate's private key (PEM); not given: it is in the file of the certificate."""
     max_body_mb: float = 16.0
     """Largest request, in MiB."""
-    max_requests: int = 64
-    """Requests that are answered at the same time; more are told to come back (503)."""
+    max_requests: int = 256
+    """Requests that are answered at the same time; more are told to come back (503). A rank sends up to 32."""
     timeout_s: float = 30.0
     """Seconds for a request to arrive, and for its answer to be taken."""
     label_column: str = "answer"
@@ -462,7 +510,9 @@ class ServeRewardConfig:
     rewards: list[RewardConfig] = field(default_factory=list)
     """Reward functions: `[{function: exact_match, weight: 1.0}, ...]`."""
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    """How they are run."""
     serve: ServeOptionsConfig = field(default_factory=ServeOptionsConfig)
+    """Where they are served, and to whom."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -36,11 +36,11 @@ _DISTINCT = 64
 class CurriculumState(LoaderState):
     """Position and success rates, of prompts that were tried. The same on every rank."""
 
-    index: list[int]
+    index: Ints
     """Their numbers in the list of prompts."""
-    counts: list[list[int]]
-    """Completions and right ones of each."""
-    recent: list[list[float]]
+    counts: Ints
+    """Completions and right ones of each, two columns."""
+    recent: Floats
     """The same, discounted by their age."""
 
 
@@ -80,6 +80,7 @@ class Curriculum(PromptLoader[Prompt]):
         self._class_N = classes(prompts, config.column)
         self._count_N2 = np.zeros((len(prompts), 2), dtype=np.int64)
         self._recent_N2 = np.zeros((len(prompts), 2))
+        self._weight_N: Floats | None = None
         self._drawn: list[tuple[int, int]] = []
         self._noted: dict[tuple[int, int], tuple[int, int]] = {}
         self._follows = config.sampling != "uniform" or config.skip_above is not None or config.skip_below is not None
@@ -109,20 +110,22 @@ class Curriculum(PromptLoader[Prompt]):
         np.add.at(step_N2, [index for index, _ in self._drawn], all_reduce(seen_D2.to(self._device)).cpu().numpy())
         self._count_N2 += step_N2
         self._recent_N2 = self._recent_N2 * 0.5 ** (1 / self._config.half_life) + step_N2
-        self._drawn, self._noted = [], {}
+        self._weight_N, self._drawn, self._noted = None, [], {}
 
     def rates(self) -> Floats:
         """[N], the estimated success rate of every prompt now."""
         right_N, wrong_N = self._posterior()
-        return cast(Floats, right_N / (right_N + wrong_N))
+        return right_N / (right_N + wrong_N)
 
     def weights(self) -> Floats:
         """[N], how likely every prompt is to be drawn next, in proportion to each other, from `floor` to 1."""
-        config = self._config
-        weight_N = np.ones(len(self._prompts))
-        if config.sampling == "difficulty":
-            weight_N = mixed_groups(*self._posterior(), self._num_generations)
-        return np.asarray(config.floor + (1 - config.floor) * np.where(self._skipped(), 0.0, weight_N))
+        if self._weight_N is None:
+            floor, weight_N = self._config.floor, np.ones(len(self._prompts))
+            if self._config.sampling == "difficulty":
+                weight_N = expected_gain(*self._posterior(), self._num_generations)
+                weight_N /= weight_N.max()
+            self._weight_N = floor + (1 - floor) * np.where(self._skipped(), 0.0, weight_N)
+        return self._weight_N
 
     def measure(self, meter: Meter) -> None:
         """What is known of the data."""
@@ -152,9 +155,9 @@ class Curriculum(PromptLoader[Prompt]):
         index = np.flatnonzero(self._count_N2[:, 0])
         return {
             **super().state_dict(),
-            "index": index.tolist(),
-            "counts": self._count_N2[index].tolist(),
-            "recent": self._recent_N2[index].tolist(),
+            "index": index,
+            "counts": self._count_N2[index],
+            "recent": self._recent_N2[index],
         }
 
     def load_state_dict(self, state: LoaderState) -> None:
@@ -162,10 +165,9 @@ class Curriculum(PromptLoader[Prompt]):
         super().load_state_dict(state)
         saved = cast(CurriculumState, state)
         self._count_N2[:], self._recent_N2[:] = 0, 0.0
-        if saved["index"]:
-            self._count_N2[saved["index"]] = saved["counts"]
-            self._recent_N2[saved["index"]] = saved["recent"]
-        self._drawn, self._noted = [], {}
+        self._count_N2[saved["index"]] = saved["counts"]
+        self._recent_N2[saved["index"]] = saved["recent"]
+        self._weight_N, self._drawn, self._noted = None, [], {}
 
     def _posterior(self) -> tuple[Floats, Floats]:
         """Parameters [N] of the beta distribution of every prompt's success rate.
@@ -210,20 +212,25 @@ class Curriculum(PromptLoader[Prompt]):
         return chosen
 
 
-def mixed_groups(right_N: Floats, wrong_N: Floats, num_generations: int) -> Floats:
-    """[N], the probability that completions of a group are neither all right nor all wrong.
+def expected_gain(right_N: Floats, wrong_N: Floats, num_generations: int) -> Floats:
+    """[N], the probability that a group teaches something, times what there is left to learn.
 
-    1 - E[p^G] - E[(1 - p)^G], where p has a beta distribution. Groups of another kind have advantages of 0 (DAPO,
-    arXiv:2503.14476, eq. 11).
+    E[(1 - p) (1 - p^G - (1 - p)^G)], where the success rate p has a beta distribution. Groups that are all right or all
+    wrong have advantages of 0 (DAPO, arXiv:2503.14476, eq. 11); of the others, those that are mostly right have little
+    left to gain.
 
     Args:
         right_N, wrong_N: parameters of the distribution, greater than 0.
         num_generations: G.
     """
-    k_G1 = np.arange(num_generations)[:, None]
-    total_GN = right_N + wrong_N + k_G1
-    all_right_N, all_wrong_N = (np.prod((part_N + k_G1) / total_GN, axis=0) for part_N in (right_N, wrong_N))
-    return np.asarray(1 - all_right_N - all_wrong_N)
+    total_N = right_N + wrong_N
+    gain_N = wrong_N / total_N
+    # E[(1 - p) p^k] and E[(1 - p) (1 - p)^k], for k from 0 to G.
+    if_right_N, if_wrong_N = gain_N, gain_N
+    for k in range(num_generations):
+        if_right_N = if_right_N * (right_N + k) / (total_N + 1 + k)
+        if_wrong_N = if_wrong_N * (wrong_N + 1 + k) / (total_N + 1 + k)
+    return gain_N - if_right_N - if_wrong_N
 
 
 def draw_weighted(weight_N: Floats, count: int, rng: np.random.Generator) -> Ints:
@@ -257,15 +264,14 @@ def classes(prompts: Sequence[Prompt], column: str | None) -> Ints:
     values = [prompt.columns[column] for prompt in prompts]
     if all(isinstance(value, int | float) for value in values):
         return _sixteenths(values)
-    texts = [str(value) for value in values]
-    distinct = {text: number for number, text in enumerate(sorted(set(texts)))}
-    if len(distinct) <= _DISTINCT:
-        return np.array([distinct[text] for text in texts])
-    return _sixteenths([len(value) if isinstance(value, list) else len(text) for value, text in zip(values, texts)])
+    number_of = {text: number for number, text in enumerate(sorted(set(map(str, values))))}
+    if len(number_of) <= _DISTINCT:
+        return np.array([number_of[str(value)] for value in values])
+    return _sixteenths([len(value if isinstance(value, list) else str(value)) for value in values])
 
 
 def _sixteenths(values: Sequence[float]) -> Ints:
     """[N], where each stands among the quantiles of all; equal values together."""
     value_N = np.nan_to_num(np.asarray(values, dtype=np.float64))
     edges = np.unique(np.quantile(value_N, np.arange(1, _CLASSES) / _CLASSES))
-    return np.searchsorted(edges, value_N, side="right")
+    return np.unique(np.searchsorted(edges, value_N, side="right"), return_inverse=True)[1]

@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
     on_gpu = get_accelerator().device_name() != "cpu"
     torch_adam = engine.adam == "torch" or (engine.adam == "auto" and not (on_gpu and engine.offload_optimizer))
     config: dict[str, Any] = {
-        **_common(policy),
+        **_common(policy.dtype),
         # One engine.step() is one optimizer step, after any number of micro-batches.
         "managed_gradient_accumulation": False,
         "data_types": {"grad_accum_dtype": "fp32"},
@@ -119,11 +119,12 @@ def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
     return _merged(config, engine.deepspeed)
 
 
-def reference_config(policy: PolicyConfig) -> dict[str, Any]:
-    """The DeepSpeed configuration of the reference: parameters live in host memory, a shard on each rank."""
+def frozen_config(dtype: str) -> dict[str, Any]:
+    """The DeepSpeed configuration of a model that is not trained: parameters live in host memory, a shard on each
+    rank."""
     on_gpu = get_accelerator().device_name() != "cpu"
     return {
-        **_common(policy),
+        **_common(dtype),
         "zero_optimization": {
             "stage": 3,
             "memory_efficient_linear": False,
@@ -132,10 +133,10 @@ def reference_config(policy: PolicyConfig) -> dict[str, Any]:
     }
 
 
-def _common(policy: PolicyConfig) -> dict[str, Any]:
+def _common(dtype: str) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": policy.dtype == "bfloat16"},
+        "bf16": {"enabled": dtype == "bfloat16"},
         "steps_per_print": 10**9,
     }
 
@@ -325,6 +326,15 @@ class Frozen:
     def __init__(self, module: nn.Module, config: dict[str, Any]) -> None:
         self.engine, *_ = deepspeed.initialize(model=module.requires_grad_(False), config=config)
         self.engine.module.eval()
+        self.device = torch.device(get_accelerator().current_device_name())
+
+    @classmethod
+    def of(cls, read: Callable[[], nn.Module], dtype: str) -> Frozen:
+        """The model that `read` loads, straight into shards; `dtype` is that of its weights, by name. Collective."""
+        config = frozen_config(dtype)
+        with sharded_loading(config):
+            module = read()
+        return cls(module, config)
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

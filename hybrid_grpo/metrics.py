@@ -47,6 +47,12 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("data/epoch", "Passes over the training prompts so far.", "epochs", "same"),
     Metric("progress/completions", "Completions sampled since the run began.", "completions", "same"),
 
+    Metric("curriculum/success_rate", "Estimated success rate of a training prompt, averaged over all of them, drawn or"
+           " not: it may be compared from step to step also where difficulty decides which are drawn.", "", "same"),
+    Metric("curriculum/tried_frac", "Share of the training prompts that were drawn at least once.", "", "same"),
+    Metric("curriculum/skipped_frac", "Share of the training prompts that curriculum.skip_above and skip_below leave"
+           " out now.", "", "same"),
+
     Metric("reward/mean", "Weighted sum of the reward functions, averaged over completions.", "", "mean"),
     Metric("reward/std", "Standard deviation of the reward inside a group, averaged over groups.", "", "mean"),
     Metric("reward/max", "Highest reward of a completion.", "", "max"),
@@ -76,6 +82,19 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("completion/length_max", "Tokens of the longest completion.", "tokens", "max"),
     Metric("completion/clipped_frac", "Share of completions cut at the length limit.", "", "mean"),
     Metric("completion/duplicate_frac", "Share of completions equal to an earlier one of their group.", "", "mean"),
+
+    Metric("health/reward_length_corr", "Correlation of reward and length inside a group, averaged over the groups in"
+           " which both vary. Near 1 the policy is paid for length, near -1 for brevity.", "", "mean"),
+    Metric("health/reward_repetition_corr", "Correlation of reward and repetition inside a group, averaged over the"
+           " groups in which both vary. Above 0 the policy is paid for repeating itself.", "", "mean"),
+    Metric("health/repetition_mean", "Share of a completion's runs of three tokens that repeat an earlier one, averaged"
+           " over completions.", "", "mean"),
+    Metric("health/best_clipped_frac", "Share of completions cut at the length limit among those with the highest"
+           " reward of their group, where rewards differ. Above 0 unfinished answers are rewarded.", "", "mean"),
+    Metric("health/heldout_gap", "Training reward of the step minus reward of the greedy held-out completions. One that"
+           " grows says that what is learned does not carry over.", "", "same"),
+    Metric("health/alarm", "1 where held-out accuracy is more than log.heldout_alarm below its best while the training"
+           " reward is higher than then, else 0; at evaluations.", "", "max"),
 
     Metric("policy/loss", "Loss of an optimizer step, averaged over the optimizer steps; added up from the shares of"
            " the micro-batches.", "", "sum"),

@@ -14,12 +14,24 @@ from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_dumper, set_parsing_settings
 
-from hybrid_grpo.config import GenerateConfig, PlanConfig, RewardConfig, ServeRewardConfig, SftConfig, TrainConfig
+from hybrid_grpo.config import (
+    GenerateConfig,
+    PlanConfig,
+    ReplayConfig,
+    RewardConfig,
+    ScoreConfig,
+    ServeRewardConfig,
+    SftConfig,
+    TrainConfig,
+)
 from hybrid_grpo.errors import UserError, did_you_mean, refuse
+from hybrid_grpo.tasks import task_settings
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
-ConfigT = TypeVar("ConfigT", TrainConfig, SftConfig, GenerateConfig, PlanConfig, ServeRewardConfig)
+ConfigT = TypeVar(
+    "ConfigT", TrainConfig, SftConfig, GenerateConfig, PlanConfig, ReplayConfig, ScoreConfig, ServeRewardConfig
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,7 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
     """
     parser = _parser(cls, command)  # type: ignore[arg-type]  # classes hash
     try:
+        parser = _with_task(parser, cls, command, arguments)
         namespace = parser.parse_args(arguments)
     except ArgumentError as error:
         raise UserError(_one_line(str(error), cls)) from None
@@ -53,6 +66,41 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
         for name in sections
     }
     return Parsed(cls(**values), parser.dump(namespace, skip_none=False, skip_link_targets=False))
+
+
+def leading_argument(arguments: list[str], usage: str) -> tuple[str, list[str]]:
+    """The argument in front of the options, and the options; empty where help is asked for in its place.
+
+    Raises:
+        UserError: it is missing, or another stands behind it.
+    """
+    first, *options = arguments or [""]
+    if first in ("-h", "--help"):
+        return "", arguments
+    is_option = first.startswith("-") and first != "-"
+    refuse(not first or is_option or (bool(options) and not options[0].startswith("-")), f"usage: {usage}")
+    return first, options
+
+
+def _with_task(parser: ArgumentParser, cls: type[Any], command: str, arguments: list[str]) -> ArgumentParser:
+    """A parser whose defaults are those of `data.task`, where the arguments name one."""
+    if "-h" in arguments or "--help" in arguments or "data" not in get_type_hints(cls):
+        return parser
+    # What is given is known when all has been read; only then are there defaults to read it once more over.
+    given = parser.parse_args([argument for argument in arguments if not argument.startswith("--print_config")])
+    data, rewards = given.get("data"), given.get("rewards")
+    if data is None or data.task is None:
+        return parser
+    settings = task_settings(
+        data.task,
+        data.path,
+        own_eval=data.eval_path is not None,
+        own_rewards=bool(rewards),
+        trains="eval" in get_type_hints(cls),
+    )
+    parser = _parser.__wrapped__(cls, command)
+    parser.set_defaults(settings)
+    return parser
 
 
 @functools.cache

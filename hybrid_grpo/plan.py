@@ -7,6 +7,7 @@ which the comments name. Nothing is learned from runs before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from hybrid_grpo.errors import UserError
 from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.hardware import Hardware
 from hybrid_grpo.loading import load_config
+from hybrid_grpo.rewards.models import RewardModel
 from hybrid_grpo.view import BUCKET_ELEMENTS
 
 REFUSED_ABOVE = 1.15
@@ -90,6 +92,10 @@ class Sizes:
     """Bytes of a forward that scores one micro-batch without gradients."""
     prefill: int
     """Bytes of a forward that reads prompts."""
+    rewards: int = 0
+    """Bytes of the reward models on the device."""
+    rewards_host: int = 0
+    """Bytes of those in host memory, or of this rank's shards of them."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +152,13 @@ def largest_micro_batch(
     return max(parts, key=lambda part: part.input_ids_bS.numel())
 
 
-def foresee(config: TrainConfig, batch: BatchPlan, prompt: int, hardware: Hardware) -> Plan | None:
+def foresee(
+    config: TrainConfig, batch: BatchPlan, prompt: int, hardware: Hardware, models: Sequence[RewardModel] = ()
+) -> Plan | None:
     """The plan of a run whose longest prompt has so many tokens; None where the model cannot run without data.
+
+    Args:
+        models: of its rewards, not loaded yet; of them the weights are counted.
 
     Raises:
         UserError: the model has no configuration, or not the attention or the adapters that are asked for.
@@ -156,6 +167,11 @@ def foresee(config: TrainConfig, batch: BatchPlan, prompt: int, hardware: Hardwa
         sizes = measure(config, load_config(config.policy.model), batch, prompt)
     except NeedsData:
         return None
+    sizes = replace(
+        sizes,
+        rewards=sum(model.bytes_of(batch.world_size) for model in models if not model.on_host),
+        rewards_host=sum(model.bytes_of(batch.world_size) for model in models if model.on_host),
+    )
     return plan(config, sizes, batch, prompt, hardware)
 
 
@@ -225,7 +241,7 @@ class _Memory:
 
     def phases(self) -> tuple[Phase, ...]:
         """Those of a step that come after the first optimizer step, when all states are there, and the export."""
-        always = [self.runtime(), self.weights()]
+        always = [self.runtime(), self.weights(), self.reward_models()]
         if not self.offloads or not self.hardware.on_gpu:
             always += self.states()
         if not self.hardware.on_gpu:
@@ -265,7 +281,8 @@ class _Memory:
         if not self.hardware.on_gpu:
             return ()
         runtime = Part("runtime", self.hardware.process_bytes + PROCESS_GROWTH_BYTES)
-        parts = [runtime, *self.reference(), *(self.states() if self.offloads else []), self.export()]
+        rewards = Part("reward models", self.sizes.rewards_host)
+        parts = [runtime, rewards, *self.reference(), *(self.states() if self.offloads else []), self.export()]
         return tuple(part for part in parts if part.bytes)
 
     def runtime(self) -> Part:
@@ -277,6 +294,11 @@ class _Memory:
     def weights(self) -> Part:
         """The policy's."""
         return Part("weights", self.dtype * self.n // (self.ranks if self.stage == 3 else 1), _MORE_SHARDS)
+
+    def reward_models(self) -> Part:
+        """Their weights; on a CPU also those that would be in host memory."""
+        host = 0 if self.hardware.on_gpu else self.sizes.rewards_host
+        return Part("reward models", self.sizes.rewards + host, "rewards: kwargs zero_stage 3 or dtype")
 
     def states(self) -> list[Part]:
         """Adam's; with offloading also the gradients that it reads, and what is copied back."""
@@ -369,7 +391,7 @@ class _Memory:
 
     def resident(self) -> int:
         """Bytes on a GPU when generation begins."""
-        parts = [self.runtime(), self.weights(), self.buffers(), self.gather()]
+        parts = [self.runtime(), self.weights(), self.reward_models(), self.buffers(), self.gather()]
         return sum(part.bytes for part in (parts if self.offloads else parts + self.states()))
 
     def decoding(self) -> Part:

@@ -22,10 +22,10 @@ class Reference:
     """A frozen copy of the policy, sharded over the ranks and offloaded to host memory (ZeRO-3)."""
 
     def __init__(self, policy: PolicyConfig) -> None:
-        config = engines.reference_config(policy)
-        with engines.sharded_loading(config):
-            model = load_model(policy, training_attention(policy))
-        self.engine = engines.Frozen(LogprobModel(model), config)
+        def read() -> LogprobModel:
+            return LogprobModel(load_model(policy, training_attention(policy)))
+
+        self.engine = engines.Frozen.of(read, policy.dtype)
 
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
         """Score every completion; collective, each rank with the same number of micro-batches.

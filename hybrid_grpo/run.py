@@ -18,6 +18,7 @@ from hybrid_grpo.checkpoint import Checkpoints, Shards
 from hybrid_grpo.config import SftConfig, TrainConfig
 from hybrid_grpo.distributed import barrier, rank, world_size
 from hybrid_grpo.errors import RunStopped, UserError
+from hybrid_grpo.health import HeldoutWatch
 from hybrid_grpo.metrics import Meter
 from hybrid_grpo.parsing import Parsed
 from hybrid_grpo.policy import Policy
@@ -48,7 +49,8 @@ class Run:
         self.config = parsed.config
         run = parsed.config.run
         self.folder = Path(run.dir) / run.name
-        self._alarmed = False
+        self._alarmed: set[str] = set()
+        self._heldout = HeldoutWatch(parsed.config.log.heldout_alarm)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", parsed.config.checkpoint.keep)
         self.resumes = run.resume == "auto" and self.checkpoints.latest() is not None
         if run.resume == "never" and (self.folder / "metrics.jsonl").exists():
@@ -111,7 +113,7 @@ class Run:
                     save(k - 1, before)
                 raise RunStopped(f"{stop}; the run is saved as it was after step {k - 1}") from stop
             # Numbers first: a checkpoint without them would resume behind a gap; lines without one are cut again.
-            log.write(k, self.watched(meter.reduce()))
+            log.write(k, self.watched(k, meter.reduce()))
             if every and (k % every == 0 or k == self.config.run.steps):
                 with meter.time("time/checkpoint_s"):
                     save(k, {name: part.state_dict() for name, part in parts.items()})
@@ -121,19 +123,25 @@ class Run:
         if rank() == 0:
             write_report(self.folder)
 
-    def watched(self, values: dict[str, float]) -> dict[str, float]:
+    def watched(self, step: int, values: dict[str, float]) -> dict[str, float]:
         """The numbers of a step with its alarms; the first time one goes off it is also said."""
+        self._say_once("heldout", self._heldout.watch(step, values))
         if "parity/logp_abs_diff_mean" in values:
             gap, limit = values["parity/logp_abs_diff_mean"], self.config.log.parity_alarm
             # Not `>`: a gap that is not a number is an alarm too.
             values["parity/alarm"] = 0.0 if gap <= limit else 1.0
-            if values["parity/alarm"] and not self._alarmed:
-                self._alarmed = True
-                self.say(
-                    f"ALARM: sampler and training forward differ by {gap:.4f} nats a token on average, more than"
-                    f" log.parity_alarm {limit}: old_logp is not the policy's, so ratios and clipping are off"
+            if values["parity/alarm"]:
+                self._say_once(
+                    "parity",
+                    f"sampler and training forward differ by {gap:.4f} nats a token on average, more than"
+                    f" log.parity_alarm {limit}: old_logp is not the policy's, so ratios and clipping are off",
                 )
         return values
+
+    def _say_once(self, alarm: str, message: str | None) -> None:
+        if message and alarm not in self._alarmed:
+            self._alarmed.add(alarm)
+            self.say(f"ALARM: {message}")
 
     def restore(self, policy: Policy, parts: dict[str, Stateful], shards: Shards | None = None) -> int:
         """Go on from the newest checkpoint, if there is one and it is wanted; return the steps done."""

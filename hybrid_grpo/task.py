@@ -7,6 +7,7 @@ from typing import Any
 
 from hybrid_grpo.adapters import check_lora
 from hybrid_grpo.config import RolloutConfig, TrainConfig, reward_name
+from hybrid_grpo.curriculum import classes
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import evaluation_source
@@ -64,6 +65,7 @@ class Task:
             facts["held out"] = str(eval_report)
             rewards.check_columns(eval_prompts[0].columns)
         rewards.check_columns(prompts[0].columns)
+        classes(prompts, config.curriculum.column)
         longest = max(len(prompt.token_ids) for prompt in prompts + eval_prompts)
         check_lengths(model_config, longest + config.rollout.max_completion_tokens)
         check_token_ids(config.rollout, model_config)

@@ -19,6 +19,7 @@ from hybrid_grpo.data.minibatches import Signals, counting_rows, totals, train_b
 from hybrid_grpo.distributed import all_reduce, rank, world_size
 from hybrid_grpo.errors import RunStopped
 from hybrid_grpo.generation import OnFinish
+from hybrid_grpo.health import measure_health
 from hybrid_grpo.metrics import Meter
 from hybrid_grpo.monitor import (
     measure_correction,
@@ -96,7 +97,7 @@ class Trainer:
         with Log(self.config.log, run.folder, self.config.run.steps, done if run.resumes else -1, settings) as log:
             if self.task.eval_prompts and not run.resumes:
                 self.refuse_failures(self.evaluate())
-                log.write(0, self.meter.reduce())
+                log.write(0, run.watched(0, self.meter.reduce()))
 
             def step(k: int) -> None:
                 try:
@@ -107,6 +108,7 @@ class Trainer:
                     raise
                 assert self.last_rollout is not None
                 log.write_rollouts(k, *self.last_rollout)
+                self.write_prompts(run, k)
                 every = self.config.eval.every
                 if self.task.eval_prompts and (k == self.config.run.steps or (every and k % every == 0)):
                     self.evaluate()
@@ -139,6 +141,7 @@ class Trainer:
                 meter=self.meter,
                 device=self.device,
             )
+        self.loader.update()
         # Before anything is learned from it. It has no advantages yet.
         self.last_rollout = (rollout, scores, torch.full_like(scores.reward_B, torch.nan))
         self.refuse_failures(scores)
@@ -167,7 +170,9 @@ class Trainer:
         """A rollout and what the reward functions say of it; there may be no prompts on this rank."""
         with self.task.rewards.stream(prompts, self.plan.num_generations, step) as stream:
             rollout = self.sample(prompts, step, stream.add)
-            return rollout, self.score(stream)
+            scores = self.score(stream)
+        self.loader.note(prompts, scores.by_function[self.task.outcome], self.config.eval.threshold)
+        return rollout, scores
 
     def draw_prompts(self) -> list[Prompt]:
         """This rank's prompts of the next rollout, minibatch after minibatch."""
@@ -245,9 +250,11 @@ class Trainer:
         passes = self.passes(rollout)
         counts_B = counting_rows(rollout, self.config.grpo.mask_truncated).to(self.device)
         signals = Signals(rollout.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT, counts_B)
+        micro_batches = {rows: self.micro_batches(rollout, rows) for rows in dict.fromkeys(passes)}
         for number, rows in enumerate(passes):
             own = number == 0 and self.starts_on_policy
-            for batch in self.train_batches(rollout, rows, replace(signals, old_logp_BT=None) if own else signals):
+            given = replace(signals, old_logp_BT=None) if own else signals
+            for batch in self.train_batches(rollout, rows, micro_batches[rows], given):
                 loss, logp_bT = self.loss(batch)
                 self.policy.engine.backward(loss)
                 self.meter.add("policy/loss", loss / len(passes))
@@ -315,10 +322,12 @@ class Trainer:
             gradients=gradients,
         )
 
-    def train_batches(self, rollout: Rollout, rows: range, signals: Signals) -> Iterator[TrainBatch]:
+    def train_batches(
+        self, rollout: Rollout, rows: range, micro_batches: list[MicroBatch], signals: Signals
+    ) -> Iterator[TrainBatch]:
         """The micro-batches of one optimizer step, weighted by its counts over all ranks."""
         return train_batches(
-            self.micro_batches(rollout, rows),
+            micro_batches,
             signals,
             self.config.grpo.loss_type,
             totals=totals(rollout, signals.counts_B, rows),
@@ -336,14 +345,20 @@ class Trainer:
     def measure(self, rollout: Rollout, scores: Scores) -> None:
         """Numbers of the step that its stages did not add."""
         measure_rollout(self.meter, rollout, scores, self.task.outcome, self.config.eval.threshold)
+        measure_health(self.meter, rollout, scores)
         measure_memory(self.meter)
         generated = self.meter.total("completion/sampled_tokens") / self.meter.total("time/generate_s")
         self.meter.add("throughput/generated_tokens_per_s", generated)
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)
-        state = self.loader.state_dict()
-        drawn = state["epoch"] * state["length"] + state["offset"]
-        self.meter.add("data/epoch", drawn / state["length"])
-        self.meter.add("progress/completions", drawn * rollout.num_generations)
+        self.meter.add("data/epoch", self.loader.position / len(self.task.prompts))
+        self.meter.add("progress/completions", self.loader.position * rollout.num_generations)
+        self.loader.measure(self.meter)
+
+    def write_prompts(self, run: Run, step: int) -> None:
+        """Write prompts.jsonl, how often each prompt was solved, with every checkpoint and at the end."""
+        every = self.config.checkpoint.every
+        if rank() == 0 and (step == self.config.run.steps or (every and step % every == 0)):
+            self.loader.write(run.folder / "prompts.jsonl")
 
 
 def _prompts(drawn: list[tuple[Prompt, int]]) -> list[Prompt]:

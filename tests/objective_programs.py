@@ -39,14 +39,6 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 }
 
 
-def letters(completions: list[str], completion_ids: list[list[int]], answer: list[str]) -> list[Any]:
-    """A step for every token: whether it is the letter it should be."""
-    return [
-        [(i + 1, float(c[i : i + 1] == a[i : i + 1] != "")) for i in range(len(ids))]
-        for c, ids, a in zip(completions, completion_ids, answer, strict=True)
-    ]
-
-
 def with_objective(trainer: Trainer, grpo: GrpoConfig, reference: Reference | None) -> Trainer:
     """A trainer of the same policy and task, at the first prompt again."""
     config = replace(trainer.config, grpo=grpo)
@@ -68,7 +60,7 @@ def objectives(folder: Path) -> dict[str, Any]:
     trainer = build(folder, prompts_per_step=12)
     reference = frozen(trainer)
     task, seen = trainer.task, {}
-    process = RewardConfig(f"{Path(__file__)}:letters", weight=0.5)
+    process = RewardConfig(f"{Path(__file__).with_name('acting_rewards.py')}:letters", weight=0.5)
     for name, settings in OBJECTIVES.items():
         rewards = [*trainer.config.rewards, *([process] if name == "process" else [])]
         trainer.config = replace(trainer.config, rewards=rewards)

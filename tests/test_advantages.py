@@ -14,7 +14,6 @@ from hybrid_grpo.rewards.advantages import (
     group_stats,
     informative,
     normalized_rewards,
-    overlong_penalty,
 )
 
 BASELINES = ["mean", "leave_one_out"]
@@ -188,10 +187,21 @@ def test_gdpo_tells_apart_what_a_sum_mixes_up_and_is_zero_where_all_are_equal() 
     assert nothing.eq(0).all() and group_advantages(nothing, 6, baseline="mean", scale="batch").eq(0).all()
 
 
-def test_overlong_penalty_is_equation_13_of_dapo() -> None:
-    penalty = overlong_penalty([1, 16, 17, 18, 20, 21, 100], 20, 4, 0.5)
-    assert penalty.tolist() == [0.0, 0.0, -0.125, -0.25, -0.5, -0.5, -0.5] and penalty.dtype == torch.float64
-    assert overlong_penalty([1, 20, 30], 20, 0, 1.0).tolist() == [0.0, 0.0, 0.0]
+@every_option
+def test_a_completion_without_a_reward_is_as_if_it_were_not_there(baseline, scale) -> None:
+    """A group of four of which one has none is a group of three; of one or none it teaches nothing."""
+    reward_B = torch.tensor([1.0, NAN, 0.5, 0.0], dtype=torch.float64)
+    with_it = group_advantages(reward_B, 4, baseline=baseline, scale=scale)
+    without = group_advantages(reward_B[[0, 2, 3]], 3, baseline=baseline, scale=scale)
+    assert with_it[1] == 0.0 and torch.equal(with_it[[0, 2, 3]], without) and without[0] > 0
+    alone = torch.tensor([NAN, 7.0, NAN, NAN, NAN, NAN], dtype=torch.float64)
+    assert group_advantages(alone, 3, baseline=baseline, scale=scale).eq(0).all()
+
+
+def test_groups_without_rewards_teach_nothing() -> None:
+    reward_B = torch.tensor([NAN, 1.0, NAN, 1.0, 1.0, NAN, 0.0, 1.0, NAN, NAN, NAN, NAN], dtype=torch.float64)
+    assert informative(reward_B, 3).tolist() == [False, False, True, False]
+    assert group_stats(reward_B, reward_B, 3, 1.0) == GroupStats(groups=4, zero_std=3, all_right=0, all_wrong=1)
 
 
 def test_group_stats_counts_each_kind_once() -> None:

@@ -33,8 +33,10 @@ def raises(completions, **columns):
         raise ValueError("no luck\\nwith this")
     return [0.0] * len(completions)
 
-def too_short(completions, **columns):
-    return [0.0] * (len(completions) - 1)
+def early_letters_unless_broken(completions, trainer_state):
+    if trainer_state.global_step == 3 and os.path.exists("broken"):
+        raise OSError("no service")
+    return early_letters(completions)
 """
 BROKEN_REWARDS = "import a_module_that_is_not_there\n\ndef reward(completions):\n    return [0.0] * len(completions)\n"
 
@@ -271,30 +273,14 @@ def test_under_the_launcher_every_rank_says_it(
 
 
 @pytest.mark.ranks
-def test_a_reward_that_raises_on_one_rank_only_ends_the_launcher(workshop: Workshop) -> None:
-    done = workshop.run(*_train(*_reward("my_rewards.py:raises"), "--run.name=one_rank"), ranks=2, BAD_RANK="1")
-    assert done.status != 0
-    assert done.seconds < 120
-    (line,) = [line for line in done.err.splitlines() if line.startswith("hybrid-grpo")]
-    assert line.startswith("hybrid-grpo [rank 1]: error: rewards: raises raised ValueError: no luck with this")
-    assert "my_rewards.py:9" in line and "first row at fault is row 0" in line
-
-
-# Rewards that fail in training ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [
-        ("raises", "rewards: raises raised ValueError: no luck with this (my_rewards.py:9); the first row at fault is"),
-        ("too_short", "rewards: too_short returned 3 values, expected 4; the first row at fault is"),
-    ],
-)
-def test_a_failing_reward_is_named_with_its_row(workshop: Workshop, function: str, says: str) -> None:
-    arguments = ["train", "--config", "noeval.yaml", *_reward(f"my_rewards.py:{function}"), f"--run.name={function}"]
-    done = workshop.run(*arguments, BAD_RANK="0")
-    assert done.status == 2
-    assert done.err.startswith(f"hybrid-grpo: error: {says} row 0 (prompt ") and done.err.count("\n") == 1
+def test_a_reward_that_fails_on_one_rank_only_ends_the_run_on_all(workshop: Workshop) -> None:
+    arguments = _train(*_reward("my_rewards.py:raises"), "--scoring.max_failed_frac=0.25", "--run.name=one_rank")
+    done = workshop.run(*arguments, "--data.eval_path=null", ranks=2, BAD_RANK="1")
+    assert done.status != 0 and done.seconds < 120
+    lines = [line for line in done.err.splitlines() if line.startswith("hybrid-grpo")]
+    says = "error: rewards: raises failed on 8 of 16 completions, more than scoring.max_failed_frac 0.25: "
+    assert lines and all(line.partition(": ")[2].startswith(says) for line in lines)
+    assert done.err.count("rewards: raises raised ValueError: no luck with this (my_rewards.py:9).") == 1
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
@@ -306,6 +292,9 @@ class Runs:
 
     whole: dict[int, Path]
     resumed: Path
+    stopped: Done
+    """Whose reward failed in the third step; `mended` went on."""
+    mended: Path
     evaluation: Done
     report: Done
     report_before: str
@@ -339,6 +328,18 @@ def runs(workshop: Workshop) -> Runs:
             assert done.status == 0, done.err
         return workshop.folder / "runs" / name
 
+    def mended() -> tuple[Done, Path]:
+        broken = workshop.write("broken", "")
+        fragile = "{function: 'my_rewards.py:early_letters_unless_broken', name: early_letters}"
+        rewards = f"[{fragile}, {{function: exact_match, weight: 0.5}}]"
+        arguments = _train("--run.name=mended", "--rewards", rewards, "--eval.every=2", *MOVING)
+        stopped = workshop.run(*arguments)
+        broken.unlink()
+        done = workshop.run(*arguments, "--run.resume=auto")
+        assert done.status == 0, done.err
+        return stopped, workshop.folder / "runs" / "mended"
+
+    fragile = workshop.later(mended)
     futures = {
         (kind, stage): workshop.later(lambda k=kind, s=stage: k(s))
         for kind, stage in ((whole, 0), (whole, 3), (resumed, 3))
@@ -354,6 +355,7 @@ def runs(workshop: Workshop) -> Runs:
     return Runs(
         {stage: folders[whole, stage] for stage in (0, 3)},
         folders[resumed, 3],
+        *fragile.result(),
         evaluation.result(),
         workshop.run("report", str(first)),
         report_before,
@@ -456,6 +458,25 @@ def test_a_resumed_run_repeats_the_whole_one(runs: Runs) -> None:
     assert resumed[4]["eval/heldout/accuracy"] == whole[4]["eval/heldout/accuracy"]
     weights = [load_file(folder / "model" / "model.safetensors") for folder in (runs.whole[3], runs.resumed)]
     assert weights[0].keys() == weights[1].keys()
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]), name
+
+
+def test_a_run_whose_rewards_fail_stops_with_a_checkpoint_and_goes_on_when_they_are_mended(runs: Runs) -> None:
+    assert runs.stopped.status == 2
+    told, *_, last = runs.stopped.err.splitlines()
+    assert told.startswith("rewards: early_letters raised OSError: no service (my_rewards.py:14). The completion is left")
+    assert last == (
+        "hybrid-grpo: error: rewards: early_letters failed on 16 of 16 completions, more than scoring.max_failed_frac"
+        " 0.5: the first failures are printed above; mend the function and go on with --run.resume auto; the run is"
+        " saved as it was after step 2"
+    )
+    whole, mended = rows_of(runs.whole[0]), rows_of(runs.mended)
+    assert list(mended) == list(whole)
+    for step, row in whole.items():
+        same = {name for name in row if not name.startswith(("time/", "throughput/", "memory/"))}
+        assert {name: mended[step].get(name) for name in same} == {name: row[name] for name in same}, step
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in (runs.whole[0], runs.mended)]
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name]), name
 

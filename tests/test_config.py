@@ -12,7 +12,7 @@ import pytest
 
 from hybrid_grpo import config as config_module
 from hybrid_grpo.checks import batch_plan, check_sft, check_train
-from hybrid_grpo.config import GenerateConfig, RewardConfig, SftConfig, TrainConfig
+from hybrid_grpo.config import GenerateConfig, RewardConfig, ServeRewardConfig, SftConfig, TrainConfig
 from hybrid_grpo.errors import UserError
 from hybrid_grpo.parsing import Parsed, parse, setting_names
 
@@ -224,7 +224,8 @@ def test_config_must_be_a_file(user: User) -> None:
      "rollout.repetition_penalty=0", "rollout.repetition_penalty=-1", "rollout.cache_gb=0", "rollout.cache_gb=-2.5",
      "rollout.stop_ids=[-1]", "rollout.prompts_per_step=0", "rollout.num_generations=1", "rollout.num_generations=0",
      "grpo.epsilon_low=1", "grpo.epsilon_low=0", "grpo.epsilon_high=0", "grpo.beta=-1", "grpo.num_iterations=0",
-     "grpo.num_minibatches=0", "eval.every=-1", "checkpoint.every=-1", "checkpoint.keep=0", "log.parity_alarm=0"],
+     "grpo.num_minibatches=0", "eval.every=-1", "checkpoint.every=-1", "checkpoint.keep=0", "log.parity_alarm=0",
+     "scoring.workers=-1", "scoring.memory_gb=0", "scoring.max_failed_frac=-0.1", "scoring.max_wait_s=0"],
 )  # fmt: skip
 def test_numbers_out_of_range_name_their_setting(user: User, outside: str) -> None:
     setting, value = outside.split("=")
@@ -234,7 +235,8 @@ def test_numbers_out_of_range_name_their_setting(user: User, outside: str) -> No
 
 @pytest.mark.parametrize("inside", [
     "policy.betas=[0,0]", "rollout.top_p=1", "rollout.num_generations=2", "run.seed=0", "rollout.min_p=0",
-    "rollout.min_p=1", "rollout.min_completion_tokens=512", "rollout.cache_gb=0.01",
+    "rollout.min_p=1", "rollout.min_completion_tokens=512", "rollout.cache_gb=0.01", "scoring.workers=0",
+    "scoring.max_failed_frac=0",
 ])  # fmt: skip
 def test_the_ends_of_ranges_are_allowed(user: User, inside: str) -> None:
     user.train(f"--{inside}")
@@ -343,6 +345,30 @@ def test_stop_strings_hold_text(user: User) -> None:
     assert "empty text would end everything" in user.refused("--rollout.stop_strings", '["a", ""]')
 
 
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ("timeout_s: 0", "rewards[0].timeout_s 0.0 must be greater than 0"),
+        ("timeout_s: -1.5", "rewards[0].timeout_s -1.5 must be greater than 0"),
+        ("batch_size: 0", "rewards[0].batch_size 0 must be 1 or greater, group or auto"),
+        ("batch_size: groups", "rewards[0].batch_size"),
+        ("batch_size: 1.5", "rewards[0].batch_size"),
+        ("isolation: thread", "rewards[0].isolation"),
+        ("weight: .nan", "rewards[0].weight: expected a finite number, got nan"),
+    ],
+)
+def test_settings_of_a_reward_that_cannot_be(user: User, fields: str, complaint: str) -> None:
+    message = user.refused("--rewards", f"[{{function: exact_match, {fields}}}]")
+    assert message.startswith(complaint)
+
+
+def test_settings_of_a_reward(user: User) -> None:
+    (reward,) = user.train("--rewards", "[{function: f.py:f, batch_size: 4, isolation: none, timeout_s: 0.5}]").rewards
+    assert (reward.batch_size, reward.isolation, reward.timeout_s) == (4, "none", 0.5)
+    for size in ("auto", "group"):
+        assert user.train("--rewards", f"[{{function: a, batch_size: {size}}}]").rewards[0].batch_size == size
+
+
 def test_sft_refuses_to_be_asked_for_an_evaluation(user: User) -> None:
     for arguments in (["--data.eval_split", "x"], ["--data.eval_path", "x/y"], ["--data.eval_limit", "3"]):
         assert user.refused(*arguments, sft=True).startswith(arguments[0].lstrip("-"))
@@ -438,7 +464,7 @@ def test_nothing_changes_a_configuration_after_parsing(user: User) -> None:
         config.policy.lr = 1.0  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("cls", [TrainConfig, SftConfig, GenerateConfig])
+@pytest.mark.parametrize("cls", [TrainConfig, SftConfig, GenerateConfig, ServeRewardConfig])
 def test_help_lists_every_setting_with_its_documentation(cls: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(cls, ["--help"], "train")
@@ -466,7 +492,8 @@ def documented_fields() -> dict[str, dict[str, str]]:
                         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
                         else ""
                     )
-                    assert doc or section.name in ("TrainConfig", "SftConfig"), field.target.id
+                    # A section says itself what it is.
+                    assert doc or ast.unparse(field.annotation).endswith("Config"), field.target.id
                     found.setdefault(section.name, {})[field.target.id] = str(doc)
     return found
 

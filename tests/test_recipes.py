@@ -45,7 +45,7 @@ def test_a_recipe_parses_and_its_last_word_is_the_user_s(script, tmp_path, monke
     plan = check_train(config, ranks)
     assert config.run.steps == 7 and config.run.name == script.removesuffix(".sh")
     assert plan.world_size * plan.prompts_per_rank == config.rollout.prompts_per_step
-    assert config.data.prompt_column == "question" and config.rewards[0].function == "numeric_answer"
+    assert config.data.path == "openai/gsm8k" and config.rewards == [RewardConfig("numeric_answer")]
     if ranks == 8:
         assert config.engine.zero_stage == 3 and config.engine.offload_optimizer and config.grpo.beta > 0
 

@@ -17,7 +17,7 @@ def rollout_of(prompts: list[Prompt], good: set[int]) -> tuple[Rollout, Scores]:
     """Groups of two, whose rewards differ for the good prompts only."""
     rows = [Completion([p.id, k], [0.0, 0.0], "stop") for p in prompts for k in range(2)]
     reward_B = torch.tensor([float(p.id in good and k) for p in prompts for k in range(2)], dtype=torch.float64)
-    return Rollout(prompts, rows, 2), Scores(reward_B, {"f": reward_B})
+    return Rollout(prompts, rows, 2), Scores(reward_B, {"f": reward_B}, {"f": torch.zeros(len(reward_B))})
 
 
 class Step:

@@ -5,13 +5,14 @@ import math
 
 import pytest
 
-from hybrid_grpo.rewards.builtin import (
-    BUILTINS,
+from hybrid_grpo.rewards.builtin import BUILTINS
+from hybrid_grpo.rewards.rules import (
     exact_match,
     format_regex,
     length_penalty,
     letters_in_place,
     numeric_answer,
+    overlong_penalty,
     repetition_penalty,
 )
 
@@ -114,9 +115,19 @@ def test_letters_in_place_does_not_pay_for_writing_on() -> None:
 
 def test_every_builtin_takes_its_settings_by_keyword_and_says_what_it_does() -> None:
     named = {exact_match, format_regex, length_penalty, letters_in_place, numeric_answer, repetition_penalty}
-    assert {f.__name__: f for f in named} == BUILTINS
-    for name, function in BUILTINS.items():
+    rules = {name for name, builtin in BUILTINS.items() if builtin.place.startswith("hybrid_grpo.rewards.rules:")}
+    assert {f.__name__ for f in named} == rules
+    for function in named:
+        name = function.__name__
+        assert BUILTINS[name].place == f"hybrid_grpo.rewards.rules:{name}"
+        assert BUILTINS[name].trusted == (name != "format_regex"), "a pattern can take exponential time"
         kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
         columns = {n for n, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
         assert columns <= {"completions", "completion_ids", "answer"}, name
         assert function.__doc__
+
+
+def test_overlong_penalty_is_equation_13_of_dapo() -> None:
+    penalty = overlong_penalty([1, 16, 17, 18, 20, 21, 100], 20, 4, 0.5)
+    assert penalty == [0.0, 0.0, -0.125, -0.25, -0.5, -0.5, -0.5]
+    assert overlong_penalty([1, 20, 30], 20, 0, 1.0) == [0.0, 0.0, 0.0]

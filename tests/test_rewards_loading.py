@@ -2,19 +2,30 @@
 
 import pickle
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+from reward_helpers import isolated, rows
 
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.errors import UserError
-from hybrid_grpo.rewards.builtin import BUILTINS, exact_match
-from hybrid_grpo.rewards.loading import describe, load_rewards
+from hybrid_grpo.rewards.builtin import BUILTINS
+from hybrid_grpo.rewards.functions import Function, describe, load_function
+from hybrid_grpo.rewards.loading import load_rewards
+from hybrid_grpo.rewards.pool import Inline
+from hybrid_grpo.rewards.rules import exact_match
 
 
-def refusal(function: str, **fields: object) -> str:
+def load(function: str, **fields: Any) -> Function:
+    return load_function(RewardConfig(function, **fields), "rewards[1]")
+
+
+def refusal(function: str, **fields: Any) -> str:
     with pytest.raises(UserError) as caught:
-        load_rewards([RewardConfig("exact_match"), RewardConfig(function, **fields)])  # type: ignore[arg-type]
+        load(function, **fields)
     message = str(caught.value)
     assert "\n" not in message and message.startswith("rewards[1].")
     return message
@@ -42,42 +53,54 @@ def rules(tmp_path: Path) -> Path:
 
 def test_a_builtin_by_its_name() -> None:
     (reward,) = load_rewards([RewardConfig("exact_match", weight=0.5, name="right")])
-    assert (reward.name, reward.weight, reward.function) == ("right", 0.5, exact_match)
-    assert reward.required == {"completions", "answer"} == reward.accepted
+    assert (reward.name, reward.weight, reward.interface.batch_size) == ("right", 0.5, "group")
+    assert reward.interface.required == ["answer", "completions"] == reward.interface.accepted
+    assert isinstance(reward.lane, Inline)
 
 
-@pytest.mark.parametrize("name", sorted(BUILTINS))
-def test_every_builtin_loads(name: str) -> None:
+SIMPLE = sorted(name for name, builtin in BUILTINS.items() if builtin.place.startswith("hybrid_grpo.rewards.rules:"))
+
+
+@pytest.mark.parametrize("name", SIMPLE)
+def test_every_simple_builtin_loads(name: str) -> None:
     kwargs = {"format_regex": {"pattern": "a+"}, "length_penalty": {"max_length": 8, "buffer": 4}}.get(name, {})
-    assert load_rewards([RewardConfig(name, kwargs=kwargs)])[0].name == name
+    assert load(name, kwargs=kwargs).name == name
 
 
 def test_a_function_of_a_file_with_its_sibling(rules: Path) -> None:
     path = list(sys.path)
-    bonus, strict = load_rewards([RewardConfig(f"{rules}:bonus", kwargs={"scale": 3}), RewardConfig(f"{rules}:strict")])
+    bonus, strict = load(f"{rules}:bonus", kwargs={"scale": 3}), load(f"{rules}:strict")
     assert bonus({"prompts": ["p"], "completions": ["c"]}) == [6.0]
-    assert bonus.name == "bonus" and bonus.accepted is None and bonus.required == {"completions"}
+    assert (bonus.name, bonus.interface.accepted, bonus.interface.required) == ("bonus", None, ["completions"])
     assert strict({"prompts": ["p"], "completions": ["c"], "answer": ["a"]}) == [1.0]
     assert sys.path == path
 
 
+def test_it_is_the_same_function_in_a_worker(rules: Path) -> None:
+    before = set(sys.modules)
+    rewards = isolated(RewardConfig(f"{rules}:bonus", kwargs={"scale": 3}), RewardConfig(f"{rules}:strict"))
+    assert rewards.score(*rows("a", answer=["a"])).reward_B.tolist() == [7.0]
+    assert not {name for name in set(sys.modules) - before if "rules" in name}, "it is not imported here"
+
+
 def test_a_relative_path_and_a_module_are_found_in_the_working_folder(rules: Path, monkeypatch) -> None:
     monkeypatch.chdir(rules.parent)
-    by_path, absolute = load_rewards([RewardConfig("rules.py:bonus"), RewardConfig(f"{rules}:bonus")])
-    assert by_path.function is absolute.function  # one file is one module
+    by_path, absolute = load("rules.py:bonus"), load(f"{rules}:bonus")
+    assert by_path.function.func is absolute.function.func  # type: ignore[attr-defined] # one file is one module
     (rules.parent / "rules_as_module.py").write_text("def one(completions): return [1.0] * len(completions)\n")
-    assert load_rewards([RewardConfig("rules_as_module:one")])[0]({"completions": ["a", "b"]}) == [1.0, 1.0]
+    assert load("rules_as_module:one")({"completions": ["a", "b"]}) == [1.0, 1.0]
+    assert isolated(RewardConfig("rules_as_module:one")).score(*rows("a")).reward_B.tolist() == [1.0]
 
 
 def test_what_a_file_defines_can_be_pickled(rules: Path) -> None:
-    (reward,) = load_rewards([RewardConfig(f"{rules}:bonus")])
-    case = reward.function.__globals__["Case"]("x")
+    bonus = load(f"{rules}:bonus").function.func  # type: ignore[attr-defined]
+    case = bonus.__globals__["Case"]("x")
     assert pickle.loads(pickle.dumps(case)) == case
-    assert pickle.loads(pickle.dumps(reward.function)) is reward.function
+    assert pickle.loads(pickle.dumps(bonus)) is bonus
 
 
 def test_a_module_of_a_package() -> None:
-    assert load_rewards([RewardConfig("hybrid_grpo.rewards.builtin:exact_match")])[0].function is exact_match
+    assert load("hybrid_grpo.rewards.rules:exact_match").function.func is exact_match  # type: ignore[attr-defined]
 
 
 def test_no_such_builtin() -> None:
@@ -120,7 +143,7 @@ def test_a_file_can_be_loaded_once_it_is_mended(tmp_path: Path) -> None:
     file.write_text("raise ValueError\n")
     assert "raised ValueError (mended.py:1)" in refusal(f"{file}:f")
     file.write_text("def f(completions):\n    return [4.0]\n")
-    assert load_rewards([RewardConfig(f"{file}:f")])[0]({"completions": ["a"]}) == [4.0]
+    assert load(f"{file}:f")({"completions": ["a"]}) == [4.0]
 
 
 def test_kwargs_that_the_function_does_not_take(rules: Path) -> None:
@@ -128,7 +151,8 @@ def test_kwargs_that_the_function_does_not_take(rules: Path) -> None:
         f"{rules}:strict", kwargs={"answers": 1}
     )
     assert "completions of the rollout: leave it out" in refusal(f"{rules}:bonus", kwargs={"completions": []})
-    assert load_rewards([RewardConfig(f"{rules}:bonus", kwargs={"anything": 1})])[0].kwargs == {"anything": 1}
+    (reward,) = load_rewards([RewardConfig(f"{rules}:bonus", kwargs={"anything": 1})])
+    assert reward.kwargs == {"anything"}
 
 
 def test_settings_of_a_builtin_are_checked_before_any_row() -> None:
@@ -138,12 +162,41 @@ def test_settings_of_a_builtin_are_checked_before_any_row() -> None:
     assert "do not suit length_penalty: TypeError" in refusal("length_penalty", kwargs={"max_length": "8", "buffer": 4})
 
 
-def test_weights_are_finite() -> None:
-    assert "weight nan must be a finite number" in refusal("exact_match", weight=float("nan"))
-
-
 def test_an_object_without_a_signature() -> None:
     assert "wrap it in a `def`" in refusal("builtins:max")
+
+
+def test_a_batch_size_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "sized.py").write_text("def f(completions): return []\nf.batch_size = 0\n")
+    assert "asks for batch_size 0: group, or 1 or more" in refusal(f"{tmp_path}/sized.py:f")
+    assert load(f"{tmp_path}/sized.py:f", batch_size=2).interface.batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import absent_dependency\n", "raised ModuleNotFoundError: No module named 'absent_dependency' (broken.py:1)"),
+        ("import sys\nsys.exit('no\\nluck')\n", "rewards: importing them raised SystemExit: no luck"),
+        ("import os\nos._exit(0)\n", "rewards: the process that imports the functions died: import them by hand"),
+        ("import time\ntime.sleep(100)\n", "rewards: importing the functions takes longer than 1 s: look for what"),
+        ("def f(): return []\ndef f(completion_id): return []\n", None),
+        ("def g(completions): return []\n", "f does not exist in"),
+    ],
+)
+def test_what_goes_wrong_in_the_importing_process_is_told_in_a_line(monkeypatch, tmp_path, source, said) -> None:
+    monkeypatch.setattr("hybrid_grpo.rewards.pool._IMPORT_SECONDS", 1.0 if "sleep" in source else 60.0)
+    (tmp_path / "broken.py").write_text(source)
+    config = RewardConfig(f"{tmp_path}/broken.py:f")
+    if said is None:
+        with pytest.raises(UserError, match="f needs completion_id, which is neither a column"):
+            isolated(config).check_columns(["answer"])
+        return
+    start = time.perf_counter()
+    with pytest.raises(UserError) as caught:
+        load_rewards([config])
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert time.perf_counter() - start < 20
+    assert not [p for p in psutil.Process().children() if str(tmp_path) in " ".join(p.cmdline())]
 
 
 def test_describe_is_one_line_that_points_into_the_file() -> None:

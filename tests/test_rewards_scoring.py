@@ -1,50 +1,28 @@
-"""The calling convention, the sum, and what is said of functions that misbehave."""
+"""The calling convention, the sum, and what becomes of functions that misbehave."""
 
 import asyncio
 import math
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from reward_helpers import inline, rows, statuses
 
-from hybrid_grpo.config import RewardConfig
-from hybrid_grpo.data.batch import Completion, Prompt, Scores
-from hybrid_grpo.errors import UserError
-from hybrid_grpo.rewards import loading
-from hybrid_grpo.rewards.loading import load_rewards
+from hybrid_grpo.config import ScoringConfig
+from hybrid_grpo.data.batch import Scores
+from hybrid_grpo.errors import RunStopped, UserError
+from hybrid_grpo.rewards.functions import CONTEXT
 from hybrid_grpo.rewards.scoring import Rewards
 
 
-@pytest.fixture
-def rewards(monkeypatch) -> Callable[..., Rewards]:
-    """`rewards(f, g, weights=[...])`, loaded as a configuration would."""
-
-    def build(*functions: Callable[..., Any], weights: list[float] | None = None, **kwargs: Any) -> Rewards:
-        monkeypatch.setattr(loading, "_find", lambda spec, setting: functions[int(spec)])
-        configs = [
-            RewardConfig(str(i), weight=weights[i] if weights else 1.0, name=f.__name__, kwargs=kwargs)
-            for i, f in enumerate(functions)
-        ]
-        return Rewards(load_rewards(configs))
-
-    return build
-
-
-def rows(*texts: str, chat: bool = False, **columns: list) -> tuple[list[Prompt], list[Completion]]:
-    prompts = [
-        Prompt(
-            id=100 + i,
-            text=[{"role": "user", "content": f"p{i}"}] if chat else f"p{i}",
-            token_ids=[1],
-            columns={name: values[i] for name, values in columns.items()},
-        )
-        for i in range(len(texts))
-    ]
-    return prompts, [Completion(list(map(ord, text)), [0.0] * len(text), "stop", text) for text in texts]
+def rewards(*functions: Callable[..., Any], weights: list[float] | None = None, **kwargs: Any) -> Rewards:
+    """Given all rows at once."""
+    return Rewards(
+        [inline(function, weight=weights[i] if weights else 1.0, kwargs=kwargs) for i, function in enumerate(functions)]
+    )
 
 
 def refusal(call: Callable[[], Any]) -> str:
@@ -80,7 +58,7 @@ async def slow_length(prompts, completions, **kwargs):
     return [float(len(c)) for c in completions]
 
 
-def test_trl_functions_run_unchanged(rewards) -> None:
+def test_trl_functions_run_unchanged() -> None:
     prompts, completions = rows(r"\boxed{4}", r"\boxed{5}x", ground_truth=["4", "4"], task=["math", "code"])
     scores = rewards(longer_is_better, boxed_equals, only_maths, slow_length).score(prompts, completions)
     assert scores.by_function["longer_is_better"].tolist() == [9.0, 10.0]
@@ -90,13 +68,13 @@ def test_trl_functions_run_unchanged(rewards) -> None:
     assert scores.reward_B.tolist() == [20.0, 20.0]
 
 
-def test_trl_functions_on_chats_run_unchanged(rewards) -> None:
+def test_trl_functions_on_chats_run_unchanged() -> None:
     good = "<think>a</think><answer>b</answer>"
     scores = rewards(thinks_then_answers).score(*rows(good, "b", chat=True))
     assert scores.reward_B.tolist() == [1.0, 0.0]
 
 
-def test_what_a_function_is_given(rewards) -> None:
+def test_what_a_function_is_given() -> None:
     seen = {}
 
     def everything(**kwargs):
@@ -108,7 +86,7 @@ def test_what_a_function_is_given(rewards) -> None:
 
     prompts, completions = rows("a", "bc", answer=["a", "b"], level=[1, None])
     assert rewards(everything, named).score(prompts, completions).by_function["named"].tolist() == [1.0, 0.0]
-    assert seen == {
+    assert {name: value for name, value in seen.items() if name not in CONTEXT} == {
         "prompts": ["p0", "p1"],
         "completions": ["a", "bc"],
         "completion_ids": [[97], [98, 99]],
@@ -121,7 +99,7 @@ def test_what_a_function_is_given(rewards) -> None:
     assert seen["setting"] == 5
 
 
-def test_columns_that_some_rows_lack_are_not_given(rewards) -> None:
+def test_columns_that_some_rows_lack_are_not_given() -> None:
     def names(**kwargs):
         return [float("level" in kwargs)] * 2
 
@@ -131,7 +109,7 @@ def test_columns_that_some_rows_lack_are_not_given(rewards) -> None:
     assert rewards(names).score(prompts, completions).reward_B.tolist() == [0.0, 0.0]
 
 
-def test_a_function_may_change_what_it_is_given(rewards) -> None:
+def test_a_function_may_change_what_it_is_given() -> None:
     """Popping a token, or appending the completion to the prompt's messages, must not reach the rollout."""
 
     def spoils(prompts, completions, completion_ids, answer):
@@ -151,7 +129,7 @@ def test_a_function_may_change_what_it_is_given(rewards) -> None:
     assert prompts[0].text == [{"role": "user", "content": "p0"}] and completions[0].token_ids == [97]
 
 
-def test_weighted_sum_leaves_out_what_does_not_apply(rewards) -> None:
+def test_weighted_sum_leaves_out_what_does_not_apply() -> None:
     def first(completions):
         return [1.0, None, 3.0]
 
@@ -169,19 +147,16 @@ def test_weighted_sum_leaves_out_what_does_not_apply(rewards) -> None:
     assert unweighted.reward_B.tolist() == [0.5, 0.25, 0.0] and unweighted.by_function["first"][2] == 3.0
 
 
-def test_a_row_to_which_nothing_applies_gets_0_and_one_warning(rewards) -> None:
+def test_a_row_to_which_nothing_applies_gets_0() -> None:
     def some(completions):
         return [None if c == "b" else 1.0 for c in completions]
 
-    scorer = rewards(some)
-    with pytest.warns(UserWarning, match=r"no function applies to row 1 \(1 of 2 rows\)"):
-        assert scorer.score(*rows("a", "b")).reward_B.tolist() == [1.0, 0.0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scorer.score(*rows("b"))
+    scores = rewards(some).score(*rows("a", "b"))
+    assert scores.reward_B.tolist() == [1.0, 0.0]
+    assert statuses(scores, "some") == ["scored", "not_applicable"]
 
 
-def test_values_may_be_any_kind_of_number(rewards) -> None:
+def test_values_may_be_any_kind_of_number() -> None:
     def kinds(completions):
         return [True, 2, np.float32(0.5), np.int64(3), np.bool_(False), torch.tensor(1.5), None]
 
@@ -197,37 +172,12 @@ def test_values_may_be_any_kind_of_number(rewards) -> None:
     assert scores.by_function["tensor"].tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
 
 
-def test_no_rows_call_no_function(rewards) -> None:
+def test_no_rows_call_no_function() -> None:
     def breaks(completions, answer):
         return [max(completions)]
 
     scores = rewards(breaks).score([], [])
     assert isinstance(scores, Scores) and scores.reward_B.shape == scores.by_function["breaks"].shape == (0,)
-
-
-def test_async_functions_run_together_and_always_in_one_loop(rewards) -> None:
-    loops, order = [], []
-
-    async def first(completions):
-        loops.append(asyncio.get_running_loop())
-        order.append("first starts")
-        await asyncio.sleep(0.01)
-        order.append("first ends")
-        return [1.0]
-
-    async def second(completions):
-        order.append("second starts")
-        return [2.0]
-
-    def runs_a_loop_of_its_own(completions):
-        return asyncio.run(second(completions))
-
-    scorer = rewards(first, second)
-    assert scorer.score(*rows("a")).reward_B.tolist() == [3.0]
-    assert order == ["first starts", "second starts", "first ends"]
-    scorer.score(*rows("a"))
-    assert loops[0] is loops[1]
-    assert rewards(first, runs_a_loop_of_its_own).score(*rows("a")).reward_B.tolist() == [3.0]
 
 
 def inverse(completions, **kwargs):
@@ -239,74 +189,104 @@ async def inverse_async(completions, **kwargs):
 
 
 @pytest.mark.parametrize("function", [inverse, inverse_async])
-def test_a_function_that_raises_is_named_with_the_row(rewards, function) -> None:
-    with pytest.raises(UserError) as caught:
-        rewards(longer_is_better, function).score(*rows("1", "2", "0", "x"))
-    message = str(caught.value)
-    # The batch stops at the same row, so the error is told once.
+def test_a_function_that_raises_leaves_the_row_at_fault_without_a_reward(capfd, function) -> None:
+    scores = rewards(longer_is_better, function).score(*rows("1", "2", "0", "x", "4"))
+    name = function.__name__
+    assert scores.reward_B.nan_to_num(-1).tolist() == [2.0, 1.5, -1.0, -1.0, 1.25]
+    assert statuses(scores, name) == ["scored", "scored", "failed", "failed", "scored"]
+    assert scores.by_function["longer_is_better"].tolist() == [1.0] * 5
+    lines = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
-        rf"rewards: {function.__name__} raised ZeroDivisionError: float division by zero"
-        r" \(test_rewards_scoring.py:\d+\); the first row at fault is row 2 \(prompt 102\)",
-        message.replace("ZeroDivisionError: division", "ZeroDivisionError: float division"),
+        rf"rewards: {name} raised ZeroDivisionError: (float )?division by zero \(test_rewards_scoring.py:\d+\). The"
+        rf" completion is left without a reward; failures are counted in reward/{name}/failed_frac",
+        lines[0],
     )
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert lines[1] == "Traceback (most recent call last):" and "ZeroDivisionError: " in "".join(lines[-2:])
 
 
-def test_a_function_that_raises_on_no_row_alone(rewards) -> None:
+def test_a_batch_that_fails_though_no_row_of_it_does() -> None:
     def all_alike(completions):
         assert len(set(completions)) == 1, "they differ"
         return [1.0] * len(completions)
 
-    message = refusal(lambda: rewards(all_alike).score(*rows("a", "b")))
-    assert "all_alike raised AssertionError: they differ" in message and "one row at a time it does not" in message
+    assert rewards(all_alike).score(*rows("a", "b")).reward_B.tolist() == [1.0, 1.0]
 
 
-def test_wrong_length_names_the_row(rewards) -> None:
+def test_a_wrong_number_of_values() -> None:
     def forgets(completions):
         return [1.0 for c in completions if c != "b"]
 
     def one(completions):
         return [1.0]
 
-    assert refusal(lambda: rewards(forgets).score(*rows("a", "b", "c"))) == (
-        "rewards: forgets returned 2 values, expected 3; the first row at fault is row 1 (prompt 101),"
-        " which alone returned 0 values, expected 1"
-    )
-    message = refusal(lambda: rewards(one).score(*rows("a", "b")))
-    assert "one returned 1 values, expected 2" in message and "must return one value per row" in message
+    scores = rewards(forgets, one).score(*rows("a", "b", "c"))
+    assert statuses(scores, "forgets") == ["scored", "failed", "scored"]
+    assert statuses(scores, "one") == ["scored"] * 3, "row by row it is right"
 
 
 @pytest.mark.parametrize("result, kind", [(1.0, "float"), (None, "NoneType"), ("ab", "str"), ({}, "dict")])
-def test_what_is_not_a_list_is_refused(rewards, result, kind: str) -> None:
+def test_what_is_not_a_list_is_a_failure(capfd, result, kind: str) -> None:
     def odd(completions):
         return result
 
-    assert f"odd returned a {kind}, expected a list of 2; the first row" in refusal(
-        lambda: rewards(odd).score(*rows("a", "b"))
-    )
+    assert statuses(rewards(odd).score(*rows("a", "b")), "odd") == ["failed"] * 2
+    assert f"odd returned a {kind}, expected a list of 1." in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1.0", [1.0], 1j, 10**400, torch.ones(2), object()])
-def test_what_is_not_a_finite_number_is_refused(rewards, value) -> None:
+def test_what_is_not_a_finite_number_is_a_failure_of_its_row(capfd, value) -> None:
     def odd(completions):
-        return [1.0, value, math.nan]
+        return [1.0, value, None]
 
-    message = refusal(lambda: rewards(odd).score(*rows("a", "b", "c")))
-    assert message.startswith("rewards: odd returned ") and "for row 1 (prompt 101): return a finite number" in message
+    scores = rewards(odd).score(*rows("a", "b", "c"))
+    assert scores.reward_B.nan_to_num(-1).tolist() == [1.0, -1.0, 0.0]
+    assert statuses(scores, "odd") == ["scored", "failed", "not_applicable"]
+    message = capfd.readouterr().err
+    assert message.startswith("rewards: odd returned ") and ": return a finite number" in message
+
+
+def test_one_failure_takes_the_whole_reward() -> None:
+    def fails(completions):
+        return [1.0, math.nan]
+
+    def fine(completions):
+        return [5.0, 5.0]
+
+    for weights in ([1.0, 1.0], [0.0, 1.0]):
+        scores = rewards(fails, fine, weights=weights).score(*rows("a", "b"))
+        assert scores.reward_B.isnan().tolist() == [False, True]
+        assert scores.by_function["fine"].tolist() == [5.0, 5.0]
+
+
+def test_too_many_failures_end_the_run() -> None:
+    def f(completions):
+        return []
+
+    scorer = Rewards([inline(f)], ScoringConfig(max_failed_frac=0.25))
+    scorer.refuse_failures({"f": 25}, 100)
+    with pytest.raises(RunStopped) as caught:
+        scorer.refuse_failures({"f": 26}, 100)
+    assert str(caught.value) == (
+        "rewards: f failed on 26 of 100 completions, more than scoring.max_failed_frac 0.25: the first failures are"
+        " printed above; mend the function and go on with --run.resume auto"
+    )
+    Rewards([inline(f)], ScoringConfig(max_failed_frac=1.0)).refuse_failures({"f": 100}, 100)
+    with pytest.raises(RunStopped):
+        Rewards([inline(f)], ScoringConfig(max_failed_frac=0.0)).refuse_failures({"f": 1}, 100)
 
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
-def test_a_column_named_as_an_input_is_refused(rewards, name: str) -> None:
+def test_a_column_named_as_an_input_is_refused(name: str) -> None:
     message = refusal(lambda: rewards(longer_is_better).score(*rows("a", **{name: ["x"]})))
     assert message.startswith(f"data: column {name} ") and message.endswith("rename it")
 
 
-def test_a_column_named_as_a_fixed_argument_is_refused(rewards) -> None:
+def test_a_column_named_as_a_fixed_argument_is_refused() -> None:
     message = refusal(lambda: rewards(longer_is_better, level=1).score(*rows("a", level=[2])))
     assert "longer_is_better has level both in kwargs and as a column" in message
 
 
-def test_missing_columns_are_refused_before_anything_is_called(rewards) -> None:
+def test_missing_columns_are_refused_before_anything_is_called() -> None:
     scorer = rewards(boxed_equals)
     assert "boxed_equals needs ground_truth, which is neither a column" in refusal(lambda: scorer.check_columns([]))
     assert "did you mean ground_truths?" in refusal(lambda: scorer.check_columns(["ground_truths", "task"]))
@@ -314,7 +294,7 @@ def test_missing_columns_are_refused_before_anything_is_called(rewards) -> None:
     scorer.check_columns(["ground_truth"])
 
 
-def test_names_keep_the_order_of_the_configuration(rewards) -> None:
+def test_names_keep_the_order_of_the_configuration() -> None:
     scorer = rewards(only_maths, boxed_equals)
     assert scorer.names == ["only_maths", "boxed_equals"]
     prompts, completions = rows("4", ground_truth=["4"], task=["math"])

@@ -4,15 +4,14 @@ import math
 
 import pytest
 import torch
+from reward_helpers import inline, statuses
 
 from hybrid_grpo.config import GrpoConfig, RewardConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.credit import mean_over_tokens, token_advantages
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
 from hybrid_grpo.errors import UserError
 from hybrid_grpo.metrics import Meter
-from hybrid_grpo.rewards.loading import Reward
 from hybrid_grpo.rewards.scoring import Rewards
-from hybrid_grpo.rewards.streaming import Stream
 
 
 def rewards(*answers: list, weights=(1.0, 1.0)) -> Rewards:
@@ -23,7 +22,7 @@ def rewards(*answers: list, weights=(1.0, 1.0)) -> Rewards:
 
     return Rewards(
         [
-            Reward(f"f{i}", weight, function(answer), {}, frozenset(), frozenset({"completions"}))
+            inline(function(answer), name=f"f{i}", weight=weight, batch_size="group")
             for i, (answer, weight) in enumerate(zip(answers, weights, strict=False))
         ]
     )
@@ -33,10 +32,8 @@ def scored(*answers: list, lengths: list[int], weights=(1.0, 1.0)) -> tuple[Roll
     """A rollout of groups of two, scored group by group."""
     prompts = [Prompt(p, "p", [1], {}) for p in range(len(lengths) // 2)]
     rows = [Completion([7] * n, [0.0] * n, "stop", str(row)) for row, n in enumerate(lengths)]
-    with Stream(rewards(*answers, weights=weights), prompts, 2) as stream:
-        for row, completion in enumerate(rows):
-            stream.add(row // 2, row % 2, completion)
-        return Rollout(prompts, rows, 2), stream.scores()
+    row_prompts = [prompt for prompt in prompts for _ in range(2)]
+    return Rollout(prompts, rows, 2), rewards(*answers, weights=weights).score(row_prompts, rows, 2)
 
 
 def advantages(rollout: Rollout, scores: Scores, kl_cost_B=None, names=("f0",), **grpo) -> torch.Tensor:
@@ -90,12 +87,19 @@ def test_steps_of_two_functions_with_one_end_are_added_up():
         ["ab"],
     ],
 )
-def test_what_are_no_steps_is_refused(value):
-    with pytest.raises(UserError) as caught:
-        scored([0.0, value], lengths=[2, 3])
-    message = str(caught.value)
-    assert "\n" not in message and message.startswith("rewards: f0 returned [") and "for row 1 (prompt 0)" in message
+def test_what_are_no_steps_is_a_failure(capfd, value):
+    _, scores = scored([[(1, 1.0)], value], lengths=[2, 3])
+    assert statuses(scores, "f0") == ["scored", "failed"] and scores.reward_B.isnan().tolist() == [False, True]
+    message = capfd.readouterr().err
+    assert message.startswith("rewards: f0 returned [") and message.count("\n") == 2
     assert "(end, reward) pairs with ends rising within 1 to 3" in message
+
+
+def test_a_failure_of_any_function_takes_the_steps_of_all():
+    _, scores = scored([[(1, 2.0)], [(1, 3.0)]], [math.nan, 1.0], lengths=[3, 2])
+    assert scores.steps == [[], [(1, 3.0)]]
+    assert scores.outcome_B.nan_to_num(-1).tolist() == [-1.0, 1.0]
+    assert scores.reward_B.nan_to_num(-1).tolist() == [-1.0, 4.0]
 
 
 def test_advantages_of_steps_are_those_that_end_at_or_after_a_token_beside_those_of_the_outcome():

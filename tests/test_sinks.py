@@ -35,7 +35,10 @@ def make_rollout(columns=None):
     completions = [Completion([2, 3][:n], [-0.1] * n, "stop", text) for n, text in ((1, "ab"), (2, "b\u2028a"))] * 2
     rollout = Rollout(prompts, completions, num_generations=2)
     reward_B = torch.tensor([1.0, 0.0, 0.5, 0.5], dtype=torch.float64)
-    scores = Scores(reward_B, {"exact": torch.tensor([1.0, math.nan, 0.5, 0.5], dtype=torch.float64)})
+    exact_B = torch.tensor([1.0, math.nan, 0.5, 0.5], dtype=torch.float64)
+    scores = Scores(
+        reward_B, {"exact": exact_B}, {"exact": torch.tensor([0, 1, 0, 3])}, extra={"exact/n": [1, "x", None, 4]}
+    )
     return rollout, scores, torch.tensor([1.0, -1.0, 0.0, 0.0])
 
 
@@ -76,9 +79,11 @@ def test_rollout_lines_tell_every_completion(monkeypatch):
     assert [row["group"] for row in rows] == [6, 6, 7, 7], "groups are numbered over all ranks"
     assert [row["sample"] for row in rows] == [0, 1, 0, 1]
     assert [row["rewards"]["exact"] for row in rows] == [1.0, None, 0.5, 0.5]
+    assert [row["failed"] for row in rows] == [[], [], [], ["exact"]]
     assert rows[1] == {
         "step": 12, "group": 6, "sample": 1, "prompt_id": 7, "prompt": "sort: ba", "completion": "b\u2028a",
-        "reward": 0.0, "rewards": {"exact": None}, "advantage": -1.0, "length": 2, "finish": "stop",
+        "reward": 0.0, "rewards": {"exact": None}, "failed": [],
+        "extra": {"exact/n": "x"}, "advantage": -1.0, "length": 2, "finish": "stop",
         "columns": {"answer": "ab", "odd": {"1": "<class 'object'>"}},
     }  # fmt: skip
     assert rows[2]["prompt"] == [{"role": "user", "content": "?"}]

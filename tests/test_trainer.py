@@ -3,19 +3,18 @@
 import math
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from reward_helpers import isolated
 
 from hybrid_grpo.checks import batch_plan
-from hybrid_grpo.config import GrpoConfig, RolloutConfig, TrainConfig
-from hybrid_grpo.data.batch import Completion, Prompt, Rollout
+from hybrid_grpo.config import GrpoConfig, RewardConfig, RolloutConfig, TrainConfig
+from hybrid_grpo.data.batch import Completion, Prompt, Rollout, TrainBatch
 from hybrid_grpo.data.minibatches import Signals, counting_rows
 from hybrid_grpo.data.packing import pad
-from hybrid_grpo.rewards.loading import Reward
-from hybrid_grpo.rewards.scoring import Rewards
-from hybrid_grpo.rewards.streaming import Stream
 from hybrid_grpo.trainer import Trainer
 
 P, G = 8, 2
@@ -44,11 +43,7 @@ class Sampler:
         return torch.full(micro.mask_bT.shape, math.log(0.5), requires_grad=True), torch.zeros(micro.mask_bT.shape)
 
 
-def slow(completions):
-    time.sleep(0.05)
-    return [float(text) for text in completions]
-
-
+SLOW = RewardConfig(f"{Path(__file__).with_name('acting_rewards.py')}:takes_50_ms", name="slow", batch_size="group")
 WIDE = {"epsilon_low": 0.9, "epsilon_high": 0.9}
 
 
@@ -61,7 +56,8 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
         rollout=RolloutConfig(prompts_per_step=P, num_generations=G, **rollout), grpo=GrpoConfig(**(grpo or {}))
     )
     task = SimpleNamespace(
-        rewards=Rewards([Reward("slow", 1.0, slow, {}, frozenset(), frozenset({"completions"}))]),
+        rewards=isolated(SLOW),
+        outcome="slow",
         prompts=[Prompt(i, f"p{i}", [1], {}) for i in range(P)],
         eval_prompts=[],
         stop_ids=(),
@@ -69,10 +65,16 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
     return Trainer(config, batch_plan(config, 1), policy, None, task, torch.device("cpu"))
 
 
+def batches(run: Trainer, rollout: Rollout, signals: Signals) -> list[TrainBatch]:
+    """Those of one optimizer step on the whole rollout."""
+    rows = range(P * G)
+    return list(run.train_batches(rollout, rows, run.micro_batches(rollout, rows), signals))
+
+
 def test_rewards_run_while_others_are_sampled():
     run = trainer(Sampler(seconds=0.06))
     prompts = run.draw_prompts()
-    with Stream(run.task.rewards, prompts, G) as stream:
+    with run.task.rewards.stream(prompts, G) as stream:
         run.sample(prompts, 1, stream.add)
         scores = run.score(stream)
     assert scores.reward_B.tolist() == [10.0 * i + k for i in range(P) for k in range(G)]
@@ -98,7 +100,7 @@ def test_whose_logprobs_the_ratios_are_relative_to(logprobs, old_logp, first, la
         signals = Signals(
             rollout.logp_BT, None if own else old_logp_BT, None, torch.ones(P * G, 2), torch.ones(P * G).bool()
         )
-        for batch in run.train_batches(rollout, range(P * G), signals):
+        for batch in batches(run, rollout, signals):
             loss, _ = run.loss(batch)
         ratios.append(run.meter.reduce()["policy/ratio_max"])
         assert loss.item() == pytest.approx(-ratios[-1])
@@ -112,7 +114,7 @@ def test_one_optimizer_step_needs_no_pass_for_old_logp():
     assert run.old_logprobs(rollout) is None
     assert trainer(Sampler(), {**settings, "num_iterations": 2}).old_logprobs(rollout) is not None
     signals = Signals(rollout.logp_BT, None, None, torch.ones(P * G, 2), torch.ones(P * G).bool())
-    (batch,) = run.train_batches(rollout, range(P * G), signals)
+    (batch,) = batches(run, rollout, signals)
     loss, _ = run.loss(batch)
     # exp(log 1/2 + 0.8) is 1.11: cut at 1.05; the other token's ratio is 1.
     assert loss.item() == pytest.approx(-(1.05 + 1) / 2)
@@ -130,7 +132,7 @@ def test_truncated_completions_weigh_nothing_and_count_nowhere(loss_type, share)
     rollout = replace(rollout, completions=cut + rollout.completions[2:])
     counts_B = counting_rows(rollout, True)
     signals = Signals(rollout.logp_BT, None, None, torch.ones(P * G, 2), counts_B)
-    (batch,) = run.train_batches(rollout, range(P * G), signals)
+    (batch,) = batches(run, rollout, signals)
     by_row = {row: batch.weight_bT[i].tolist() for i, row in enumerate(batch.micro.rows)}
     assert by_row[0] == by_row[1] == [0.0, 0.0]
     assert by_row[2] == pytest.approx([share, share])
@@ -142,7 +144,7 @@ def test_a_loss_of_nothing_is_zero(loss_type):
     rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
     rollout = replace(rollout, completions=[replace(c, finish="length") for c in rollout.completions])
     signals = Signals(rollout.logp_BT, None, None, torch.ones(P * G, 2), counting_rows(rollout, True))
-    (batch,) = run.train_batches(rollout, range(P * G), signals)
+    (batch,) = batches(run, rollout, signals)
     loss, _ = run.loss(batch)
     loss.backward()
     assert loss.item() == 0.0

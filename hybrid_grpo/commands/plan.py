@@ -27,7 +27,7 @@ def run(arguments: list[str]) -> None:
     device = engine.start()
     task = Task.read(config)
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
-    plan = foresee(config, batch, task.longest_prompt, hardware)
+    plan = foresee(config, batch, task.longest_prompt, hardware, task.rewards.models)
     if plan is None:
         raise UserError(f"policy.model {config.policy.model} cannot be planned: its code cannot run without data")
     if rank() == 0:

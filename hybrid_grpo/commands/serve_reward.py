@@ -31,7 +31,9 @@ def run(arguments: list[str]) -> None:
     serve = config.serve
     loaded = load_rewards(config.rewards, config.scoring)
     needs_ids = [reward.name for reward in loaded if "completion_ids" in reward.interface.required]
-    service = RewardService(Rewards(loaded, config.scoring), serve, needs_ids)
+    rewards = Rewards(loaded, config.scoring)
+    rewards.load_models()
+    service = RewardService(rewards, serve, needs_ids)
     limits = Limits(int(serve.max_body_mb * 2**20), serve.max_requests, serve.timeout_s)
     token = bearer_token("serve.token_env", serve.token_env) if serve.token_env else None
     server = Server(PATH, service.answer, limits, token)

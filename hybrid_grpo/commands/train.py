@@ -30,12 +30,14 @@ def run(arguments: list[str]) -> None:
 
     device = engine.start()
     task = Task.read(config)
-    memory = foresee(config, plan, task.longest_prompt, of_device(device, config.policy.dtype))
+    hardware = of_device(device, config.policy.dtype)
+    memory = foresee(config, plan, task.longest_prompt, hardware, task.rewards.models)
     warning = shortage(memory) if memory else None
     foreseen = str(memory) if memory else "not foreseen: the model's code cannot run without data"
     this = Run(parsed, {"batch": str(plan), "memory": foreseen, **task.facts})
     if warning:
         this.say(f"WARNING: it may not fit: {warning}")
+    task.rewards.load_models(engine.Frozen.of)
     policy = Policy(
         config.policy,
         config.engine,

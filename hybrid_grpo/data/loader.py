@@ -57,6 +57,11 @@ class PromptLoader(Generic[ItemT]):
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
 
+    @property
+    def position(self) -> int:
+        """Items handed out so far, over all ranks."""
+        return self._position
+
     def next_batch(self) -> list[tuple[ItemT, int]]:
         """This rank's contiguous slice of the next global batch: `batch_size_global / world_size` items.
 

@@ -45,7 +45,7 @@ class DataReport:
         """Count and measure; `kept` is not empty."""
         lengths = [len(prompt.token_ids) for prompt in kept]
         return cls(
-            source=source.path,
+            source=source.origin,
             split=source.split,
             rows=len(rows),
             kept=len(kept),
@@ -139,11 +139,19 @@ def drop_over_long(prompts: list[Prompt], source: Source, config: DataConfig) ->
     return kept
 
 
-def _prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]:
+    """The prompt of a row as reward functions are given it; `where` names the row.
+
+    Raises:
+        UserError: it is neither text nor a chat.
+    """
     value = row[config.prompt_column]
     text = value if isinstance(value, str) else _messages(value, where, config)
-    if config.system_prompt is not None:
-        text = _with_system(config.system_prompt, _as_chat(text), where)
+    return text if config.system_prompt is None else _with_system(config.system_prompt, _as_chat(text), where)
+
+
+def _prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    text = prompt_text(row, where, config)
     if isinstance(text, list) or config.chat_template == "always":
         token_ids = _apply_template(_as_chat(text), where, tokenizer)
     else:

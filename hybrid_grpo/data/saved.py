@@ -8,7 +8,7 @@ text; without one every token is `UNKNOWN_TOKEN`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
+from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Rollout, Scores
 from hybrid_grpo.data.sources import Row, json_rows
 from hybrid_grpo.errors import UserError
 
@@ -40,25 +40,10 @@ class SavedStep:
     """Completions whose text, made into tokens again, has as many as were sampled."""
 
 
-def saved_files(run: Path, first: int, last: int | None) -> list[Path]:
-    """The rollouts of a run from step `first` to `last`, or to the end, in order.
-
-    Raises:
-        UserError: there are none.
-    """
-    folder = run / "rollouts"
-    by_step = {
-        int(number): path for path in folder.glob("step_*.jsonl") if (number := path.stem.partition("_")[2]).isdigit()
-    }
-    if not by_step:
-        raise UserError(f"{run} has no rollouts: they are written by a training run with log.rollouts_every above 0")
-    chosen = [by_step[step] for step in sorted(by_step) if first <= step and (last is None or step <= last)]
-    if not chosen:
-        raise UserError(
-            f"replay.steps {first}:{'' if last is None else last} has no rollouts: those of {run} are of steps"
-            f" {min(by_step)} to {max(by_step)}"
-        )
-    return chosen
+def saved_files(run: Path) -> dict[int, Path]:
+    """The file of every saved step of a run, by step, rising."""
+    files = {path.stem.partition("_")[2]: path for path in (run / "rollouts").glob("step_*.jsonl")}
+    return {int(step): files[step] for step in sorted(filter(str.isdigit, files), key=int)}
 
 
 def read_step(path: Path, tokenizer: Any = None) -> SavedStep:
@@ -84,12 +69,17 @@ def read_step(path: Path, tokenizer: Any = None) -> SavedStep:
     ]
     prompts = [Prompt(row["prompt_id"], row["prompt"], [], row["columns"]) for row in rows[::size]]
     names = dict.fromkeys(name for row in rows for name in row["rewards"])
+    scores = Scores(
+        _numbers(row["reward"] for row in rows),
+        {name: _numbers(row["rewards"].get(name) for row in rows) for name in names},
+        {name: torch.tensor([_status(row, name) for row in rows], dtype=torch.int8) for name in names},
+    )
     return SavedStep(
-        rows[0]["step"],
-        Rollout(prompts, completions, size),
-        Scores(_numbers(row["reward"] for row in rows), {n: _numbers(row["rewards"].get(n) for row in rows) for n in names}),
-        _numbers(row["advantage"] for row in rows).float(),
-        sum(whole for _, whole in tokens),
+        step=rows[0]["step"],
+        rollout=Rollout(prompts, completions, size),
+        scores=scores,
+        advantages_B=_numbers(row["advantage"] for row in rows).float(),
+        retokenized=sum(whole for _, whole in tokens),
     )
 
 
@@ -133,5 +123,11 @@ def _token_ids(row: Row, tokenizer: Any) -> tuple[list[int], bool]:
     return (ids + [UNKNOWN_TOKEN] * length)[:length], len(ids) == length
 
 
-def _numbers(values: Iterator[float | None] | Any) -> Tensor:
+def _status(row: Row, name: str) -> RewardStatus:
+    if name in row.get("failed", ()):
+        return RewardStatus.FAILED
+    return RewardStatus.NOT_APPLICABLE if row["rewards"].get(name) is None else RewardStatus.SCORED
+
+
+def _numbers(values: Iterable[float | None]) -> Tensor:
     return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)

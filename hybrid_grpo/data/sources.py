@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.config import DataConfig
-from hybrid_grpo.errors import UserError
-
-Row = dict[str, Any]
+from hybrid_grpo.errors import UserError, refuse
+from hybrid_grpo.tasks import Row, make_rows, map_rows
 
 JSONL_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 
@@ -35,33 +34,61 @@ class Source:
     """Read only this many rows."""
     path_setting: str = "data.path"
     split_setting: str = "data.split"
+    task: str | None = None
+    """Reads the rows, and makes them where there is no path."""
+
+    @property
+    def origin(self) -> str:
+        """The path, or the task that makes the rows."""
+        return self.path or f"task {self.task}"
 
     def __str__(self) -> str:
-        name = self.path if self.subset is None else f"{self.path} ({self.subset})"
+        name = self.origin if self.subset is None else f"{self.origin} ({self.subset})"
         return name if self.split is None else f"{name} [{self.split}]"
 
 
 def training_source(config: DataConfig) -> Source:
     """The rows to train on."""
-    return Source(config.path, config.split, config.subset, config.limit)
+    return Source(config.path, config.split, config.subset, config.limit, task=config.task)
 
 
 def evaluation_source(config: DataConfig) -> Source | None:
     """The held-out rows; None where neither `eval_path` nor `eval_split` is set. `subset` belongs to `path` alone."""
     if config.eval_path is not None:
         settings = {"path_setting": "data.eval_path", "split_setting": "data.eval_split"}
-        return Source(config.eval_path, config.eval_split, limit=config.eval_limit, **settings)
+        return Source(config.eval_path, config.eval_split, limit=config.eval_limit, task=config.task, **settings)
     if config.eval_split is not None:
-        return Source(config.path, config.eval_split, config.subset, config.eval_limit, split_setting="data.eval_split")
+        place = (config.path, config.eval_split, config.subset, config.eval_limit)
+        return Source(*place, split_setting="data.eval_split", task=config.task)
     return None
 
 
 def read_rows(source: Source) -> list[Row]:
     """All rows of the source, in order, each with the same columns; a key that a JSONL line lacks is None.
 
+    Of a task they are those that it makes of the rows of the source.
+
     Raises:
-        UserError: the source cannot be reached or read, has no such split, or is empty.
+        UserError: the source cannot be reached or read, has no such split, or is empty; or the task cannot read a row.
     """
+    if source.task is None:
+        return _same_columns(_read(source))
+    if not source.path:
+        refuse(
+            source.subset is not None, f"data.subset {source.subset}: data.task {source.task} has none: leave it out"
+        )
+        rows = make_rows(source.task, source.split, source.limit, source.split_setting)
+    else:
+        rows = _same_columns(_read(source))
+    return _same_columns(map_rows(source.task, rows, str(source)))
+
+
+def _same_columns(rows: list[Row]) -> list[Row]:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    return [{column: row.get(column) for column in columns} for row in rows]
+
+
+def _read(source: Source) -> list[Row]:
     from datasets.exceptions import DatasetsError
 
     try:
@@ -80,8 +107,7 @@ def read_rows(source: Source) -> list[Row]:
         raise UserError(f"{source.path_setting} {source.path}{subset} cannot be read: {_one_line(error)}") from error
     if not rows:
         raise UserError(f"{source.path_setting} {source} is empty: it has no rows")
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    return [{column: row.get(column) for column in columns} for row in rows]
+    return rows
 
 
 def _open(source: Source) -> Mapping[str, Iterable[Row]]:

@@ -31,7 +31,8 @@ def size_for(rows: int, most: int) -> int:
 def on_cuda(step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
     """Capture a step on the current device."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_pool()):
+    # Other threads may allocate meanwhile: those of reward models.
+    with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
         result = step()
     return graph.replay, result
 

@@ -10,9 +10,11 @@ from functools import partial
 import torch
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig, reward_name
+from hybrid_grpo.errors import UserError
 from hybrid_grpo.rewards.builtin import BUILTINS
 from hybrid_grpo.rewards.functions import Interface, load_function
-from hybrid_grpo.rewards.pool import Inline, Lane, Pool
+from hybrid_grpo.rewards.models import RewardModel, held
+from hybrid_grpo.rewards.pool import Inline, Lane, Pool, Together
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,13 @@ class Reward:
     interface: Interface
     lane: Lane
     """How it is called."""
+    model: RewardModel | None = None
+    """That the rank holds for it."""
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks have to call it at the same time, with all of their completions."""
+        return self.model is not None and self.model.sharded
 
 
 def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None = None) -> list[Reward]:
@@ -39,30 +48,42 @@ def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None 
     """
     scoring = scoring or ScoringConfig()
     entries = [(f"rewards[{index}]", config) for index, config in enumerate(configs)]
-    isolated = [(entry, config) for entry, config in entries if _isolated(config)]
+    isolated = [(entry, config) for entry, config in entries if _isolated(config, entry)]
     pool = Pool(isolated, scoring.workers or _workers(), int(scoring.memory_gb * 2**30))
     order = {entry: index for index, (entry, _) in enumerate(isolated)}
     rewards = []
     for entry, config in entries:
         lane: Lane
+        model = None
         if entry in order:
             interface = pool.interfaces[order[entry]]
             lane = pool.isolated(order[entry], config.timeout_s)
         else:
             function = load_function(config, entry)
+            interface = function.interface
+            model = held(config.kwargs) if config.function == "reward_model" else None
             if config.function in BUILTINS and BUILTINS[config.function].trusted:
                 # It looks at each row by itself, so that the number of rows of a call is only a matter of speed.
-                interface, lane = replace(function.interface, batch_size="group"), Inline(function)
+                interface, lane = replace(interface, batch_size="group"), Inline(function)
+            elif model is not None and model.sharded:
+                lane = Together(model.reply)
             else:
-                interface = function.interface
                 lane = pool.threaded(function, config.timeout_s, _enter_gpu())
-        rewards.append(Reward(reward_name(config), config.weight, frozenset(config.kwargs), interface, lane))
+        name, kwargs = reward_name(config), frozenset(config.kwargs)
+        rewards.append(Reward(name, config.weight, kwargs, interface, lane, model))
     return rewards
 
 
-def _isolated(config: RewardConfig) -> bool:
+def _isolated(config: RewardConfig, entry: str) -> bool:
+    builtin = BUILTINS.get(config.function)
+    holds_model = builtin is not None and builtin.isolation == "none"
     if config.isolation == "auto":
-        return config.function not in BUILTINS or not BUILTINS[config.function].trusted
+        return builtin is None or not (builtin.trusted or holds_model)
+    if config.isolation == "process" and holds_model and config.kwargs.get("device") != "cpu":
+        raise UserError(
+            f"{entry}.isolation process: processes that call {config.function} cannot share a GPU: set"
+            f" {entry}.kwargs device to cpu, or isolation to none"
+        )
     return config.isolation == "process"
 
 

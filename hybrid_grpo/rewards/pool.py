@@ -1,6 +1,7 @@
 """Calling reward functions without ever waiting for them longer than they may take.
 
     Inline    here and now: built-ins that are fast and cannot hang
+    Together  here and now, by all ranks at the same time: models that are sharded over them
     Threads   in a thread of the rank, one call at a time: functions that hold a GPU
     Workers   in processes, as many calls at the same time as there are processes
     Tasks     `async def` functions: in one process, many calls at the same time
@@ -24,7 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -75,6 +76,23 @@ class Inline:
         return done
 
 
+class Together:
+    """Calls at once, with all completions of the rank, of which there may be none: every rank has to call as often.
+
+    It is given up for nothing, and what it raises ends the run: other ranks wait for this one.
+    """
+
+    def __init__(self, score: Callable[[Request], Reply]) -> None:
+        self._score = score
+
+    def start(self, request: Request) -> Future[Outcome]:
+        start_s = time.perf_counter()
+        reply = self._score(request)
+        done: Future[Outcome] = Future()
+        done.set_result(Outcome(reply, [(start_s, time.perf_counter())]))
+        return done
+
+
 Call = Callable[[Request], Coroutine[Any, Any, Reply]]
 
 
@@ -103,7 +121,7 @@ class Pool:
         """The lane of the isolated function with this index."""
         assert self._nursery is not None and self._workers is not None
         interface = self.interfaces[index]
-        calls: Workers | Tasks = Tasks(self._nursery) if interface.is_async else self._workers
+        calls: Workers | Tasks = Tasks(self._nursery, self._workers) if interface.is_async else self._workers
 
         async def call(request: Request) -> Reply:
             return await calls.call(index, request, timeout_s)
@@ -138,12 +156,15 @@ def busy_seconds(outcomes: Iterable[Outcome]) -> float:
 
 
 def joined(replies: Sequence[Reply]) -> Reply:
-    """The replies of rows that follow each other as one. Of `extra` what all of them have."""
-    common = set.intersection(*(set(reply.extra) for reply in replies)) if replies else set()
+    """The replies of rows that follow each other as one; in `extra`, None for those that store nothing."""
+    extra = {
+        name: [value for reply in replies for value in reply.extra.get(name, [None] * len(reply.values))]
+        for name in {name: None for reply in replies for name in reply.extra}
+    }
     return Reply(
         [value for reply in replies for value in reply.values],
         [failure for reply in replies for failure in reply.failures],
-        {name: [value for reply in replies for value in reply.extra[name]] for name in sorted(common)},
+        extra,
     )
 
 
@@ -249,12 +270,14 @@ class Nursery:
         return int(self._answer()), ours
 
     def end(self, pid: int) -> int | None:
-        """Kill a worker; its exit status, negative for the signal that ended it. None where that is not known."""
+        """Kill a worker; its exit status, negative for the signal that ended it. None where its nursery is gone."""
         try:
             self._control.sendall(f"end {pid}".encode())
-            return int(self._answer())
+            answer = self._answer()
         except (OSError, EOFError):
+            self.close()  # an answer that comes late would be taken for that to something else
             return None
+        return None if answer is None else int(answer)
 
     def _answer(self) -> Any:
         reply = receive(self._control)
@@ -311,12 +334,16 @@ class _Worker:
         """The next reply, and the number of its request.
 
         Raises:
-            EOFError, OSError: the process is gone.
+            EOFError, OSError: the process is gone, or what it sends is no reply.
         """
         (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
         if size > _LARGEST_REPLY:
             raise EOFError(f"a reply of {size} bytes")
-        return decode_reply(await self._reader.readexactly(size))
+        message = await self._reader.readexactly(size)
+        try:
+            return decode_reply(message)
+        except (ValueError, TypeError) as error:  # a function may write to whatever descriptor it finds
+            raise EOFError("no reply") from error
 
     def end(self) -> int | None:
         """Kill it; its exit status, see `Nursery.end`."""
@@ -338,49 +365,65 @@ class Workers:
 
     def __init__(self, nursery: Nursery, count: int) -> None:
         self._nursery = nursery
+        self._count = count
         self._slots = asyncio.Semaphore(count)
+        self._turn = asyncio.Lock()
         self._idle: list[_Worker] = []
 
-    async def call(self, index: int, request: Request, timeout_s: float) -> Reply:
-        """Call a function as soon as a process is free; `timeout_s` counts from then."""
-        rows = len(request.lengths)
-        async with self._slots:
-            for _ in range(2):
-                worker = await self._free()
-                try:
-                    reply = await asyncio.wait_for(worker.ask(index, request, timeout_s), timeout_s)
-                except asyncio.TimeoutError:
-                    worker.end()
-                    return timed_out(timeout_s, rows)
-                except (EOFError, OSError):
-                    status = worker.end()
-                    if status is not None:
-                        return _death(status, rows)
-                    continue  # the nursery is gone too: another call may have killed both
-                except BaseException:
-                    worker.end()
-                    raise
-                if reply.spent:
-                    worker.end()
-                else:
-                    self._idle.append(worker)
-                return reply
-            return _death(None, rows)
+    async def call(self, index: int, request: Request, timeout_s: float, kind: str = "sync") -> Reply:
+        """Call a function as soon as a process is free; `timeout_s` counts from then.
 
-    async def _free(self) -> _Worker:
-        while self._idle:
+        Args:
+            kind: of the process: `sync`, or a new one that is `async`.
+        """
+        async with self._slots:
+            reply = await self._ask(index, request, timeout_s, kind)
+        if reply is None:
+            # The nursery was killed, and every worker with it. Whose deed that was shows when each works alone.
+            async with self._turn, AsyncExitStack() as slots:
+                for _ in range(self._count):
+                    await slots.enter_async_context(self._slots)
+                reply = await self._ask(index, request, timeout_s, kind)
+        return reply or _death(None, len(request.lengths))
+
+    async def _ask(self, index: int, request: Request, timeout_s: float, kind: str) -> Reply | None:
+        """None where the nursery is gone as well as the process."""
+        rows = len(request.lengths)
+        worker = await self._free(kind)
+        grace_s = _ASYNC_GRACE_SECONDS if kind == "async" else 0.0
+        try:
+            reply = await asyncio.wait_for(worker.ask(index, request, timeout_s), timeout_s + grace_s)
+        except asyncio.TimeoutError:
+            worker.end()
+            return timed_out(timeout_s, rows)
+        except (EOFError, OSError):
+            status = worker.end()
+            return None if status is None else _death(status, rows)
+        except BaseException:
+            worker.end()
+            raise
+        if reply.spent or kind == "async":
+            worker.end()
+        else:
+            self._idle.append(worker)
+        return reply
+
+    async def _free(self, kind: str) -> _Worker:
+        while kind == "sync" and self._idle:
             worker = self._idle.pop()
             if not worker.is_gone():
                 return worker
             worker.end()
-        return await _Worker.hire(self._nursery, "sync")
+        return await _Worker.hire(self._nursery, kind)
 
 
 class Tasks:
-    """One process for the many calls of an `async def` function. Where one ends it, the others are made again, once."""
+    """One process for the many calls of an `async def` function. Where it dies or stands still, those under way are
+    made again, each in a process of its own: so that one cannot spoil the others."""
 
-    def __init__(self, nursery: Nursery) -> None:
+    def __init__(self, nursery: Nursery, workers: Workers) -> None:
         self._nursery = nursery
+        self._workers = workers
         self._slots = asyncio.Semaphore(_ASYNC_CALLS)
         self._hiring = asyncio.Lock()
         self._worker: _Worker | None = None
@@ -389,25 +432,31 @@ class Tasks:
 
     async def call(self, index: int, request: Request, timeout_s: float) -> Reply:
         """Call the function; `timeout_s` counts from when fewer than 64 calls are under way."""
-        rows = len(request.lengths)
         async with self._slots:
-            for _ in range(2):
-                worker = await self._running()
-                number = worker.number()
-                answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-                try:
-                    await worker.send(number, index, request, timeout_s)
-                    reply = await asyncio.wait_for(answer, timeout_s + _ASYNC_GRACE_SECONDS)
-                except asyncio.TimeoutError:
-                    self._lose(worker)
-                    return timed_out(timeout_s, rows)
-                except (EOFError, OSError):
-                    self._lose(worker)
-                    continue
-                if reply.spent:
-                    self._lose(worker)
-                return reply
-            return _death(None, rows)
+            reply = await self._ask(index, request, timeout_s)
+        return reply or await self._workers.call(index, request, timeout_s, "async")
+
+    async def _ask(self, index: int, request: Request, timeout_s: float) -> Reply | None:
+        """None where the process is lost, and other calls with it."""
+        worker = await self._running()
+        number = worker.number()
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            await worker.send(number, index, request, timeout_s)
+            reply = await asyncio.wait_for(answer, timeout_s + _ASYNC_GRACE_SECONDS)
+        except asyncio.TimeoutError:
+            alone = list(self._waiting.values()) == [answer]
+            self._lose(worker)
+            return timed_out(timeout_s, len(request.lengths)) if alone else None
+        except (EOFError, OSError):
+            self._lose(worker)
+            return None
+        finally:
+            if self._waiting.get(number) is answer:
+                del self._waiting[number]
+        if reply.spent:
+            self._lose(worker)
+        return reply
 
     async def _running(self) -> _Worker:
         async with self._hiring:
@@ -455,9 +504,16 @@ class Threads:
             try:
                 return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
             except asyncio.TimeoutError:
-                self._jobs.put(None)
-                self._jobs = None
+                self._leave()
                 return timed_out(timeout_s, len(request.lengths))
+            except asyncio.CancelledError:
+                self._leave()  # the next call would wait for this one
+                raise
+
+    def _leave(self) -> None:
+        assert self._jobs is not None
+        self._jobs.put(None)
+        self._jobs = None
 
 
 def _run_jobs(enter: Callable[[], None], jobs: SimpleQueue[Any]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import logging
 import math
 import random
 import re
@@ -19,7 +20,7 @@ import ssl
 import time
 import weakref
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,9 @@ import httpx
 
 from hybrid_grpo.network import bearer_token, is_loopback
 from hybrid_grpo.rewards.rules import completion_texts
+
+for _library in ("httpx", "httpcore"):
+    logging.getLogger(_library).setLevel(logging.WARNING)  # below, they show URLs and headers
 
 _LARGEST_ANSWER = 16 * 2**20
 """Bytes; an answer that goes on is cut off."""
@@ -105,10 +109,10 @@ async def remote(
         RuntimeError: no usable answer came, or the service failed on every row.
     """
     service = _Service(url, token_env, timeout_s, retries, backoff_s, verify, max_connections)
-    service.check()
     if format not in ("openrlhf", "full"):
         raise ValueError(f"format {format!r} is not known: give openrlhf or full")
     if not prompts:
+        service.check()
         return []
     texts = completion_texts(completions)
     values = {**row_columns, "completions": texts, "completion_ids": completion_ids}
@@ -120,8 +124,9 @@ async def remote(
             if payload.setdefault(name, column) is not column:
                 raise ValueError(f"column {name} has a name that the format openrlhf gives a meaning: rename it")
     answer = await _client(service).ask(_json(payload), len(prompts))
-    for name, logged in answer.extra.items() if log_extra is not None else ():
-        log_extra(name, logged)
+    if log_extra is not None:
+        for name, logged in answer.extra.items():
+            log_extra(name, logged)
     return answer.rewards
 
 
@@ -206,11 +211,22 @@ class _Service:
                 raise ValueError(f"url is plain http to {url.host}, where the token could be read: use https")
         if self.verify is not True and not (isinstance(self.verify, str) and Path(self.verify).is_file()):
             raise ValueError(f"verify {self.verify!r} must be true, or a file of certificates to trust")
+        _trust(self.verify)
 
     @property
     def where(self) -> str:
         """The URL without its query, which may hold a secret."""
         return str(httpx.URL(self.url).copy_with(query=None, fragment=None))
+
+
+@functools.cache
+def _trust(verify: bool | str) -> ssl.SSLContext | bool:
+    if not isinstance(verify, str):
+        return verify
+    try:
+        return ssl.create_default_context(cafile=verify)
+    except ssl.SSLError:
+        raise ValueError(f"verify {verify} has no certificates in PEM") from None
 
 
 class _Bearer(httpx.Auth):
@@ -224,13 +240,20 @@ class _Bearer(httpx.Auth):
         yield request
 
 
-class _TroubleError(Exception):
-    """Why an attempt came to nothing, and whether another one may."""
+@dataclass(frozen=True)
+class _Trouble:
+    """Why an attempt came to nothing, and whether to make another one."""
 
+    what: str
+    again: bool = True
+    after_s: float = 0.0
+    """What the service asks for."""
+
+
+class _TroubleError(Exception):
     def __init__(self, what: str, again: bool = True, after_s: float = 0.0) -> None:
         super().__init__(what)
-        self.again = again
-        self.after_s = after_s
+        self.trouble = _Trouble(what, again, after_s)
 
 
 @dataclass(frozen=True)
@@ -249,7 +272,7 @@ class _Client:
         self._turns = asyncio.Semaphore(service.max_connections)
         self._http = httpx.AsyncClient(
             auth=_Bearer(service.token_env) if service.token_env else None,
-            verify=service.verify if service.verify is True else ssl.create_default_context(cafile=str(service.verify)),
+            verify=_trust(service.verify),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=service.max_connections),
             timeout=service.timeout_s,
             follow_redirects=False,
@@ -266,17 +289,18 @@ class _Client:
                 async with self._turns:
                     return await asyncio.wait_for(self._attempt(body, rows), service.timeout_s)
             except asyncio.TimeoutError:
-                trouble = _TroubleError(f"gave no complete answer within {service.timeout_s:g} s")
+                trouble = _Trouble(f"gave no complete answer within {service.timeout_s:g} s")
             except httpx.HTTPError as error:
                 trouble = _broken(error)
             except _TroubleError as error:
-                trouble = error
+                trouble = error.trouble
+            trouble = replace(trouble, what=self._without_token(trouble.what))
             if not trouble.again or attempt == service.retries:
                 break
             backoff_s = service.backoff_s * 2**attempt * random.uniform(0.5, 1.0)
             await asyncio.sleep(min(max(backoff_s, trouble.after_s), _LONGEST_WAIT_S))
         # Outside of the handlers: an exception of the network holds its request, and that the token.
-        raise RuntimeError(self._without_token(f"{service.where} {trouble} (attempt {attempt + 1})"))
+        raise RuntimeError(f"{service.where} {trouble.what} (attempt {attempt + 1})")
 
     async def _attempt(self, body: bytes, rows: int) -> _Answer:
         async with self._http.stream("POST", self._service.url, content=body) as response:
@@ -287,7 +311,7 @@ class _Client:
                 answer += chunk
                 if len(answer) > _LARGEST_ANSWER:
                     raise _TroubleError(f"answered with more than {_LARGEST_ANSWER >> 20} MiB")
-        return _read(bytes(answer), rows)
+        return _read(self._without_token(answer.decode("utf-8-sig", "replace")), rows)
 
     def _without_token(self, text: str) -> str:
         """What a service says may repeat what it was sent."""
@@ -302,19 +326,20 @@ _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Service, _C
 def _client(service: _Service) -> _Client:
     clients = _clients.setdefault(asyncio.get_running_loop(), {})
     if service not in clients:
+        service.check()
         clients[service] = _Client(service)
     return clients[service]
 
 
-def _broken(error: httpx.HTTPError) -> _TroubleError:
+def _broken(error: httpx.HTTPError) -> _Trouble:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):
             what = f"has a certificate that is not trusted ({cause.verify_message}): give its authority in `verify`"
-            return _TroubleError(what, again=False)
+            return _Trouble(what, again=False)
         cause = cause.__cause__ or cause.__context__
     what = "could not be reached" if isinstance(error, httpx.ConnectError) else "broke the connection"
-    return _TroubleError(f"{what} ({type(error).__name__}: {error})")
+    return _Trouble(f"{what} ({type(error).__name__}: {error})")
 
 
 def _status_trouble(response: httpx.Response) -> _TroubleError:
@@ -336,9 +361,9 @@ def _seconds(retry_after: str) -> float:
         return 0.0
 
 
-def _read(data: bytes, rows: int) -> _Answer:
+def _read(text: str, rows: int) -> _Answer:
     try:
-        answer = json.loads(data)
+        answer = json.loads(text)
     except (ValueError, RecursionError):
         raise _TroubleError("answered with what is not JSON") from None
     values = answer.get("rewards") if isinstance(answer, dict) else None

@@ -26,6 +26,7 @@ from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores, Ste
 from hybrid_grpo.errors import RunStopped, UserError, did_you_mean
 from hybrid_grpo.rewards.functions import INPUTS, Failure, Inputs, Reply, Request, Value, failed
 from hybrid_grpo.rewards.loading import Reward
+from hybrid_grpo.rewards.models import RewardModel, Shard
 from hybrid_grpo.rewards.pool import Outcome, busy_seconds
 
 
@@ -41,6 +42,26 @@ class Rewards:
     def names(self) -> list[str]:
         """Names of the functions, in the order of the configuration."""
         return [reward.name for reward in self._rewards]
+
+    @property
+    def models(self) -> list[RewardModel]:
+        """Those that functions hold in this process."""
+        return list({id(reward.model): reward.model for reward in self._rewards if reward.model is not None}.values())
+
+    def load_models(self, shard: Shard | None = None) -> None:
+        """Load the models that functions hold, which else are loaded by their first call. Collective.
+
+        Args:
+            shard: makes shards of a model; not given: none is sharded.
+
+        Raises:
+            UserError: one does not load.
+        """
+        for model in self.models:
+            try:
+                model.load(shard)
+            except ValueError as error:
+                raise UserError(f"rewards: reward_model: {error}") from error
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Refuse a data set whose columns the functions cannot be called with.
@@ -189,6 +210,8 @@ class Stream:
         tell: Callable[[str, Failure], None],
     ) -> None:
         self._rewards = rewards
+        self._together = [reward for reward in rewards if reward.together]
+        self._one_by_one = [reward for reward in rewards if not reward.together]
         self._prompts = prompts
         self._num_generations = num_generations
         self._columns = columns
@@ -201,7 +224,7 @@ class Stream:
             reward.name: _Batches(num_generations, num_generations)
             if reward.interface.batch_size == "group"
             else _Batches(reward.interface.batch_size, None)
-            for reward in rewards
+            for reward in self._one_by_one
         }
 
     def __enter__(self) -> Stream:
@@ -219,15 +242,20 @@ class Stream:
         row = prompt * self._num_generations + sample
         assert row not in self._completions, f"completion {sample} of prompt {prompt} came twice"
         self._completions[row] = completion
-        for reward in self._rewards:
+        for reward in self._one_by_one:
             self._start(reward, self._batches[reward.name].add(row))
 
     def scores(self) -> Scores:
-        """Wait for the functions, no longer than they may take; rows are in the order of prompts and samples."""
+        """Wait for the functions, no longer than they may take; rows are in the order of prompts and samples.
+
+        Collective where a function is, see `Reward.together`.
+        """
         assert len(self._completions) == len(self._prompts) * self._num_generations, "a completion is missing"
-        for reward in self._rewards:
+        for reward in self._one_by_one:
             for rows in self._batches[reward.name].rest():
                 self._start(reward, rows)
+        for reward in self._together:
+            self._start(reward, list(range(len(self._completions))))
         until_s = time.perf_counter() + self._max_wait_s
         replies = {reward.name: self._reply(reward.name, until_s) for reward in self._rewards}
         return combined(self._rewards, replies, self._lengths, self._num_generations)
@@ -243,7 +271,7 @@ class Stream:
         return [len(self._completions[row].token_ids) for row in range(len(self._completions))]
 
     def _start(self, reward: Reward, rows: list[int]) -> None:
-        if rows:
+        if rows or reward.together:
             self._calls[reward.name].append(_Call(rows, reward.lane.start(self._request(reward, rows))))
 
     def _request(self, reward: Reward, rows: list[int]) -> Request:

@@ -25,7 +25,7 @@ import h11
 
 _MOST_CONNECTIONS = 1024
 _LONGEST_HEAD = 16 * 2**10
-"""Bytes of request line and headers."""
+"""Bytes of request line and headers that are kept while they are not complete."""
 _CHUNK = 2**16
 """Bytes of one read."""
 _LINGER_S = 2.0
@@ -146,6 +146,9 @@ class Server:
         if target == "/health":
             return {"status": "ok"}
         self._check_token(request)
+        if dict(request.headers).get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
+            # What a page in a browser here cannot send unasked: a server of this machine's own may need no token.
+            raise RefusedError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the Content-Type must be application/json")
         if len(self._answering) >= self._limits.requests:
             raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at once", Retry_After="1")
         task = asyncio.current_task()

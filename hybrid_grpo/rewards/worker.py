@@ -81,6 +81,9 @@ def nursery(descriptor: int) -> None:
         descriptor: of the socket to the rank. What to import comes on standard input.
     """
     control = socket.socket(fileno=descriptor)
+    control.set_inheritable(False)
+    # While it imports it does not see that the rank is gone.
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     path, entries, memory_bytes = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path[:] = path
@@ -93,11 +96,13 @@ def nursery(descriptor: int) -> None:
     except BaseException as error:  # a module that ends the process while it is imported, above all
         send(control, json.dumps({"error": f"rewards: importing them raised {describe(error, None)}"}).encode())
         return
+    _prctl(_PR_SET_PDEATHSIG, 0)
     send(control, json.dumps({"interfaces": [vars(function.interface) for function in functions]}).encode())
     # What is there now is shared with every worker.
     gc.collect()
     gc.freeze()
     workers: set[int] = set()
+    helpers = {child.pid for child in psutil.Process().children()}  # that a module has started
     try:
         while True:
             command, descriptors, _, _ = socket.recv_fds(control, 64, 1)
@@ -106,13 +111,17 @@ def nursery(descriptor: int) -> None:
             what, _, argument = command.decode().partition(" ")
             if what == "fork":
                 connection = socket.socket(fileno=descriptors[0])
+                connection.set_inheritable(False)  # a program that outlives the worker would keep it open
                 pid = _fork(connection, control, functions, memory_bytes, argument)
                 connection.close()
                 workers.add(pid)
                 send(control, json.dumps(pid).encode())
             else:
-                workers.discard(int(argument))
-                send(control, json.dumps(_end(int(argument))).encode())
+                pid = int(argument)
+                status = _end(pid) if pid in workers else None  # it was of a nursery that was killed
+                workers.discard(pid)
+                _end_orphans(workers | helpers)
+                send(control, json.dumps(status).encode())
     finally:
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -156,10 +165,22 @@ def _end(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def _end_orphans(ours: set[int]) -> None:
+    """Kill what dead workers have left: the nursery has inherited it."""
+    while orphans := [child for child in psutil.Process().children() if child.pid not in ours]:
+        for orphan in orphans:
+            with suppress(psutil.NoSuchProcess):
+                orphan.kill()
+            with suppress(ChildProcessError):
+                os.waitpid(orphan.pid, 0)
+
+
 def _settle(memory_bytes: int) -> None:
-    """What a new worker does first: it dies with its parent, is a group of its own, and has its limits."""
+    """What a new worker does first: it dies with its parent, is a group of its own, inherits what the programs that it
+    starts leave, and has its limits."""
     os.setpgid(0, 0)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -181,7 +202,9 @@ def _prctl(option: int, value: int) -> None:
 def _work(connection: socket.socket, functions: list[Function]) -> None:
     while (message := receive(connection)) is not None:
         number, index, request, _ = _read(message)
-        send(connection, encode_reply(number, functions[index].score(request)))
+        reply = functions[index].score(request)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that was forgotten would end the next call
+        send(connection, encode_reply(number, reply))
 
 
 async def _work_async(connection: socket.socket, functions: list[Function]) -> None:

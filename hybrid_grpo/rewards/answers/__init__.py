@@ -1,0 +1,1 @@
+"""Final answers of mathematical problems: what they are, and which are the same."""

@@ -1,0 +1,350 @@
+"""Tests and the program that they test, each in a process of its own, with a channel between them.
+
+The judge runs the tests; where they call a function of the program, the arguments go to the program's process, and the
+value comes back. So the program never sees a test, nor what it expects; it cannot change what `==`, `assert` or
+`sorted` mean to the judge; and where it ends, by whatever exit, the tests that are left fail.
+
+Only plain data comes back as a copy: numbers, text, containers, and a few types of the standard library. Anything else
+(an instance of a class of the program, a generator, a function) stays where it is, and the judge holds a `Remote`
+of it, which can be called, iterated, indexed and asked for attributes, and is equal to nothing but another one of the
+program's. A list, dict or set that the program changes in place is changed in the tests as well.
+
+Standard library only: this runs in processes without site-packages.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import os
+import pickle
+import socket
+import struct
+import sys
+import types
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+from itertools import islice
+from typing import Any
+
+_BASES = (int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset, range, slice)
+_EXACT = (*_BASES, Counter, OrderedDict, deque, date, datetime, time, timedelta, timezone, Decimal, Fraction)
+_NAMES = {(kind.__module__, kind.__qualname__): kind for kind in _EXACT}
+"""All that a message from the program can make the judge construct."""
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    str: str.__str__,
+    tuple: lambda value: tuple(tuple.__iter__(value)),
+    list: lambda value: list(list.__iter__(value)),
+    dict: lambda value: {key: dict.__getitem__(value, key) for key in dict.__iter__(value)},
+    set: lambda value: set(set.__iter__(value)),
+}
+"""A subclass (a named tuple, an enumeration of numbers, a defaultdict) comes back as what it is a subclass of."""
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_HEADER = struct.Struct(">Q")
+
+
+def _mine(number: int) -> Any:
+    """In a message: an object that stays with the sender."""
+    raise AssertionError
+
+
+def _yours(number: int) -> Any:
+    """In a message: an object that stays with the receiver."""
+    raise AssertionError
+
+
+class Remote:
+    """What the judge holds of an object of the program, and the program of a function of the tests."""
+
+    __slots__ = ("_remote",)
+    __hash__ = object.__hash__
+
+    def __init__(self, channel: Channel, number: int) -> None:
+        object.__setattr__(self, "_remote", (channel, number))
+
+    def __getattr__(self, name: str) -> Any:
+        return self._ask("get", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("set", name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("item", key)
+
+    def __len__(self) -> int:
+        return self._ask("len")
+
+    def __bool__(self) -> bool:
+        return bool(self._ask("bool"))
+
+    def __str__(self) -> str:
+        return self._ask("str")
+
+    def __repr__(self) -> str:
+        return self._ask("repr")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Remote) and bool(self._ask("equal", other))
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = self._ask("iter")
+        while True:
+            values = iterator._ask("next")
+            if not values:
+                return
+            yield values[0]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        channel, number = self._remote
+        sent = channel.dump((args, kwargs))
+        result, changed = channel.ask("call", number, sent)
+        if changed is not None:
+            for old, new in zip((*args, *kwargs.values()), (*changed[0], *changed[1].values()), strict=False):
+                _update(old, new)
+        return result
+
+    def _ask(self, what: str, *arguments: Any) -> Any:
+        channel, number = self._remote
+        return channel.ask(what, number, *arguments)
+
+
+class Channel:
+    """One end. Both ends can ask, also while they are being asked: a test may hand a function to the program.
+
+    Args:
+        connection: to the other process.
+        trusting: whether the other side may have any object constructed here, and any of `_OPERATIONS` done.
+    """
+
+    def __init__(self, connection: socket.socket, *, trusting: bool) -> None:
+        self._connection = connection
+        self._stream = connection.makefile("rb")
+        self._trusting = trusting
+        self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._remotes: dict[int, Remote] = {}
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """Have the other side do one of `_OPERATIONS`.
+
+        Raises:
+            Exception: what was raised there, where it is one of Python's own, else RuntimeError.
+            ConnectionError: the other side is gone.
+        """
+        self._send((what, *arguments))
+        while True:
+            what, *arguments = self._receive()
+            if what == "value":
+                return arguments[0]
+            if what == "raised":
+                raise _exception(*arguments)
+            self._answer(str(what), arguments)
+
+    def serve(self) -> None:
+        """Answer until the other side is gone."""
+        with suppress(ConnectionError):
+            while True:
+                what, *arguments = self._receive()
+                self._answer(what, arguments)
+
+    def dump(self, value: Any) -> bytes:
+        """A value as bytes, with what cannot be copied as a number."""
+        stream = io.BytesIO()
+        _Pickler(self, stream).dump(value)
+        return stream.getvalue()
+
+    def load(self, data: bytes) -> Any:
+        """The value of these bytes."""
+        return _Unpickler(self, io.BytesIO(data)).load()
+
+    def call(self, number: int, sent: bytes) -> tuple[Any, Any]:
+        """Call an object of this side; its value, and the arguments where it has changed them."""
+        args, kwargs = self.load(sent)
+        result = self._objects[number](*args, **kwargs)
+        with suppress(Exception):
+            if self.dump((args, kwargs)) != sent:
+                return result, (args, kwargs)
+        return result, None
+
+    def keep(self, value: Any) -> int:
+        """The number of an object of this side."""
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._objects)
+            self._objects.append(value)
+        return self._numbers[id(value)]
+
+    def reduce(self, value: Any) -> Any:
+        """How a value is sent that is no plain data; see pickle.Pickler.reducer_override."""
+        if isinstance(value, Remote):
+            return _yours, (value._remote[1],)
+        if value is _mine or value is _yours or type(value) in _EXACT or (isinstance(value, type) and value in _EXACT):
+            return NotImplemented
+        for base, plain in _PLAIN.items():
+            if isinstance(value, base):
+                return base, (plain(value),)
+        if self._trusting or (isinstance(value, _FUNCTIONS) and not _is_importable(value)):
+            return _mine, (self.keep(value),)
+        return NotImplemented
+
+    def find(self, module: str, name: str) -> Any:
+        """What a message may name; see pickle.Unpickler.find_class."""
+        if module == __name__ and name in ("_mine", "_yours"):
+            return self._remote if name == "_mine" else self._objects.__getitem__
+        if self._trusting:
+            __import__(module)
+            found = sys.modules[module]
+            for part in name.split("."):
+                found = getattr(found, part)
+            return found
+        if (module, name) not in _NAMES:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        kind = _NAMES[module, name]
+        # Not the class: a message can set attributes of what it names, and so change what `==` is.
+        return lambda *arguments: kind(*arguments)
+
+    def _remote(self, number: int) -> Remote:
+        return self._remotes.setdefault(number, Remote(self, number))
+
+    def _answer(self, what: str, arguments: Sequence[Any]) -> None:
+        try:
+            if what == "call":
+                reply = self.call(*arguments)
+            elif self._trusting:
+                first = arguments[0] if what == "names" else self._objects[arguments[0]]
+                reply = _OPERATIONS[what](first, *arguments[1:])
+            else:
+                raise PermissionError(what)
+            message = self.dump(("value", reply))
+        except BaseException as error:
+            message = self.dump(("raised", type(error).__name__, str(error)[:1000]))
+        self._send_bytes(message)
+
+    def _send(self, message: tuple[Any, ...]) -> None:
+        self._send_bytes(self.dump(message))
+
+    def _send_bytes(self, message: bytes) -> None:
+        self._connection.sendall(_HEADER.pack(len(message)))
+        self._connection.sendall(message)
+
+    def _receive(self) -> Any:
+        header = self._stream.read(_HEADER.size)
+        if len(header) < _HEADER.size:
+            raise ConnectionError("the program has ended")
+        size = _HEADER.unpack(header)[0]
+        message = self._stream.read(size)
+        if len(message) < size:
+            raise ConnectionError("the program has ended")
+        return self.load(message)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, channel: Channel, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=5)
+        self._channel = channel
+
+    def reducer_override(self, obj: Any) -> Any:
+        return self._channel.reduce(obj)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, channel: Channel, stream: io.BytesIO) -> None:
+        super().__init__(stream)
+        self._channel = channel
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        return self._channel.find(module_name, global_name)
+
+
+def _is_importable(function: Any) -> bool:
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    return module is not None and getattr(module, getattr(function, "__qualname__", ""), None) is function
+
+
+def _update(old: Any, new: Any) -> None:
+    """Make an argument what the program has made of it."""
+    if type(old) is not type(new):
+        return
+    if isinstance(old, list | bytearray):
+        old[:] = new
+    elif isinstance(old, dict | set | deque):
+        old.clear()
+        (old.extend if isinstance(old, deque) else old.update)(new)
+
+
+def _exception(name: str, text: str) -> Exception:
+    kind = getattr(builtins, str(name), None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with suppress(Exception):
+            return kind(text)
+    return RuntimeError(f"{name}: {text}")
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "get": getattr,
+    "set": setattr,
+    "item": lambda value, key: value[key],
+    "len": len,
+    "bool": bool,
+    "str": str,
+    "repr": repr,
+    "equal": lambda a, b: bool(a == b),
+    "iter": iter,
+    "next": lambda iterator: list(islice(iterator, 1)),
+    "names": lambda names: {name: _PROGRAM[name] for name in names if name in _PROGRAM},
+}
+"""What the judge can ask of the program."""
+
+_PROGRAM: dict[str, Any] = {}
+"""The names of the program, in its own process."""
+
+
+def run_program(source: str, name: str) -> None:
+    """Run a program as the module of this name."""
+    code = compile(source, "<program>", "exec", dont_inherit=True)
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(code, module.__dict__)
+
+
+def serve_program(source: str, connection: socket.socket) -> None:
+    """Run a program, and then what the judge asks of it."""
+    global _PROGRAM
+    run_program(source, "solution")
+    _PROGRAM = vars(sys.modules["solution"])
+    Channel(connection, trusting=True).serve()
+
+
+def judge(tests: str, verdict: int, connection: socket.socket) -> None:
+    """Run tests against the program at the other end.
+
+    Args:
+        tests: JSON of `names`, which are the program's, and `parts`, pairs of a piece of code and whether it is a
+            test. They run one after the other in one module.
+        verdict: file, to which "1" or "0" is written for every test.
+        connection: to the program.
+    """
+    order = json.loads(tests)
+    channel = Channel(connection, trusting=False)
+    space: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
+    module = types.ModuleType("solution")
+    sys.modules["solution"] = module
+    with suppress(Exception):
+        found = channel.ask("names", order["names"])
+        # Nothing else: a name too many could be a builtin of the program's making.
+        found = {name: found[name] for name in order["names"] if name in found}
+        space.update(found)
+        vars(module).update(found)
+    for code, counts in order["parts"]:
+        passed = b"0"
+        with suppress(BaseException):
+            exec(compile(code, "<tests>", "exec", dont_inherit=True), space)
+            passed = b"1"
+        if counts:
+            os.write(verdict, passed)

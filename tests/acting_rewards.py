@@ -1,0 +1,214 @@
+"""Reward functions that do what the completion says, above all what a reward function should not do.
+
+Imported by worker processes: nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CALLS = 0
+"""In this worker."""
+
+
+def _raises() -> Any:
+    raise KeyError("no such\nthing")
+
+
+def _recurses() -> Any:
+    return _recurses()
+
+
+def _crashes() -> Any:
+    return ctypes.string_at(0)
+
+
+def _hangs() -> Any:
+    while True:
+        time.sleep(1)
+
+
+def _hangs_in_c() -> Any:
+    """Where no Python signal handler would ever run."""
+    ctypes.CDLL(None).pause()
+
+
+def _ignores_signals() -> Any:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        signal.signal(number, signal.SIG_IGN)
+    return _hangs()
+
+
+def _hangs_with_children() -> Any:
+    """One child in a session of its own, and one whose parent is gone."""
+    subprocess.Popen(["sleep", "271"], start_new_session=True)
+    subprocess.run(["sh", "-c", "setsid sleep 272 &"], check=True)
+    return _hangs()
+
+
+def _exits_with_children() -> Any:
+    subprocess.Popen(["sleep", "273"], start_new_session=True)
+    os.system("sleep 274 &")  # which has whatever descriptors the worker would hand down
+    os._exit(3)
+
+
+def _kills_parent() -> Any:
+    os.kill(os.getppid(), signal.SIGKILL)
+    return _hangs()
+
+
+def _closes_descriptors() -> Any:
+    os.closerange(3, 1000)
+    return [1.0]
+
+
+def _prints() -> Any:
+    for _ in range(1000):
+        print("x" * 1000)
+        print("y" * 1000, file=sys.stderr)
+    return [5.0]
+
+
+ACTS: dict[str, Callable[[], Any]] = {
+    "raises": _raises,
+    "recurses": _recurses,
+    "returns nan": lambda: [float("nan")],
+    "returns text": lambda: ["1.0"],
+    "returns two": lambda: [1.0, 2.0],
+    "returns none at all": lambda: None,
+    "returns a huge list": lambda: [1.0] * 1_000_000,
+    "returns huge steps": lambda: [[(1, 1.0)] * 1_000_000],
+    "exits": lambda: sys.exit(3),
+    "exits at once": lambda: os._exit(3),
+    "kills itself": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "crashes": _crashes,
+    "allocates": lambda: [float(len(bytearray(8 << 30)))],
+    "kills its parent": _kills_parent,
+    "closes descriptors": _closes_descriptors,
+    "exits with children": _exits_with_children,
+    "hangs": _hangs,
+    "hangs in C": _hangs_in_c,
+    "ignores signals": _ignores_signals,
+    "hangs with children": _hangs_with_children,
+    "prints": _prints,
+    "runs a loop": lambda: [asyncio.run(asyncio.sleep(0, 7.0))],
+    "does not apply": lambda: [None],
+}
+
+
+def act(completions: list[str]) -> Any:
+    """A number is its own reward; else what the text says."""
+    (text,) = completions
+    return [float(text)] if text.isdigit() else ACTS[text]()
+
+
+async def act_async(completions: list[str]) -> Any:
+    """Some of it beside other calls that sleep; a number takes a tenth of a second."""
+    (text,) = completions
+    if not text.isdigit():
+        return ACTS[text]()
+    await asyncio.sleep(0.1)
+    return [float(text)]
+
+
+async def sleeps(completions: list[str]) -> list[float]:
+    """As many seconds as the completion says."""
+    await asyncio.sleep(float(completions[0]))
+    return [1.0]
+
+
+def sleeps_plainly(completions: list[str]) -> list[float]:
+    """The same, for all rows of a call."""
+    time.sleep(sum(map(float, completions)))
+    return [float(text) for text in completions]
+
+
+def alarmed(completions: list[str]) -> list[float]:
+    """SIGALRM, as many graders use it: for a time limit of their own."""
+
+    def ring(number: int, frame: Any) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        time.sleep(30)
+    except TimeoutError:
+        return [float(threading.current_thread() is threading.main_thread())]
+    return [-1.0]
+
+
+def leaves_an_alarm(completions: list[str]) -> list[float]:
+    """Sets one and forgets it; the next call takes longer."""
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    time.sleep(float(completions[0]))
+    return [1.0]
+
+
+def letters(completions: list[str], completion_ids: list[list[int]], answer: list[str]) -> list[Any]:
+    """A step for every token: whether it is the letter it should be."""
+    return [
+        [(i + 1, float(c[i : i + 1] == a[i : i + 1] != "")) for i in range(len(ids))]
+        for c, ids, a in zip(completions, completion_ids, answer, strict=True)
+    ]
+
+
+def takes_50_ms(completions: list[str]) -> list[float]:
+    """For a call."""
+    time.sleep(0.05)
+    return [float(text) for text in completions]
+
+
+def allocates(completions: list[str]) -> list[float]:
+    """As many MiB as the completion says."""
+    return [float(len(bytearray(int(completions[0]) << 20)))]
+
+
+def counts(completions: list[str]) -> list[int]:
+    """How often this process was called."""
+    global CALLS
+    CALLS += 1
+    return [CALLS]
+
+
+def knows_torch(completions: list[str]) -> list[bool]:
+    """Whether the process has loaded it."""
+    return [bool({"torch", "transformers", "datasets", "deepspeed"} & sys.modules.keys())]
+
+
+def lengths_of_calls(completions: list[str]) -> list[int]:
+    """How many completions the call has."""
+    return [len(completions)] * len(completions)
+
+
+lengths_of_calls.batch_size = 3  # type: ignore[attr-defined]
+
+
+def no_zero(completions: list[str], log_extra: Callable[[str, list[Any]], None]) -> list[float]:
+    """A call with 0 among its completions fails; what each call had is stored."""
+    log_extra("rows", [len(completions)] * len(completions))
+    return [1 / float(text) for text in completions]
+
+
+def spoils(prompts: list[Any], completions: list[str], answer: list[Any]) -> list[float]:
+    """Changes everything that it is given, to the bottom."""
+    prompts[0][0]["content"] = "spoilt"
+    completions.clear()
+    answer[0]["x"].append(1)
+    return [float(len(answer[0]["x"]))]
+
+
+def writes_pid(completions: list[str], folder: str) -> list[float]:
+    """A file named by the process, which then hangs."""
+    (Path(folder) / str(os.getpid())).touch()
+    return _hangs()

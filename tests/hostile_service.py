@@ -1,0 +1,132 @@
+"""A reward service that misbehaves as it is told to."""
+
+from __future__ import annotations
+
+import json
+import socket
+import socketserver
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request that came in."""
+
+    path: str
+    headers: dict[str, str]
+    body: Any
+
+
+Behaviour = Callable[[socket.socket, Asked], None]
+
+
+def answer(body: str | bytes, status: str = "200 OK", **headers: str) -> Behaviour:
+    """A whole answer; `Retry_After` is the header Retry-After."""
+
+    def send(connection: socket.socket, asked: Asked) -> None:
+        data = body.encode() if isinstance(body, str) else body
+        lines = [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        head = "\r\n".join([f"HTTP/1.1 {status}", f"Content-Length: {len(data)}", "Connection: close", *lines])
+        connection.sendall(f"{head}\r\n\r\n".encode() + data)
+
+    return send
+
+
+def says(**fields: Any) -> Behaviour:
+    """An answer in JSON."""
+    return answer(json.dumps(fields))
+
+
+def lengths(connection: socket.socket, asked: Asked) -> None:
+    """The service at its best: a completion's reward is the length of the query."""
+    says(rewards=[len(query) for query in asked.body["query"]])(connection, asked)
+
+
+def after(seconds: float, then: Behaviour = lengths) -> Behaviour:
+    """Slow."""
+
+    def send(connection: socket.socket, asked: Asked) -> None:
+        time.sleep(seconds)
+        then(connection, asked)
+
+    return send
+
+
+def drops(connection: socket.socket, asked: Asked) -> None:
+    """Hangs up in the middle of a body."""
+    connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n{"rewards": [1')
+
+
+def hangs_up(connection: socket.socket, asked: Asked) -> None:
+    """Says nothing at all."""
+
+
+def drips(connection: socket.socket, asked: Asked) -> None:
+    """One byte every now and then: no single read takes long."""
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n")
+    for _ in range(200):
+        connection.sendall(b" ")
+        time.sleep(0.05)
+
+
+class Endless:
+    """A body of a gigabyte; `sent` says how much of it was taken."""
+
+    sent = 0
+
+    def __call__(self, connection: socket.socket, asked: Asked) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        for _ in range(1024):
+            connection.sendall(b" " * 2**20)
+            self.sent += 2**20
+
+
+class Service(socketserver.ThreadingTCPServer):
+    """Behaves as listed, request by request, and then on as the last of the list."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, *behaviours: Behaviour, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.behaviours: Sequence[Behaviour] = behaviours
+        self.asked: list[Asked] = []
+        self.lock = threading.Lock()
+        self.tls = tls
+        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self.server_address[1]}/get_reward"
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def __exit__(self, *error: Any) -> None:
+        self.shutdown()
+        super().__exit__(*error)
+
+
+class _Handler(socketserver.BaseRequestHandler):
+    server: Service
+
+    def handle(self) -> None:
+        try:
+            connection = self.request
+            if self.server.tls:
+                connection = self.server.tls.wrap_socket(connection, server_side=True)
+            data = b""
+            while b"\r\n\r\n" not in data:
+                data += connection.recv(65536)
+            head, _, body = data.partition(b"\r\n\r\n")
+            first, *lines = head.decode().split("\r\n")
+            headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+            while len(body) < int(headers.get("content-length", 0)):
+                body += connection.recv(65536)
+            asked = Asked(first.split()[1], headers, json.loads(body))
+            with self.server.lock:
+                number = len(self.server.asked)
+                self.server.asked.append(asked)
+            self.server.behaviours[min(number, len(self.server.behaviours) - 1)](connection, asked)
+            connection.close()
+        except OSError:  # the client has gone
+            pass

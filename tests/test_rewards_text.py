@@ -1,0 +1,210 @@
+"""Rules on text: form, multiple choice, language, repetition, length; and the numbers game."""
+
+import math
+import time
+
+import pytest
+
+from hybrid_grpo.rewards.countdown import countdown, evaluate
+from hybrid_grpo.rewards.text import (
+    cosine_length,
+    format_tags,
+    language_penalty,
+    length_target,
+    multiple_choice,
+    word_repetition_penalty,
+)
+
+
+def chats(*texts: str) -> list:
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+GOOD = "<think>a\n<b></think>\n<answer>c</answer>\n"
+
+
+@pytest.mark.parametrize(
+    "completion, strict, loose",
+    [
+        (GOOD, 1, 1), ("<think></think><answer></answer>", 1, 1), ("x" + GOOD, 0, 1), (GOOD + "x", 0, 1),
+        ("<think>a</think>x<answer>b</answer>", 0, 1), ("<answer>b</answer><think>a</think>", 0, 0),
+        ("<think>a<answer>b</answer></think>", 0, 0), (GOOD + GOOD, 0, 0), ("<think>a</think><answer>b", 0, 0),
+        ("<think>a<think>b</think><answer>c</answer>", 0, 0), ("</think>a<think><answer>c</answer>", 0, 0), ("", 0, 0),
+    ],
+)  # fmt: skip
+def test_format_tags(completion: str, strict: int, loose: int) -> None:
+    assert format_tags([completion]) == format_tags(chats(completion)) == [strict]
+    assert format_tags([completion], strict=False) == [loose]
+
+
+def test_format_tags_has_part_of_it_where_that_is_wanted() -> None:
+    texts = [GOOD, "x" + GOOD, "<think>a<answer>b</answer>", "<think><think>", ""]
+    assert format_tags(texts, partial=True) == [1.0, 0.5, 0.375, 0.0, 0.0]
+
+
+def test_format_tags_of_a_template_that_opens_the_first_one() -> None:
+    assert format_tags(["a</think><answer>b</answer>", GOOD], opened=True) == [1.0, 0.0]
+    assert format_tags(["<plan>a</plan>"], tags=["plan"]) == [1.0]
+
+
+@pytest.mark.parametrize("tags", [[], "think", ["a", "a"], ["<a>"], [1]])
+def test_format_tags_refuses_what_are_no_tags(tags: object) -> None:
+    with pytest.raises(ValueError, match="tags"):
+        format_tags([], tags=tags)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "The answer is (B)", "The answer is B.", "the answer is (b).", "Answer: B", "**Answer:** B", "**Answer: B**",
+        "Answer:\nB", "The correct answer is option B because it is warm", "The answer is: **B. Paris**",
+        "The answer is **(B)**", "the right choice is B", r"\boxed{B}", r"so \boxed{\text{(B)}}.", r"$\boxed{b}$",
+        r"\(\boxed{\mathrm{B}}\)", r"\boxed{B. Paris}", "<answer>B</answer>", "<answer> b </answer>", "**B**",
+        "It is **B. Paris**", "B", "B.", "(B)", "B) Paris", "B. Paris, because", "Let me see.\n\nB", "Paris", "paris.",
+        "I think A is wrong. B is the correct answer.", "The answer is A. No, the answer is B.", r"\boxed{A} \boxed{B}",
+        "Option A is wrong.\n**A**\nThe answer is B.\nOption C is cold.", "The answer is B\n\nA. Rome\nC. Oslo",
+        "**A** or **B**", "The answer is A or C. The answer is B",
+        "Therefore, the correct answer is:\n\n**B) Paris**", r"The answer is \(B\).", "The answer is **Option B**.",
+        "Answer - B", "The answer to the question is therefore (B), not A.", "The answer must be choice B",
+        "### Answer: B", r"Final Answer: The final answer is $\boxed{B}$.",
+    ],
+)  # fmt: skip
+def test_multiple_choice_right(completion: str) -> None:
+    choices = ["Rome", "Paris", "Oslo", "I"]
+    for answer in ("B", "b", 1, "Paris"):
+        assert multiple_choice([completion], [answer], [choices]) == [1.0]
+    assert multiple_choice(chats(completion), ["A"], [choices]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "", "The answer is A bird", "A bird", "The answer is B or C", "The answer is (B) and (C)", "Rome or Paris",
+        "The answer is not B", "The answer cannot be B", "The answer isn't B", "The answer is Berlin",
+        r"\boxed{B^2}", r"\boxed{AB}", r"\boxed{B+C}", "Option B",
+        "A. Rome\nB. Paris", "The answer is E", "The answer", "The answer is I think unknown",
+    ],
+)  # fmt: skip
+def test_multiple_choice_that_chooses_nothing(completion: str) -> None:
+    choices = ["Rome", "Paris", "Oslo", "I"]
+    assert multiple_choice([completion] * 4, [0, 1, 2, 3], [choices] * 4) == [0.0] * 4
+
+
+def test_multiple_choice_without_choices_and_without_an_answer() -> None:
+    assert multiple_choice(["E", "E", "E"], ["E", 4, None]) == [1.0, 1.0, None]
+    # Where choices are letters themselves, a letter is that of a choice.
+    assert multiple_choice(["(B)", "(A)"], ["A", "A"], [["C", "A"]] * 2) == [0.0, 1.0]
+    for answer in ("Paris", 26, -1, True, 1.0, ""):
+        with pytest.raises(ValueError, match="answer"):
+            multiple_choice(["B"], [answer])
+
+
+def test_language_penalty_is_the_share_of_letters_of_other_scripts() -> None:
+    texts = ["hello, ça va? 1 + 1", "привет", "hi 你好", "123 !", "x\u0301 \U0001d538 ª ｆ", "\U00010330b"]  # noqa: RUF001
+    assert language_penalty(texts) == [0.0, -1.0, -0.5, 0.0, 0.0, -0.5]
+    assert language_penalty(chats("漢字かなカナ々"), scripts=["han", "hiragana", "katakana"]) == [0.0]
+    assert language_penalty(["2π r"], scripts=["latin", "greek"]) == [0.0]
+    for scripts in ([], "latin", ["english"]):
+        with pytest.raises(ValueError, match="scripts"):
+            language_penalty([], scripts=scripts)
+
+
+def test_word_repetition_penalty_counts_words() -> None:
+    # Of 7 runs of three words 3 differ.
+    assert word_repetition_penalty(["a b c a B  c\na b c", "a b", ""]) == [pytest.approx(3 / 7 - 1), 0.0, 0.0]
+    assert word_repetition_penalty(["a a a a"], ngram=1) == [-0.75]
+    with pytest.raises(ValueError, match="ngram 0"):
+        word_repetition_penalty([], ngram=0)
+
+
+def test_length_target() -> None:
+    ids = [[0] * length for length in (0, 50, 90, 100, 110, 160, 400)]
+    assert length_target(ids, target=100) == pytest.approx([-1, -0.5, -0.1, 0, -0.1, -0.6, -1])
+    assert length_target(ids, target=100, tolerance=10) == pytest.approx([-0.9, -0.4, 0, 0, 0, -0.5, -1])
+    with pytest.raises(ValueError, match="target 0"):
+        length_target([], target=0)
+
+
+def test_cosine_length_is_the_paper_s() -> None:
+    """Equations of arXiv:2502.03373: CosFn(t, T, lo, hi) = lo + (hi - lo) (1 + cos(t pi / T)) / 2."""
+    lengths = [0, 25, 50, 100, 130]
+    ids = [[0] * length for length in lengths]
+    settings = {"max_length": 100, "judge": "numeric_answer", "right": [2, 1], "wrong": [-10, 0]}
+    right = [1 + 0.5 * (1 + math.cos(min(length, 100) / 100 * math.pi)) for length in lengths]
+    wrong = [-10 * 0.5 * (1 + math.cos(min(length, 100) / 100 * math.pi)) for length in lengths]
+    assert cosine_length(["#### 1"] * 5, ids, [1] * 5, **settings) == pytest.approx(right)
+    assert cosine_length(["#### 2"] * 5, ids, [1] * 5, **settings) == pytest.approx(wrong)
+    assert cosine_length(["#### 1"] * 5, ids, [1] * 5, exceeded=-10.0, **settings)[2:] == [1.5, -10.0, -10.0]
+    assert cosine_length(["#### 1"], [[]], [None], **settings) == [None]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_length": 0}, {"judge": "length_target"}, {"right": [1]}, {"wrong": ["a", "b"]}]
+)
+def test_cosine_length_refuses_settings(wrong: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        cosine_length([], [], [], **{"max_length": 10, "judge": "exact_match", **wrong})
+
+
+@pytest.mark.parametrize(
+    "expression, value",
+    [
+        ("1+2*3", 7), ("(1+2)*3", 9), ("8/(3-8/3)", 24), ("7-3-2", 2), ("12/3/2", 2), ("((5))", 5), (" 1 + 2 ", 3),
+        ("1 2", None), ("1-", None), ("-3", None), ("2--3", None), ("((1)", None), ("1)", None), ("1/0", None),
+        ("1/(2-2)", None), ("()", None), ("2(3)", None), ("", None), ("2**3", None), ("0x10", None), ("1.5", None),
+        ("__import__('os')", None), ("(" * 300 + "1" + ")" * 300, None), ("1+" * 249 + "1", 250), ("9999999999", None),
+    ],
+)  # fmt: skip
+def test_an_expression_has_its_exact_value(expression: str, value: int | None) -> None:
+    read = evaluate(expression)
+    assert (None if read is None else read[0]) == value
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [
+        ("<think>3*8=24</think>\n<answer>8 / (3 - 8 / 3)</answer>", 1), ("8/(3-8/3)", 1), ("<answer>8/(3-8/3) = 24", 1),
+        (r"<answer>8 \div (3 \u2212 8/3)</answer>".replace(r"\u2212", "\u2212"), 1), ("<answer>3*8</answer>", 0),
+        ("<answer>8+8+8</answer>", 0), ("<answer>(3+3-8/8)*8/8</answer>", 0), ("<answer>24</answer>", 0),
+        ("<answer>8/(3-8/3)</answer> or <answer>1</answer>", 0), ("the answer is 8/(3-8/3)", 0), ("", 0),
+    ],
+)  # fmt: skip
+def test_countdown_uses_every_number_once(completion: str, reward: int) -> None:
+    assert (
+        countdown([completion], [[3, 3, 8, 8]], [24]) == countdown(chats(completion), [[8, 3, 8, 3]], [24]) == [reward]
+    )
+
+
+def test_countdown_may_leave_numbers_out() -> None:
+    assert countdown(["3*8", "3*8*1/1", "3*8"], [[3, 3, 8]] * 3, [24, 24, None], use_all=False) == [1.0, 0.0, None]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "answer is ",
+        "the answer is (",
+        "**A. ",
+        "(",
+        "{",
+        "\\boxed{",
+        "A ",
+        " ",
+        "\n",
+        "*",
+        "_",
+        "<think>",
+        "A.\n",
+        "A or",
+    ],
+)
+@pytest.mark.parametrize("before", ["", "answer is ", "**A. ", "<answer>"])
+def test_rules_take_linear_time(before: str, text: str) -> None:
+    long = before + text * (100_000 // len(text))
+    start = time.process_time()
+    for rule in (format_tags, language_penalty, word_repetition_penalty):
+        rule([long])
+    multiple_choice([long], ["A"], [["x", "y"]])
+    countdown([long], [[1]], [1])
+    # About 0.1 s; quadratic in a hundred thousand characters is minutes.
+    assert time.process_time() - start < 2.0
