@@ -21,8 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from hostile_rewards import FAILURES, fate, reward
 
@@ -31,6 +30,7 @@ from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.scoring import Rewards
 
+ROOT = Path(__file__).parent.parent
 TIMEOUT = 0.5
 
 
@@ -159,7 +159,11 @@ def overlap() -> dict[str, float]:
         decoded = time.perf_counter()
         stream.scores()
     end = time.perf_counter()
-    return {"decoding_s": decoded - start, "reward_wait_s": end - decoded, "wait over step": (end - decoded) / (end - start)}
+    return {
+        "decoding_s": decoded - start,
+        "reward_wait_s": end - decoded,
+        "wait over step": (end - decoded) / (end - start),
+    }
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,17 @@ def _raises() -> Any:
     raise KeyError("no such\nthing")
 
 
+class _Odd:
+    def __float__(self) -> float:
+        return 1 / 0
+
+
 def _recurses() -> Any:
     return _recurses()
+
+
+def _long() -> Any:
+    raise ValueError("x" * 5_000_000)
 
 
 def _crashes() -> Any:
@@ -72,6 +82,15 @@ def _closes_descriptors() -> Any:
     return [1.0]
 
 
+def _writes_everywhere() -> Any:
+    """Into the connection to the rank, too: once what is no reply, and once the reply to another call."""
+    for message in (b"[99, [1.0], {}, {}, false, false]", b"no reply"):
+        for descriptor in range(3, 64):
+            with suppress(OSError):
+                os.write(descriptor, len(message).to_bytes(4, "big") + message)
+    return [1.0]
+
+
 def _prints() -> Any:
     for _ in range(1000):
         print("x" * 1000)
@@ -82,6 +101,8 @@ def _prints() -> Any:
 ACTS: dict[str, Callable[[], Any]] = {
     "raises": _raises,
     "recurses": _recurses,
+    "raises a long text": _long,
+    "returns an odd number": lambda: [_Odd()],
     "returns nan": lambda: [float("nan")],
     "returns text": lambda: ["1.0"],
     "returns two": lambda: [1.0, 2.0],
@@ -95,6 +116,7 @@ ACTS: dict[str, Callable[[], Any]] = {
     "allocates": lambda: [float(len(bytearray(8 << 30)))],
     "kills its parent": _kills_parent,
     "closes descriptors": _closes_descriptors,
+    "writes everywhere": _writes_everywhere,
     "exits with children": _exits_with_children,
     "hangs": _hangs,
     "hangs in C": _hangs_in_c,

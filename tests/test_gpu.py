@@ -1,10 +1,12 @@
 """What only a GPU can show; the same programs as on the CPU."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from launching import make_task, ranks
+from reward_models import make_reward_model
 from tiny_models import VOCABULARY, build, tiny_config
 
 from hybrid_grpo.attention import ATTENTION
@@ -12,6 +14,7 @@ from hybrid_grpo.data.packing import pack
 from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, generate, graphs, stream_key
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.logprobs import LogprobModel
+from hybrid_grpo.rewards.models import reward_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -184,3 +187,18 @@ def test_two_packed_backwards_on_a_gpu_are_equal_to_the_bit():
         return [p.grad.clone() for n, p in model.named_parameters() if "embed" not in n]
 
     assert all(map(torch.equal, gradients(), gradients()))
+
+
+def test_a_reward_model_scores_in_a_thread_while_graphs_are_captured(tmp_path):
+    """What it allocates must not spoil a capture, nor a capture its scores."""
+    model = str(make_reward_model(tmp_path))
+    prompts, texts = [f"{'abc' * (k % 9)}? " for k in range(400)], ["xyz"[: k % 4] for k in range(400)]
+    x = torch.ones(64, 64, device="cuda")
+    expected = x @ x
+    with ThreadPoolExecutor(1) as thread:
+        scores = thread.submit(reward_model, prompts, texts, model=model, device="cuda", batch_tokens=256)
+        while not scores.done():
+            replay, result = graphs.on_cuda(lambda: x @ x)
+            replay()
+            assert torch.equal(result, expected)
+    assert scores.result() == pytest.approx(reward_model(prompts, texts, model=model, device="cpu"), abs=1e-3)

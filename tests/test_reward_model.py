@@ -189,7 +189,6 @@ def test_settings_are_refused_before_weights_are_read(tmp_path):
     assert "has no chat template: set template to text" in refusal(**good, template="chat")
     assert "dtype 'half' must be one of" in refusal(**good, dtype="half")
     assert "zero_stage 2 must be one of 0, 3" in refusal(**good, zero_stage=2)
-    assert "batch_tokens None must be 1 or greater" in refusal(**good, batch_tokens=None)
     assert "batch_tokens 0 must be 1 or greater" in refusal(**good, batch_tokens=0)
     assert "max_tokens 129: model" in refusal(**good, max_tokens=129) and "128 positions" in refusal(
         **good, max_tokens=129

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from reward_helpers import isolated, rows
 
+from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.rewards.code import code_tests, program_of
 
 SQUARES = ["assert square(2) == 4", "assert square(3) == 9", "assert square(-1) == 1", "assert square(0) == 0"]
@@ -219,3 +221,10 @@ def test_settings_are_checked_before_rows(settings: dict, message: str) -> None:
 def test_tests_that_are_none_are_the_data_sets_fault(tests: object) -> None:
     with pytest.raises(ValueError, match="tests of the data set"):
         code_tests([fenced(RIGHT)], [tests])
+
+
+def test_in_the_worker_processes_of_a_run() -> None:
+    """The sandbox of a worker is its own, although the function was imported and checked in another process."""
+    texts = [fenced(RIGHT), fenced("def square(x): return 4"), fenced("import os; os._exit(0)"), "nothing"]
+    scores = isolated(RewardConfig("code_tests", kwargs={"timeout_s": 5.0})).score(*rows(*texts, tests=[SQUARES] * 4))
+    assert scores.reward_B.tolist() == [1.0, 0.25, 0.0, 0.0]

@@ -23,6 +23,8 @@ FILE = Path(__file__).with_name("acting_rewards.py")
 FAILED = {
     "raises": "raised KeyError: 'no such\\nthing' (acting_rewards.py:",
     "recurses": "raised RecursionError: maximum recursion depth exceeded",
+    "raises a long text": "raised ValueError: " + 2000 * "x" + "... (acting_rewards.py:",
+    "returns an odd number": "raised ZeroDivisionError: ",
     "returns nan": "returned nan: return a finite number",
     "returns text": "returned '1.0': return a finite number",
     "returns two": "returned 2 values, expected 1",
@@ -36,6 +38,7 @@ FAILED = {
     "allocates": "raised MemoryError (acting_rewards.py:",
     "kills its parent": "ended its process",
     "closes descriptors": "ended its process (exit status 1)",
+    "writes everywhere": "ended its process",
     "exits with children": "ended its process (exit status 3)",
 }
 HANGS = ["hangs", "hangs in C", "ignores signals", "hangs with children"]
@@ -115,9 +118,10 @@ def test_state_lives_in_a_worker_and_no_longer() -> None:
     assert rewards.score(*rows("1")).by_function["calls"].tolist() == [1.0]
 
 
-def test_what_it_is_given_is_its_own() -> None:
+@pytest.mark.parametrize("isolation", ["process", "none"])
+def test_what_it_is_given_is_its_own(isolation: str) -> None:
     prompts, completions = rows("a", "b", chat=True, answer=[{"x": []}, {"x": []}])
-    assert isolated(acting("spoils")).score(prompts, completions).reward_B.tolist() == [1.0, 1.0]
+    assert isolated(acting("spoils", isolation=isolation)).score(prompts, completions).reward_B.tolist() == [1.0, 1.0]
     assert prompts[0].text == [{"role": "user", "content": "p0"}] and prompts[0].columns == {"answer": {"x": []}}
 
 
@@ -170,6 +174,8 @@ def test_a_hundred_coroutines_wait_together() -> None:
     [
         ("raises", "failed"),
         ("exits", "failed"),
+        ("returns an odd number", "failed"),
+        ("writes everywhere", "failed"),
         ("exits at once", "failed"),
         ("crashes", "failed"),
         ("allocates", "failed"),

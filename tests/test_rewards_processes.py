@@ -16,7 +16,7 @@ from reward_helpers import completion, isolated, rows, statuses
 from hybrid_grpo.config import RewardConfig
 
 HERE = Path(__file__).parent
-RANK = f"""
+RANK = """
 import os, sys, time
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.rewards.functions import Request
@@ -24,7 +24,7 @@ from hybrid_grpo.rewards.pool import Pool
 
 pool = Pool([("rewards[0]", RewardConfig(sys.argv[1]))], 2, 1 << 32)
 lane = pool.isolated(0, 60.0)
-calls = [lane.start(Request({{"completions": [text]}}, [1])) for text in ("hangs with children", "1")]
+calls = [lane.start(Request({"completions": [text]}, [1])) for text in ("hangs with children", "1")]
 calls[1].result()
 time.sleep(0.1)  # for the children
 print("at work", flush=True)

@@ -146,12 +146,18 @@ def test_a_program_ends_with_whoever_started_it() -> None:
 def test_a_killed_template_takes_the_program_along_and_is_reported() -> None:
     with Sandbox([f"starter-{os.getpid()}"]) as sandbox:
         template = sandbox._process.pid
+        folder = Path(sandbox.run("import os; print(os.getcwd())").stdout.strip())
         killer = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {template}"])
         with pytest.raises(RuntimeError, match="the sandbox has ended"):
             sandbox.run("while True: pass", timeout_s=60)
         killer.wait()
         assert not sandbox.usable
         assert _until(lambda: _marked() == [])
+    with Sandbox() as sandbox:  # removes what the other has left
+        place = Path(sandbox.run("import os; print(os.getcwd())").stdout.strip())
+        with Sandbox() as beside:
+            assert beside.run("print(1)").stdout == "1\n" and place.is_dir()
+    assert not place.exists() and str(folder) != str(place) and not folder.exists()
 
 
 def _marked() -> list[str]:

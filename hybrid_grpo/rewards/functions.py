@@ -49,6 +49,8 @@ INPUTS = ("prompts", "completions", "completion_ids")
 CONTEXT = ("trainer_state", "log_extra", "log_metric")
 """What TRL gives beside them."""
 
+_LONGEST_MESSAGE, _LONGEST_TRACEBACK = 2_000, 20_000  # characters: completions are put into messages whole
+
 Inputs = dict[str, list[Any]]
 """By name, each with one element per row."""
 Step = tuple[int, float]
@@ -146,20 +148,19 @@ class Function:
             result = self(request.inputs, self._context(request, extra))
             if inspect.isawaitable(result):
                 result = asyncio.run(_awaited(result))
+            return self._reply(result, request, extra)
         except BaseException as error:  # a SystemExit of the function is no reason to end the process
             return self._raised(error, request)
-        return self._reply(result, request, extra)
 
     async def score_async(self, request: Request) -> Reply:
         """The same, of an `async def` function."""
         extra: dict[str, Any] = {}
         try:
-            result = await self(request.inputs, self._context(request, extra))
+            return self._reply(await self(request.inputs, self._context(request, extra)), request, extra)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
             return self._raised(error, request)
-        return self._reply(result, request, extra)
 
     def _context(self, request: Request, extra: dict[str, Any]) -> dict[str, Any]:
         rows = len(request.lengths)
@@ -175,7 +176,7 @@ class Function:
         }
 
     def _raised(self, error: BaseException, request: Request) -> Reply:
-        trace = "".join(traceback.format_exception(error))
+        trace = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
         failure = Failure("raised", f"raised {describe(error, self.file)}", trace)
         return failed(failure, len(request.lengths), spent=isinstance(error, MemoryError))
 
@@ -257,7 +258,9 @@ def describe(error: BaseException, file: str | None) -> str:
     """Type, message and, where the error passed through `file`, its line there; all on one line."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     place = f" ({Path(file).name}:{lines[-1]})" if file and lines else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ") + place
+    message = " ".join(str(error).split())
+    message = message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}..."
+    return f"{type(error).__name__}: {message}".removesuffix(": ") + place
 
 
 def load_function(config: RewardConfig, entry: str) -> Function:

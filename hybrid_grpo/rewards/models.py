@@ -35,6 +35,8 @@ Shard = Callable[[Callable[[], Any], str], Any]
 """From what reads a model, and the type of its weights, to its forward, sharded over the ranks, with its `device`."""
 
 _CLASSIFIER = "ForSequenceClassification"
+_BATCH_TOKENS = {"cuda": 16384, "cpu": 2048}
+"""Of one forward. A CPU is slower where activations leave its caches."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Settings:
     model: str
     device: str
     dtype: Dtype
-    batch_tokens: int
+    batch_tokens: int | None
     max_tokens: int | None
     template: Template
     sigmoid: bool
@@ -61,9 +63,9 @@ class Settings:
         for name, choices in (("dtype", get_args(Dtype)), ("template", get_args(Template)), ("zero_stage", (0, 3))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} {getattr(self, name)!r} must be one of {', '.join(map(str, choices))}")
-        for name, unset in (("batch_tokens", False), ("max_tokens", True)):
+        for name in ("batch_tokens", "max_tokens"):
             value = getattr(self, name)
-            if not (isinstance(value, int) and value >= 1) and not (unset and value is None):
+            if value is not None and not (isinstance(value, int) and value >= 1):
                 raise ValueError(f"{name} {value!r} must be 1 or greater")
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device {self.device!r} must be auto, cpu, cuda or cuda:NUMBER")
@@ -227,7 +229,8 @@ class RewardModel:
         self.load()
         scores_B = [0.0] * len(ids_B)
         with self._turn, self._stream, torch.no_grad():
-            batches = forwards([len(ids) for ids in ids_B], self.settings.batch_tokens)
+            budget = self.settings.batch_tokens or _BATCH_TOKENS[self._device.type]
+            batches = forwards([len(ids) for ids in ids_B], budget)
             for rows in self._in_step(batches):
                 score_b = self._score([ids_B[row] for row in rows])
                 for row, score in zip(rows, score_b, strict=True):
@@ -298,7 +301,7 @@ def reward_model(
     model: str,
     device: str = "auto",
     dtype: Dtype = "auto",
-    batch_tokens: int = 16384,
+    batch_tokens: int | None = None,
     max_tokens: int | None = None,
     template: Template = "auto",
     sigmoid: bool = False,
@@ -313,7 +316,7 @@ def reward_model(
         model: folder or hub name.
         device: `auto` is the rank's own; else cpu, cuda or cuda:NUMBER.
         dtype: of weights and activations; `auto` is that of the checkpoint.
-        batch_tokens: tokens of one forward, padding included.
+        batch_tokens: tokens of one forward, padding included; not given: 16,384 on a GPU and 2,048 on a CPU.
         max_tokens: the longest text, the rest is cut off its beginning; not given: what the model has positions for.
         template: `chat` writes the messages, or a text prompt as the user's, by the model's chat template; `text` puts
             prompt and completion one after the other, messages each on a line; `auto` is chat for chat prompts.

@@ -13,6 +13,7 @@ to itself. All of it is driven by an event loop in a thread of its own, the Pool
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 import os
@@ -321,8 +322,12 @@ class _Worker:
 
     async def ask(self, index: int, request: Request, timeout_s: float) -> Reply:
         """Send a request, and wait for the only reply that is due."""
-        await self.send(self.number(), index, request, timeout_s)
-        return (await self.receive())[1]
+        number = self.number()
+        await self.send(number, index, request, timeout_s)
+        answered, reply = await self.receive()
+        if answered != number or len(reply.values) != len(request.lengths):
+            raise EOFError("a reply to something else")
+        return reply
 
     async def send(self, number: int, index: int, request: Request, timeout_s: float) -> None:
         """Send a request; it needs a number of its own."""
@@ -521,7 +526,7 @@ def _run_jobs(enter: Callable[[], None], jobs: SimpleQueue[Any]) -> None:
     while (job := jobs.get()) is not None:
         answer, function, request = job
         if answer.set_running_or_notify_cancel():
-            answer.set_result(function.score(request))
+            answer.set_result(function.score(copy.deepcopy(request)))  # it may change what it is given
 
 
 def _serve(loop: asyncio.AbstractEventLoop, nursery: Nursery | None) -> None:

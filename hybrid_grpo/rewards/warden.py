@@ -20,6 +20,7 @@ import random
 import select
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -68,7 +69,7 @@ class Warden:
     """Runs programs one after the other, all in one folder that is emptied in between."""
 
     def __init__(self, kernel: Kernel, control: socket.socket) -> None:
-        self.folder = tempfile.mkdtemp(prefix="program-")
+        self.folder = _new_folder(os.path.join(tempfile.gettempdir(), f"hybrid-grpo-sandbox-{os.getuid()}"))
         self._kernel = kernel
         self._control = control
         self._containment = Containment(kernel, self.folder)
@@ -269,6 +270,37 @@ def _writer(descriptor: int) -> io.TextIOWrapper:
 def _read(descriptor: int) -> str:
     with open(descriptor, encoding="utf-8", errors="surrogatepass") as file:
         return file.read()
+
+
+def _new_folder(parent: str) -> str:
+    """A folder in `parent`, from which those of wardens that were killed are removed."""
+    with suppress(FileExistsError):
+        os.mkdir(parent, 0o711)
+    state = os.lstat(parent)
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
+        return tempfile.mkdtemp(prefix="program-")  # somebody else has taken the name
+    os.chmod(parent, 0o711)
+    all_of_them = _locked(parent, fcntl.LOCK_EX)
+    try:
+        for name in os.listdir(parent):
+            with suppress(OSError):
+                os.close(_locked(os.path.join(parent, name), fcntl.LOCK_EX | fcntl.LOCK_NB))
+                remove(os.path.join(parent, name))
+        folder = tempfile.mkdtemp(dir=parent)
+        _locked(folder, fcntl.LOCK_EX)  # until this process ends
+        return folder
+    finally:
+        os.close(all_of_them)
+
+
+def _locked(folder: str, how: int) -> int:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _overfull(folder: str, pid: int, limits: Limits) -> bool:
