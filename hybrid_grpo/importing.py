@@ -16,6 +16,8 @@ from types import ModuleType
 
 from hybrid_grpo.errors import UserError
 
+_LONGEST_MESSAGE = 2_000  # characters: functions put whole completions into theirs
+
 
 def import_place(place: str, setting: str) -> ModuleType:
     """The module of a file or of a dotted name, imported once; `setting` begins the messages.
@@ -54,7 +56,9 @@ def describe(error: BaseException, file: str | None) -> str:
     """Type, message and, where the error passed through `file`, its line there; all on one line."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     place = f" ({Path(file).name}:{lines[-1]})" if file and lines else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ") + place
+    message = " ".join(str(error).split())
+    message = message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}..."
+    return f"{type(error).__name__}: {message}".removesuffix(": ") + place
 
 
 def _import_file(path: Path) -> ModuleType:

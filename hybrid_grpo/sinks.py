@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hybrid_grpo import distributed
 from hybrid_grpo.config import LogConfig
-from hybrid_grpo.data.batch import RewardStatus, Rollout, Scores
+from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.files import replace_text
 from hybrid_grpo.metrics import describe
 from hybrid_grpo.wandb_sink import WandbSink, json_safe, resolve_wandb_mode
@@ -144,7 +144,6 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
     """[B], one JSON object per completion of this rank; groups are numbered over all ranks."""
     first_group = distributed.rank() * len(rollout.prompts)
     rewards = {name: reward_B.tolist() for name, reward_B in scores.by_function.items()}
-    failed = {name: (status_B >= RewardStatus.FAILED).tolist() for name, status_B in scores.status.items()}
     rows = zip(rollout.row_prompts, rollout.completions, scores.reward_B.tolist(), advantages_B.tolist(), strict=True)
     return [
         json.dumps(
@@ -158,7 +157,7 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
                     "completion": completion.text,
                     "reward": reward,
                     "rewards": {name: values[row] for name, values in rewards.items()},
-                    "failed": [name for name, rows_failed in failed.items() if rows_failed[row]],
+                    "failed": {name: why[row] for name, why in scores.failures.items() if why[row] is not None},
                     "extra": {name: stored[row] for name, stored in scores.extra.items()},
                     "advantage": advantage,
                     "length": len(completion.token_ids),

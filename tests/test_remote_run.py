@@ -73,7 +73,7 @@ def test_the_run_goes_on_and_counts_what_failed(workshop):
         rows = [json.loads(line) for line in lines]
         queries = [row["prompt"] + row["completion"] for row in rows]
         assert [row["reward"] for row in rows] == [None if is_lost(query) else len(query) for query in queries]
-        assert [row["failed"] for row in rows] == [["remote"] if is_lost(query) else [] for query in queries]
+        assert [list(row["failed"]) for row in rows] == [["remote"] if is_lost(query) else [] for query in queries]
         assert step["reward/remote/failed_frac"] == pytest.approx(sum(map(is_lost, queries)) / len(queries))
     assert any(step["reward/remote/failed_frac"] > 0 for step in steps)
     assert "rewards: remote raised RuntimeError: http://127.0.0.1" in done.err and "(attempt 10)" in done.err

@@ -12,8 +12,9 @@ from reward_helpers import isolated, rows
 
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.errors import UserError
+from hybrid_grpo.importing import describe
 from hybrid_grpo.rewards.builtin import BUILTINS
-from hybrid_grpo.rewards.functions import Function, describe, load_function
+from hybrid_grpo.rewards.functions import Function, load_function
 from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.pool import Inline
 from hybrid_grpo.rewards.rules import exact_match

@@ -37,7 +37,11 @@ def make_rollout(columns=None):
     reward_B = torch.tensor([1.0, 0.0, 0.5, 0.5], dtype=torch.float64)
     exact_B = torch.tensor([1.0, math.nan, 0.5, 0.5], dtype=torch.float64)
     scores = Scores(
-        reward_B, {"exact": exact_B}, {"exact": torch.tensor([0, 1, 0, 3])}, extra={"exact/n": [1, "x", None, 4]}
+        reward_B,
+        {"exact": exact_B},
+        {"exact": torch.tensor([0, 1, 0, 3])},
+        extra={"exact/n": [1, "x", None, 4]},
+        failures={"exact": [None, None, None, "took too long"]},
     )
     return rollout, scores, torch.tensor([1.0, -1.0, 0.0, 0.0])
 
@@ -79,10 +83,10 @@ def test_rollout_lines_tell_every_completion(monkeypatch):
     assert [row["group"] for row in rows] == [6, 6, 7, 7], "groups are numbered over all ranks"
     assert [row["sample"] for row in rows] == [0, 1, 0, 1]
     assert [row["rewards"]["exact"] for row in rows] == [1.0, None, 0.5, 0.5]
-    assert [row["failed"] for row in rows] == [[], [], [], ["exact"]]
+    assert [row["failed"] for row in rows] == [{}, {}, {}, {"exact": "took too long"}]
     assert rows[1] == {
         "step": 12, "group": 6, "sample": 1, "prompt_id": 7, "prompt": "sort: ba", "completion": "b\u2028a",
-        "reward": 0.0, "rewards": {"exact": None}, "failed": [],
+        "reward": 0.0, "rewards": {"exact": None}, "failed": {},
         "extra": {"exact/n": "x"}, "advantage": -1.0, "length": 2, "finish": "stop",
         "columns": {"answer": "ab", "odd": {"1": "<class 'object'>"}},
     }  # fmt: skip

@@ -138,6 +138,8 @@ class Scores:
     """float64, the part of `reward_B` that is of completions as a whole, not of steps; None where `steps` is."""
     extra: dict[str, list[Any]] = field(default_factory=dict)
     """[B] by FUNCTION/NAME: what functions want to be stored with the completions."""
+    failures: dict[str, list[str | None]] = field(default_factory=dict)
+    """[B] by function name, of functions that failed: why, and None where one did not."""
 
     @property
     def outcome_B(self) -> Tensor:
@@ -154,6 +156,7 @@ class Scores:
             None if self.steps is None else [self.steps[row] for row in rows],
             None if self.whole_B is None else self.whole_B[rows],
             {name: [stored[row] for row in rows] for name, stored in self.extra.items()},
+            {name: [why[row] for row in rows] for name, why in self.failures.items()},
         )
 
     def joined(self, more: Scores) -> Scores:
@@ -165,11 +168,14 @@ class Scores:
             {name: torch.cat([status_B, more.status[name]]) for name, status_B in self.status.items()},
             [*(self.steps or self._no_steps()), *(more.steps or more._no_steps())] if scores_steps else None,
             torch.cat([self.outcome_B, more.outcome_B]) if scores_steps else None,
-            {name: self._extra(name) + more._extra(name) for name in {**self.extra, **more.extra}},
+            self._lists(self.extra, more, more.extra),
+            self._lists(self.failures, more, more.failures),
         )
 
-    def _extra(self, name: str) -> list[Any]:
-        return self.extra.get(name, [None] * len(self.reward_B))
+    def _lists(self, ours: dict[str, list[Any]], more: Scores, theirs: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """Those of our rows, then theirs; None where one side has none."""
+        none, nor = [None] * len(self.reward_B), [None] * len(more.reward_B)
+        return {name: ours.get(name, none) + theirs.get(name, nor) for name in {**ours, **theirs}}
 
     def _no_steps(self) -> list[list[Step]]:
         return [[] for _ in self.reward_B]

@@ -22,25 +22,19 @@ This runs in the process that calls the function, which needs no torch.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import math
 import reprlib
-import sys
 import traceback
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from hybrid_grpo.config import RewardConfig, reward_name
 from hybrid_grpo.errors import UserError, did_you_mean
+from hybrid_grpo.importing import describe, functions_of, import_place
 from hybrid_grpo.rewards.builtin import BUILTINS
 from hybrid_grpo.rewards.rules import completion_texts
 
@@ -49,7 +43,7 @@ INPUTS = ("prompts", "completions", "completion_ids")
 CONTEXT = ("trainer_state", "log_extra", "log_metric")
 """What TRL gives beside them."""
 
-_LONGEST_MESSAGE, _LONGEST_TRACEBACK = 2_000, 20_000  # characters: completions are put into messages whole
+_LONGEST_TRACEBACK = 20_000  # characters
 
 Inputs = dict[str, list[Any]]
 """By name, each with one element per row."""
@@ -254,15 +248,6 @@ def _plain(value: Any) -> Any:
     return str(value) if number is None else number
 
 
-def describe(error: BaseException, file: str | None) -> str:
-    """Type, message and, where the error passed through `file`, its line there; all on one line."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    place = f" ({Path(file).name}:{lines[-1]})" if file and lines else ""
-    message = " ".join(str(error).split())
-    message = message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}..."
-    return f"{type(error).__name__}: {message}".removesuffix(": ") + place
-
-
 def load_function(config: RewardConfig, entry: str) -> Function:
     """Find the function of an entry, named `entry` in messages, and check its `kwargs` against its signature.
 
@@ -372,66 +357,10 @@ def _find(spec: str, setting: str) -> Callable[..., Any]:
                 " path/to/file.py:function or package.module:function"
             )
         place, _, attribute = BUILTINS[spec].place.rpartition(":")
-    module = _import(place, setting)
+    module = import_place(place, setting)
     function = getattr(module, attribute, None)
     if not callable(function):
         what = "is not a function" if hasattr(module, attribute) else "does not exist"
         name = attribute or "the name behind the colon"
-        raise UserError(f"{setting}: {name} {what} in {place}: {did_you_mean(attribute, _functions(module))}")
+        raise UserError(f"{setting}: {name} {what} in {place}: {did_you_mean(attribute, functions_of(module))}")
     return function
-
-
-def _functions(module: ModuleType) -> list[str]:
-    return [
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
-    ]
-
-
-def _import(place: str, setting: str) -> ModuleType:
-    is_file = place.endswith(".py") or "/" in place
-    path = Path(place).expanduser().resolve()
-    if is_file and not path.is_file():
-        raise UserError(f"{setting}: there is no file {path}")
-    try:
-        if is_file:
-            return _import_file(path)
-        with _first_on_path(Path.cwd()):  # as `python -m` has it, for a console script
-            return importlib.import_module(place)
-    except Exception as error:
-        absent = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
-        if not is_file and absent and f"{place}.".startswith(f"{absent}."):
-            raise UserError(
-                f"{setting}: there is no module {absent}: install it, or give the function as path/to/file.py:function"
-            ) from error
-        raise UserError(f"{setting}: importing {place} raised {describe(error, str(path))}") from error
-
-
-def _import_file(path: Path) -> ModuleType:
-    """The module of a file, imported once; its name depends on its path only, so that what it defines pickles."""
-    name = f"hybrid_grpo_reward_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    loader = SourceFileLoader(name, str(path))
-    spec = spec_from_file_location(name, path, loader=loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        with _first_on_path(path.parent):
-            loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-@contextmanager
-def _first_on_path(folder: Path) -> Iterator[None]:
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        with suppress(ValueError):  # the imported code may have rearranged the path
-            sys.path.remove(str(folder))

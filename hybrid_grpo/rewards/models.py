@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from hybrid_grpo.rewards.classifiers import find_config, find_tokenizer, load_classifier, weight_bytes
 from hybrid_grpo.rewards.functions import Failure, Reply, Request
 from hybrid_grpo.rewards.rules import Completions, completion_texts
 
@@ -34,7 +33,6 @@ Prompt = str | list[dict[str, Any]]
 Shard = Callable[[Callable[[], Any], str], Any]
 """From what reads a model, and the type of its weights, to its forward, sharded over the ranks, with its `device`."""
 
-_CLASSIFIER = "ForSequenceClassification"
 _BATCH_TOKENS = {"cuda": 16384, "cpu": 2048}
 """Of one forward. A CPU is slower where activations leave its caches."""
 
@@ -85,8 +83,8 @@ class RewardModel:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._config = _model_config(settings.model)
-        self._tokenizer = _tokenizer(settings.model)
+        self._config = find_config(settings.model)
+        self._tokenizer = find_tokenizer(settings.model)
         self._config.get_text_config().use_cache = False  # keys and values of what is read once
         self._dtype = _dtype(settings, self._config)
         self._max_tokens = _max_tokens(settings, self._config, self._tokenizer)
@@ -136,30 +134,7 @@ class RewardModel:
             self._stream = torch.cuda.stream(torch.cuda.Stream(self._device))
 
     def _read(self) -> nn.Module:
-        import torch
-        from safetensors import SafetensorError
-        from transformers import AutoModelForSequenceClassification
-
-        name = self.settings.model
-        try:
-            model, loaded = AutoModelForSequenceClassification.from_pretrained(
-                name,
-                config=self._config,
-                dtype=getattr(torch, self._dtype),
-                # Reported below, by name.
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-        except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-            raise ValueError(f"model {name} does not load: {_first_line(error)}") from error
-        # transformers starts such weights at random, with no more than a warning.
-        for what, names in (("lacks", loaded["missing_keys"]), ("has the wrong shape for", loaded["mismatched_keys"])):
-            if names:
-                first = min(key if isinstance(key, str) else key[0] for key in names)
-                raise ValueError(
-                    f"model {name} {what} {len(names)} of the weights of a {type(model).__name__}, {first} among them:"
-                    " take a complete reward model"
-                )
+        model = load_classifier(self.settings.model, self._config, self._dtype)
         self._classifier = model.config.get_text_config()
         pad = self._classifier.pad_token_id
         self._pad_id = None if pad is None or pad < 0 else pad
@@ -167,13 +142,7 @@ class RewardModel:
 
     def bytes_of(self, ranks: int) -> int:
         """What the weights take of each rank, told from the configuration."""
-        import torch
-        from transformers import AutoModelForSequenceClassification
-
-        with torch.device("meta"):
-            model = AutoModelForSequenceClassification.from_config(self._config)
-        size: int = sum(p.numel() for p in model.parameters()) * getattr(torch, self._dtype).itemsize
-        return size // ranks if self.sharded else size
+        return weight_bytes(self._config, self._dtype) // (ranks if self.sharded else 1)
 
     def tokens(self, prompt: Prompt, completion: str) -> tuple[list[int], int]:
         """What the model reads, and how many tokens were cut off to make it `max_tokens`.
@@ -364,42 +333,6 @@ def forwards(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     return batches
 
 
-def _model_config(name: str) -> Any:
-    from transformers import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
-
-    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
-        raise ValueError(f"model {name}: there is no such folder")
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"model {name} does not load: {_first_line(error)}") from error
-    classes = config.architectures or []
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or config.is_encoder_decoder:
-        raise ValueError(f"model {name} is a {config.model_type}: transformers has no {_CLASSIFIER} without a decoder")
-    if classes and not any(_CLASSIFIER in each for each in classes):
-        raise ValueError(f"model {name} is a {classes[0]}: take one that was trained as a ...{_CLASSIFIER}")
-    if config.num_labels > 2:
-        raise ValueError(f"model {name} has {config.num_labels} labels: a reward model has 1, or 2, bad and good")
-    return config
-
-
-def _tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"model {name}: its tokenizer does not load: {_first_line(error)}") from error
-    # Where a folder has no tokenizer files, transformers makes one that knows its special tokens only.
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ValueError(f"model {name} has no tokenizer: save its own in the same folder")
-    return tokenizer
-
-
 def _dtype(settings: Settings, config: Any) -> str:
     if settings.dtype == "auto":
         dtype = str(config.get_text_config().dtype or config.dtype or "float32").removeprefix("torch.")
@@ -438,8 +371,3 @@ def _line(message: dict[str, Any]) -> str:
     if not isinstance(message["content"], str):
         raise ValueError(f"a message has content {message['content']!r:.40}, which is no text: set template to chat")
     return message["content"] + "\n"
-
-
-def _first_line(error: Exception) -> str:
-    text = repr(error) if isinstance(error, KeyError) else str(error).strip()
-    return (text.splitlines() or [type(error).__name__])[0]

@@ -339,9 +339,14 @@ def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list
     weighted = torch.stack([reward.weight * values[reward.name] for reward in rewards])
     reward_B = weighted.nansum(dim=0).masked_fill(failed_B, math.nan)
     extra = {f"{name}/{column}": stored for name, reply in replies.items() for column, stored in reply.extra.items()}
+    failures = {
+        name: [failure.message if failure else None for failure in reply.failures]
+        for name, reply in replies.items()
+        if any(reply.failures)
+    }
     steps = {reward.name: _steps(replies[reward.name].values, lengths, num_generations) for reward in rewards}
     if all(row is None for rows in steps.values() for row in rows):
-        return Scores(reward_B, values, status, extra=extra)
+        return Scores(reward_B, values, status, extra=extra, failures=failures)
     whole = [
         reward.weight * values[reward.name].masked_fill(torch.tensor([r is not None for r in steps[reward.name]]), 0.0)
         for reward in rewards
@@ -356,7 +361,7 @@ def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list
         for row in range(len(reward_B))
     ]
     whole_B = torch.stack(whole).nansum(dim=0).masked_fill(failed_B, math.nan)
-    return Scores(reward_B, values, status, list(map(_merged, weighted_steps)), whole_B, extra)
+    return Scores(reward_B, values, status, list(map(_merged, weighted_steps)), whole_B, extra, failures)
 
 
 def _sum(value: Value) -> float:

@@ -30,7 +30,8 @@ from typing import Any
 import psutil
 
 from hybrid_grpo.errors import UserError
-from hybrid_grpo.rewards.functions import Failure, Function, Reply, Request, describe, failed, load_function
+from hybrid_grpo.importing import describe
+from hybrid_grpo.rewards.functions import Failure, Function, Reply, Request, failed, load_function
 
 HEADER = struct.Struct(">I")
 """Length of the message that follows."""
