@@ -4,7 +4,8 @@
 
 hostile     200 steps on two ranks with tests/hostile_rewards.py, which raises (5 %), hangs for ever (2 %), returns None
             (5 %) or NaN (2 %), allocates 8 GiB (1 %) or ends its process (1 %), and the same run without faults:
-            counts in the metrics against those foreseen from the completions, rewards, seconds of a step.
+            counts in the metrics against those foreseen from the completions, rewards, seconds of a step. `unhidden_s`
+            is what the slower rank must wait for its calls that hang, were there nothing else.
 throughput  1,024 completions, a function of 50 ms, 8 workers: seconds against the ideal 6.4.
 overlap     the same function beside a decoder that takes longer: the wait that is left.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -31,7 +33,7 @@ from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.scoring import Rewards
 
 ROOT = Path(__file__).parent.parent
-TIMEOUT = 0.5
+RANKS, PROMPTS, WORKERS, TIMEOUT = 2, 16, 2, 0.5
 
 
 def train(folder: Path, name: str, steps: int, faults: bool) -> list[dict[str, float]]:
@@ -51,14 +53,15 @@ def train(folder: Path, name: str, steps: int, faults: bool) -> list[dict[str, f
         "policy.dtype": "float32",
         "policy.lr": "1e-5",
         "data.path": folder / "task/train.jsonl",
-        "rollout.prompts_per_step": 16,
+        "rollout.prompts_per_step": PROMPTS,
+        "scoring.workers": WORKERS,
         "rollout.num_generations": 8,
         "rollout.max_completion_tokens": 8,
         "rewards": json.dumps(rewards),
         "log.wandb": "disabled",
         "log.rollouts_every": 1,
     }
-    command = [Path(sys.executable).with_name("deepspeed"), "--num_accelerators", "2", "--no_local_rank", "--module"]
+    command = [Path(sys.executable).with_name("deepspeed"), "--num_accelerators", str(RANKS), "--no_local_rank", "--module"]
     arguments = [part for setting, value in settings.items() for part in (f"--{setting}", value)]
     done = subprocess.run(
         [*map(str, command), "hybrid_grpo", "train", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT
@@ -73,24 +76,29 @@ def counts(run: Path, rows: list[dict[str, float]]) -> dict[str, Any]:
     counted: dict[str, int] = dict.fromkeys(("failed", "timeout", "none"), 0)
     foreseen = dict(counted)
     exact = wrong = 0
+    unhidden_s = 0.0
     for row in rows:
+        hangs = [0] * RANKS
         lines = (run / f"rollouts/step_{row['step']:06d}.jsonl").read_text().splitlines()
         for line in map(json.loads, lines):
             what = fate(line["prompt"], line["completion"])
             foreseen["failed"] += what in FAILURES
             foreseen["timeout"] += what == "hangs"
+            hangs[line["group"] * RANKS // PROMPTS] += what == "hangs"
             foreseen["none"] += what == "none"
             value = reward(line["completion"]) if what == "scored" else None
             exact += line["rewards"]["hostile"] == value
             wrong += line["rewards"]["hostile"] != value
         for name in counted:
             counted[name] += round(row[f"reward/hostile/{name}_frac"] * len(lines))
+        unhidden_s += max(math.ceil(count / WORKERS) for count in hangs) * TIMEOUT
     return {
         "completions": exact + wrong,
         "counted": counted,
         "foreseen": foreseen,
         "rewards as foreseen": exact,
         "rewards otherwise": wrong,
+        "mean unhidden_s": unhidden_s / len(rows),
     }
 
 

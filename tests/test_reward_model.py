@@ -12,7 +12,7 @@ import torch
 from char_tokenizer import TEMPLATE, ids
 from reward_models import ARCHITECTURES, make_reward_model
 from tiny_models import build, tiny_config
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, T5Config
 
 from hybrid_grpo.checks import batch_plan
 from hybrid_grpo.config import DataConfig, PolicyConfig, RewardConfig, ScoringConfig, TrainConfig
@@ -206,6 +206,8 @@ def test_folders_that_hold_no_reward_model_are_refused(tmp_path):
     language_model = tmp_path / "lm"
     build(tiny_config("qwen2")).save_pretrained(language_model)
     assert "is a Qwen2ForCausalLM: take one" in refusal(model=str(language_model))
+    T5Config(d_model=8, num_layers=1).save_pretrained(tmp_path / "t5")
+    assert "is a t5: take a ...ForSequenceClassification that is no" in refusal(model=str(tmp_path / "t5"))
     without_tokenizer = make_reward_model(tmp_path / "bare")
     for file in without_tokenizer.glob("token*"):
         file.unlink()

@@ -33,11 +33,11 @@ FAILED = {
     "returns huge steps": "ends rising within 1 to 18",
     "exits": "raised SystemExit: 3 (acting_rewards.py:",
     "exits at once": "ended its process (exit status 3)",
-    "kills itself": "ended its process (killed, by the system for its memory or by itself)",
+    "kills itself": "ended its process (killed: by the system for its memory, by itself, or for closing its socket)",
     "crashes": "ended its process (signal 11)",
     "allocates": "raised MemoryError (acting_rewards.py:",
     "kills its parent": "ended its process",
-    "closes descriptors": "ended its process (exit status 1)",
+    "closes descriptors": "ended its process (",
     "writes everywhere": "ended its process",
     "exits with children": "ended its process (exit status 3)",
 }

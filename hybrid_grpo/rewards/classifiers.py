@@ -32,7 +32,7 @@ def find_config(name: str) -> Any:
         raise ValueError(f"model {name} does not load: {_first_line(error)}") from error
     classes = config.architectures or []
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or config.is_encoder_decoder:
-        raise ValueError(f"model {name} is a {config.model_type}: transformers has no {_CLASSIFIER} without a decoder")
+        raise ValueError(f"model {name} is a {config.model_type}: take a ...{_CLASSIFIER} that is no encoder-decoder")
     if classes and not any(_CLASSIFIER in each for each in classes):
         raise ValueError(f"model {name} is a {classes[0]}: take one that was trained as a ...{_CLASSIFIER}")
     if config.num_labels > 2:

@@ -359,7 +359,7 @@ class _Worker:
 
 
 def _death(status: int | None, rows: int) -> Reply:
-    how = {None: "", -9: " (killed, by the system for its memory or by itself)"}.get(
+    how = {None: "", -9: " (killed: by the system for its memory, by itself, or for closing its socket)"}.get(
         status, f" (exit status {status})" if status is not None and status >= 0 else f" (signal {-(status or 0)})"
     )
     return failed(Failure("died", f"ended its process{how}"), rows)

@@ -103,7 +103,7 @@ def nursery(descriptor: int) -> None:
     gc.collect()
     gc.freeze()
     workers: set[int] = set()
-    helpers = {child.pid for child in psutil.Process().children()}  # that a module has started
+    helpers = set(_children(os.getpid()))  # that a module has started
     try:
         while True:
             command, descriptors, _, _ = socket.recv_fds(control, 64, 1)
@@ -124,9 +124,7 @@ def nursery(descriptor: int) -> None:
                 _end_orphans(workers | helpers)
                 send(control, json.dumps(status).encode())
     finally:
-        for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
+        _kill(_descendants(os.getpid()))
 
 
 def _fork(
@@ -155,25 +153,42 @@ def _fork(
 
 def _end(pid: int) -> int:
     """Kill a worker and what it has started; its exit status, negative for the signal that ended it."""
-    with suppress(psutil.NoSuchProcess):
-        worker = psutil.Process(pid)
-        family = worker.children(recursive=True)
-        with suppress(OSError):
-            os.killpg(pid, signal.SIGKILL)
-        for process in (worker, *family):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+    family = [pid, *_descendants(pid)]
+    with suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
+    _kill(family)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _end_orphans(ours: set[int]) -> None:
     """Kill what dead workers have left: the nursery has inherited it."""
-    while orphans := [child for child in psutil.Process().children() if child.pid not in ours]:
+    while orphans := [child for child in _children(os.getpid()) if child not in ours]:
+        _kill(orphans)
         for orphan in orphans:
-            with suppress(psutil.NoSuchProcess):
-                orphan.kill()
             with suppress(ChildProcessError):
-                os.waitpid(orphan.pid, 0)
+                os.waitpid(orphan, 0)
+
+
+def _kill(processes: list[int]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def _children(pid: int) -> list[int]:
+    """Of one process. The kernel's own list, where there is one: to look through all processes takes milliseconds."""
+    try:
+        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+        if lists:
+            return [int(child) for children in lists for child in children.split()]
+        return [child.pid for child in psutil.Process(pid).children()]
+    except (OSError, psutil.NoSuchProcess):
+        return []
+
+
+def _descendants(pid: int) -> list[int]:
+    children = _children(pid)
+    return children + [descendant for child in children for descendant in _descendants(child)]
 
 
 def _settle(memory_bytes: int) -> None:
