@@ -61,7 +61,13 @@ def train(folder: Path, name: str, steps: int, faults: bool) -> list[dict[str, f
         "log.wandb": "disabled",
         "log.rollouts_every": 1,
     }
-    command = [Path(sys.executable).with_name("deepspeed"), "--num_accelerators", str(RANKS), "--no_local_rank", "--module"]
+    command = [
+        Path(sys.executable).with_name("deepspeed"),
+        "--num_accelerators",
+        str(RANKS),
+        "--no_local_rank",
+        "--module",
+    ]
     arguments = [part for setting, value in settings.items() for part in (f"--{setting}", value)]
     done = subprocess.run(
         [*map(str, command), "hybrid_grpo", "train", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT
