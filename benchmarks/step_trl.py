@@ -68,7 +68,9 @@ def reward_functions(configs: list[dict[str, Any]], means: list[float]) -> list[
 
         def function(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> Any:
             inputs = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-            values = reward({**columns, **inputs})
+            # TRL gives more than columns: its state, and functions that log.
+            inputs |= {name: values for name, values in columns.items() if isinstance(values, list)}
+            values = reward(inputs)
             means.append(config.weight * sum(values) / len(values))
             return values
 

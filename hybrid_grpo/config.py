@@ -90,11 +90,11 @@ class EngineConfig:
 class DataConfig:
     """Prompts: where they come from and how they become tokens."""
 
+    path: str = ""
+    """JSONL or parquet file, folder of a saved dataset, or hub name."""
     task: str | None = None
     """Ready-made source, prompts and rewards, of which every setting can be overridden: gsm8k, math, multiple_choice,
     code, countdown, letters, or one of your own, `path/to/file.py:name`."""
-    path: str = ""
-    """JSONL or parquet file, folder of a saved dataset, or hub name."""
     subset: str | None = None
     """Configuration name of a hub dataset."""
     split: str = "train"

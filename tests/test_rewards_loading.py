@@ -185,7 +185,7 @@ def test_a_batch_size_that_is_none(tmp_path: Path) -> None:
     ],
 )
 def test_what_goes_wrong_in_the_importing_process_is_told_in_a_line(monkeypatch, tmp_path, source, said) -> None:
-    monkeypatch.setattr("hybrid_grpo.rewards.pool._IMPORT_SECONDS", 1.0 if "sleep" in source else 60.0)
+    monkeypatch.setattr("hybrid_grpo.rewards.processes._IMPORT_SECONDS", 1.0 if "sleep" in source else 60.0)
     (tmp_path / "broken.py").write_text(source)
     config = RewardConfig(f"{tmp_path}/broken.py:f")
     if said is None:

@@ -113,10 +113,12 @@ class Interface:
     """Completions of one call."""
     instead: dict[str, str] = field(default_factory=dict)
     """By required parameter, the column that can stand in for it."""
+    settings: list[str] = field(default_factory=list)
+    """Parameters that only `kwargs` gives, whatever columns are called."""
 
     def accepts(self, name: str) -> bool:
-        """Whether the function can be given an argument of this name."""
-        return self.accepted is None or name in self.accepted
+        """Whether the function can be given an input or a column of this name."""
+        return name not in self.settings and (self.accepted is None or name in self.accepted)
 
 
 @dataclass(frozen=True)
@@ -280,18 +282,24 @@ def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> Functio
     if "solution_str" in named:
         function, instead = _by_rows(function, is_async), {"ground_truth": "reward_model"}
         needed = (needed - {"solution_str", "data_source", "extra_info"}) | {"ground_truth"}
-        accepted = sorted((named - {"solution_str"}) | {"completions", "reward_model", "ground_truth", "log_extra"})
+        columns = {"data_source", "extra_info"} if takes_any else set()
+        accepted = sorted(
+            (named - {"solution_str"}) | {"completions", "reward_model", "ground_truth", "log_extra"} | columns
+        )
+    only_named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - set(CONTEXT)
+    settings = only_named if config.function in BUILTINS else set()
     interface = Interface(
         required=sorted(needed - config.kwargs.keys() - set(CONTEXT)),
         accepted=accepted,
         is_async=is_async,
         batch_size=batch_size,
         instead=instead,
+        settings=sorted(settings),
     )
-    _check_kwargs(config, interface, named, entry)
+    _check_kwargs(config, None if takes_any else named, entry)
     loaded = Function(reward_name(config), function, interface, code.co_filename if code else None)
     if config.function in BUILTINS:
-        _check_builtin(loaded, {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}, entry)
+        _check_builtin(loaded, entry)
     return loaded
 
 
@@ -326,19 +334,19 @@ def _by_rows(compute_score: Callable[..., Any], is_async: bool) -> Callable[...,
     return async_function if is_async else function
 
 
-def _check_kwargs(config: RewardConfig, interface: Interface, named: set[str], entry: str) -> None:
+def _check_kwargs(config: RewardConfig, known: set[str] | None, entry: str) -> None:
     name = reward_name(config)
     for kwarg in config.kwargs:
         if kwarg in INPUTS:
             raise UserError(f"{entry}.kwargs {kwarg}: {name} is given {kwarg} of the rollout: leave it out")
-        if not interface.accepts(kwarg):
-            hint = did_you_mean(kwarg, named - {*INPUTS, *CONTEXT})
+        if known is not None and kwarg not in known:
+            hint = did_you_mean(kwarg, known - {*INPUTS, *CONTEXT})
             raise UserError(f"{entry}.kwargs {kwarg}: {name} has no such parameter: {hint}")
 
 
-def _check_builtin(function: Function, settings: set[str], entry: str) -> None:
+def _check_builtin(function: Function, entry: str) -> None:
     """A built-in checks its settings before it looks at rows: a call with no rows checks them now."""
-    for name in sorted(settings.intersection(function.interface.required)):
+    for name in sorted(set(function.interface.settings).intersection(function.interface.required)):
         raise UserError(f"{entry}.kwargs lacks {name}, which {function.name} needs: give kwargs: {{{name}: ...}}")
     try:
         result = function({name: [] for name in function.interface.required})

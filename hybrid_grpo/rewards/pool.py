@@ -14,13 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import itertools
-import json
-import os
-import pickle
-import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -28,19 +21,17 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 from hybrid_grpo.config import RewardConfig
-from hybrid_grpo.errors import UserError
-from hybrid_grpo.rewards.functions import Failure, Function, Interface, Reply, Request, failed
-from hybrid_grpo.rewards.worker import HEADER, decode_reply, entries_message, receive, timed_out
+from hybrid_grpo.importing import describe
+from hybrid_grpo.rewards.functions import Failure, Function, Reply, Request, failed
+from hybrid_grpo.rewards.processes import Nursery, Worker
+from hybrid_grpo.rewards.worker import timed_out
 
-_IMPORT_SECONDS = 300.0
 _ASYNC_CALLS = 64
 _ASYNC_GRACE_SECONDS = 2.0  # a worker gives up its tasks itself; one whose loop is blocked cannot
-_LARGEST_REPLY = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -186,176 +177,18 @@ async def _outcome(call: Call, request: Request, splits: bool) -> Outcome:
     spans: list[tuple[float, float]] = []
 
     async def timed(part: Request) -> Reply:
-        reply, span = await _timed(call(part))
-        spans.append(span)
+        start_s = time.perf_counter()
+        try:
+            reply = await call(part)
+        except Exception as error:  # inputs that cannot be sent, no process to be had: no reason to end the rank
+            reply = failed(Failure("invalid", f"could not be called: {describe(error, None)}"), len(part.lengths))
+        spans.append((start_s, time.perf_counter()))
         return reply
 
     reply = await timed(request)
     if reply.whole and splits:
         reply = joined(await asyncio.gather(*(timed(request.rows([row])) for row in range(len(request.lengths)))))
     return Outcome(reply, spans)
-
-
-async def _timed(coroutine: Coroutine[Any, Any, Reply]) -> tuple[Reply, tuple[float, float]]:
-    start_s = time.perf_counter()
-    reply = await coroutine
-    return reply, (start_s, time.perf_counter())
-
-
-class Nursery:
-    """The process that workers are forked from; see worker.py. Used by one thread at a time.
-
-    Raises:
-        UserError: a function cannot be imported, or its settings do not fit.
-    """
-
-    def __init__(self, entries: list[tuple[str, RewardConfig]], memory_bytes: int) -> None:
-        self._message = entries_message(entries, memory_bytes)
-        self.connections: set[asyncio.StreamWriter] = set()
-        """To the workers."""
-        self.interfaces = self._start()
-
-    def _start(self) -> list[Interface]:
-        self._control, theirs = socket.socketpair()
-        package = str(Path(__file__).parents[2])
-        code = (
-            f"import sys; sys.path.insert(0, {package!r});"
-            f" from hybrid_grpo.rewards.worker import nursery; nursery({theirs.fileno()})"
-        )
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.PIPE,
-                pass_fds=[theirs.fileno()],
-                # Away from the terminal: Ctrl-C is for the rank, which ends them.
-                start_new_session=True,
-                # Workers are many: one thread of a numerical library in each.
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(self._message)
-        # Reaped whenever it ends.
-        threading.Thread(target=process.wait, daemon=True).start()
-        self._control.settimeout(_IMPORT_SECONDS)
-        try:
-            reply = receive(self._control)
-        except TimeoutError:
-            process.kill()
-            raise UserError(
-                f"rewards: importing the functions takes longer than {_IMPORT_SECONDS:g} s: look for what their"
-                " modules do outside of functions"
-            ) from None
-        if reply is None:
-            raise UserError("rewards: the process that imports the functions died: import them by hand to see why")
-        answer = json.loads(reply)
-        if "error" in answer:
-            raise UserError(answer["error"])
-        self._control.settimeout(30.0)
-        return [Interface(**interface) for interface in answer["interfaces"]]
-
-    def fork(self, kind: str) -> tuple[int, socket.socket]:
-        """A new worker, `sync` or `async`: its number, for `end`, and the socket to it."""
-        try:
-            return self._fork(kind)
-        except (OSError, EOFError):
-            # Somebody has killed it, and with it all workers.
-            self.close()
-            self._start()
-            return self._fork(kind)
-
-    def _fork(self, kind: str) -> tuple[int, socket.socket]:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._control, [f"fork {kind}".encode()], [theirs.fileno()])
-        return int(self._answer()), ours
-
-    def end(self, pid: int) -> int | None:
-        """Kill a worker; its exit status, negative for the signal that ended it. None where its nursery is gone."""
-        try:
-            self._control.sendall(f"end {pid}".encode())
-            answer = self._answer()
-        except (OSError, EOFError):
-            self.close()  # an answer that comes late would be taken for that to something else
-            return None
-        return None if answer is None else int(answer)
-
-    def _answer(self) -> Any:
-        reply = receive(self._control)
-        if reply is None:
-            raise EOFError
-        return json.loads(reply)
-
-    def close(self) -> None:
-        """End it, and all workers."""
-        self._control.close()
-        for connection in self.connections:
-            connection.transport.abort()
-        self.connections.clear()
-
-
-class _Worker:
-    """One worker process and the connection to it."""
-
-    def __init__(self, nursery: Nursery, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._nursery = nursery
-        self._pid = pid
-        self._reader = reader
-        self._writer = writer
-        self._numbers = itertools.count()
-        self._ended = False
-
-    @classmethod
-    async def hire(cls, nursery: Nursery, kind: str) -> _Worker:
-        pid, connection = nursery.fork(kind)
-        reader, writer = await asyncio.open_connection(sock=connection)
-        nursery.connections.add(writer)
-        return cls(nursery, pid, reader, writer)
-
-    def number(self) -> int:
-        """For the next request."""
-        return next(self._numbers)
-
-    def is_gone(self) -> bool:
-        """Whether it was ended, or has ended."""
-        return self._ended or self._reader.at_eof()
-
-    async def ask(self, index: int, request: Request, timeout_s: float) -> Reply:
-        """Send a request, and wait for the only reply that is due."""
-        number = self.number()
-        await self.send(number, index, request, timeout_s)
-        answered, reply = await self.receive()
-        if answered != number or len(reply.values) != len(request.lengths):
-            raise EOFError("a reply to something else")
-        return reply
-
-    async def send(self, number: int, index: int, request: Request, timeout_s: float) -> None:
-        """Send a request; it needs a number of its own."""
-        message = pickle.dumps((number, index, request, timeout_s))
-        self._writer.write(HEADER.pack(len(message)) + message)
-        await self._writer.drain()
-
-    async def receive(self) -> tuple[int, Reply]:
-        """The next reply, and the number of its request.
-
-        Raises:
-            EOFError, OSError: the process is gone, or what it sends is no reply.
-        """
-        (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-        if size > _LARGEST_REPLY:
-            raise EOFError(f"a reply of {size} bytes")
-        message = await self._reader.readexactly(size)
-        try:
-            return decode_reply(message)
-        except (ValueError, TypeError) as error:  # a function may write to whatever descriptor it finds
-            raise EOFError("no reply") from error
-
-    def end(self) -> int | None:
-        """Kill it; its exit status, see `Nursery.end`."""
-        self._ended = True
-        self._nursery.connections.discard(self._writer)
-        self._writer.transport.abort()
-        return self._nursery.end(self._pid)
 
 
 def _death(status: int | None, rows: int) -> Reply:
@@ -373,7 +206,7 @@ class Workers:
         self._count = count
         self._slots = asyncio.Semaphore(count)
         self._turn = asyncio.Lock()
-        self._idle: list[_Worker] = []
+        self._idle: list[Worker] = []
 
     async def call(self, index: int, request: Request, timeout_s: float, kind: str = "sync") -> Reply:
         """Call a function as soon as a process is free; `timeout_s` counts from then.
@@ -413,13 +246,13 @@ class Workers:
             self._idle.append(worker)
         return reply
 
-    async def _free(self, kind: str) -> _Worker:
+    async def _free(self, kind: str) -> Worker:
         while kind == "sync" and self._idle:
             worker = self._idle.pop()
             if not worker.is_gone():
                 return worker
             worker.end()
-        return await _Worker.hire(self._nursery, kind)
+        return await Worker.hire(self._nursery, kind)
 
 
 class Tasks:
@@ -431,7 +264,7 @@ class Tasks:
         self._workers = workers
         self._slots = asyncio.Semaphore(_ASYNC_CALLS)
         self._hiring = asyncio.Lock()
-        self._worker: _Worker | None = None
+        self._worker: Worker | None = None
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._listener: asyncio.Task[None] | None = None
 
@@ -463,14 +296,14 @@ class Tasks:
             self._lose(worker)
         return reply
 
-    async def _running(self) -> _Worker:
+    async def _running(self) -> Worker:
         async with self._hiring:
             if self._worker is None:
-                self._worker = await _Worker.hire(self._nursery, "async")
+                self._worker = await Worker.hire(self._nursery, "async")
                 self._listener = asyncio.create_task(self._listen(self._worker))
             return self._worker
 
-    async def _listen(self, worker: _Worker) -> None:
+    async def _listen(self, worker: Worker) -> None:
         with suppress(EOFError, OSError):
             while True:
                 number, reply = await worker.receive()
@@ -479,7 +312,7 @@ class Tasks:
                     answer.set_result(reply)
         self._lose(worker)
 
-    def _lose(self, worker: _Worker) -> None:
+    def _lose(self, worker: Worker) -> None:
         if worker is not self._worker:
             return
         worker.end()
