@@ -112,14 +112,14 @@ def curves(seed: int, arguments: argparse.Namespace, folder: Path) -> dict[str, 
     return found
 
 
-def sooner(sides: dict[str, dict[str, Any]]) -> str:
-    """How long each side took to the accuracy that TRL ends with."""
+def sooner(side: str, sides: dict[str, dict[str, Any]]) -> str:
+    """How long a side of ours took to the accuracy that TRL ends with."""
     goal = sides["trl"]["evaluations"][-1]
-    reached = next((p for p in sides["hybrid"]["evaluations"] if p["accuracy"] >= goal["accuracy"]), None)
+    reached = next((p for p in sides[side]["evaluations"] if p["accuracy"] >= goal["accuracy"]), None)
     if reached is None:
-        return f"hybrid does not reach TRL's {goal['accuracy']:.3f}"
+        return f"{side} does not reach TRL's {goal['accuracy']:.3f}"
     return (
-        f"TRL's {goal['accuracy']:.3f} is reached in {reached['seconds']:.1f} s against {goal['seconds']:.1f} s,"
+        f"{side} reaches TRL's {goal['accuracy']:.3f} in {reached['seconds']:.1f} s against {goal['seconds']:.1f} s,"
         f" {goal['seconds'] / max(reached['seconds'], 1e-9):.1f} times sooner"
     )
 
@@ -185,8 +185,9 @@ def main() -> None:
         accuracies = ", ".join(f"{end['accuracy']:.3f}" for end in ends)
         print(f"{side:8} accuracy {accuracies} after {mean(end['seconds'] for end in ends):.1f} s on average")
     for seed, sides in found.items():
-        if {"hybrid", "trl"} <= sides.keys():
-            print(f"seed {seed}: {sooner(sides)}")
+        for side in sides if "trl" in sides else ():
+            if side != "trl":
+                print(f"seed {seed}: {sooner(side, sides)}")
     if arguments.json:
         result = {
             "workload": arguments.workload,

@@ -5,6 +5,7 @@ Everything here is the identity on one process, initialised or not.
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -21,6 +22,11 @@ def rank() -> int:
 def world_size() -> int:
     """Number of processes."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def local_ranks() -> int:
+    """Ranks on this machine, as the launcher says it: DeepSpeed's by LOCAL_SIZE, torchrun by LOCAL_WORLD_SIZE."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 
 def all_reduce(tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from typing import Literal
 
 import psutil
 import torch
+
+from hybrid_grpo.distributed import local_ranks
 
 _CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
@@ -58,8 +59,7 @@ def of_table(name: str) -> Hardware:
 def of_device(device: torch.device, dtype: Literal["bfloat16", "float32"]) -> Hardware:
     """The device as it is now; takes a fraction of a second to measure how fast it is."""
     process = psutil.Process().memory_info().rss
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    host = process + host_free_bytes() // local_ranks
+    host = process + host_free_bytes() // local_ranks()
     flops, bandwidth = _speed(device, getattr(torch, dtype))
     if device.type == "cpu":
         return Hardware("cpu", False, host, host, process, flops, bandwidth)

@@ -93,7 +93,8 @@ def _with_task(parser: ArgumentParser, cls: type[Any], command: str, arguments: 
         return parser
     settings = task_settings(
         data.task,
-        data.path,
+        # What is scored takes the place of the task's source.
+        "FILE" if cls is ScoreConfig else data.path,
         own_eval=data.eval_path is not None,
         own_rewards=bool(rewards),
         trains="eval" in get_type_hints(cls),

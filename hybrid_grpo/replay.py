@@ -20,6 +20,7 @@ from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.credit import mean_over_tokens, token_advantages
 from hybrid_grpo.data.batch import RewardStatus, Rollout, Scores
 from hybrid_grpo.data.saved import SavedStep
+from hybrid_grpo.errors import refuse
 from hybrid_grpo.metrics import Meter
 from hybrid_grpo.rewards.advantages import informative
 
@@ -253,9 +254,17 @@ class Replay:
         self._size = 0
 
     def add(self, saved: SavedStep, scores: Scores) -> None:
-        """Take the next step, and what the new functions say of its completions."""
+        """Take the next step, and what the new functions say of its completions.
+
+        Raises:
+            UserError: its groups are of another size than those before.
+        """
         rows, rollout = len(saved.rollout.completions), saved.rollout
-        assert self._size in (0, rollout.num_generations), "groups of two sizes"
+        refuse(
+            self._size not in (0, rollout.num_generations),
+            f"replay.steps: groups have {rollout.num_generations} completions in step {saved.step} and"
+            f" {self._size} before it: choose steps of one size",
+        )
         self._size = rollout.num_generations
         new_advantages_B = advantages(rollout, scores, self._config)
         everything = self._all

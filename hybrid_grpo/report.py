@@ -288,8 +288,12 @@ def samples(folder: Path) -> list[dict[str, Any]]:
 
 
 def _groups(rows: list[Line]) -> list[dict[str, Any]]:
-    groups = [list(group) for _, group in groupby(rows, key=lambda row: row["group"])]
-    pairs = [(max(group, key=_reward), min(group, key=_reward), len(group)) for group in groups]
+    pairs = []
+    for _, group in groupby(rows, key=lambda row: row["group"]):
+        members = list(group)
+        # A completion that a reward function failed on is neither best nor worst.
+        scored = [row for row in members if row["reward"] is not None] or members
+        pairs.append((max(scored, key=_reward), min(scored, key=_reward), len(members)))
     pairs.sort(key=lambda pair: _reward(pair[1]) - _reward(pair[0]))
     return [_pair(best, worst, size) for best, worst, size in pairs[:GROUPS_SHOWN]]
 

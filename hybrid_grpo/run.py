@@ -22,7 +22,7 @@ from hybrid_grpo.health import HeldoutWatch
 from hybrid_grpo.metrics import Meter
 from hybrid_grpo.parsing import Parsed
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.report import write_report
+from hybrid_grpo.report import read_jsonl, write_report
 from hybrid_grpo.sinks import Log
 
 
@@ -151,8 +151,17 @@ class Run:
         policy.load_state_dict(state["policy"])
         for name, part in parts.items():
             part.load_state_dict(state[name])
+        self._remember(state["step"])
         self.say(f"resumed {self.folder} after step {state['step']}")
         return int(state["step"])
+
+    def _remember(self, done: int) -> None:
+        """The evaluations up to a step, which later ones are compared with. Of rank 0, which has the metrics."""
+        for line in read_jsonl(self.folder / "metrics.jsonl") if rank() == 0 else ():
+            if line["step"] <= done:
+                known = {name: value for name, value in line.items() if name != "step" and value is not None}
+                if self._heldout.watch(line["step"], known):
+                    self._alarmed.add("heldout")
 
 
 def _origin() -> dict[str, str]:

@@ -96,7 +96,7 @@ class Trainer:
         settings = {**asdict(self.config), "deepspeed": self.policy.deepspeed_config}
         with Log(self.config.log, run.folder, self.config.run.steps, done if run.resumes else -1, settings) as log:
             if self.task.eval_prompts and not run.resumes:
-                self.refuse_failures(self.evaluate())
+                self.refuse_failures(self.evaluate(0))
                 log.write(0, run.watched(0, self.meter.reduce()))
 
             def step(k: int) -> None:
@@ -111,7 +111,7 @@ class Trainer:
                 self.write_prompts(run, k)
                 every = self.config.eval.every
                 if self.task.eval_prompts and (k == self.config.run.steps or (every and k % every == 0)):
-                    self.evaluate()
+                    self.evaluate(k)
 
             run.loop(self.policy, parts, self.meter, step, log, done, shards)
 
@@ -334,11 +334,11 @@ class Trainer:
             max_completion_tokens=self.config.rollout.max_completion_tokens,
         )
 
-    def evaluate(self) -> Scores:
-        """Greedy completions of the held-out prompts: accuracy and mean reward. The scores of this rank's."""
+    def evaluate(self, step: int) -> Scores:
+        """Greedy completions of the held-out prompts after a step: accuracy and mean reward. This rank's scores."""
         with self.meter.time("time/eval_s"):
             completions = self.policy.greedy(self.eval_prompts, self.config.rollout, self.task.stop_ids)
-            scores = self.task.rewards.score(self.eval_prompts, completions)
+            scores = self.task.rewards.score(self.eval_prompts, completions, step=step)
         measure_eval(self.meter, self.config.eval, self.task.outcome, completions, scores)
         return scores
 

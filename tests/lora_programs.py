@@ -73,7 +73,7 @@ def adapted(folder: Path) -> dict[str, Any]:
         seen["metrics"].append(trainer.meter.reduce())
         if step == 1:
             checkpoints.save(trainer.policy.engine, 1, {"loader": trainer.loader.state_dict()})
-    trainer.evaluate()
+    trainer.evaluate(0)
     seen["eval"] = trainer.meter.reduce()
     greedy = trainer.policy.greedy(trainer.eval_prompts, trainer.config.rollout, trainer.task.stop_ids)
     seen["greedy"] = [c.token_ids for c in greedy]

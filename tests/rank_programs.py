@@ -140,7 +140,7 @@ def steps(folder: Path, stage: int, beta: float, num_minibatches: int = 1) -> di
         rows = zip(rollout.row_prompts, rollout.completions, advantages_B.tolist(), strict=True)
         seen["rollouts"].append([(p.id, c.token_ids, c.logp, a) for p, c, a in rows])
         seen["metrics"].append(trainer.meter.reduce())
-    trainer.evaluate()
+    trainer.evaluate(0)
     greedy = trainer.policy.greedy(trainer.eval_prompts, trainer.config.rollout, trainer.task.stop_ids)
     seen["greedy"] = [c.token_ids for c in greedy]
     seen["eval"] = trainer.meter.reduce()

@@ -1,15 +1,20 @@
 """Signs of reward hacking: what they are, and when they are said."""
 
+import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from hybrid_grpo.config import RunConfig, TrainConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
 from hybrid_grpo.health import HeldoutWatch, group_correlation, measure_health, repeated_share
 from hybrid_grpo.metrics import Meter
+from hybrid_grpo.parsing import Parsed
 from hybrid_grpo.rewards.rules import repetition_penalty
+from hybrid_grpo.run import Run
 
 NAN = math.nan
 
@@ -113,3 +118,16 @@ def test_no_alarm_without_both(steps):
 
 def test_accuracy_that_falls_below_that_of_the_start_is_an_alarm():
     assert played([line(None, 0.5), line(0.2), line(0.4, 0.4)])[-1].startswith("held-out accuracy is 0.400 after 0.500")
+
+
+def test_a_resumed_run_knows_its_best_evaluation(tmp_path, capsys):
+    run = Run(Parsed(TrainConfig(run=RunConfig(name="run", dir=str(tmp_path))), ""), {})
+    lines = [{"step": step, **numbers} for step, numbers in enumerate([line(None, 0.5), line(0.2), line(0.4, 0.9)])]
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(of | {"policy/loss": None}) + "\n" for of in lines))
+    run.resumes = True
+    # Its checkpoint is of the step before the last line.
+    run.checkpoints = SimpleNamespace(load=lambda engine, shards: {"policy": {}, "step": 1})
+    policy = SimpleNamespace(engine=None, load_state_dict=lambda state: None)
+    assert run.restore(policy, {}) == 1
+    assert run.watched(2, line(0.6, 0.4))["health/alarm"] == 1.0
+    assert "held-out accuracy is 0.400 after 0.500 at step 0" in capsys.readouterr().out

@@ -261,15 +261,18 @@ def test_other_rewards_for_some_steps(there: Path, capsys: pytest.CaptureFixture
     (["torn"], "torn/rollouts/step_000002.jsonl line 16 is not JSON"),
     (["lacking"], "lacking/rollouts/step_000002.jsonl line 13: group 3 has samples [0, 1, 3]"),
     (["foreign"], "foreign/rollouts/step_000001.jsonl line 1 has no completion: it is not as a run writes it"),
+    (["mixed"], "replay.steps: groups have 2 completions in step 2 and 4 before it: choose steps of one size"),
 ])  # fmt: skip
 def test_mistakes(there: Path, capsys: pytest.CaptureFixture[str], options: list[str], says: str) -> None:
-    for name in ("torn", "lacking", "foreign", "empty"):
+    for name in ("torn", "lacking", "foreign", "empty", "mixed"):
         (there / name / "rollouts").mkdir(parents=True, exist_ok=True)
         shutil.copy("runs/run/config.yaml", there / name)
     whole = Path("runs/run/rollouts/step_000002.jsonl").read_text()
     lines = whole.splitlines(keepends=True)
     Path("torn/rollouts/step_000002.jsonl").write_text(whole[:-20])
     Path("lacking/rollouts/step_000002.jsonl").write_text("".join(lines[:14] + lines[15:]))
+    shutil.copy("runs/run/rollouts/step_000001.jsonl", "mixed/rollouts")
+    Path("mixed/rollouts/step_000002.jsonl").write_text("".join(lines[:2]))
     Path("foreign/rollouts/step_000001.jsonl").write_text(lines[0].replace('"completion"', '"text"'))
     assert main(["replay-rewards", *options]) == 2
     said = capsys.readouterr().err

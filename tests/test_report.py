@@ -170,3 +170,11 @@ def test_differences_are_marked_where_texts_are_alike_and_pieces_make_up_the_tex
 
 def test_durations():
     assert [duration(seconds) for seconds in (4.24, 200, 7500)] == ["4.2 s", "3 min 20 s", "2 h 05 min"]
+
+
+def test_a_completion_without_a_reward_is_neither_best_nor_worst(tmp_path):
+    write_metrics(tmp_path, [{"step": 1, "reward/mean": -1.5}])
+    write_rollout(tmp_path, 1, [row(0, -1.0, "a"), row(0, None, "b"), row(0, -2.0, "c"), row(1, None, "d")])
+    groups = samples(tmp_path / "rollouts")[0]["groups"]
+    assert [[shown["completion"] for shown in group["completions"]] for group in groups] == [["a", "c"], ["d"]]
+    assert "reward <strong>none</strong>" in write_report(tmp_path).read_text()

@@ -15,7 +15,7 @@ from hybrid_grpo.errors import UserError
 from hybrid_grpo.importing import describe
 from hybrid_grpo.rewards.builtin import BUILTINS
 from hybrid_grpo.rewards.functions import Function, load_function
-from hybrid_grpo.rewards.loading import load_rewards
+from hybrid_grpo.rewards.loading import _workers, load_rewards
 from hybrid_grpo.rewards.pool import Inline
 from hybrid_grpo.rewards.rules import exact_match
 
@@ -163,6 +163,11 @@ def test_settings_of_a_builtin_are_checked_before_any_row() -> None:
     assert "do not suit length_penalty: TypeError" in refusal("length_penalty", kwargs={"max_length": "8", "buffer": 4})
 
 
+def test_a_column_may_be_called_as_a_setting_of_a_builtin() -> None:
+    rewards = isolated(RewardConfig("format_tags", kwargs={"tags": ["think"]}))
+    assert rewards.score(*rows("<think>so</think>", tags=[["algebra"]])).reward_B.tolist() == [1.0]
+
+
 def test_an_object_without_a_signature() -> None:
     assert "wrap it in a `def`" in refusal("builtins:max")
 
@@ -207,3 +212,15 @@ def test_describe_is_one_line_that_points_into_the_file() -> None:
         line = error.__traceback__.tb_lineno  # type: ignore[union-attr]
         assert describe(error, __file__) == rf"KeyError: 'two\n lines' (test_rewards_loading.py:{line})"
         assert describe(error, None) == r"KeyError: 'two\n lines'"
+
+
+@pytest.mark.parametrize(
+    "launcher, workers", [({}, 8), ({"LOCAL_SIZE": "4"}, 4), ({"LOCAL_WORLD_SIZE": "4"}, 4), ({"LOCAL_SIZE": "16"}, 2)]
+)
+def test_the_ranks_of_a_machine_share_its_cores(monkeypatch, launcher: dict[str, str], workers: int) -> None:
+    for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(16), raising=False)
+    assert _workers() == workers

@@ -209,6 +209,14 @@ def test_without_isolation_a_call_that_takes_too_long_is_left_behind(tmp_path: P
 
 
 @pytest.mark.parametrize("isolation", ["process", "none"])
+def test_columns_that_cannot_be_sent_or_copied_cost_their_own_completion_only(tmp_path: Path, isolation: str) -> None:
+    (tmp_path / "columns.py").write_text("def f(completions, column):\n    return list(map(float, column))\n")
+    rewards = isolated(RewardConfig(f"{tmp_path}/columns.py:f", isolation=isolation, timeout_s=30.0))
+    scores = rewards.score(*rows("a", "b", column=[threading.Lock(), 7]))
+    assert statuses(scores, "f") == ["failed", "scored"] and scores.reward_B[1] == 7.0
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
 @pytest.mark.parametrize("name", ["sleeps_plainly", "sleeps"])
 def test_what_is_given_up_is_not_waited_for(name: str, isolation: str) -> None:
     rewards = isolated(acting(name, isolation=isolation, name="f"))

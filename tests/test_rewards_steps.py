@@ -81,6 +81,7 @@ def test_steps_of_two_functions_with_one_end_are_added_up():
         [(1.0, 1.0)],
         [(True, 1.0)],
         [(1, math.nan)],
+        [(1, -2e15)],
         [(1, "1")],
         [(1, 1.0, 1.0)],
         [1.0],

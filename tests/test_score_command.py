@@ -13,9 +13,10 @@ import pytest
 from char_tokenizer import char_tokenizer
 
 from hybrid_grpo.__main__ import main
-from hybrid_grpo.config import DataConfig
+from hybrid_grpo.config import DataConfig, ScoreConfig
 from hybrid_grpo.data.completed import read_completed
 from hybrid_grpo.errors import UserError
+from hybrid_grpo.parsing import parse
 
 REWARDS = """
 import time
@@ -123,6 +124,15 @@ def test_chats(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["score", "chat.jsonl", *rewards("chatty"), "--data.completion_column=text"]) == 0
     (row,) = lines(capsys.readouterr().out)
     assert row["reward"] == 4.0 and row["extra"] == {"chatty/role": "user"}
+
+
+def test_a_recipe_s_source_and_system_message_are_not_those_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = [{"role": "system", "content": "Sort."}, {"role": "user", "content": "ba="}]
+    write("said.jsonl", [{"prompt": chat, "completion": "b", "columns": {"answer": "B", "choices": None}}] * 3)
+    recipe = ["--data.task", "multiple_choice", "--data.system_prompt", "Sort."]
+    assert main(["score", "said.jsonl", *recipe, "--data.subset", "ARC-Easy"]) == 0
+    assert [row["reward"] for row in lines(capsys.readouterr().out)] == [0.0] * 3
+    assert parse(ScoreConfig, ["--data.task", "letters"], "score").config.data.limit is None
 
 
 def test_tokens_come_from_the_tokenizer_of_the_model(there: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,6 +131,10 @@ def test_a_failure_is_null_with_its_reason(server):
         asyncio.run(remote(["p"], ["boom"], [[]], url=server.url, format="full", answer=["x"]))
 
 
+def test_a_question_without_rows_has_an_answer_without_rewards(server):
+    assert server.ask({"query": [], "labels": []})[1]["rewards"] == []
+
+
 REFUSED = {
     "no JSON": (b"{", 400, "not JSON"),
     "deep JSON": (b"[" * 9000, 400, "not JSON"),

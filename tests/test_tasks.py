@@ -163,6 +163,7 @@ def test_the_resolved_recipe_is_the_same_run(task, tmp_path):
 
 OWN = """
 from dataclasses import replace
+from operator import itemgetter
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.tasks import TASKS, TaskRecipe, text
 
@@ -183,6 +184,7 @@ def broken():
 number = 3
 fragile = replace(shouting, row=lambda row: {"prompt": row["say"][9]})
 odd = replace(shouting, row=lambda row: "text")
+absent = replace(shouting, row=itemgetter("nothing"))
 """
 
 
@@ -236,6 +238,7 @@ def test_a_task_that_is_none(own, task, says):
         ("code", {"prompt": "a"}, "has no tests or test_list or test or input_output: its columns are task_id, "),
         ("countdown", {"nums": "1, 2", "target": 3}, "has nums '1, 2' and target 3, where whole numbers are expected"),
         ("my_task.py:fragile", {"say": "ho"}, "reading it raised IndexError: string index out of range (my_task.py:"),
+        ("my_task.py:absent", {"say": "ho"}, "reading it raised KeyError: 'nothing'"),
         ("my_task.py:odd", {"say": "ho"}, "became 'text': return a dict with a prompt"),
     ],
 )

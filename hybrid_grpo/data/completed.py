@@ -9,8 +9,9 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.config import DataConfig
@@ -47,7 +48,9 @@ def read_completed(path: str, config: DataConfig, stdin: Iterable[bytes], tokeni
         rows = [{column: row.get(column) for column in columns} for row in given]
     else:
         source = path
-        rows = read_rows(Source(path, config.split, config.subset, config.limit, path_setting="FILE"))
+        # A file has no subsets: that of a recipe is of its own source.
+        subset = None if Path(path).is_file() else config.subset
+        rows = read_rows(Source(path, config.split, subset, config.limit, path_setting="FILE"))
     return [
         _completed(number, row, f"row {number} (from 0) of {source}", config, tokenizer)
         for number, row in enumerate(rows)
@@ -68,7 +71,12 @@ def _completed(number: int, row: Row, where: str, config: DataConfig, tokenizer:
     others = {name: value for name, value in row.items() if name not in (config.prompt_column, one, many)}
     if isinstance(others.get("columns"), dict | None):
         others |= others.pop("columns", None) or {}
-    prompt = Prompt(number, prompt_text(row, where, config), [], others)
+    system = {"role": "system", "content": config.system_prompt}
+    given = row[config.prompt_column]
+    # What `generate` and a run write has the recipe's system message already.
+    added = isinstance(given, list) and given[:1] == [system]
+    text = prompt_text(row, where, replace(config, system_prompt=None) if added else config)
+    prompt = Prompt(number, text, [], others)
     return Completed(prompt, [Completion(_tokens(text, tokenizer), [], "stop", text) for text in texts])
 
 

@@ -44,6 +44,8 @@ CONTEXT = ("trainer_state", "log_extra", "log_metric")
 """What TRL gives beside them."""
 
 _LONGEST_TRACEBACK = 20_000  # characters
+_LARGEST = 1e15  # of a reward: what is made of it, gradients and their squares in float32, stays finite
+_EXPECTED = f"a finite number (at most {_LARGEST:g} in size)"
 
 Inputs = dict[str, list[Any]]
 """By name, each with one element per row."""
@@ -206,9 +208,9 @@ def _checked(value: Any, length: int) -> Value:
         return None
     if isinstance(value, list | tuple):
         return _steps(value, length)
-    number = _number(value)
+    number = _reward(value)
     if number is None:
-        raise ValueError("return a finite number, or None where it does not apply")
+        raise ValueError(f"return {_EXPECTED}, or None where it does not apply")
     return number
 
 
@@ -218,8 +220,8 @@ def _steps(pairs: Any, length: int) -> list[Step]:
         step = _step(pair)
         if step is None or not (steps[-1][0] if steps else 0) < step[0] <= length:
             raise ValueError(
-                "return a finite number, None, or (end, reward) pairs with ends rising within 1 to"
-                f" {length}, the tokens it has"
+                f"return {_EXPECTED}, None, or (end, reward) pairs with ends rising within 1 to {length}, the tokens it"
+                " has"
             )
         steps.append(step)
     return steps
@@ -228,9 +230,14 @@ def _steps(pairs: Any, length: int) -> list[Step]:
 def _step(pair: Any) -> Step | None:
     if not isinstance(pair, list | tuple) or len(pair) != 2:
         return None
-    end, reward = pair[0], _number(pair[1])
+    end, reward = pair[0], _reward(pair[1])
     whole = hasattr(end, "__index__") and not isinstance(end, bool)
     return (int(end), reward) if whole and reward is not None else None
+
+
+def _reward(value: Any) -> float | None:
+    number = _number(value)
+    return None if number is None or abs(number) > _LARGEST else number
 
 
 def _number(value: Any) -> float | None:

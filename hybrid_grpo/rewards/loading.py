@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig, reward_name
+from hybrid_grpo.distributed import local_ranks
 from hybrid_grpo.errors import UserError
 from hybrid_grpo.rewards.builtin import BUILTINS
 from hybrid_grpo.rewards.functions import Interface, load_function
@@ -90,7 +91,7 @@ def _isolated(config: RewardConfig, entry: str) -> bool:
 def _workers() -> int:
     """One for each core of this rank, 2 to 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, max(2, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return min(8, max(2, cores // local_ranks()))
 
 
 def _enter_gpu() -> Callable[[], None]:

@@ -359,7 +359,10 @@ def _run_jobs(enter: Callable[[], None], jobs: SimpleQueue[Any]) -> None:
     while (job := jobs.get()) is not None:
         answer, function, request = job
         if answer.set_running_or_notify_cancel():
-            answer.set_result(function.score(copy.deepcopy(request)))  # it may change what it is given
+            try:
+                answer.set_result(function.score(copy.deepcopy(request)))  # it may change what it is given
+            except Exception as error:  # what cannot be copied; the thread is there for the next call
+                answer.set_exception(error)
 
 
 def _serve(loop: asyncio.AbstractEventLoop, nursery: Nursery | None) -> None:

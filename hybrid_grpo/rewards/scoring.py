@@ -79,7 +79,7 @@ class Rewards:
                 )
         for reward in self._rewards:
             for name in columns:
-                if name in reward.kwargs:
+                if name in reward.kwargs and reward.interface.accepts(name):
                     raise UserError(
                         f"rewards: {reward.name} has {name} both in kwargs and as a column of the data: rename one"
                     )
@@ -126,18 +126,21 @@ class Rewards:
                     " --run.resume auto"
                 )
 
-    def score(self, prompts: list[Prompt], completions: list[Completion], num_generations: int = 1) -> Scores:
+    def score(
+        self, prompts: list[Prompt], completions: list[Completion], num_generations: int = 1, step: int = 0
+    ) -> Scores:
         """Score completions that are all there.
 
         Args:
             prompts: [B], the prompt of every row.
             completions: [B]
             num_generations: rows that are one group, for functions that look at a whole one.
+            step: of the run.
 
         Raises:
             UserError: see `check_columns`.
         """
-        with self.stream(prompts[::num_generations], num_generations) as stream:
+        with self.stream(prompts[::num_generations], num_generations, step) as stream:
             for row, completion in enumerate(completions):
                 stream.add(row // num_generations, row % num_generations, completion)
             return stream.scores()

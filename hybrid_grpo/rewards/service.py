@@ -84,7 +84,7 @@ class RewardService:
 
     def _scored(self, prompts: list[Prompt], completions: list[Completion]) -> dict[str, Any]:
         is_group = all((p.text, p.columns) == (prompts[0].text, prompts[0].columns) for p in prompts)
-        scores = self._rewards.score(prompts, completions, len(prompts) if is_group else 1)
+        scores = self._rewards.score(prompts, completions, len(prompts) if prompts and is_group else 1)
         status = {name: status_B.tolist() for name, status_B in scores.status.items()}
         errors = [_error({name: statuses[row] for name, statuses in status.items()}) for row in range(len(prompts))]
         applies = [any(s[row] == RewardStatus.SCORED for s in status.values()) for row in range(len(prompts))]

@@ -131,6 +131,8 @@ def map_rows(name: str, rows: Iterable[Row], source: str) -> list[Row]:
         UserError: the task cannot read one, which is named.
     """
     task = load_task(name)
+    code = getattr(task.row, "__code__", None)  # not every callable has one
+    file = code.co_filename if code else None
     mapped: list[Row] = []
     for number, row in enumerate(rows):
         where = f"data.task {name}: row {number} (from 0) of {source}"
@@ -139,7 +141,7 @@ def map_rows(name: str, rows: Iterable[Row], source: str) -> list[Row]:
         except ValueError as error:
             raise UserError(f"{where} {error}") from error
         except Exception as error:
-            raise UserError(f"{where}: reading it raised {describe(error, task.row.__code__.co_filename)}") from error
+            raise UserError(f"{where}: reading it raised {describe(error, file)}") from error
         refuse(not isinstance(made, dict), f"{where} became {made!r:.40}: return a dict with a prompt")
         mapped.append({**row, **made})
     return mapped
