@@ -217,7 +217,7 @@ def test_a_task_of_one_s_own(own):
         ("no.py:task", "data.task no.py:task: there is no file"),
         ("my_task.py:shoutin", "data.task my_task.py:shoutin: my_task.py has no shoutin: did you mean shouting?"),
         ("my_task.py:number", "data.task my_task.py:number is a int: give a TaskRecipe"),
-        ("my_task.py:broken", "data.task my_task.py:broken: it raised RuntimeError: no luck (my_task.py:18)"),
+        ("my_task.py:broken", "data.task my_task.py:broken: it raised RuntimeError: no luck (my_task.py:19)"),
         ("no_such_module:task", "there is no module no_such_module"),
     ],
 )
