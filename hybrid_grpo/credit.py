@@ -11,7 +11,7 @@ from torch import Tensor
 from hybrid_grpo.config import TrainConfig, reward_name
 from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.distributed import all_reduce
-from hybrid_grpo.errors import UserError
+from hybrid_grpo.errors import RunStopped
 from hybrid_grpo.metrics import Meter
 from hybrid_grpo.rewards.advantages import group_advantages, normalized_rewards, step_advantages
 from hybrid_grpo.rewards.rules import overlong_penalty
@@ -36,7 +36,7 @@ def token_advantages(
         float32 [B, T] on the CPU, T the longest completion; beyond the end of a shorter one they mean nothing.
 
     Raises:
-        UserError: functions score steps, and their rewards are to be normalized one by one.
+        RunStopped: functions score steps, and their rewards are to be normalized one by one.
     """
     grpo, group_size = config.grpo, rollout.num_generations
     limit = config.rollout.max_completion_tokens
@@ -48,7 +48,7 @@ def token_advantages(
     scores_steps = bool(all_reduce(torch.tensor(int(scores.steps is not None), device=device), "max"))
     if grpo.combine_rewards == "normalize":
         if scores_steps:
-            raise UserError("grpo.combine_rewards normalize is not defined for rewards of steps: set it to sum")
+            raise RunStopped("grpo.combine_rewards normalize is not defined for rewards of steps: set it to sum")
         weights = {reward_name(reward): reward.weight for reward in config.rewards} | {_LENGTH: 1.0}
         missing_B = scores.reward_B.isnan()
         parts = {

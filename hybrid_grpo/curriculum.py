@@ -148,7 +148,7 @@ class Curriculum(PromptLoader[Prompt]):
             }
             for i in tried
         ]
-        replace_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        replace_text(path, "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines))
 
     def state_dict(self) -> CurriculumState:
         """The position after the prompts handed out so far, and the rates after the last update."""

@@ -52,6 +52,7 @@ CHARTS = (
     Chart("Results", "Held-out accuracy", ("eval/<set>/accuracy",), top=1.0),
     Chart("Results", "Reward", ("reward/mean",), band="reward/std"),
     Chart("Results", "Reward functions", ("reward/<function>/mean",)),
+    Chart("Results", "Failures of reward functions", ("reward/<function>/failed_frac",)),
     Chart("Results", "Held-out reward", ("eval/<set>/reward_mean",)),
     Chart("Results", "Loss", ("sft/loss",)),
     Chart("Completions", "Length", ("completion/length_mean", "completion/length_max")),

@@ -145,7 +145,10 @@ def test_a_saved_step_is_the_step_that_was(tmp_path):
     texts, finish = ["ab", "abc", "ab", "c"], ["stop", "length", "length", "stop"]
     rows = [Completion(t, [-1.0] * len(t), f, text) for t, f, text in zip(tokens, finish, texts, strict=True)]
     was = Scores(
-        f64(0.1, NAN, 1 / 3, 2), {"f": f64(0.1, NAN, NAN, 2)}, {"f": torch.tensor([0, 2, 1, 0], dtype=torch.int8)}
+        f64(0.1, NAN, 1 / 3, 2),
+        {"f": f64(0.1, NAN, NAN, 2)},
+        {"f": torch.tensor([0, 2, 1, 0], dtype=torch.int8)},
+        failures={"f": [None, "raised", None, None]},
     )
     advantages = torch.tensor([0.1, 0.0, 1 / 3, -2])
     (tmp_path / "s.jsonl").write_text("\n".join(rollout_lines(3, Rollout(prompts, rows, 2), was, advantages)) + "\n")

@@ -228,6 +228,7 @@ def test_as_a_configured_function_each_row_fails_by_itself():
     with Service(says(rewards=[None, 1.5], extra_logs={"errors": ["x", None], "q": [1, 2]})) as service:
         function = load_function(RewardConfig("remote", kwargs={"url": service.url}, batch_size=2), "rewards[0]")
         assert function.interface.is_async and function.interface.batch_size == 2
+        assert function.interface.required == ["completions", "prompts"], "texts will do, as in `score`"
         inputs = {"prompts": ["p", "q"], "completions": ["a", "b"], "completion_ids": [[1], [2]], "url_of": ["", ""]}
         reply = asyncio.run(function.score_async(Request(inputs, [1, 1])))
     assert reply.values == [None, 1.5] and reply.extra == {"q": [1, 2]}

@@ -54,7 +54,7 @@ Prompt = str | list[dict[str, Any]]
 async def remote(
     prompts: list[Prompt],
     completions: list[Any],
-    completion_ids: list[list[int]],
+    completion_ids: list[list[int]] | None = None,
     *,
     url: str,
     format: Literal["openrlhf", "full"] = "openrlhf",
@@ -81,7 +81,7 @@ async def remote(
     Args:
         prompts: [B], text or chat messages.
         completions: [B]
-        completion_ids: [B], tokens of each completion.
+        completion_ids: [B], tokens of each completion; only to be sent on.
         url: where to post, as in http://127.0.0.1:8000/get_reward.
         format: `openrlhf` sends texts: query, prompts and labels; `full` sends prompts as the data set has them,
             completions, completion_ids and columns: what a local function is called with.
@@ -115,7 +115,9 @@ async def remote(
         service.check()
         return []
     texts = completion_texts(completions)
-    values = {**row_columns, "completions": texts, "completion_ids": completion_ids}
+    values = {**row_columns, "completions": texts}
+    if completion_ids is not None:
+        values["completion_ids"] = completion_ids
     if format == "full":
         payload = {"prompts": prompts, **_chosen(values, columns), "completions": texts}
     else:
