@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,13 +20,20 @@ def make_task(folder: Path) -> Path:
     return folder
 
 
+def free_port() -> str:
+    """A port that nothing listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
 def ranks(
     world: int, name: str, folder: Path, accelerator: str = "cpu", programs: str = "rank_programs.py"
 ) -> list[dict[str, Any]]:
     """Run a program of rank_programs.py, or another file like it, on `world` ranks; what each rank saw."""
     program = [str(HERE / programs), name, str(folder)]
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(world), "--no_local_rank"]
-    command = [sys.executable, *program] if world == 1 else [*launcher, "--master_port", "29611", *program]
+    command = [sys.executable, *program] if world == 1 else [*launcher, "--master_port", free_port(), *program]
     environment = {**os.environ, "DS_ACCELERATOR": accelerator, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -66,7 +66,7 @@ def steps(folder: Path, zero_stage: int) -> dict[str, Any]:
         seen["scores"].append(scores.by_function["reward_model"].tolist())
         seen["rewards"].append(scores.reward_B.tolist())
         seen["metrics"].append(trainer.meter.reduce())
-    trainer.evaluate()
+    trainer.evaluate(0)
     seen["eval"] = trainer.meter.reduce()
     return seen
 

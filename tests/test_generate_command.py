@@ -193,7 +193,7 @@ def test_greedy_is_that_of_eval_and_ends_by_the_same_rules(terminal: Terminal, f
     assert {row["finish"] for row in rows} == {"stop", "length"} and min(row["tokens"] for row in rows) == 3
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(Path(__file__).parent.parent)}
     arguments = [*MODEL, *ends, *DATA, "--data.eval_path=words.jsonl", "--rollout.prompts_per_step=7"]
-    arguments += ["--rewards=[{function: 'kept_rewards.py:kept'}]"]
+    arguments += ["--rewards=[{function: 'kept_rewards.py:kept', batch_size: 7}]"]
     command = [sys.executable, "-m", "hybrid_grpo", "eval", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
