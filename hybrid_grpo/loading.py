@@ -5,48 +5,16 @@ A sharded load happens inside `engine.sharded_loading`; nothing here knows the e
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers import logging as transformers_logging
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.errors import UserError
-
-transformers_logging.set_verbosity_error()
-transformers_logging.disable_progress_bar()
-
-
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model folder or hub name.
-
-    Raises:
-        UserError: there is none.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise UserError(f"policy.model {name}: its tokenizer does not load: {_first_line(error)}") from error
-    # Where a folder has no tokenizer files, transformers makes one that knows its special tokens only.
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise UserError(f"policy.model {name} has no tokenizer: save the one of the model in the same folder")
-    return tokenizer
-
-
-def load_config(name: str) -> Any:
-    """The model's configuration, as it is.
-
-    Raises:
-        UserError: there is none, or it is not one that transformers knows.
-    """
-    try:
-        return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise UserError(f"policy.model {name} does not load: {_first_line(error)}") from error
+from hybrid_grpo.pretrained import first_line, load_config
 
 
 def check_lengths(config: Any, longest: int) -> None:
@@ -126,7 +94,7 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> 
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        raise UserError(f"policy.model {policy.model} does not load: {_first_line(error)}") from error
+        raise UserError(f"policy.model {policy.model} does not load: {first_line(error)}") from error
     # transformers starts such weights at random, with no more than a warning.
     for what, names in (("lacks", loaded["missing_keys"]), ("has the wrong shape for", loaded["mismatched_keys"])):
         if names:
@@ -152,8 +120,3 @@ def stop_ids(name: str, tokenizer: Any, more: list[int]) -> tuple[int, ...]:
             # A hub model need not have one.
             pass
     return tuple(sorted(token for token in ids if token is not None))
-
-
-def _first_line(error: Exception) -> str:
-    text = repr(error) if isinstance(error, KeyError) else str(error).strip()
-    return (text.splitlines() or [type(error).__name__])[0]

@@ -20,7 +20,7 @@ from hybrid_grpo.dry_run import MALLOC_KEEPS, DryRun, Footprint, NeedsData
 from hybrid_grpo.errors import UserError
 from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.hardware import Hardware
-from hybrid_grpo.loading import load_config
+from hybrid_grpo.pretrained import load_config
 from hybrid_grpo.rewards.models import RewardModel
 from hybrid_grpo.view import BUCKET_ELEMENTS
 

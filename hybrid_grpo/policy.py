@@ -19,8 +19,9 @@ from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.distributed import rank
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import OnFinish, Request, Stats
-from hybrid_grpo.loading import load_config, load_model, plain_attention
+from hybrid_grpo.loading import load_model, plain_attention
 from hybrid_grpo.logprobs import LogprobModel
+from hybrid_grpo.pretrained import load_config
 from hybrid_grpo.rollout import attention_of, complete, requests_of, sampling_of, training_attention
 from hybrid_grpo.view import meta_copy
 

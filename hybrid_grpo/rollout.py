@@ -13,7 +13,8 @@ from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.errors import UserError
 from hybrid_grpo.generation import OnFinish, Request, Sampling, Stats, stream_key, transformers_decoder
 from hybrid_grpo.generation.support import unsupported
-from hybrid_grpo.loading import load_config, plain_attention
+from hybrid_grpo.loading import plain_attention
+from hybrid_grpo.pretrained import load_config
 
 
 def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: bool = False) -> Sampling:

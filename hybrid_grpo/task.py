@@ -13,7 +13,8 @@ from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import evaluation_source
 from hybrid_grpo.errors import UserError
 from hybrid_grpo.generation.support import check_architecture
-from hybrid_grpo.loading import check_lengths, check_token_ids, load_config, load_tokenizer, stop_ids
+from hybrid_grpo.loading import check_lengths, check_token_ids, stop_ids
+from hybrid_grpo.pretrained import load_config, load_tokenizer
 from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.scoring import Rewards
 

@@ -39,7 +39,8 @@ import sys
 from hybrid_grpo import engine
 from hybrid_grpo.config import DataConfig, EngineConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.prompts import read_prompts
-from hybrid_grpo.loading import load_tokenizer, stop_ids
+from hybrid_grpo.loading import stop_ids
+from hybrid_grpo.pretrained import load_tokenizer
 from hybrid_grpo.policy import Policy
 
 engine.start()

@@ -83,7 +83,7 @@ def test_a_bad_call_costs_its_own_completion_only(act: Rewards, capfd, what: str
     value = {"does not apply": 0.0, **SCORED}.get(what, -99.0)
     assert scores.reward_B.nan_to_num(-99.0).tolist() == [1.0, 2.0, value, *map(float, range(3, 10))]
     if what in FAILED:
-        assert message.startswith("rewards: act ") and FAILED[what] in message and "reward/act/failed_frac" in message
+        assert message.startswith("rewards: act ") and FAILED[what] in message and "counted as failed" in message
     elif what in HANGS:
         assert "rewards: act took longer than its timeout_s, 0.5" in message and 0.5 <= seconds < 1.2
     else:

@@ -1,6 +1,5 @@
 """The calling convention, the sum, and what becomes of functions that misbehave."""
 
-import asyncio
 import math
 import re
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from foreign_rewards import boxed_equals, longer_is_better, only_maths, slow_length, thinks_then_answers
 from reward_helpers import inline, rows, statuses
 
 from hybrid_grpo.config import ScoringConfig
@@ -30,32 +30,6 @@ def refusal(call: Callable[[], Any]) -> str:
         call()
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-# Functions in the shapes that TRL's documentation shows: they are not to be changed to run here.
-
-
-def longer_is_better(completion_ids, **kwargs):
-    return [float(len(ids)) for ids in completion_ids]
-
-
-def thinks_then_answers(completions, **kwargs):
-    texts = [completion[0]["content"] for completion in completions]
-    return [1.0 if re.match(r"^<think>.*?</think><answer>.*?</answer>$", text) else 0.0 for text in texts]
-
-
-def boxed_equals(completions, ground_truth, **kwargs):
-    found = [re.search(r"\\boxed\{(.*?)\}", completion) for completion in completions]
-    return [1.0 if m and m.group(1) == gold else 0.0 for m, gold in zip(found, ground_truth, strict=True)]
-
-
-def only_maths(prompts, completions, task, **kwargs):
-    return [float("4" in c) if t == "math" else None for _, c, t in zip(prompts, completions, task, strict=True)]
-
-
-async def slow_length(prompts, completions, **kwargs):
-    await asyncio.sleep(0)
-    return [float(len(c)) for c in completions]
 
 
 def test_trl_functions_run_unchanged() -> None:
@@ -198,7 +172,7 @@ def test_a_function_that_raises_leaves_the_row_at_fault_without_a_reward(capfd, 
     lines = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
         rf"rewards: {name} raised ZeroDivisionError: (float )?division by zero \(test_rewards_scoring.py:\d+\). The"
-        rf" completion is left without a reward; failures are counted in reward/{name}/failed_frac",
+        " completion is left without a reward, and counted as failed",
         lines[0],
     )
     assert lines[1] == "Traceback (most recent call last):" and "ZeroDivisionError: " in "".join(lines[-2:])

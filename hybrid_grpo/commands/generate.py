@@ -48,7 +48,8 @@ def _generate(config: GenerateConfig, rank: int, ranks: int) -> None:
     from hybrid_grpo.data.loader import rank_share
     from hybrid_grpo.data.prompts import read_prompts
     from hybrid_grpo.generation.support import check_architecture
-    from hybrid_grpo.loading import check_lengths, check_token_ids, load_config, load_model, load_tokenizer, stop_ids
+    from hybrid_grpo.loading import check_lengths, check_token_ids, load_model, stop_ids
+    from hybrid_grpo.pretrained import load_config, load_tokenizer
     from hybrid_grpo.rollout import attention_of, complete, requests_of, sampling_of
     from hybrid_grpo.task import sampling_line
 

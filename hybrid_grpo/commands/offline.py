@@ -46,7 +46,7 @@ def tokenizer_for(rewards: Sequence[Reward], place: str, whose: str) -> Any:
     if not place:
         raise UserError(f"{why}: set policy.model")
 
-    from hybrid_grpo.loading import load_tokenizer
+    from hybrid_grpo.pretrained import load_tokenizer
 
     try:
         return load_tokenizer(place)

@@ -19,8 +19,9 @@ def run(arguments: list[str]) -> None:
     from hybrid_grpo import engine
     from hybrid_grpo.adapters import check_lora
     from hybrid_grpo.data.pairs import read_pairs
-    from hybrid_grpo.loading import check_lengths, load_config, load_tokenizer
+    from hybrid_grpo.loading import check_lengths
     from hybrid_grpo.policy import Policy
+    from hybrid_grpo.pretrained import load_config, load_tokenizer
     from hybrid_grpo.run import Run
     from hybrid_grpo.sft import SftTrainer
 

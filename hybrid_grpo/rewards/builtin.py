@@ -12,31 +12,30 @@ class Builtin:
 
     place: str
     """`module:function`; imported where it is called."""
-    trusted: bool = False
-    """It is fast, cannot hang and looks at each row by itself: the rank itself calls it, with a group at once."""
-    isolation: Literal["process", "none"] = "process"
-    """What `isolation: auto` means for one that is not trusted; `none` for those that hold a model."""
+    called: Literal["process", "thread", "inline"] = "process"
+    """Where, with `isolation: auto`. `thread` is for those that hold a model. `inline` is by the rank itself, a group
+    at once: for those that are fast, cannot hang and look at each row by itself."""
 
 
 _RULES = "hybrid_grpo.rewards.rules:"
 _TEXT = "hybrid_grpo.rewards.text:"
 
 BUILTINS: dict[str, Builtin] = {
-    "exact_match": Builtin(_RULES + "exact_match", trusted=True),
-    "numeric_answer": Builtin(_RULES + "numeric_answer", trusted=True),
+    "exact_match": Builtin(_RULES + "exact_match", called="inline"),
+    "numeric_answer": Builtin(_RULES + "numeric_answer", called="inline"),
     "format_regex": Builtin(_RULES + "format_regex"),
-    "length_penalty": Builtin(_RULES + "length_penalty", trusted=True),
-    "repetition_penalty": Builtin(_RULES + "repetition_penalty", trusted=True),
-    "letters_in_place": Builtin(_RULES + "letters_in_place", trusted=True),
-    "format_tags": Builtin(_TEXT + "format_tags", trusted=True),
-    "multiple_choice": Builtin(_TEXT + "multiple_choice", trusted=True),
-    "language_penalty": Builtin(_TEXT + "language_penalty", trusted=True),
-    "word_repetition_penalty": Builtin(_TEXT + "word_repetition_penalty", trusted=True),
-    "length_target": Builtin(_TEXT + "length_target", trusted=True),
+    "length_penalty": Builtin(_RULES + "length_penalty", called="inline"),
+    "repetition_penalty": Builtin(_RULES + "repetition_penalty", called="inline"),
+    "letters_in_place": Builtin(_RULES + "letters_in_place", called="inline"),
+    "format_tags": Builtin(_TEXT + "format_tags", called="inline"),
+    "multiple_choice": Builtin(_TEXT + "multiple_choice", called="inline"),
+    "language_penalty": Builtin(_TEXT + "language_penalty", called="inline"),
+    "word_repetition_penalty": Builtin(_TEXT + "word_repetition_penalty", called="inline"),
+    "length_target": Builtin(_TEXT + "length_target", called="inline"),
     "cosine_length": Builtin(_TEXT + "cosine_length"),
-    "countdown": Builtin("hybrid_grpo.rewards.countdown:countdown", trusted=True),
+    "countdown": Builtin("hybrid_grpo.rewards.countdown:countdown", called="inline"),
     "math_answer": Builtin("hybrid_grpo.rewards.maths:math_answer"),
-    "reward_model": Builtin("hybrid_grpo.rewards.models:reward_model", isolation="none"),
+    "reward_model": Builtin("hybrid_grpo.rewards.models:reward_model", called="thread"),
     "code_tests": Builtin("hybrid_grpo.rewards.code:code_tests"),
     "remote": Builtin("hybrid_grpo.rewards.remote:remote"),
 }

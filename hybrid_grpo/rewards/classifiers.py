@@ -5,7 +5,6 @@ Messages go on from the name of the setting that asks for one. Nothing heavy is 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,13 @@ def find_config(name: str) -> Any:
     Raises:
         ValueError: there is none, or it is not that of a sequence classifier of one or two labels.
     """
-    from transformers import logging as transformers_logging
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
+    from hybrid_grpo.pretrained import load_config
 
     if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
         raise ValueError(f"model {name}: there is no such folder")
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"model {name} does not load: {_first_line(error)}") from error
+    config = load_config(name, "model")
     classes = config.architectures or []
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or config.is_encoder_decoder:
         raise ValueError(f"model {name} is a {config.model_type}: take a ...{_CLASSIFIER} that is no encoder-decoder")
@@ -38,24 +32,6 @@ def find_config(name: str) -> Any:
     if config.num_labels > 2:
         raise ValueError(f"model {name} has {config.num_labels} labels: a reward model has 1, or 2, bad and good")
     return config
-
-
-def find_tokenizer(name: str) -> Any:
-    """Its tokenizer.
-
-    Raises:
-        ValueError: there is none.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"model {name}: its tokenizer does not load: {_first_line(error)}") from error
-    # Where a folder has no tokenizer files, transformers makes one that knows its special tokens only.
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ValueError(f"model {name} has no tokenizer: save its own in the same folder")
-    return tokenizer
 
 
 def load_classifier(name: str, config: Any, dtype: str) -> Any:
@@ -68,6 +44,8 @@ def load_classifier(name: str, config: Any, dtype: str) -> Any:
     from safetensors import SafetensorError
     from transformers import AutoModelForSequenceClassification
 
+    from hybrid_grpo.pretrained import first_line
+
     try:
         model, loaded = AutoModelForSequenceClassification.from_pretrained(
             name,
@@ -78,7 +56,7 @@ def load_classifier(name: str, config: Any, dtype: str) -> Any:
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        raise ValueError(f"model {name} does not load: {_first_line(error)}") from error
+        raise ValueError(f"model {name} does not load: {first_line(error)}") from error
     # transformers starts such weights at random, with no more than a warning.
     for what, names in (("lacks", loaded["missing_keys"]), ("has the wrong shape for", loaded["mismatched_keys"])):
         if names:
@@ -98,8 +76,3 @@ def weight_bytes(config: Any, dtype: str) -> int:
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config)
     return sum(p.numel() for p in model.parameters()) * int(getattr(torch, dtype).itemsize)
-
-
-def _first_line(error: Exception) -> str:
-    text = repr(error) if isinstance(error, KeyError) else str(error).strip()
-    return (text.splitlines() or [type(error).__name__])[0]

@@ -61,9 +61,9 @@ def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None 
             lane = pool.isolated(order[entry], config.timeout_s)
         else:
             function = load_function(config, entry)
-            interface = function.interface
-            model = held(config.kwargs) if config.function == "reward_model" else None
-            if config.function in BUILTINS and BUILTINS[config.function].trusted:
+            interface, called = function.interface, _called(config)
+            model = held(config.kwargs) if called == "thread" else None
+            if called == "inline":
                 # It looks at each row by itself, so that the number of rows of a call is only a matter of speed.
                 interface, lane = replace(interface, batch_size="group"), Inline(function)
             elif model is not None and model.sharded:
@@ -75,12 +75,16 @@ def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None 
     return rewards
 
 
+def _called(config: RewardConfig) -> str | None:
+    """Where a built-in is called; None for the user's own functions."""
+    return BUILTINS[config.function].called if config.function in BUILTINS else None
+
+
 def _isolated(config: RewardConfig, entry: str) -> bool:
-    builtin = BUILTINS.get(config.function)
-    holds_model = builtin is not None and builtin.isolation == "none"
+    called = _called(config)
     if config.isolation == "auto":
-        return builtin is None or not (builtin.trusted or holds_model)
-    if config.isolation == "process" and holds_model and config.kwargs.get("device") != "cpu":
+        return called in (None, "process")
+    if config.isolation == "process" and called == "thread" and config.kwargs.get("device") != "cpu":
         raise UserError(
             f"{entry}.isolation process: processes that call {config.function} cannot share a GPU: set"
             f" {entry}.kwargs device to cpu, or isolation to none"

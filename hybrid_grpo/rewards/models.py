@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from hybrid_grpo.rewards.classifiers import find_config, find_tokenizer, load_classifier, weight_bytes
+from hybrid_grpo.rewards.classifiers import find_config, load_classifier, weight_bytes
 from hybrid_grpo.rewards.functions import Failure, Reply, Request
 from hybrid_grpo.rewards.rules import Completions, completion_texts
 
@@ -82,9 +82,11 @@ class RewardModel:
     """
 
     def __init__(self, settings: Settings) -> None:
+        from hybrid_grpo.pretrained import load_tokenizer
+
         self.settings = settings
         self._config = find_config(settings.model)
-        self._tokenizer = find_tokenizer(settings.model)
+        self._tokenizer = load_tokenizer(settings.model, "model")
         self._config.get_text_config().use_cache = False  # keys and values of what is read once
         self._dtype = _dtype(settings, self._config)
         self._max_tokens = _max_tokens(settings, self._config, self._tokenizer)

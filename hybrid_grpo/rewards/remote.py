@@ -152,9 +152,9 @@ def _rendered(chat: list[dict[str, Any]], tokenizer: str | None) -> tuple[str, s
 
 @functools.cache
 def _tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
+    from hybrid_grpo.pretrained import load_tokenizer
 
-    return AutoTokenizer.from_pretrained(name)
+    return load_tokenizer(name, "tokenizer")
 
 
 def _chosen(values: dict[str, Any], columns: list[str] | None) -> dict[str, Any]:
