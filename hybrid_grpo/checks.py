@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,19 +18,14 @@ from hybrid_grpo.config import (
     DataConfig,
     GenerateConfig,
     LoraConfig,
-    ReplayConfig,
-    RewardConfig,
     RolloutConfig,
-    ScoreConfig,
-    ScoringConfig,
-    ServeRewardConfig,
     SftConfig,
     TrainConfig,
-    reward_name,
 )
-from hybrid_grpo.errors import UserError, did_you_mean, refuse
+from hybrid_grpo.errors import did_you_mean, refuse
+from hybrid_grpo.field_checks import check_fields, check_name, check_output, check_source, looks_like_path
 from hybrid_grpo.grpo_checks import check_grpo
-from hybrid_grpo.network import bearer_token, is_loopback
+from hybrid_grpo.reward_checks import check_rewards
 from hybrid_grpo.tasks import load_task
 
 
@@ -62,32 +56,10 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
     )
 
 
-_MAY_BE_EMPTY_TEXT = {"policy.model", "data.path", "data.eval_path", "data.system_prompt", "run.name", "eval.outcome"}
-"""Empty text means something, or is refused in words of its own."""
-_POSITIVE = {
-    "run.steps", "policy.lr", "policy.max_grad_norm", "policy.micro_batch_tokens", "data.max_prompt_tokens",
-    "rollout.prompts_per_step", "rollout.num_generations", "rollout.max_completion_tokens",
-    "rollout.repetition_penalty", "rollout.max_slots", "rollout.prefill_tokens", "lora.alpha",
-    "grpo.num_iterations", "grpo.num_minibatches", "grpo.epsilon_low", "grpo.epsilon_high", "grpo.kl_horizon",
-    "grpo.overlong_penalty", "grpo.max_resamples", "curriculum.min_tries",
-    "curriculum.half_life", "checkpoint.keep",
-    "sft.batch_size", "sft.max_completion_tokens", "log.parity_alarm", "log.heldout_alarm",
-    "scoring.memory_gb", "scoring.max_wait_s",
-}  # fmt: skip
-_NOT_NEGATIVE = {
-    "run.seed", "policy.warmup_steps", "policy.weight_decay", "rollout.min_completion_tokens", "rollout.temperature",
-    "rollout.top_k", "lora.rank", "grpo.beta", "grpo.entropy_coef", "grpo.overlong_buffer", "grpo.ref_every",
-    "eval.every", "checkpoint.every", "log.rollouts_every", "scoring.workers", "scoring.max_failed_frac",
-}  # fmt: skip
-
-
 def _check_common(config: TrainConfig | SftConfig) -> None:
     for section in dataclasses.fields(config):
-        for name, value in vars(getattr(config, section.name)).items() if section.name != "rewards" else ():
-            path = f"{section.name}.{name}"
-            refuse(path in _POSITIVE and value <= 0, f"{path} {value} must be greater than 0")
-            refuse(path in _NOT_NEGATIVE and value < 0, f"{path} {value} must be 0 or greater")
-            refuse(value == "" and path not in _MAY_BE_EMPTY_TEXT, f"{path} is empty: give a value or take it out")
+        if section.name != "rewards":
+            check_fields(section.name, getattr(config, section.name))
     _check_model(config.policy.model)
     _check_deepspeed(config.engine.deepspeed)
     for name, limit in (("data.limit", config.data.limit), ("data.eval_limit", config.data.eval_limit)):
@@ -108,15 +80,8 @@ def _check_common(config: TrainConfig | SftConfig) -> None:
         f"policy.shared_prefix on needs rows that are packed, which policy.attn_implementation"
         f" {config.policy.attn_implementation} pads: set that to auto",
     )
-    _check_name("run.name", config.run.name, "it names a folder")
+    check_name("run.name", config.run.name, "it names a folder")
     _check_run_dir(config.run.dir)
-
-
-def _check_name(setting: str, name: str, why: str) -> None:
-    refuse(
-        not re.fullmatch(r"[\w.][\w.\-]{0,127}", name) or name.strip(".") == "",
-        f"{setting} {name!r} must be at most 128 letters, digits, '.', '_' or '-', without '-' in front: {why}",
-    )
 
 
 def _check_run_dir(folder: str) -> None:
@@ -127,7 +92,7 @@ def _check_run_dir(folder: str) -> None:
 
 def _check_model(model: str) -> None:
     refuse(not model, "policy.model is not set: give a model folder or a hub name")
-    if _looks_like_path(model):
+    if looks_like_path(model):
         refuse(Path(model).is_file(), f"policy.model {model} is a file: give the folder of a model or a hub name")
         refuse(not Path(model).is_dir(), f"policy.model {model}: there is no such folder")
         refuse(
@@ -156,7 +121,7 @@ def _check_lora(lora: LoraConfig) -> None:
 def _check_sources(data: DataConfig) -> None:
     _check_training_source(data)
     if data.eval_path is not None:
-        _check_source("data.eval_path", data.eval_path)
+        check_source("data.eval_path", data.eval_path)
 
 
 def _check_training_source(data: DataConfig) -> None:
@@ -166,23 +131,7 @@ def _check_training_source(data: DataConfig) -> None:
         " of them",
     )
     if data.path or data.task is None or load_task(data.task).made is None:
-        _check_source("data.path", data.path)
-
-
-def _check_source(name: str, source: str) -> None:
-    refuse(not source, f"{name} is not set: give a JSONL or parquet file, a dataset folder or a hub name")
-    if _looks_like_path(source):
-        refuse(not Path(source).exists(), f"{name} {source}: there is no such file or folder")
-        refuse(Path(source).is_file() and Path(source).stat().st_size == 0, f"{name} {source} is empty")
-
-
-def _looks_like_path(name: str) -> bool:
-    """A hub name is `name` or `owner/name`; anything that exists, or could not be one, is a path."""
-    return (
-        os.path.exists(name)
-        or not re.fullmatch(r"[\w\-][\w.\-]*(/[\w.\-]+)?", name)
-        or bool(re.search(r"\.(jsonl?|parquet|csv|txt|yaml)$", name))
-    )
+        check_source("data.path", data.path)
 
 
 _OWNED = {
@@ -254,15 +203,15 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
         f"grpo.ref_every {config.grpo.ref_every} refreshes the reference, which with lora.rank is the model without"
         " adapters: take out one of them",
     )
-    names = _check_rewards(config.rewards)
+    names = check_rewards(config.rewards)
     outcome = config.eval.outcome
     refuse(
         outcome is not None and outcome not in names,
         f"eval.outcome {outcome!r} is not a reward of this run: {did_you_mean(outcome or '', names)}",
     )
-    _check_name("eval.name", config.eval.name, "it names a metric")
+    check_name("eval.name", config.eval.name, "it names a metric")
     check_grpo(config)
-    _check_curriculum(config.curriculum, config.data)
+    check_curriculum(config.curriculum, config.data)
     if config.data.eval_path is None and config.data.eval_split is None:
         for setting, value in (("eval.every", config.eval.every), ("data.eval_limit", config.data.eval_limit)):
             refuse(bool(value), f"{setting} {value} needs held-out prompts: set data.eval_path or data.eval_split")
@@ -293,119 +242,10 @@ def check_generate(config: GenerateConfig, world_size: int) -> None:
     else:
         _check_training_source(config.data)
     refuse(output == "-" and world_size > 1, f"generate.output -: {world_size} ranks write a file each: give its name")
-    _check_output("generate.output", output, "the prompts of data.path", config.data.path)
+    check_output("generate.output", output, "the prompts of data.path", config.data.path)
 
 
-def _check_output(setting: str, output: str, what: str, source: str) -> None:
-    if output == "-":
-        return
-    path = Path(output)
-    refuse(path.is_dir(), f"{setting} {path} is a folder: give a file")
-    refuse(not path.parent.is_dir(), f"{setting} {path}: there is no folder {path.parent}")
-    refuse(
-        path.exists() and os.path.exists(source) and path.samefile(source),
-        f"{setting} {path} would replace {what}: give another file",
-    )
-
-
-def check_score(config: ScoreConfig, source: str) -> None:
-    """Refuse what cannot work, before anything is loaded; `source` is scored.
-
-    Raises:
-        UserError: one line that names the settings and the way out.
-    """
-    _check_rewards(config.rewards)
-    _check_scoring(config.scoring)
-    limit, output = config.data.limit, config.score.output
-    refuse(limit is not None and limit < 1, f"data.limit {limit} must be 1 or greater")
-    refuse(not output, "score.output is empty: give a file, or take it out")
-    if source != "-":
-        _check_source("FILE", source)
-    _check_output("score.output", output, "the completions that are scored", source)
-
-
-def check_replay(config: ReplayConfig) -> None:
-    """Refuse what cannot work, before anything is loaded.
-
-    Raises:
-        UserError: one line that names the settings and the way out.
-    """
-    _check_rewards(config.rewards)
-    _check_scoring(config.scoring)
-    check_grpo(config)
-    replay = config.replay
-    refuse(
-        replay.steps is not None and not re.fullmatch(r"\d+|\d+-\d*|-\d+", replay.steps),
-        f"replay.steps {replay.steps!r} is no range of steps: give one as in 100-200, 100-, -200 or 100",
-    )
-    refuse(replay.limit < 0, f"replay.limit {replay.limit} must be 0 or greater")
-    if replay.output is not None:
-        _check_name("replay.output", replay.output, "it names files")
-
-
-def _check_scoring(scoring: ScoringConfig) -> None:
-    for name, value in vars(scoring).items():
-        path = f"scoring.{name}"
-        refuse(path in _POSITIVE and value <= 0, f"{path} {value} must be greater than 0")
-        refuse(path in _NOT_NEGATIVE and value < 0, f"{path} {value} must be 0 or greater")
-
-
-def check_serve(config: ServeRewardConfig) -> None:
-    """Refuse what cannot work, before anything is loaded.
-
-    Raises:
-        UserError: one line that names the settings and the way out.
-    """
-    _check_rewards(config.rewards)
-    _check_scoring(config.scoring)
-    serve = config.serve
-    for name, least in (("port", 0), ("max_requests", 1)):
-        refuse(getattr(serve, name) < least, f"serve.{name} {getattr(serve, name)} must be {least} or greater")
-    for name in ("max_body_mb", "timeout_s"):
-        refuse(getattr(serve, name) <= 0, f"serve.{name} {getattr(serve, name)} must be greater than 0")
-    refuse(serve.port > 65535, f"serve.port {serve.port} must be 65535 or lower")
-    refuse(not serve.label_column.isidentifier(), f"serve.label_column {serve.label_column!r} must be a name")
-    refuse("" in serve.ends, f"serve.ends {serve.ends}: an empty text ends everything: take it out")
-    refuse(
-        serve.token_env is None and not is_loopback(serve.host),
-        f"serve.host {serve.host} can be reached from other machines: name the environment variable with a token in"
-        " serve.token_env",
-    )
-    if serve.token_env is not None:
-        try:
-            bearer_token("serve.token_env", serve.token_env)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-    refuse(serve.key is not None and serve.certificate is None, "serve.key is set: give serve.certificate as well")
-    for name in ("certificate", "key"):
-        path = getattr(serve, name)
-        refuse(path is not None and not Path(path).is_file(), f"serve.{name} {path}: there is no such file")
-
-
-def _check_rewards(rewards: list[RewardConfig]) -> list[str]:
-    """The names of the rewards, in order."""
-    refuse(
-        not rewards,
-        "rewards is empty: give at least one, as in --rewards '[{function: exact_match}]', or a data.task, which has"
-        " its own",
-    )
-    for index, reward in enumerate(rewards):
-        refuse(not reward.function, f"rewards[{index}].function is empty: name a built-in or a function")
-        if reward.name is not None:
-            _check_name(f"rewards[{index}].name", reward.name, "it names a metric")
-        refuse(not math.isfinite(reward.weight), f"rewards[{index}].weight {reward.weight} must be a finite number")
-        refuse(reward.timeout_s <= 0, f"rewards[{index}].timeout_s {reward.timeout_s} must be greater than 0")
-        refuse(
-            isinstance(reward.batch_size, int) and reward.batch_size < 1,
-            f"rewards[{index}].batch_size {reward.batch_size} must be 1 or greater, group or auto",
-        )
-    names = [reward_name(reward) for reward in rewards]
-    doubles = {name for name in names if names.count(name) > 1}
-    refuse(bool(doubles), f"rewards: two are named {', '.join(sorted(doubles))}: set `name` on one of them")
-    return names
-
-
-def _check_curriculum(curriculum: CurriculumConfig, data: DataConfig) -> None:
+def check_curriculum(curriculum: CurriculumConfig, data: DataConfig) -> None:
     low, high = curriculum.skip_below, curriculum.skip_above
     skips = low is not None or high is not None
     for setting, value in (("skip_below", low), ("skip_above", high)):

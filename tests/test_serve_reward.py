@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from hybrid_grpo.checks import check_serve
 from hybrid_grpo.config import RewardConfig, ServeOptionsConfig, ServeRewardConfig
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.errors import UserError
+from hybrid_grpo.reward_checks import check_serve
 from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.remote import remote
 from hybrid_grpo.rewards.scoring import Rewards

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import track
 
-from hybrid_grpo.checks import check_replay
 from hybrid_grpo.commands.offline import Line, patient, table, tokenizer_for
 from hybrid_grpo.config import ReplayConfig, TrainConfig, reward_name
 from hybrid_grpo.errors import refuse
 from hybrid_grpo.files import replace_text
 from hybrid_grpo.parsing import leading_argument, parse
+from hybrid_grpo.reward_checks import check_replay
 from hybrid_grpo.wandb_sink import json_safe
 
 if TYPE_CHECKING:

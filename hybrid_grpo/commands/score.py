@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 from rich.progress import track
 
-from hybrid_grpo.checks import check_score
 from hybrid_grpo.commands.offline import Line, patient, table, tokenizer_for
 from hybrid_grpo.config import ScoreConfig
 from hybrid_grpo.errors import UserError
 from hybrid_grpo.parsing import leading_argument, parse
+from hybrid_grpo.reward_checks import check_score
 from hybrid_grpo.wandb_sink import json_safe
 
 if TYPE_CHECKING:

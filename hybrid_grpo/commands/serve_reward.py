@@ -6,11 +6,11 @@ import asyncio
 import ssl
 import sys
 
-from hybrid_grpo.checks import check_serve
 from hybrid_grpo.config import ServeOptionsConfig, ServeRewardConfig
 from hybrid_grpo.errors import UserError
 from hybrid_grpo.network import bearer_token, is_loopback
 from hybrid_grpo.parsing import parse
+from hybrid_grpo.reward_checks import check_serve
 
 PATH = "/get_reward"
 """Where OpenRLHF's reward models are asked."""
