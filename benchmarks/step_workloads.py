@@ -12,10 +12,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
 from rollout_workloads import WORKLOADS as ROLLOUTS
 
 from hybrid_grpo.checks import check_train
 from hybrid_grpo.config import TrainConfig
+from hybrid_grpo.data.packing import token_budget
 from hybrid_grpo.parsing import parse
 
 ROOT = Path(__file__).parent.parent
@@ -50,7 +52,8 @@ class Job:
         check_train(config, 1)
         rows = config.rollout.prompts_per_step * config.rollout.num_generations
         longest = self.longest_prompt + config.rollout.max_completion_tokens
-        fitting = min(rows, max(1, config.policy.micro_batch_tokens // longest))
+        budget = token_budget(config.policy, on_gpu=torch.cuda.is_available(), gradients=True)
+        fitting = min(rows, max(1, budget // longest))
         return {
             "arguments": arguments,
             "config": asdict(config),
@@ -106,7 +109,6 @@ def _forced(
     folder: Path, prompts: list[int], generations: int, limit: int, *, vocabulary: int, layers: int
 ) -> list[str]:
     """A random model, and prompts of the given lengths in the quickstart's letters, its first 29 tokens."""
-    import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     sys.path.append(str(SCRIPTS))

@@ -52,7 +52,6 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
         num_generations=rollout.num_generations,
         num_minibatches=grpo.num_minibatches,
         num_iterations=grpo.num_iterations,
-        micro_batch_tokens=config.policy.micro_batch_tokens,
     )
 
 

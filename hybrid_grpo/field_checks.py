@@ -31,7 +31,7 @@ def check_fields(section: str, values: object) -> None:
     """Numbers that have a bound, and texts that must not be empty, of a section of the configuration."""
     for name, value in vars(values).items():
         path = f"{section}.{name}"
-        refuse(path in _POSITIVE and value <= 0, f"{path} {value} must be greater than 0")
+        refuse(path in _POSITIVE and value is not None and value <= 0, f"{path} {value} must be greater than 0")
         refuse(path in _NOT_NEGATIVE and value < 0, f"{path} {value} must be 0 or greater")
         refuse(value == "" and path not in _MAY_BE_EMPTY_TEXT, f"{path} is empty: give a value or take it out")
 

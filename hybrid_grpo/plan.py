@@ -131,7 +131,7 @@ class Plan:
 
 
 def largest_micro_batch(
-    config: TrainConfig, batch: BatchPlan, prompt: int, *, packs: bool, gradients: bool
+    config: TrainConfig, batch: BatchPlan, prompt: int, *, packs: bool, on_gpu: bool, gradients: bool
 ) -> MicroBatch:
     """Of a rollout whose prompts and completions all have the longest length.
 
@@ -139,6 +139,7 @@ def largest_micro_batch(
         batch: the batch equation.
         prompt: tokens of the longest prompt.
         packs: whether the model takes micro-batches without padding.
+        on_gpu: where it runs.
         gradients: those of training, else those that are scored.
     """
     group = batch.num_generations
@@ -146,7 +147,8 @@ def largest_micro_batch(
     # No two prompts are the same.
     prompt_ids = [ids for number in range(prompts) for ids in [[number] * prompt] * group]
     completion_ids = [[0] * config.rollout.max_completion_tokens] * len(prompt_ids)
-    given = prompt_ids, completion_ids, range(len(prompt_ids)), token_budget(config.policy, gradients=gradients)
+    budget = token_budget(config.policy, on_gpu=on_gpu, gradients=gradients)
+    given = prompt_ids, completion_ids, range(len(prompt_ids)), budget
     cpu = torch.device("cpu")
     parts = pack(*given, cpu, share=config.policy.shared_prefix) if packs else pad(*given, cpu)
     return max(parts, key=lambda part: part.input_ids_bS.numel())
@@ -164,7 +166,7 @@ def foresee(
         UserError: the model has no configuration, or not the attention or the adapters that are asked for.
     """
     try:
-        sizes = measure(config, load_config(config.policy.model), batch, prompt)
+        sizes = measure(config, load_config(config.policy.model), batch, prompt, on_gpu=hardware.on_gpu)
     except NeedsData:
         return None
     sizes = replace(
@@ -175,18 +177,20 @@ def foresee(
     return plan(config, sizes, batch, prompt, hardware)
 
 
-def measure(config: TrainConfig, model_config: Any, batch: BatchPlan, prompt: int) -> Sizes:
+def measure(config: TrainConfig, model_config: Any, batch: BatchPlan, prompt: int, *, on_gpu: bool) -> Sizes:
     """See what has to be known of a model, without its weights.
 
     Args:
         model_config: transformers configuration.
         batch: the batch equation.
         prompt: tokens of the longest prompt.
+        on_gpu: where it is to run.
     """
     dry = DryRun(model_config, config.policy, config.lora)
     parameters = list(dry.model.parameters())
     training, scored = (
-        largest_micro_batch(config, batch, prompt, packs=dry.packs, gradients=gradients) for gradients in (True, False)
+        largest_micro_batch(config, batch, prompt, packs=dry.packs, on_gpu=on_gpu, gradients=gradients)
+        for gradients in (True, False)
     )
     layers, scoring = dry.inference(scored)
     read = min(config.rollout.prefill_tokens, batch.prompts_per_rank * prompt)

@@ -107,7 +107,7 @@ class Policy:
     ) -> list[MicroBatch]:
         """Rows (all, when not given) in micro-batches within `token_budget`; as many on every rank. Collective."""
         rows = range(len(prompt_ids)) if rows is None else rows
-        budget = token_budget(self.config, gradients=gradients)
+        budget = token_budget(self.config, on_gpu=self.engine.device.type != "cpu", gradients=gradients)
         if self.packs:
             return pack(prompt_ids, completion_ids, rows, budget, self.engine.device, share=self.config.shared_prefix)
         return pad(prompt_ids, completion_ids, rows, budget, self.engine.device)

@@ -156,12 +156,19 @@ def test_the_largest_micro_batch(budget, share, tokens):
         policy=PolicyConfig(micro_batch_tokens=budget, shared_prefix=share),
         rollout=RolloutConfig(prompts_per_step=4, num_generations=8),
     )
-    micro = largest_micro_batch(config, batch_plan(config, 1), 512, packs=True, gradients=True)
+    micro = largest_micro_batch(config, batch_plan(config, 1), 512, packs=True, on_gpu=False, gradients=True)
     assert micro.input_ids_bS.shape == (1, tokens)
-    scored = largest_micro_batch(config, batch_plan(config, 1), 512, packs=True, gradients=False)
+    scored = largest_micro_batch(config, batch_plan(config, 1), 512, packs=True, on_gpu=False, gradients=False)
     assert tokens <= scored.input_ids_bS.numel() <= max(4 * budget, tokens)
-    padded = largest_micro_batch(config, batch_plan(config, 1), 512, packs=False, gradients=True)
+    padded = largest_micro_batch(config, batch_plan(config, 1), 512, packs=False, on_gpu=False, gradients=True)
     assert padded.input_ids_bS.shape == (min(32, max(1, budget // 1023)), 1023)
+
+
+@pytest.mark.parametrize("on_gpu, rows", [(False, 4), (True, 16)])
+def test_micro_batches_are_smaller_on_a_cpu_where_nothing_is_said(on_gpu, rows):
+    config = TrainConfig(rollout=RolloutConfig(prompts_per_step=4, num_generations=8))
+    micro = largest_micro_batch(config, batch_plan(config, 1), 512, packs=False, on_gpu=on_gpu, gradients=True)
+    assert micro.input_ids_bS.shape == (rows, 1023)
 
 
 def micro_batch(rows: int, tokens: int) -> MicroBatch:
@@ -211,7 +218,7 @@ def test_one_or_two_layers_of_a_kind_stand_for_all(architecture, own):
 def test_only_adapters_are_trained_of_an_adapted_model():
     config = tiny_config("qwen2", hidden=64)
     train = recipe(lora=LoraConfig(rank=4, target_modules=["q_proj"]))
-    sizes = measure(train, config, batch_plan(train, 1), 16)
+    sizes = measure(train, config, batch_plan(train, 1), 16, on_gpu=False)
     assert sizes.trained == 2 * (4 * 64 + 64 * 4)
     assert sizes.parameters > 20 * sizes.trained
 
@@ -283,7 +290,7 @@ def test_qwen2_0_5b_is_measured_as_it_is():
     shape = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
     model = Qwen2Config(vocab_size=151_936, num_hidden_layers=24, tie_word_embeddings=True, **shape)
     config = replace(recipe(), policy=PolicyConfig(micro_batch_tokens=1024))
-    sizes = measure(config, model, batch_plan(config, 1), 512)
+    sizes = measure(config, model, batch_plan(config, 1), 512, on_gpu=False)
     assert (sizes.parameters, sizes.active, sizes.token_bytes) == (N, N, SIZES.token_bytes)
     assert sizes.largest == SIZES.largest
     # The head: its float32 gradient, that in bfloat16, and a few chunks of 64 MiB of logits.

@@ -22,6 +22,8 @@ from hybrid_grpo.distributed import all_reduce
 
 _WORTH_SHARING = 0.1
 """Share of the tokens that a prompt computed once must save: attention then gathers keys and needs masks."""
+_ON_GPU, _ON_CPU = 16_384, 4_096
+"""Tokens of one forward and backward, where the configuration does not say."""
 _SCORED = 4
 """Times the tokens in a forward without gradients: an offloaded reference streams its weights once in each."""
 
@@ -35,13 +37,14 @@ class _Group:
     """To compute."""
 
 
-def token_budget(policy: PolicyConfig, *, gradients: bool) -> int:
+def token_budget(policy: PolicyConfig, *, on_gpu: bool, gradients: bool) -> int:
     """Tokens of one micro-batch.
 
     Without gradients a forward keeps no activations, and the budget is several times as large; with gradient
     checkpointing training keeps none either, and it is the same.
     """
-    return policy.micro_batch_tokens * (1 if gradients or policy.gradient_checkpointing else _SCORED)
+    tokens = policy.micro_batch_tokens or (_ON_GPU if on_gpu else _ON_CPU)
+    return tokens * (1 if gradients or policy.gradient_checkpointing else _SCORED)
 
 
 def pack(
