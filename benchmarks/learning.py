@@ -1,19 +1,21 @@
 """Learning curves on the quickstart's task: our Trainer beside TRL's GRPOTrainer, from the same weights.
 
-    python benchmarks/learning.py --workload ragged --seeds 0,1,2 --json FILE --png FILE
+    python benchmarks/learning.py --workload ragged --seeds 0,1,2 --grpo.num_iterations 2 --json FILE --png FILE
 
 `ragged` has words of 3 to 24 letters, of log-normal lengths; `quickstart` those of the quickstart, 3 to 6.
 
 A seed makes the task and the weights behind the supervised warm-up, and is the seed of both trainers. Both get the
 prompts in the same order and the settings of training_scripts/quickstart.yaml: group size, limits, AdamW, gradient
-norm, clipping, loss, scaling of rewards, and the learning rate of every single step. The sides take turns of
---every steps. Reward is the mean of each step's completions; accuracy is that of greedy completions of the held-out
-words, by one and the same decoder (ours) from the weights that each side writes. Seconds are those of the steps:
-neither evaluation nor start is in them.
+norm, clipping, loss, scaling of rewards, and the learning rate of every optimizer step. What is given beside the
+options here goes to all sides as settings of `train`. The sides take turns of --every steps.
 
-A setting of ours is compared with ours without it:
+Reward is the mean of each step's completions; accuracy is that of greedy completions of the held-out words, by one and
+the same decoder (ours) from the weights that each side writes. Seconds are those of the steps: neither evaluation nor
+start is in them.
 
-    python benchmarks/learning.py --sides hybrid,settings \\
+Side `settings` is ours with more settings, of what the other one does not have:
+
+    python benchmarks/learning.py --sides hybrid,settings,trl \\
         --settings '--curriculum.sampling difficulty --data.shuffle true'
 
 --png needs matplotlib, which nothing else here does: pip install matplotlib.
@@ -72,11 +74,13 @@ def curves(seed: int, arguments: argparse.Namespace, folder: Path) -> dict[str, 
     from hybrid_grpo.policy import learning_rate
 
     job = quickstart(folder, seed, arguments.workload == "ragged")
-    settings = ["--run.steps", str(arguments.steps)]
+    settings = ["--run.steps", str(arguments.steps), *arguments.common]
     spec = job.spec(0, arguments.threads, settings)
     changed = job.spec(0, arguments.threads, [*settings, *arguments.settings])
     policy = PolicyConfig(**spec["config"]["policy"])
-    rates = [learning_rate(policy, step, arguments.steps) for step in range(arguments.steps)]
+    grpo = spec["config"]["grpo"]
+    updates = arguments.steps * grpo["num_iterations"] * grpo["num_minibatches"]
+    rates = [learning_rate(policy, update, updates) for update in range(updates)]
     rollout = spec["config"]["rollout"]
     rows = rollout["prompts_per_step"] * rollout["num_generations"]
     evaluation = Evaluation(spec["arguments"])
@@ -160,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workload", choices=("quickstart", "ragged"), default="ragged")
     parser.add_argument("--sides", default="hybrid,trl", help=f"of {', '.join(LABELS)}")
-    parser.add_argument("--settings", default="", help="command line of side settings, beyond that of hybrid")
+    parser.add_argument("--settings", default="", help="command line of side settings, beyond that of all")
     parser.add_argument("--seeds", default="0,1,2", help="separated by commas")
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--every", type=int, default=25, help="steps between evaluations")
@@ -168,7 +172,7 @@ def main() -> None:
     parser.add_argument("--trl-python", type=Path, help="see step.py")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
-    arguments = parser.parse_args()
+    arguments, arguments.common = parser.parse_known_args()
     set_accelerator()
     arguments.sides = tuple(arguments.sides.split(","))
     if unknown := set(arguments.sides).difference(LABELS):
@@ -191,6 +195,7 @@ def main() -> None:
     if arguments.json:
         result = {
             "workload": arguments.workload,
+            "common": arguments.common,
             "settings": arguments.settings,
             "machine": machine(arguments.threads, arguments.trl_python),
             "seeds": found,

@@ -3,8 +3,9 @@
     python benchmarks/step_trl.py SPEC
     deepspeed --num_accelerators 1 benchmarks/step_trl.py SPEC      # stage 3
 
-The trainer's own loop runs; a callback holds it between two steps. So a step is everything from one beginning to the
-next, the drawing of prompts included. Of this repository only the reward functions are imported.
+The trainer's own loop runs; a callback holds it between two steps. So a step is everything from one rollout to the
+next, the drawing of prompts and all optimizer steps included. Of this repository only the reward functions are
+imported.
 
 Where lengths are forced, a logits processor writes one column: no token may end a completion before its length, none
 but the end of sequence may come there. The rest is TRL's: `generate()` runs until the longest row is done, and what
@@ -94,7 +95,7 @@ def settings(spec: dict[str, Any]) -> GRPOConfig:
         "gradient_accumulation_steps": "auto",
         "steps_per_print": 10**9,
     }
-    assert policy["dtype"] == "float32" and grpo["num_minibatches"] == 1
+    assert policy["dtype"] == "float32"
     # Ours may have a kernel that transformers does not know; its own default then.
     attention = policy["attn_implementation"]
     attention = attention if attention in ("eager", "flash_attention_2") else "sdpa"
@@ -108,7 +109,8 @@ def settings(spec: dict[str, Any]) -> GRPOConfig:
         gradient_checkpointing=policy["gradient_checkpointing"],
         deepspeed=zero if stage else None,
         per_device_train_batch_size=spec["micro_rows"],
-        gradient_accumulation_steps=rows // spec["micro_rows"],
+        gradient_accumulation_steps=rows // spec["micro_rows"] // grpo["num_minibatches"],
+        steps_per_generation=rows // spec["micro_rows"],
         learning_rate=policy["lr"],
         lr_scheduler_type="constant",
         weight_decay=policy["weight_decay"],
@@ -144,6 +146,8 @@ class Side(TrainerCallback):
         self.trainer = trainer
         self.means = means
         self.learning_rates = spec.get("learning_rates")
+        grpo = spec["config"]["grpo"]
+        self.updates = grpo["num_iterations"] * grpo["num_minibatches"]
         self.given = spec["lengths"]
         self.lengths: list[list[int]] | None = None
         self.commands = commands()
@@ -202,7 +206,9 @@ class Side(TrainerCallback):
                 group["lr"] = self.learning_rates[state.global_step]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Between two steps: say what the last one took, and wait."""
+        """Between two rollouts: say what the last step took, and wait."""
+        if state.global_step % self.updates:
+            return
         if self.measurement is not None:
             self.watch.seconds.pop("rest", None)
             generated, trained = self.tokens

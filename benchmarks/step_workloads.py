@@ -50,7 +50,7 @@ class Job:
         arguments = [*self.arguments, "--engine.zero_stage", str(stage), *settings]
         config = parse(TrainConfig, arguments, "train").config
         check_train(config, 1)
-        rows = config.rollout.prompts_per_step * config.rollout.num_generations
+        rows = config.rollout.prompts_per_step * config.rollout.num_generations // config.grpo.num_minibatches
         longest = self.longest_prompt + config.rollout.max_completion_tokens
         budget = token_budget(config.policy, on_gpu=torch.cuda.is_available(), gradients=True)
         fitting = min(rows, max(1, budget // longest))

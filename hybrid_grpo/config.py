@@ -162,8 +162,9 @@ class RolloutConfig:
     """`transformers` decodes with generate(), for architectures that the paged decoder cannot run."""
     max_slots: int = 256
     """Completions decoded at the same time on one rank."""
-    prefill_tokens: int = 16384
-    """Prompt tokens of one prefill forward; a longer prompt is read in pieces."""
+    prefill_tokens: int | None = None
+    """Prompt tokens of one prefill forward; a longer prompt is read in pieces. Not given: 16,384 on a GPU, 2,048 on a
+    CPU."""
     cache_gb: float | None = None
     """GiB of keys and values on one rank; not given: from free memory."""
 

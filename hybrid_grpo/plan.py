@@ -18,7 +18,7 @@ from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.dry_run import MALLOC_KEEPS, DryRun, Footprint, NeedsData
 from hybrid_grpo.errors import UserError
-from hybrid_grpo.generation.loop import PAGE
+from hybrid_grpo.generation.loop import PAGE, PREFILL_TOKENS
 from hybrid_grpo.hardware import Hardware
 from hybrid_grpo.pretrained import load_config
 from hybrid_grpo.rewards.models import RewardModel
@@ -193,7 +193,8 @@ def measure(config: TrainConfig, model_config: Any, batch: BatchPlan, prompt: in
         for gradients in (True, False)
     )
     layers, scoring = dry.inference(scored)
-    read = min(config.rollout.prefill_tokens, batch.prompts_per_rank * prompt)
+    prefill_tokens = config.rollout.prefill_tokens or PREFILL_TOKENS["cuda" if on_gpu else "cpu"]
+    read = min(prefill_tokens, batch.prompts_per_rank * prompt)
     return Sizes(
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in parameters if p.requires_grad),

@@ -30,6 +30,8 @@ OnFinish = Callable[[int, int, Completion], None]
 
 PAGE = {"cpu": 32, "cuda": 256}
 """Entries of a page; flash-attn takes multiples of 256 only."""
+PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
+"""Of one prefill forward, where nothing is said."""
 
 
 @dataclass(frozen=True)
@@ -83,20 +85,20 @@ class _Loop:
         sampling: Sampling,
         *,
         max_slots: int,
-        prefill_tokens: int,
+        prefill_tokens: int | None,
         cache_gb: float | None,
         on_finish: OnFinish | None,
         decode: Callable[[list[int]], str] | None,
     ) -> None:
         self.model = model
         self.sampling = sampling
-        self.prefill_tokens = prefill_tokens
         self.on_finish = on_finish
         self.decode = decode
         self.stop_ids = frozenset(sampling.stop_ids)
         self.finished: list[list[Completion | None]] = [[None] * len(request.keys) for request in requests]
         self.stats = Stats()
         self.device = next(model.parameters()).device
+        self.prefill_tokens = prefill_tokens or PREFILL_TOKENS[self.device.type]
         geometry = _prepared(model)
         groups = [_group(index, request, sampling) for index, request in enumerate(requests)]
         slots = min(max_slots, sum(len(group.sequences) for group in groups))
@@ -238,7 +240,7 @@ def generate(
     sampling: Sampling,
     *,
     max_slots: int = 256,
-    prefill_tokens: int = 16384,
+    prefill_tokens: int | None = None,
     cache_gb: float | None = None,
     on_finish: OnFinish | None = None,
     decode: Callable[[list[int]], str] | None = None,
@@ -251,7 +253,8 @@ def generate(
         requests: prompts with a stream key for each completion.
         sampling: how tokens are chosen, and when a completion ends.
         max_slots: completions decoded at the same time.
-        prefill_tokens: prompt tokens of one prefill forward; a longer prompt is read in pieces.
+        prefill_tokens: prompt tokens of one prefill forward, a longer prompt is read in pieces; not given:
+            `PREFILL_TOKENS`.
         cache_gb: GiB of keys and values; not given: what memory is free. When it is too small for `max_slots`
             sequences fewer are decoded at a time, or some are put back and redone.
         on_finish: called as soon as a completion is finished.

@@ -138,7 +138,7 @@ def generate(
     sampling: Sampling,
     *,
     max_slots: int = 256,
-    prefill_tokens: int = 16384,
+    prefill_tokens: int | None = None,
     cache_gb: float | None = None,
     on_finish: OnFinish | None = None,
     decode: Callable[[list[int]], str] | None = None,
