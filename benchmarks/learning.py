@@ -68,23 +68,26 @@ class Evaluation:
         return float(right.double().mean())
 
 
-def curves(seed: int, arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    """Both sides' curves of a seed."""
+def learning_rates(config: dict[str, Any]) -> list[float]:
+    """Of every optimizer step of a run."""
     from hybrid_grpo.config import PolicyConfig
     from hybrid_grpo.policy import learning_rate
 
+    updates = config["run"]["steps"] * config["grpo"]["num_iterations"] * config["grpo"]["num_minibatches"]
+    return [learning_rate(PolicyConfig(**config["policy"]), update, updates) for update in range(updates)]
+
+
+def curves(seed: int, arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """Both sides' curves of a seed."""
     job = quickstart(folder, seed, arguments.workload == "ragged")
     settings = ["--run.steps", str(arguments.steps), *arguments.common]
     spec = job.spec(0, arguments.threads, settings)
     changed = job.spec(0, arguments.threads, [*settings, *arguments.settings])
-    policy = PolicyConfig(**spec["config"]["policy"])
-    grpo = spec["config"]["grpo"]
-    updates = arguments.steps * grpo["num_iterations"] * grpo["num_minibatches"]
-    rates = [learning_rate(policy, update, updates) for update in range(updates)]
+    rates = learning_rates(spec["config"])
     rollout = spec["config"]["rollout"]
     rows = rollout["prompts_per_step"] * rollout["num_generations"]
     evaluation = Evaluation(spec["arguments"])
-    start = {"completions": 0, "seconds": 0.0, "accuracy": evaluation.accuracy(policy.model)}
+    start = {"completions": 0, "seconds": 0.0, "accuracy": evaluation.accuracy(spec["config"]["policy"]["model"])}
     found: dict[str, dict[str, Any]] = {side: {"steps": [], "evaluations": [start]} for side in arguments.sides}
     with ExitStack() as stack:
         workers = [

@@ -91,9 +91,10 @@ def plain_logprobs(
 class Side:
     """Steps of one trainer, measured."""
 
-    def __init__(self, trainer: Trainer, lengths: list[list[int]] | None) -> None:
+    def __init__(self, trainer: Trainer, spec: dict[str, Any]) -> None:
         self.trainer = trainer
-        self.lengths = lengths
+        self.lengths = spec["lengths"]
+        self.record = spec.get("rollouts")
         self.steps = 0
         self.watch = Stopwatch()
         self.watch.watch(trainer.policy.engine, "backward", "backward")
@@ -113,7 +114,11 @@ class Side:
         values = trainer.meter.reduce()
         assert trainer.last_rollout is not None
         rollout = trainer.last_rollout[0]
-        produced = [len(completion.token_ids) for completion in rollout.completions]
+        completions = [completion.token_ids for completion in rollout.completions]
+        produced = [len(ids) for ids in completions]
+        if self.record is not None:
+            prompts = [prompt.token_ids for prompt in rollout.row_prompts]
+            Path(self.record, f"{self.steps}.json").write_text(json.dumps([prompts, completions]))
         updates = dict(self.watch.seconds)
         stages = {
             "generate": values["time/generate_s"] + values["time/switch_s"],
@@ -139,7 +144,7 @@ def main() -> None:
     if "--plain" in sys.argv:
         logprobs.token_logprobs = plain_logprobs
     trainer = build(spec["arguments"])
-    side = Side(trainer, spec["lengths"])
+    side = Side(trainer, spec)
     answer("ready")
     for command in commands():
         if "save" in command:

@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,18 @@ def settings(spec: dict[str, Any]) -> GRPOConfig:
     )
 
 
+def replay(trainer: GRPOTrainer, folder: str) -> None:
+    """From now on it samples nothing, and takes the completions that the other side left in a folder."""
+    files = (Path(folder, f"{step}.json") for step in count(1))
+
+    def generate(prompt_ids: Any, *_: Any) -> tuple[list[list[int]], None]:
+        prompts, completions = json.loads(next(files).read_text())
+        assert [list(ids) for ids in prompt_ids] == prompts, "prompts differ"
+        return completions, None
+
+    trainer._generate_single_turn = generate
+
+
 class Side(TrainerCallback):
     """Holds the trainer between two steps, and measures them."""
 
@@ -251,6 +264,8 @@ def main() -> None:
         args=settings(spec),
         train_dataset=Dataset.from_list(rows),
     )
+    if "rollouts" in spec:
+        replay(trainer, spec["rollouts"])
     trainer.add_callback(Side(spec, trainer, means))
     trainer.train()
 
