@@ -244,14 +244,18 @@ def test_a_prompt_is_read_once_for_its_whole_group_even_when_the_group_does_not_
     assert stats.rows == 3 * 8 * 4
 
 
-@pytest.mark.parametrize("budget", [1, 16, 40, 100])
-def test_prefills_keep_their_token_budget(view, budget):
+@pytest.mark.parametrize("budget, given", [(1, True), (16, True), (40, True), (100, True), (16, False)])
+def test_prefills_keep_their_token_budget(view, budget, given, monkeypatch):
+    monkeypatch.setitem(loops.PREFILL_TOKENS, "cpu", 10_000 if given else budget)
+    requests, asked = requests_of(random_prompts(PROMPT_LENGTHS), 1), budget if given else None
+    # The first call of all tries the kernels on rows of its own.
+    generate(view, requests, Sampling(1))
     shapes = []
     handle = view.base_model.register_forward_pre_hook(
         lambda _, __, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     try:
-        generate(view, requests_of(random_prompts(PROMPT_LENGTHS), 1), Sampling(1), prefill_tokens=budget)
+        generate(view, requests, Sampling(1), prefill_tokens=asked)
     finally:
         handle.remove()
     # Steps have a row for each sequence, prefills one for all.
