@@ -210,7 +210,7 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     )
     check_name("eval.name", config.eval.name, "it names a metric")
     check_grpo(config)
-    check_curriculum(config.curriculum, config.data)
+    _check_curriculum(config.curriculum, config.data)
     if config.data.eval_path is None and config.data.eval_split is None:
         for setting, value in (("eval.every", config.eval.every), ("data.eval_limit", config.data.eval_limit)):
             refuse(bool(value), f"{setting} {value} needs held-out prompts: set data.eval_path or data.eval_split")
@@ -244,7 +244,7 @@ def check_generate(config: GenerateConfig, world_size: int) -> None:
     check_output("generate.output", output, "the prompts of data.path", config.data.path)
 
 
-def check_curriculum(curriculum: CurriculumConfig, data: DataConfig) -> None:
+def _check_curriculum(curriculum: CurriculumConfig, data: DataConfig) -> None:
     low, high = curriculum.skip_below, curriculum.skip_above
     skips = low is not None or high is not None
     for setting, value in (("skip_below", low), ("skip_above", high)):

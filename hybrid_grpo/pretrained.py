@@ -43,5 +43,6 @@ def load_config(name: str, setting: str = "policy.model") -> Any:
 
 
 def first_line(error: Exception) -> str:
+    """What it says, in one line; its type where it says nothing."""
     text = repr(error) if isinstance(error, KeyError) else str(error).strip()
     return (text.splitlines() or [type(error).__name__])[0]
