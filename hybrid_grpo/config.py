@@ -197,6 +197,10 @@ class GrpoConfig:
     combine_rewards: Literal["sum", "normalize"] = "sum"
     """Weighted sum of the reward functions as they are, or each first centred and scaled within the group (GDPO,
     arXiv:2601.05242, which is `normalize` with scale_rewards batch)."""
+    step_credit: Literal["reward_to_go", "normalized"] = "reward_to_go"
+    """With rewards of steps, a token's advantage is what its completion still earns, relative to what the others of the
+    group still earn at the same token; or (normalized) the sum over the steps to come, each relative to all steps of
+    the group: DeepSeekMath, arXiv:2402.03300, section 4.1.3, which pays for ending before a step that may go wrong."""
     beta: float = 0.0
     """Weight of the KL to the reference; 0 loads no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

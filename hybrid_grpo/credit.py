@@ -13,7 +13,12 @@ from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.distributed import all_reduce
 from hybrid_grpo.errors import RunStopped
 from hybrid_grpo.metrics import Meter
-from hybrid_grpo.rewards.advantages import group_advantages, normalized_rewards, step_advantages
+from hybrid_grpo.rewards.advantages import (
+    group_advantages,
+    normalized_rewards,
+    reward_to_go_advantages,
+    step_advantages,
+)
 from hybrid_grpo.rewards.rules import overlong_penalty
 
 _LENGTH = "length/penalty"
@@ -23,7 +28,7 @@ _LENGTH = "length/penalty"
 def token_advantages(
     rollout: Rollout, scores: Scores, config: TrainConfig, kl_cost_B: Tensor | None, meter: Meter, device: torch.device
 ) -> Tensor:
-    """Advantages of every token: those of its completion's reward, plus those of its steps where functions score steps.
+    """Advantages of every token: those of its completion's reward, and of its steps where functions score steps.
 
     The reward is less what the completion's length costs, and its KL where that is part of the reward. Collective.
 
@@ -61,10 +66,20 @@ def token_advantages(
     if kl_cost_B is not None:
         reward_B = reward_B - kl_cost_B
     total = partial(_total, device=device)
+    steps = scores.steps or [[] for _ in rollout.completions]
+    if scores_steps and grpo.step_credit == "reward_to_go":
+        return reward_to_go_advantages(
+            reward_B,
+            steps,
+            rollout.lengths,
+            group_size,
+            baseline=grpo.baseline,
+            scale=grpo.scale_rewards,
+            total=total,
+        )
     advantages_B = group_advantages(reward_B, group_size, baseline=grpo.baseline, scale=grpo.scale_rewards, total=total)
     advantages_BT = advantages_B[:, None].expand(-1, max(rollout.lengths))
     if scores_steps:
-        steps = scores.steps or [[] for _ in rollout.completions]
         advantages_BT = advantages_BT + step_advantages(
             steps, rollout.lengths, group_size, scale=grpo.scale_rewards, total=total
         )

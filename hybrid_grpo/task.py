@@ -48,11 +48,12 @@ class Task:
         Raises:
             UserError: something is not there, or does not fit together.
         """
-        rewards = Rewards(load_rewards(config.rewards, config.scoring), config.scoring)
+        loaded = load_rewards(config.rewards, config.scoring)
         model_config = load_config(config.policy.model)
         check_architecture(model_config, config.rollout.decoder)
         check_lora(config.lora, model_config)
         tokenizer = load_tokenizer(config.policy.model)
+        rewards = Rewards(loaded, config.scoring, tokenizer)
         prompts, report = read_prompts(config.data, tokenizer)
         if len(prompts) < config.rollout.prompts_per_step:
             raise UserError(

@@ -36,6 +36,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "deepseek v3.2": {"beta": 0.1, "kl_unbiased": True, "kl_target": 0.5, "sampler_correction": "mask"},
     "truncated sampling": {"sampler_correction": "truncate", "sampler_ratio_max": 1.0, "dual_clip": 3.0},
     "process": {"scale_rewards": "batch"},
+    "process, normalized": {"scale_rewards": "batch", "step_credit": "normalized"},
 }
 
 
@@ -62,7 +63,7 @@ def objectives(folder: Path) -> dict[str, Any]:
     task, seen = trainer.task, {}
     process = RewardConfig(f"{Path(__file__).with_name('acting_rewards.py')}:letters", weight=0.5)
     for name, settings in OBJECTIVES.items():
-        rewards = [*trainer.config.rewards, *([process] if name == "process" else [])]
+        rewards = [*trainer.config.rewards, *([process] if name.startswith("process") else [])]
         trainer.config = replace(trainer.config, rewards=rewards)
         trainer.task = replace(task, rewards=Rewards(load_rewards(rewards)))
         one = with_objective(trainer, GrpoConfig(**settings), reference)

@@ -113,6 +113,29 @@ def test_letters_in_place_does_not_pay_for_writing_on() -> None:
     assert rewards == sorted(rewards, reverse=True) and rewards[0] == 1.0 and rewards[4] == 3 / 15
 
 
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("abd", [("a", 1 / 3), ("b", 1 / 3), ("d", 0.0)]),
+        ("bbc", [("b", 0.0), ("b", 1 / 3), ("c", 1 / 3)]),
+        # What is written beyond the answer costs, at the place where it is written.
+        ("abcab", [("a", 1 / 3), ("b", 1 / 3), ("c", 1 / 3), ("a", 3 / 4 - 1), ("b", 3 / 5 - 3 / 4)]),
+        (" a ", [(" ", 0.0), ("a", 1 / 3)]),
+        ("", 0.0),
+    ],
+)
+def test_letters_in_place_step_by_step(text, steps) -> None:
+    (found,) = letters_in_place([text], ["abc"], steps=True)
+    (whole,) = letters_in_place([text], ["abc"])
+    if steps == 0.0:
+        assert found == whole == 0.0
+        return
+    assert [piece for piece, _ in found] == [piece for piece, _ in steps]
+    assert [reward for _, reward in found] == pytest.approx([reward for _, reward in steps])
+    assert sum(reward for _, reward in found) == pytest.approx(whole)
+    assert letters_in_place([text], [None], steps=True) == [None]
+
+
 def test_every_builtin_takes_its_settings_by_keyword_and_says_what_it_does() -> None:
     named = {exact_match, format_regex, length_penalty, letters_in_place, numeric_answer, repetition_penalty}
     rules = {name for name, builtin in BUILTINS.items() if builtin.place.startswith("hybrid_grpo.rewards.rules:")}

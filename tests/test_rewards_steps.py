@@ -86,6 +86,9 @@ def test_steps_of_two_functions_with_one_end_are_added_up():
         [(1, 1.0, 1.0)],
         [1.0],
         ["ab"],
+        [("0", 1.0), (1, 1.0)],
+        [("0", math.nan)],
+        [(b"0", 1.0)],
     ],
 )
 def test_what_are_no_steps_is_a_failure(capfd, value):
@@ -93,7 +96,9 @@ def test_what_are_no_steps_is_a_failure(capfd, value):
     assert statuses(scores, "f0") == ["scored", "failed"] and scores.reward_B.isnan().tolist() == [False, True]
     message = capfd.readouterr().err
     assert message.startswith("rewards: f0 returned [") and message.count("\n") == 2
-    assert "(end, reward) pairs with ends rising within 1 to 3" in message
+    assert (
+        "pairs: (text, reward) of the completion's pieces, or (end, reward) with ends rising within 1 to 3" in message
+    )
 
 
 def test_a_failure_of_any_function_takes_the_steps_of_all():
@@ -103,14 +108,60 @@ def test_a_failure_of_any_function_takes_the_steps_of_all():
     assert scores.reward_B.nan_to_num(-1).tolist() == [-1.0, 4.0]
 
 
-def test_advantages_of_steps_are_those_that_end_at_or_after_a_token_beside_those_of_the_outcome():
+def test_normalized_steps_are_those_that_end_at_or_after_a_token_beside_the_outcome():
     rollout, scores = scored([1.0, 0.0], [[(1, 1.0), (3, 0.0)], [(2, 0.0)]], lengths=[3, 2])
     # Steps: mean 1/3; outcome: mean 1/2.
     expected = [[0.5 + 2 / 3 - 1 / 3, 0.5 - 1 / 3, 0.5 - 1 / 3], [-0.5 - 1 / 3, -0.5 - 1 / 3, -0.5]]
-    advantages_BT = advantages(rollout, scores, scale_rewards="none")
+    advantages_BT = advantages(rollout, scores, scale_rewards="none", step_credit="normalized")
     assert torch.allclose(advantages_BT, torch.tensor(expected))
     means = mean_over_tokens(advantages_BT, rollout)
     assert means.tolist() == pytest.approx([0.5 + (1 / 3 - 1 / 3 - 1 / 3) / 3, -0.5 - 1 / 3])
+
+
+def test_reward_to_go_takes_length_and_kl_with_the_outcome():
+    rollout, scores = scored([1.0, 0.0], [[(1, 1.0), (10, -1.0)], [(2, 0.0)]], lengths=[10, 2])
+    kl_cost_B = torch.tensor([0.0, 0.5], dtype=torch.float64)
+    advantages_BT = advantages(
+        *(rollout, scores, kl_cost_B), scale_rewards="none", overlong_buffer=4, overlong_penalty=1.0
+    )
+    # Wholes 1 - 1 and 0 - 0.5; to come 0 and 0 at the first token, then -1 and 0.
+    assert advantages_BT[0].tolist() == [0.25] + [0.25 - 0.5] * 9
+    assert advantages_BT[1, :2].tolist() == [-0.25, -0.25 + 0.5]
+
+
+def in_letters(tokenizer=None, *answers) -> tuple[Rollout, Scores]:
+    """Two completions of three and two tokens, each of which is two letters."""
+    prompts = [Prompt(0, "p", [1], {})]
+    rows = [Completion([7] * n, [0.0] * n, "stop", "abcdef"[: 2 * n]) for n in (3, 2)]
+    one = Rewards([inline(lambda completions: list(answers), batch_size="group", name="f0")], tokenizer=tokenizer)
+    return Rollout(prompts, rows, 2), one.score([*prompts, *prompts], rows, 2)
+
+
+class Pairs:
+    """A tokenizer: the n-th token is the n-th pair of letters."""
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": []}
+
+    def decode(self, token_ids, skip_special_tokens=False):
+        return "abcdef"[: 2 * len(token_ids)]
+
+
+def test_pieces_of_the_text_are_steps_that_end_with_the_token_of_their_last_letter():
+    _, scores = in_letters(Pairs(), [("a", 1.0), ("b", 2.0), ("", 4.0), ("c", 8.0), ("def", 16.0)], [("abc", 1.0)])
+    assert scores.steps == [[(1, 7.0), (2, 8.0), (3, 16.0)], [(2, 1.0)]]
+    assert scores.reward_B.tolist() == [31.0, 1.0] == scores.by_function["f0"].tolist()
+    _, scores = in_letters(None, [("a", 1.0), ("b", 2.0)], 3.0)
+    assert scores.steps == [[(3, 3.0)], [(2, 3.0)]], "without a tokenizer all of them end with the completion"
+
+
+@pytest.mark.parametrize("pieces", [[("b", 1.0)], [("ab", 1.0), ("b", 1.0)], [("abcdefg", 1.0)]])
+def test_pieces_that_are_not_those_of_the_text_are_a_failure(capfd, pieces):
+    _, scores = in_letters(Pairs(), pieces, [("abcd", 1.0)])
+    assert statuses(scores, "f0") == ["failed", "scored"] and scores.steps == [[], [(2, 1.0)]]
+    message = capfd.readouterr().err
+    assert message.startswith("rewards: f0 returned pieces that are not those of the text: piece '")
+    assert "is not what stands at character" in message
 
 
 def test_normalizing_each_reward_is_refused_for_steps():

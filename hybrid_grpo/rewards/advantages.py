@@ -167,8 +167,7 @@ def step_advantages(
     Returns:
         float32 [B, T], T the longest; 0 beyond a completion's end and behind its last step.
     """
-    assert len(steps) == len(lengths) and len(steps) % num_generations == 0
-    assert all(1 <= end <= length for row, length in zip(steps, lengths, strict=True) for end, _ in row)
+    assert len(steps) % num_generations == 0
     groups = [
         [(row, end, reward) for row in range(first, first + num_generations) for end, reward in steps[row]]
         for first in range(0, len(steps), num_generations)
@@ -180,11 +179,67 @@ def step_advantages(
     applies_PN = torch.arange(widest) < torch.tensor([len(group) for group in groups])[:, None]
     centred_PN = _centred(reward_PN, applies_PN)
     scaled_PN = centred_PN / SCALES[scale](centred_PN, applies_PN, total)
-    at_end_BT = torch.zeros(len(steps), max(lengths), dtype=torch.float64)
+    scaled: list[list[tuple[int, float]]] = [[] for _ in steps]
     for group, values in zip(groups, scaled_PN.tolist(), strict=True):
         for (row, end, _), value in zip(group, values, strict=False):
-            at_end_BT[row, end - 1] += value
-    return at_end_BT.flip(1).cumsum(1).flip(1).to(torch.float32)
+            scaled[row].append((end, value))
+    return _still_to_come(scaled, lengths).to(torch.float32)
+
+
+def reward_to_go_advantages(
+    whole_B: Tensor,
+    steps: list[list[tuple[int, float]]],
+    lengths: list[int],
+    num_generations: int,
+    *,
+    baseline: Literal["mean", "leave_one_out"],
+    scale: Literal["group", "batch", "none"],
+    total: Total = _on_one_rank,
+) -> Tensor:
+    """Advantages of tokens from the rewards that are still to come, relative to those of the group at the same token.
+
+    With o the reward of a completion as a whole, and g_t what its steps that end at token t or behind it earn (0 behind
+    the completion's end), the advantage of token t is (o - baseline of o + g_t - baseline of g_t) / scale. A token does
+    not change rewards before it, and a baseline that depends on the token's place leaves the gradient that of the
+    expected sum of all rewards: G(PO)MDP (Baxter and Bartlett 2001), with a baseline for every time step (Peters and
+    Schaal 2008, "Reinforcement learning of motor skills with policy gradients"). Without steps this is
+    `group_advantages`.
+
+    `scale` is as there, of the group's numbers at the token where they are spread widest: completions of one sum may
+    have earned it at different places.
+
+    Args:
+        whole_B: o, group after group; NaN where a completion has no reward: it counts in no baseline.
+        steps, lengths, num_generations: see `step_advantages`.
+        total: sums over ranks; called once, for scale `batch` only.
+
+    Returns:
+        float32 [B, T], T the longest; beyond a completion's end they mean nothing.
+    """
+    whole_PG = _groups(whole_B, num_generations)
+    applies_PG = ~whole_PG.isnan()
+    to_go_PTG = _still_to_come(steps, lengths).view(len(whole_PG), num_generations, -1).transpose(1, 2)
+    applies_PTG = applies_PG[:, None].expand_as(to_go_PTG)
+    centred_PTG = _centred(to_go_PTG.flatten(0, 1), applies_PTG.flatten(0, 1)).view_as(to_go_PTG)
+    centred_PTG = centred_PTG + _centred(whole_PG, applies_PG)[:, None]
+    advantage_PTG = centred_PTG * BASELINES[baseline](applies_PG.sum(1, keepdim=True))[:, None]
+    widest_P = centred_PTG.square().sum(2).argmax(1)
+    spread_PG = (advantage_PTG if scale == "batch" else centred_PTG)[torch.arange(len(widest_P)), widest_P]
+    advantage_PTG = advantage_PTG / SCALES[scale](spread_PG, applies_PG, total)[..., None]
+    return advantage_PTG.transpose(1, 2).flatten(0, 1).to(torch.float32)
+
+
+def _still_to_come(steps: list[list[tuple[int, float]]], lengths: list[int]) -> Tensor:
+    """float64 [B, T], at every token the sum over the steps that end at or after it."""
+    assert len(steps) == len(lengths)
+    assert all(1 <= end <= length for row, length in zip(steps, lengths, strict=True) for end, _ in row)
+    at_end_BT = torch.zeros(len(steps), max(lengths), dtype=torch.float64)
+    places = [(row, end - 1, value) for row, ends in enumerate(steps) for end, value in ends]
+    if places:
+        rows, tokens, values = zip(*places, strict=True)
+        index = (torch.tensor(rows), torch.tensor(tokens))
+        at_end_BT.index_put_(index, torch.tensor(values, dtype=torch.float64), accumulate=True)
+    return at_end_BT.flip(1).cumsum(1).flip(1)
 
 
 def informative(reward_B: Tensor, num_generations: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -20,7 +21,7 @@ def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list
     reward of one step that is the whole completion.
 
     Args:
-        replies: by name.
+        replies: by name; steps by their ends in tokens.
         lengths: [B], tokens of the completions.
         num_generations: G
     """
@@ -84,7 +85,7 @@ def _steps(values: list[Value], lengths: list[int], num_generations: int) -> lis
 
 def _as_steps(value: Value, length: int) -> list[Step]:
     if isinstance(value, list):
-        return value
+        return cast(list[Step], value)
     return [] if value is None else [(length, value)]
 
 

@@ -14,7 +14,8 @@ verl's convention is known by its argument `solution_str`, and called for one ro
     compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}
 
 Process rewards: in place of a number a function may return the rewards of a completion's steps, a list of pairs
-(end, reward), where `end` counts the completion's tokens up to the end of the step.
+(text, reward), the pieces of the completion's text from its beginning on, or (end, reward), where `end` counts the
+completion's tokens up to the end of the step.
 
 This runs in the process that calls the function, which needs no torch.
 """
@@ -51,7 +52,9 @@ Inputs = dict[str, list[Any]]
 """By name, each with one element per row."""
 Step = tuple[int, float]
 """End, in tokens, and reward of a step."""
-Value = float | list[Step] | None
+Piece = tuple[str, float]
+"""Text and reward of a step."""
+Value = float | list[Step] | list[Piece] | None
 """Of one completion; None: the function does not apply."""
 
 
@@ -214,25 +217,36 @@ def _checked(value: Any, length: int) -> Value:
     return number
 
 
-def _steps(pairs: Any, length: int) -> list[Step]:
-    steps: list[Step] = []
+def _steps(pairs: Any, length: int) -> list[Step] | list[Piece]:
+    steps: list[Any] = []
     for pair in pairs:
         step = _step(pair)
-        if step is None or not (steps[-1][0] if steps else 0) < step[0] <= length:
+        if step is None or not _follows(steps[-1][0] if steps else None, step[0], length):
             raise ValueError(
-                f"return {_EXPECTED}, None, or (end, reward) pairs with ends rising within 1 to {length}, the tokens it"
-                " has"
+                f"return {_EXPECTED}, None, or pairs: (text, reward) of the completion's pieces, or (end, reward) with"
+                f" ends rising within 1 to {length}, the tokens it has"
             )
         steps.append(step)
     return steps
 
 
-def _step(pair: Any) -> Step | None:
+def _follows(before: int | str | None, end: int | str, length: int) -> bool:
+    """Whether a step can come behind another, or be the first one."""
+    if isinstance(end, str):
+        return not isinstance(before, int)
+    return not isinstance(before, str) and (before or 0) < end <= length
+
+
+def _step(pair: Any) -> tuple[int | str, float] | None:
+    """Where a step ends, or its text, and its reward; None where a pair is no such thing."""
     if not isinstance(pair, list | tuple) or len(pair) != 2:
         return None
     end, reward = pair[0], _reward(pair[1])
-    whole = hasattr(end, "__index__") and not isinstance(end, bool)
-    return (int(end), reward) if whole and reward is not None else None
+    if reward is None or isinstance(end, bool):
+        return None
+    if isinstance(end, str):
+        return end, reward
+    return (int(end), reward) if hasattr(end, "__index__") else None
 
 
 def _reward(value: Any) -> float | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
 from hybrid_grpo.rewards.numeric import parse_number, stated_number
@@ -92,14 +93,20 @@ def repetition_penalty(completion_ids: list[list[int]], *, ngram: int = 3) -> li
     return [_repeated_share(ids, ngram) for ids in completion_ids]
 
 
-def letters_in_place(completions: Completions, answer: list[Any]) -> list[float | None]:
+def letters_in_place(
+    completions: Completions, answer: list[Any], *, steps: bool = False
+) -> list[float | list[tuple[str, float]] | None]:
     """Share of positions at which completion and column `answer`, both stripped, have the same character.
 
     In [0, 1]. Positions are those of the longer of the two, so that writing on never gains. None where `answer`
     is None.
+
+    Args:
+        steps: every character is a step, and its reward what it changes of the share: the sum is the same.
     """
+    judge = _changes_in_place if steps else _share_in_place
     return [
-        None if gold is None else _share_in_place(text.strip(), str(gold).strip())
+        None if gold is None else judge(text, str(gold).strip())
         for text, gold in zip(completion_texts(completions), answer, strict=True)
     ]
 
@@ -137,6 +144,19 @@ def _repeated_share(ids: list[int], ngram: int) -> float:
 
 
 def _share_in_place(text: str, gold: str) -> float:
-    longest = max(len(text), len(gold))
-    same = sum(a == b for a, b in zip(text, gold, strict=False))
+    letters = text.strip()
+    longest = max(len(letters), len(gold))
+    same = sum(a == b for a, b in zip(letters, gold, strict=False))
     return same / longest if longest else 1.0
+
+
+def _changes_in_place(text: str, gold: str) -> list[tuple[str, float]] | float:
+    """The characters of the text, space before the first as one, and what each of them adds to the share."""
+    letters = text.strip()
+    if not letters:
+        return _share_in_place(text, gold)
+    right = [0, *accumulate(a == b for a, b in zip_longest(letters, gold[: len(letters)]))]
+    shares = [count / max(written, len(gold)) if written else 0.0 for written, count in enumerate(right)]
+    changes = [(letter, after - before) for letter, (before, after) in zip(letters, pairwise(shares), strict=True)]
+    space = text[: len(text) - len(text.lstrip())]
+    return [(space, 0.0), *changes] if space else changes

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Scores
@@ -25,15 +26,23 @@ from hybrid_grpo.rewards.combining import combined
 from hybrid_grpo.rewards.functions import INPUTS, Failure, Inputs, Reply, Request, Value, failed
 from hybrid_grpo.rewards.loading import Reward
 from hybrid_grpo.rewards.models import RewardModel, Shard
+from hybrid_grpo.rewards.pieces import TokenEnds, token_steps
 from hybrid_grpo.rewards.pool import Outcome, busy_seconds
 
 
 class Rewards:
-    """The reward functions of a run; their names differ."""
+    """The reward functions of a run; their names differ.
 
-    def __init__(self, rewards: Sequence[Reward], scoring: ScoringConfig | None = None) -> None:
+    Args:
+        rewards: the functions.
+        scoring: settings common to all; not given: the defaults.
+        tokenizer: of the policy, which says at which tokens the steps of a text end; not given: they are one step.
+    """
+
+    def __init__(self, rewards: Sequence[Reward], scoring: ScoringConfig | None = None, tokenizer: Any = None) -> None:
         self._rewards = list(rewards)
         self._scoring = scoring or ScoringConfig()
+        self._token_ends = None if tokenizer is None else TokenEnds(tokenizer)
         self._told: set[tuple[str, str]] = set()
 
     @property
@@ -103,7 +112,16 @@ class Rewards:
     def stream(self, prompts: list[Prompt], num_generations: int, step: int = 0) -> Stream:
         """The scores of completions that are still to come; see `Stream`."""
         columns = self.common_columns(prompts)
-        return Stream(self._rewards, prompts, num_generations, columns, step, self._scoring.max_wait_s, self._tell)
+        return Stream(
+            self._rewards,
+            prompts,
+            num_generations,
+            columns,
+            step,
+            self._scoring.max_wait_s,
+            self._token_ends,
+            self._tell,
+        )
 
     def refuse_failures(self, failures: dict[str, int], rows: int) -> None:
         """Stop where a function failed on too many completions.
@@ -197,6 +215,7 @@ class Stream:
         columns: given to functions. Of all prompts, whatever a call's rows are.
         step: of the run.
         max_wait_s: after the last completion; what is not scored then has failed.
+        token_ends: where the tokens of a text end; None where they do not matter.
         tell: is given the failures of functions.
     """
 
@@ -208,6 +227,7 @@ class Stream:
         columns: list[str],
         step: int,
         max_wait_s: float,
+        token_ends: TokenEnds | None,
         tell: Callable[[str, Failure], None],
     ) -> None:
         self._rewards = rewards
@@ -218,6 +238,7 @@ class Stream:
         self._columns = columns
         self._step = step
         self._max_wait_s = max_wait_s
+        self._token_ends = token_ends
         self._tell = tell
         self._completions: dict[int, Completion] = {}
         self._calls: dict[str, list[_Call]] = {reward.name: [] for reward in rewards}
@@ -294,7 +315,7 @@ class Stream:
         return Request(inputs, [len(completion.token_ids) for completion in completions], self._step)
 
     def _reply(self, name: str, until_s: float) -> Reply:
-        """What the function said of all rows, if it said it by then."""
+        """What the function said of all rows, if it said it by then; steps by their ends in tokens."""
         rows = len(self._completions)
         values: list[Value] = [None] * rows
         failures: list[Failure | None] = [None] * rows
@@ -302,13 +323,21 @@ class Stream:
         for call in self._calls[name]:
             reply = self._wait(call, until_s)
             for place, row in enumerate(call.rows):
-                values[row], failures[row] = reply.values[place], reply.failures[place]
+                values[row], failures[row] = self._in_tokens(reply.values[place], reply.failures[place], row)
                 for column, stored in reply.extra.items():
                     extra.setdefault(column, [None] * rows)[row] = stored[place]
         for failure in failures:
             if failure is not None:
                 self._tell(name, failure)
         return Reply(values, failures, extra)
+
+    def _in_tokens(self, value: Value, failure: Failure | None, row: int) -> tuple[Value, Failure | None]:
+        if not isinstance(value, list) or not value or not isinstance(value[0][0], str):
+            return value, failure
+        try:
+            return token_steps(value, self._completions[row], self._token_ends), None
+        except ValueError as error:
+            return None, Failure("invalid", f"returned pieces that are not those of the text: {error}")
 
     def _wait(self, call: _Call, until_s: float) -> Reply:
         try:

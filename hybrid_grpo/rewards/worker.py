@@ -71,7 +71,7 @@ def decode_reply(message: bytes) -> tuple[int, Reply]:
     number, values, failures, extra, spent, whole = json.loads(message)
     known = {int(row): Failure(**failure) for row, failure in failures.items()}
     # Steps are pairs.
-    values = [[(int(end), reward) for end, reward in v] if isinstance(v, list) else v for v in values]
+    values = [[(end, reward) for end, reward in v] if isinstance(v, list) else v for v in values]
     return number, Reply(values, [known.get(row) for row in range(len(values))], extra, spent, whole)
 
 
