@@ -18,7 +18,7 @@ def measure_rollout(meter: Meter, rollout: Rollout, scores: Scores, outcome: str
     rows, group_size = len(rollout.completions), rollout.num_generations
     reward_B = scores.reward_B
     measure_rewards(meter, scores, group_size)
-    stats = group_stats(reward_B, scores.by_function[outcome], group_size, threshold)
+    stats = group_stats(reward_B, scores.by_function[outcome], group_size, threshold, scores.steps)
     meter.add("group/count", stats.groups)
     for name, count in (("zero_std", stats.zero_std), ("all_right", stats.all_right), ("all_wrong", stats.all_wrong)):
         meter.add(f"group/{name}_frac", count / stats.groups, stats.groups)

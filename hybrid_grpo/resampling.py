@@ -103,14 +103,14 @@ def resample(
     """
     groups, group_size = len(rollout.prompts), rollout.num_generations
     places = Places(mine, groups * world_size(), device)
-    teaches_P = informative(scores.reward_B, group_size)
+    teaches_P = informative(scores.reward_B, group_size, scores.steps)
     places.close(teaches_P, int(teaches_P.sum()))
     meter.add("group/informative_frac", teaches_P.double().mean(), groups)
     rounds = 0
     while places.open and rounds < max_rounds:
         candidates = places.candidates()
         more, more_scores = sample(draw(candidates.drawn, candidates.wanted))
-        teaches_C = informative(more_scores.reward_B, group_size)
+        teaches_C = informative(more_scores.reward_B, group_size, more_scores.steps)
         chosen = _first_that_teach(candidates.groups, teaches_C.tolist())
         order = [groups + chosen[group] if group in chosen else group for group in range(groups)]
         rollout = rollout.joined(more).groups(order)

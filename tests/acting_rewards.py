@@ -185,6 +185,14 @@ def letters(completions: list[str], completion_ids: list[list[int]], answer: lis
     ]
 
 
+def letter_pieces(completions: list[str], answer: list[str]) -> list[Any]:
+    """The same, letter by letter."""
+    return [
+        [(letter, float(letter == a[i : i + 1])) for i, letter in enumerate(c)]
+        for c, a in zip(completions, answer, strict=True)
+    ]
+
+
 def takes_50_ms(completions: list[str]) -> list[float]:
     """For a call."""
     time.sleep(0.05)

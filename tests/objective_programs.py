@@ -36,6 +36,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "deepseek v3.2": {"beta": 0.1, "kl_unbiased": True, "kl_target": 0.5, "sampler_correction": "mask"},
     "truncated sampling": {"sampler_correction": "truncate", "sampler_ratio_max": 1.0, "dual_clip": 3.0},
     "process": {"scale_rewards": "batch"},
+    "process, in pieces": {"scale_rewards": "batch"},
     "process, normalized": {"scale_rewards": "batch", "step_credit": "normalized"},
 }
 
@@ -61,11 +62,14 @@ def objectives(folder: Path) -> dict[str, Any]:
     trainer = build(folder, prompts_per_step=12)
     reference = frozen(trainer)
     task, seen = trainer.task, {}
-    process = RewardConfig(f"{Path(__file__).with_name('acting_rewards.py')}:letters", weight=0.5)
+    of_wholes, file = trainer.config.rewards, Path(__file__).with_name("acting_rewards.py")
     for name, settings in OBJECTIVES.items():
-        rewards = [*trainer.config.rewards, *([process] if name.startswith("process") else [])]
+        rewards = list(of_wholes)
+        if name.startswith("process"):
+            function = "letter_pieces" if name == "process, in pieces" else "letters"
+            rewards.append(RewardConfig(f"{file}:{function}", weight=0.5))
         trainer.config = replace(trainer.config, rewards=rewards)
-        trainer.task = replace(task, rewards=Rewards(load_rewards(rewards)))
+        trainer.task = replace(task, rewards=Rewards(load_rewards(rewards), tokenizer=task.tokenizer))
         one = with_objective(trainer, GrpoConfig(**settings), reference)
         one.step(1)
         assert one.last_rollout is not None

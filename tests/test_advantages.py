@@ -204,6 +204,14 @@ def test_groups_without_rewards_teach_nothing() -> None:
     assert group_stats(reward_B, reward_B, 3, 1.0) == GroupStats(groups=4, zero_std=3, all_right=0, all_wrong=1)
 
 
+def test_groups_that_earned_one_sum_in_different_steps_teach_something() -> None:
+    reward_B = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, NAN, 0.0, 2.0], dtype=torch.float64)
+    early, late = [(1, 1.0)], [(2, 1.0)]
+    steps = [early, late, late, late, early, [], [], [(3, 2.0)]]
+    assert informative(reward_B, 2, steps).tolist() == [True, False, False, True]
+    assert group_stats(reward_B, reward_B, 2, 1.0, steps).zero_std == 2
+
+
 def test_group_stats_counts_each_kind_once() -> None:
     outcome = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0, NAN, 0.2, NAN, 1.0])
     reward = torch.tensor([1.5, 1.0, 0.3, 0.3, 1.0, 0.0, 0.0, 0.0, 2.0, 2.0], dtype=torch.float64)

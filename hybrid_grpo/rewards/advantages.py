@@ -242,12 +242,28 @@ def _still_to_come(steps: list[list[tuple[int, float]]], lengths: list[int]) -> 
     return at_end_BT.flip(1).cumsum(1).flip(1)
 
 
-def informative(reward_B: Tensor, num_generations: int) -> Tensor:
-    """bool [P], True for groups whose rewards (NaN: none) are not all equal: the ones that DAPO's eq. 11 keeps."""
-    return ~_all_equal(reward_B.view(-1, num_generations))
+def informative(reward_B: Tensor, num_generations: int, steps: list[list[tuple[int, float]]] | None = None) -> Tensor:
+    """bool [P], True for groups whose rewards (NaN: none) are not all equal: the ones that DAPO's eq. 11 keeps.
+
+    Args:
+        steps: [B]; groups that earned the same sum at different tokens are informative too.
+    """
+    differs_P = ~_all_equal(reward_B.view(-1, num_generations))
+    if steps is None:
+        return differs_P
+    earned = [None if missing else row for missing, row in zip(reward_B.isnan().tolist(), steps, strict=True)]
+    groups = [earned[i : i + num_generations] for i in range(0, len(earned), num_generations)]
+    ways_P = [len({tuple(row) for row in group if row is not None}) for group in groups]
+    return differs_P | (torch.tensor(ways_P, dtype=torch.int64) > 1)
 
 
-def group_stats(reward_B: Tensor, outcome_B: Tensor, num_generations: int, threshold: float) -> GroupStats:
+def group_stats(
+    reward_B: Tensor,
+    outcome_B: Tensor,
+    num_generations: int,
+    threshold: float,
+    steps: list[list[tuple[int, float]]] | None = None,
+) -> GroupStats:
     """Count the groups that teach nothing, and the groups that are too easy or too hard.
 
     Args:
@@ -255,11 +271,12 @@ def group_stats(reward_B: Tensor, outcome_B: Tensor, num_generations: int, thres
         outcome_B: the reward that tells right from wrong; NaN (does not apply, or failed) is wrong.
         num_generations: G, completions per group.
         threshold: smallest outcome of a right completion.
+        steps: see `informative`.
     """
     right_PG = (outcome_B >= threshold).view(-1, num_generations)
     return GroupStats(
         groups=right_PG.shape[0],
-        zero_std=int((~informative(reward_B, num_generations)).sum()),
+        zero_std=int((~informative(reward_B, num_generations, steps)).sum()),
         all_right=int(right_PG.all(dim=1).sum()),
         all_wrong=int((~right_PG).all(dim=1).sum()),
     )
