@@ -23,8 +23,7 @@ class TokenEnds:
         self._tokenizer = tokenizer
         # Decoders leave out a space at the beginning of a text, so tokens are read behind another one.
         self._anchor = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-        self._before = len(self._decode(self._anchor))
-        self._texts: dict[tuple[int, ...], str] = {}
+        self._texts: dict[tuple[bool, tuple[int, ...]], str] = {}
 
     def __call__(self, token_ids: list[int], text: str) -> list[int]:
         """[T], for every token the number of characters of the text up to and with its last one.
@@ -39,8 +38,9 @@ class TokenEnds:
         run: list[int] = []
         for number, token in enumerate(token_ids, 1):
             run.append(token)
-            piece = self._decode(run) if len(run) == number else self._text(tuple(run))
-            finished = not piece.endswith(_UNFINISHED)
+            piece = self._text(len(run) == number, tuple(run))
+            # Behind as many bytes as a character can have, it is no beginning of one.
+            finished = not piece.endswith(_UNFINISHED) or len(run) == 4
             lengths.append(len(piece) if finished else 0)
             run = [] if finished else run
         ends = list(accumulate(lengths))
@@ -49,11 +49,12 @@ class TokenEnds:
         # A tokenizer whose texts do not add up.
         return [min(len(self._decode(token_ids[: k + 1])), len(text)) for k in range(len(token_ids))]
 
-    def _text(self, token_ids: tuple[int, ...]) -> str:
-        """Of tokens within a text."""
-        if token_ids not in self._texts:
-            self._texts[token_ids] = self._decode([*self._anchor, *token_ids])[self._before :]
-        return self._texts[token_ids]
+    def _text(self, first: bool, token_ids: tuple[int, ...]) -> str:
+        """Of tokens at the beginning of a text, or within one."""
+        if (first, token_ids) not in self._texts:
+            anchor = [] if first else self._anchor
+            self._texts[first, token_ids] = self._decode([*anchor, *token_ids])[len(self._decode(anchor)) :]
+        return self._texts[first, token_ids]
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
