@@ -13,10 +13,10 @@ Reward is the mean of each step's completions; accuracy is that of greedy comple
 the same decoder (ours) from the weights that each side writes. Seconds are those of the steps: neither evaluation nor
 start is in them.
 
-Side `settings` is ours with more settings, of what the other one does not have:
+Side `settings` is ours with more settings, of what the other one does not have; the same reward, letter by letter:
 
-    python benchmarks/learning.py --sides hybrid,settings,trl \\
-        --settings '--curriculum.sampling difficulty --data.shuffle true'
+    python benchmarks/learning.py --sides hybrid,settings,trl --label 'hybrid_grpo, steps rewarded' --settings \\
+        '--rewards "[{function: exact_match}, {function: letters_in_place, kwargs: {steps: true}}]"'
 
 --png needs matplotlib, which nothing else here does: pip install matplotlib.
 """
@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--workload", choices=("quickstart", "ragged"), default="ragged")
     parser.add_argument("--sides", default="hybrid,trl", help=f"of {', '.join(LABELS)}")
     parser.add_argument("--settings", default="", help="command line of side settings, beyond that of all")
+    parser.add_argument("--label", default=LABELS["settings"], help="of side settings in the figure")
     parser.add_argument("--seeds", default="0,1,2", help="separated by commas")
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--every", type=int, default=25, help="steps between evaluations")
@@ -206,6 +207,7 @@ def main() -> None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
     if arguments.png:
+        LABELS["settings"] = arguments.label
         draw(found, arguments.png)
 
 

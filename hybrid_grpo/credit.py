@@ -44,46 +44,43 @@ def token_advantages(
         RunStopped: functions score steps, and their rewards are to be normalized one by one.
     """
     grpo, group_size = config.grpo, rollout.num_generations
+    # Of all ranks: one whose functions scored no step takes part in the deviation over all ranks, and in the refusal.
+    scores_steps = bool(all_reduce(torch.tensor(int(scores.steps is not None), device=device), "max"))
+    if scores_steps and grpo.combine_rewards == "normalize":
+        raise RunStopped("grpo.combine_rewards normalize is not defined for rewards of steps: set it to sum")
+    reward_B = _whole_rewards(rollout, scores, config, meter)
+    if kl_cost_B is not None:
+        reward_B = reward_B - kl_cost_B
+    steps, lengths, scale = scores.steps or [[] for _ in rollout.completions], rollout.lengths, grpo.scale_rewards
+    total = partial(_total, device=device)
+    if scores_steps and grpo.step_credit == "reward_to_go":
+        return reward_to_go_advantages(
+            reward_B, steps, lengths, group_size, baseline=grpo.baseline, scale=scale, total=total
+        )
+    advantages_B = group_advantages(reward_B, group_size, baseline=grpo.baseline, scale=scale, total=total)
+    advantages_BT = advantages_B[:, None].expand(-1, max(lengths))
+    if scores_steps:
+        advantages_BT = advantages_BT + step_advantages(steps, lengths, group_size, scale=scale, total=total)
+    return advantages_BT
+
+
+def _whole_rewards(rollout: Rollout, scores: Scores, config: TrainConfig, meter: Meter) -> Tensor:
+    """float64 [B], what completions earn as wholes, less what their length costs."""
+    grpo, group_size = config.grpo, rollout.num_generations
     limit = config.rollout.max_completion_tokens
     punishments = overlong_penalty(rollout.lengths, limit, grpo.overlong_buffer, grpo.overlong_penalty)
     punishment_B = torch.tensor(punishments, dtype=torch.float64)
     if grpo.overlong_buffer:
         meter.add("reward/overlong_penalty", punishment_B.mean(), len(punishment_B))
-    # Of all ranks: one whose functions scored no step takes part in the deviation over all ranks, and in the refusal.
-    scores_steps = bool(all_reduce(torch.tensor(int(scores.steps is not None), device=device), "max"))
-    if grpo.combine_rewards == "normalize":
-        if scores_steps:
-            raise RunStopped("grpo.combine_rewards normalize is not defined for rewards of steps: set it to sum")
-        weights = {reward_name(reward): reward.weight for reward in config.rewards} | {_LENGTH: 1.0}
-        missing_B = scores.reward_B.isnan()
-        parts = {
-            name: value_B.masked_fill(missing_B, math.nan)
-            for name, value_B in (*scores.by_function.items(), (_LENGTH, punishment_B))
-        }
-        reward_B = normalized_rewards(parts, weights, group_size).masked_fill(missing_B, math.nan)
-    else:
-        reward_B = scores.outcome_B + punishment_B
-    if kl_cost_B is not None:
-        reward_B = reward_B - kl_cost_B
-    total = partial(_total, device=device)
-    steps = scores.steps or [[] for _ in rollout.completions]
-    if scores_steps and grpo.step_credit == "reward_to_go":
-        return reward_to_go_advantages(
-            reward_B,
-            steps,
-            rollout.lengths,
-            group_size,
-            baseline=grpo.baseline,
-            scale=grpo.scale_rewards,
-            total=total,
-        )
-    advantages_B = group_advantages(reward_B, group_size, baseline=grpo.baseline, scale=grpo.scale_rewards, total=total)
-    advantages_BT = advantages_B[:, None].expand(-1, max(rollout.lengths))
-    if scores_steps:
-        advantages_BT = advantages_BT + step_advantages(
-            steps, rollout.lengths, group_size, scale=grpo.scale_rewards, total=total
-        )
-    return advantages_BT
+    if grpo.combine_rewards == "sum":
+        return scores.outcome_B + punishment_B
+    weights = {reward_name(reward): reward.weight for reward in config.rewards} | {_LENGTH: 1.0}
+    missing_B = scores.reward_B.isnan()
+    parts = {
+        name: value_B.masked_fill(missing_B, math.nan)
+        for name, value_B in (*scores.by_function.items(), (_LENGTH, punishment_B))
+    }
+    return normalized_rewards(parts, weights, group_size).masked_fill(missing_B, math.nan)
 
 
 def mean_over_tokens(values_BT: Tensor, rollout: Rollout) -> Tensor:
