@@ -158,6 +158,7 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
                     "reward": reward,
                     "rewards": {name: values[row] for name, values in rewards.items()},
                     "failed": {name: why[row] for name, why in scores.failures.items() if why[row] is not None},
+                    **({} if scores.steps is None else {"steps": scores.steps[row]}),
                     "extra": {name: stored[row] for name, stored in scores.extra.items()},
                     "advantage": advantage,
                     "length": len(completion.token_ids),

@@ -174,6 +174,9 @@ def late(completions, log_extra):
     log_extra("letters", [len(text) for text in completions])
     return [1 - sum("a" <= letter <= "m" for letter in text) / max(len(text), 1) for text in completions]
 
+def by_letter(completions):
+    return [[(c, ("a" <= c <= "m") / len(text)) for c in text] for text in completions]
+
 def needs(completions, topic):
     return [0.0]
 """
@@ -248,6 +251,20 @@ def test_other_rewards_for_some_steps(there: Path, capsys: pytest.CaptureFixture
     assert worst[0]["extra"] == {"letters": len(worst[0]["completion"])}
     assert abs(worst[0]["before"] - worst[0]["now"]) == worst[0]["size"] > 0
     assert worst[0]["completion"] in capsys.readouterr().out
+
+
+def test_rewards_of_steps_are_replayed_with_the_runs_tokens(there: Path) -> None:
+    options = ["--rewards", "[{function: 'mine.py:by_letter'}]", "--grpo.overlong_buffer=0"]
+    both = {}
+    for credit in ("reward_to_go", "normalized"):
+        name = f"--replay.output={credit}"
+        assert main(["replay-rewards", "runs/run", *options, name, f"--grpo.step_credit={credit}"]) == 0
+        both[credit] = report_of(there / "runs" / "run", credit)
+        by_letter = both[credit]["functions"]["by_letter"]
+        assert by_letter["pearson"] == pytest.approx(1.0), "the same sums as the run's"
+        assert not any("count as one step" in note for note in both[credit]["notes"])
+    ways = [report["advantages"]["abs_diff_mean"] for report in both.values()]
+    assert abs(ways[0] - ways[1]) > 1e-3, "which are other advantages where the steps are not one"
 
 
 @pytest.mark.parametrize("options, says", [

@@ -3,6 +3,7 @@ import json
 import math
 import sys
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +92,13 @@ def test_rollout_lines_tell_every_completion(monkeypatch):
         "columns": {"answer": "ab", "odd": {"1": "<class 'object'>"}},
     }  # fmt: skip
     assert rows[2]["prompt"] == [{"role": "user", "content": "?"}]
+
+
+def test_rollout_lines_have_the_steps_where_some_are_scored():
+    rollout, scores, advantages_B = make_rollout()
+    scores = replace(scores, steps=[[(1, 1.0)], [], [(1, 0.25), (2, 0.25)], []], whole_B=torch.zeros(4))
+    rows = [json.loads(line) for line in rollout_lines(12, rollout, scores, advantages_B)]
+    assert [row["steps"] for row in rows] == [[[1, 1.0]], [], [[1, 0.25], [2, 0.25]], []]
 
 
 def test_json_safe_keeps_what_json_has():

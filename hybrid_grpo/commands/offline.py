@@ -26,10 +26,13 @@ def patient(scoring: ScoringConfig) -> ScoringConfig:
     return replace(scoring, max_wait_s=_FOREVER_S)
 
 
-def tokenizer_for(rewards: Sequence[Reward], place: str, whose: str) -> Any:
+def tokenizer_for(rewards: Sequence[Reward], place: str, whose: str, *, steps: bool = False) -> Any:
     """The tokenizer of a model folder or hub name, where a function looks at tokens; else None.
 
     A function that takes **kwargs may look at them or not: for such a one it is loaded where `place` is a folder.
+
+    Args:
+        steps: where `place` is a folder it is loaded for any function: it may say what pieces of the text earn.
 
     Raises:
         UserError: a function looks at tokens, and there is no tokenizer; it names `whose`.
@@ -39,8 +42,8 @@ def tokenizer_for(rewards: Sequence[Reward], place: str, whose: str) -> Any:
         for reward in rewards
         if "completion_ids" in (*reward.interface.required, *(reward.interface.accepted or ()))
     ]
-    perhaps = any(reward.interface.accepts("completion_ids") for reward in rewards) and Path(place).is_dir()
-    if not naming and not (perhaps and place):
+    perhaps = steps or any(reward.interface.accepts("completion_ids") for reward in rewards)
+    if not naming and not (perhaps and place and Path(place).is_dir()):
         return None
     why = f"rewards: {', '.join(naming)} looks at completion_ids, which are made of the texts by {whose}"
     if not place:

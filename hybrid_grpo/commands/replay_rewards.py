@@ -56,10 +56,10 @@ def run(arguments: list[str]) -> None:
 
     files = _chosen(saved_files(folder), config.replay.steps)
     loaded = load_rewards(config.rewards, config.scoring)
-    rewards = Rewards(loaded, patient(config.scoring))
-    rewards.load_models()
     notes = _notes(before)
     tokenizer = _tokenizer(folder, before, loaded, notes)
+    rewards = Rewards(loaded, patient(config.scoring), tokenizer)
+    rewards.load_models()
     thresholds = before.eval.threshold, config.replay.threshold
     replay = Replay(
         config,
@@ -69,6 +69,7 @@ def run(arguments: list[str]) -> None:
         config.replay.limit,
     )
     rows = retokenized = 0
+    looks_at_ids, scores_steps = any(reward.interface.accepts("completion_ids") for reward in loaded), False
     bar = Console(stderr=True)
     for file in track(files, "steps", console=bar, transient=True, disable=not bar.is_terminal):
         saved = read_step(file, tokenizer)
@@ -76,12 +77,16 @@ def run(arguments: list[str]) -> None:
         with rewards.stream(rollout.prompts, rollout.num_generations, saved.step) as stream:
             for row, completion in enumerate(rollout.completions):
                 stream.add(row // rollout.num_generations, row % rollout.num_generations, completion)
-            replay.add(saved, stream.scores())
+            scores = stream.scores()
+        replay.add(saved, scores)
+        scores_steps = scores_steps or scores.steps is not None
         rows, retokenized = rows + len(rollout.completions), retokenized + saved.retokenized
-    if tokenizer is not None and retokenized < rows:
+    if scores_steps and tokenizer is None:
+        notes.append("steps that are pieces of the text count as one step: the run's tokenizer is not there")
+    if (looks_at_ids or scores_steps) and tokenizer is not None and retokenized < rows:
         notes.append(
-            f"completion_ids are tokens made of the texts again: of {rows - retokenized} of {rows} completions they are"
-            " more or less than were sampled, and were cut or filled up with -1"
+            f"tokens are made of the texts again: of {rows - retokenized} of {rows} completions they are"
+            " more or less than were sampled, and completion_ids were cut or filled up with -1"
         )
     report = {
         "run": str(folder),
@@ -124,7 +129,7 @@ def _notes(before: TrainConfig) -> list[str]:
 def _tokenizer(folder: Path, before: TrainConfig, rewards: list[Reward], notes: list[str]) -> Any:
     exported = folder / "model"
     place = str(exported) if exported.is_dir() else before.policy.model
-    tokenizer = tokenizer_for(rewards, place, "the tokenizer of the run")
+    tokenizer = tokenizer_for(rewards, place, "the tokenizer of the run", steps=True)
     guessing = [reward.name for reward in rewards if reward.interface.accepts("completion_ids")]
     if tokenizer is None and guessing:
         notes.append(f"{', '.join(guessing)}: completion_ids are -1 for every token: there is no tokenizer in {place}")

@@ -57,7 +57,8 @@ class TokenEnds:
         return self._texts[first, token_ids]
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        # Rollouts that were saved may lack tokens: they stand there as -1.
+        return str(self._tokenizer.decode([t for t in token_ids if t >= 0], skip_special_tokens=True))
 
 
 def token_steps(pieces: list[Piece], completion: Completion, token_ends: TokenEnds | None) -> list[Step]:
