@@ -68,7 +68,7 @@ CATALOGUE: tuple[Metric, ...] = (
            " failed_frac.", "", "mean"),
 
     Metric("group/count", "Groups of completions sampled for the same prompt.", "groups", "sum"),
-    Metric("group/zero_std_frac", "Share of groups whose rewards are all equal: they teach nothing.", "", "mean"),
+    Metric("group/zero_std_frac", "Share of groups of equal rewards (and steps): they teach nothing.", "", "mean"),
     Metric("group/all_right_frac", "Share of groups in which every completion is right.", "", "mean"),
     Metric("group/all_wrong_frac", "Share of groups in which no completion is right.", "", "mean"),
 
