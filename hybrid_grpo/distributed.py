@@ -6,11 +6,18 @@ Everything here is the identity on one process, initialised or not.
 from __future__ import annotations
 
 import os
+import shutil
+from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_grpo.errors import UserError
+
+_SHARED_MEMORY = Path("/dev/shm")
+_BUFFER_BYTES = 66 * 2**20
+"""Shared memory that a rank's collectives take in DeepSpeed's CPU backend."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -27,6 +34,34 @@ def world_size() -> int:
 def local_ranks() -> int:
     """Ranks on this machine, as the launcher says it: DeepSpeed's by LOCAL_SIZE, torchrun by LOCAL_WORLD_SIZE."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+
+
+def check_shared_memory() -> None:
+    """Whether the ranks' buffers fit: DeepSpeed would write less than it maps, and the ranks would crash.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    needed, ours = local_ranks() * _BUFFER_BYTES, sum(path.stat().st_size for path in _buffers("*"))
+    if "LOCAL_SIZE" in os.environ and shutil.disk_usage(_SHARED_MEMORY).free + ours < needed:
+        free_mb, needed_mb = shutil.disk_usage(_SHARED_MEMORY).free >> 20, needed >> 20
+        raise UserError(
+            f"{_SHARED_MEMORY} has {free_mb} MiB free, {local_ranks()} ranks on one machine take {needed_mb}: make it"
+            " larger (docker run --shm-size=1g), or remove what runs that are over have left there"
+        )
+
+
+def release_shared_memory() -> None:
+    """Remove the name of this rank's buffer, once all ranks have mapped it: it would stay when they end, however they
+    end, until the machine is started again."""
+    barrier()
+    for path in _buffers(str(rank())):
+        path.unlink(missing_ok=True)
+
+
+def _buffers(of_rank: str) -> list[Path]:
+    place = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
+    return list(_SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_{place}_{of_rank}"))
 
 
 def all_reduce(tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:

@@ -35,7 +35,13 @@ from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_conf
 
 from hybrid_grpo.adapters import Adapter
 from hybrid_grpo.config import EngineConfig, PolicyConfig
-from hybrid_grpo.distributed import all_reduce, rank, world_size
+from hybrid_grpo.distributed import (
+    all_reduce,
+    check_shared_memory,
+    rank,
+    release_shared_memory,
+    world_size,
+)
 from hybrid_grpo.errors import UserError
 from hybrid_grpo.view import View
 
@@ -62,9 +68,14 @@ def start() -> torch.device:
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     _wait_for_compilers()
     accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
+    on_cpu = accelerator.device_name() == "cpu"
+    if on_cpu:
+        check_shared_memory()
+    else:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), verbose=False)
+    if on_cpu:
+        release_shared_memory()
     return torch.device(accelerator.current_device_name())
 
 

@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-CALLS = 0
-"""In this worker."""
+CALLS = UNDER_WAY = MOST = 0
+"""In this worker: so far, at this time, and at any one time."""
 
 
 def _raises() -> Any:
@@ -193,10 +193,32 @@ def letter_pieces(completions: list[str], answer: list[str]) -> list[Any]:
     ]
 
 
-def takes_50_ms(completions: list[str]) -> list[float]:
-    """For a call."""
+def leaves_files(completions: list[str], folder: str | None = None) -> list[float]:
+    """A file named by each completion, after 50 ms."""
     time.sleep(0.05)
+    for text in completions if folder else ():
+        (Path(folder) / text).touch()
     return [float(text) for text in completions]
+
+
+def meets(completions: list[str], folder: str) -> list[float]:
+    """Waits until as many calls are under way as the completion says."""
+    (Path(folder) / str(os.getpid())).touch()
+    while len(os.listdir(folder)) < int(completions[0]):
+        time.sleep(0.01)
+    return [1.0]
+
+
+async def most_at_once(completions: list[str]) -> list[int]:
+    """The same, and how many were under way at most."""
+    global UNDER_WAY, MOST
+    UNDER_WAY += 1
+    MOST = max(MOST, UNDER_WAY)
+    while int(completions[0]) > MOST:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)  # so that one too many would be seen
+    UNDER_WAY -= 1
+    return [MOST]
 
 
 def allocates(completions: list[str]) -> list[float]:

@@ -69,7 +69,7 @@ def hangs_up(connection: socket.socket, asked: Asked) -> None:
 def drips(connection: socket.socket, asked: Asked) -> None:
     """One byte every now and then: no single read takes long."""
     connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n")
-    for _ in range(200):
+    for _ in range(400):
         connection.sendall(b" ")
         time.sleep(0.05)
 

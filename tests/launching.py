@@ -33,9 +33,11 @@ def ranks(
     """Run a program of rank_programs.py, or another file like it, on `world` ranks; what each rank saw."""
     program = [str(HERE / programs), name, str(folder)]
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(world), "--no_local_rank"]
-    command = [sys.executable, *program] if world == 1 else [*launcher, "--master_port", free_port(), *program]
+    port = free_port()
+    command = [sys.executable, *program] if world == 1 else [*launcher, "--master_port", port, *program]
     environment = {**os.environ, "DS_ACCELERATOR": accelerator, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert not list(Path("/dev/shm").glob(f"deepspeed_*_{port}_*")), "memory that outlives its ranks"
     target, suffix = (folder, "") if folder.is_dir() else (folder.parent, f".{folder.name}")
     return [json.loads((target / f"{name}{suffix}.{world}.{rank}.json").read_text()) for rank in range(world)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,6 +48,14 @@ def rows(*texts: str, chat: bool = False, **columns: Sequence[Any]) -> tuple[lis
         for i in range(len(texts))
     ]
     return prompts, [completion(text) for text in texts]
+
+
+def in_time(holds: Callable[[], Any], seconds: float = 30.0) -> bool:
+    """Whether it comes to hold, on a machine that may stand still for a while."""
+    deadline = time.monotonic() + seconds
+    while not (held := bool(holds())) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return held
 
 
 def statuses(scores: Scores, name: str) -> list[str]:

@@ -105,7 +105,7 @@ def test_timer_adds_up_the_seconds_of_its_blocks():
     for _ in range(2):
         with meter.time("time/generate_s"):
             time.sleep(0.02)
-    assert 0.04 <= meter.reduce()["time/generate_s"] < 0.5
+    assert 0.04 <= meter.reduce()["time/generate_s"] < 5
 
 
 def _on_rank(rank: int, folder: str) -> None:

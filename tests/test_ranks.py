@@ -79,12 +79,11 @@ def test_nothing_is_collective_between_gather_and_release(folder):
     first, second = ranks(2, "switch", folder)
     for seen in (first, second):
         assert sum(seen["gather"].values()) > 0
-        assert seen["inside"] == {}
+        assert seen["inside"] == {} and seen["in_turn"], "neither waits for the other"
         assert sum(seen["release"].values()) == 1, "the reduced error flag, and nothing else"
         assert seen["hooks"] == 0 and seen["training"] is False and seen["empty_after"]
         assert "does not nest" in seen["nested"]
         assert seen["after"] > 0, "training goes on after an error inside"
-    assert first["seconds"] < 0.6 * second["seconds"], "4 tokens must not wait for 48"
     assert first["error"].startswith("RuntimeError: generation failed on another rank")
     assert second["error"] == "KeyError: 'mine'"
 

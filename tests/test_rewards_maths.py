@@ -53,9 +53,9 @@ def test_no_completion_takes_long() -> None:
     ]  # fmt: skip
     is_right(r"\boxed{\pi}", "3")  # imports what is imported once
     for text in long + [said for _, said, gold, *_ in PAIRS if "sum" not in gold and "setminus" not in said]:
-        start_s = time.perf_counter()
+        start_s = time.process_time()
         is_right(text, r"(1,2)")
-        assert time.perf_counter() - start_s < 1, text[:80]
+        assert time.process_time() - start_s < 1, text[:80]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def told(rewards: Rewards, scores: Callable[[], Scores], capfd: pytest.CaptureFi
 
 @pytest.fixture(scope="module")
 def act() -> Iterator[Rewards]:
-    yield isolated(acting("act", timeout_s=0.5))
+    yield isolated(acting("act", timeout_s=1.0))
 
 
 def names_of_children() -> set[str]:
@@ -85,7 +85,7 @@ def test_a_bad_call_costs_its_own_completion_only(act: Rewards, capfd, what: str
     if what in FAILED:
         assert message.startswith("rewards: act ") and FAILED[what] in message and "counted as failed" in message
     elif what in HANGS:
-        assert "rewards: act took longer than its timeout_s, 0.5" in message and 0.5 <= seconds < 1.2
+        assert "rewards: act took longer than its timeout_s, 1.0" in message and 1.0 <= seconds < 20
     else:
         assert message == ""
     assert names_of_children() == set(), "nothing that it has started is left"
@@ -137,11 +137,9 @@ def test_workers_do_not_load_torch() -> None:
     assert isolated(acting("knows_torch")).score(*rows("a")).reward_B.tolist() == [0.0]
 
 
-def test_calls_of_workers_overlap() -> None:
-    rewards = isolated(acting("sleeps_plainly"), workers=8)
-    start = time.perf_counter()
-    assert rewards.score(*rows(*["0.1"] * 32)).reward_B.tolist() == [0.1] * 32
-    assert 0.4 <= time.perf_counter() - start < 1.0
+def test_calls_of_workers_overlap(tmp_path: Path) -> None:
+    rewards = isolated(acting("meets", kwargs={"folder": str(tmp_path)}), workers=8)
+    assert rewards.score(*rows(*"88888888")).reward_B.tolist() == [1.0] * 8, "each in a worker of its own"
 
 
 def test_completions_of_a_call(capfd) -> None:
@@ -161,12 +159,9 @@ def test_a_call_of_several_that_fails_is_made_again_row_by_row_unless_it_is_of_a
     assert scores.reward_B.nan_to_num(-1.0).tolist() == [1.0, 0.5, -1.0, -1.0, 0.2, 0.125]
 
 
-def test_a_hundred_coroutines_wait_together() -> None:
-    rewards = isolated(acting("act_async"))
-    rewards.score(*rows("1"))
-    start = time.perf_counter()
-    assert rewards.score(*rows(*map(str, range(100)))).reward_B.tolist() == list(range(100))
-    assert 0.2 <= time.perf_counter() - start < 0.6, "64 at a time"
+def test_sixty_four_of_a_hundred_coroutines_wait_together() -> None:
+    rewards = isolated(acting("most_at_once"))
+    assert rewards.score(*rows(*["64"] * 100)).reward_B.tolist() == [64.0] * 100
 
 
 @pytest.mark.parametrize(
@@ -185,25 +180,25 @@ def test_a_hundred_coroutines_wait_together() -> None:
 )
 def test_a_coroutine_that_ends_or_blocks_its_process_costs_itself_only(monkeypatch, what: str, outcome: str) -> None:
     monkeypatch.setattr("hybrid_grpo.rewards.pool._ASYNC_GRACE_SECONDS", 0.3)
-    rewards = isolated(acting("act_async", timeout_s=0.5), workers=4)
+    rewards = isolated(acting("act_async", timeout_s=1.0), workers=4)
     scores = rewards.score(*rows(*"12", what, *"3456789"))
     assert statuses(scores, "act_async") == ["scored"] * 2 + [outcome] + ["scored"] * 7
     assert scores.reward_B.nan_to_num(-1.0).tolist() == [1.0, 2.0, -1.0, *map(float, range(3, 10))]
 
 
 def test_a_coroutine_that_waits_too_long_is_cancelled_alone() -> None:
-    rewards = isolated(acting("sleeps", timeout_s=0.3))
+    rewards = isolated(acting("sleeps", timeout_s=1.0))
     start = time.perf_counter()
     scores = rewards.score(*rows("0.1", "60", "0.2"))
     assert statuses(scores, "sleeps") == ["scored", "timed_out", "scored"]
-    assert time.perf_counter() - start < 1.0
+    assert time.perf_counter() - start < 20
 
 
 def test_without_isolation_a_call_that_takes_too_long_is_left_behind(tmp_path: Path) -> None:
-    rewards = isolated(acting("sleeps_plainly", isolation="none", timeout_s=0.3, name="here"))
+    rewards = isolated(acting("sleeps_plainly", isolation="none", timeout_s=1.0, name="here"))
     start = time.perf_counter()
-    scores = rewards.score(*rows("0.01", "1.5", "0.02"))
-    assert time.perf_counter() - start < 1.0
+    scores = rewards.score(*rows("0.01", "60", "0.02"))
+    assert time.perf_counter() - start < 20
     assert statuses(scores, "here") == ["scored", "timed_out", "scored"]
     assert rewards.score(*rows("0.03")).reward_B.tolist() == [0.03]
 
@@ -223,21 +218,21 @@ def test_what_is_given_up_is_not_waited_for(name: str, isolation: str) -> None:
     prompts, _ = rows(*"ab")
     with pytest.raises(MemoryError), rewards.stream(prompts, 2) as stream:
         for row in range(4):
-            stream.add(row // 2, row % 2, completion("30"))
+            stream.add(row // 2, row % 2, completion("60"))
         raise MemoryError
     start = time.perf_counter()
     assert statuses(rewards.score(*rows("0.01")), "f") == ["scored"]
-    assert time.perf_counter() - start < 0.5
+    assert time.perf_counter() - start < 20
 
 
 @pytest.mark.parametrize("isolation", ["process", "none"])
 def test_rewards_are_waited_for_max_wait_s_after_the_last_completion(capfd, isolation: str) -> None:
-    rewards = isolated(acting("sleeps_plainly", isolation=isolation, name="f"), max_wait_s=0.4)
+    rewards = isolated(acting("sleeps_plainly", isolation=isolation, name="f"), max_wait_s=1.0)
     start = time.perf_counter()
-    scores, message = told(rewards, lambda: rewards.score(*rows("0", "30", "0.1", "30", "30")), capfd)
-    assert time.perf_counter() - start < 1.0
+    scores, message = told(rewards, lambda: rewards.score(*rows("0", "60", "0.1", "60", "60")), capfd)
+    assert time.perf_counter() - start < 20
     assert statuses(scores, "f")[0] == "scored" and statuses(scores, "f")[3:] == ["timed_out"] * 2
-    assert "rewards: f was not done scoring.max_wait_s, 0.4 s, after the last completion" in message
+    assert "rewards: f was not done scoring.max_wait_s, 1.0 s, after the last completion" in message
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def picky(completions, answer):
     (text,), (answer,) = completions, answer
     if text == "boom":
         raise ValueError("no luck")
-    time.sleep(1.0 if text == "slow" else 0.0)
+    time.sleep(2.0 if text == "slow" else 0.0)
     return [None if text == "skip" else float(text == answer)]
 
 def longest(completions):
@@ -102,8 +102,8 @@ def test_the_slowest_call_and_calls_out_of_time_are_told(capsys: pytest.CaptureF
     write("slow.jsonl", [{"prompt": "", "answer": "", "completions": ["slow", "fast"]}])
     assert main(["score", "slow.jsonl", *rewards("picky")]) == 0
     table = summary(capsys.readouterr().err)
-    assert 1.0 <= float(table["slowest call, s"][0]) < 5 and float(table["calls a second"][0]) < 2.1
-    assert main(["score", "slow.jsonl", *rewards("picky", timeout_s=0.3)]) == 0
+    assert 2.0 <= float(table["slowest call, s"][0]) < 20 and float(table["calls a second"][0]) < 1.1
+    assert main(["score", "slow.jsonl", *rewards("picky", timeout_s=1.0)]) == 0
     out, err = capsys.readouterr()
     assert [row["rewards"]["picky"] for row in lines(out)] == [None, 0.0]
     assert summary(err)["out of time"] == ["1"]

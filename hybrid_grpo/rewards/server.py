@@ -110,16 +110,19 @@ class Server:
             return
         self._connections.add(task)
         connection = _Connection(reader, writer, self._limits)
-        try:
-            # A client that goes away, at any moment, is nothing to speak of.
-            with suppress(OSError, asyncio.TimeoutError, asyncio.CancelledError, h11.ProtocolError):
-                while await self._exchange(connection):
-                    self._answering.discard(task)
-            self._answering.discard(task)
-            await connection.close()
-        finally:
-            self._connections.discard(task)
-            writer.transport.abort()
+        # Cancelled, it closes nothing: that would wait for a client, and the server is ending.
+        with suppress(asyncio.CancelledError):
+            try:
+                # A client that goes away, at any moment, is nothing to speak of.
+                with suppress(OSError, asyncio.TimeoutError, h11.ProtocolError):
+                    while await self._exchange(connection):
+                        self._answering.discard(task)
+                self._answering.discard(task)
+                await connection.close()
+            finally:
+                self._answering.discard(task)
+                self._connections.discard(task)
+                writer.transport.abort()
 
     async def _exchange(self, connection: _Connection) -> bool:
         """One request and its answer; whether another may come."""

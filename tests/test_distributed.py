@@ -1,0 +1,43 @@
+"""What ranks of one machine share; tests on several ranks are in test_ranks.py."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hybrid_grpo import distributed
+from hybrid_grpo.errors import UserError
+
+
+@pytest.fixture
+def shared_memory(tmp_path, monkeypatch):
+    """A folder in the place of /dev/shm, with 100 MiB free, for two ranks."""
+    monkeypatch.setattr(distributed, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(distributed.shutil, "disk_usage", lambda path: SimpleNamespace(free=100 << 20))
+    for name, value in {"LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed.os, "getuid", lambda: 7)
+    return tmp_path
+
+
+def test_too_little_shared_memory_is_told_before_the_ranks_crash(shared_memory):
+    with pytest.raises(UserError, match=r"100 MiB free, 2 ranks on one machine take 132: .* --shm-size=1g"):
+        distributed.check_shared_memory()
+
+
+def test_one_rank_or_another_launcher_takes_less(shared_memory, monkeypatch):
+    monkeypatch.setenv("LOCAL_SIZE", "1")
+    distributed.check_shared_memory()
+    monkeypatch.delenv("LOCAL_SIZE")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    distributed.check_shared_memory()
+
+
+def test_what_this_job_has_there_already_counts_as_free_and_only_its_own_is_removed(shared_memory):
+    names = ["7_127.0.0.1_29500_0", "7_127.0.0.1_29500_1", "7_127.0.0.1_29501_0", "8_127.0.0.1_29500_0"]
+    for name in names:
+        with (shared_memory / f"deepspeed_allreduce_buffer_{name}").open("wb") as file:
+            file.truncate(20 << 20)
+    distributed.check_shared_memory()
+    distributed.release_shared_memory()
+    left = sorted(path.name.removeprefix("deepspeed_allreduce_buffer_") for path in shared_memory.iterdir())
+    assert left == sorted(names[1:]), "of rank 0, which this is"
