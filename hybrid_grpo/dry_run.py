@@ -28,7 +28,7 @@ from hybrid_grpo.config import LoraConfig, PolicyConfig
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.generation.cache import Geometry
 from hybrid_grpo.loading import without_dropout
-from hybrid_grpo.logprobs import CHUNK_BYTES, LogitShape, token_logprobs
+from hybrid_grpo.logprobs import LogitShape, token_logprobs
 from hybrid_grpo.rollout import training_attention
 from hybrid_grpo.view import meta_copy
 
@@ -46,7 +46,7 @@ class Footprint:
     kept_small: int
     """Of that, in tensors that malloc does not give back to the system (`MALLOC_KEEPS`)."""
     head: int
-    """The most that log-probabilities add to that, forward and backward; the head's float32 gradient among it."""
+    """The most that log-probabilities add to that, forward and backward; the head's gradient among it."""
     layers: int
     """The most that forward and backward of the layers add to that: the temporaries of one layer, with gradient
     checkpointing all that it recomputes; where the embedding is the head, the head's gradient as long as it waits."""
@@ -298,9 +298,7 @@ class DryRun:
 
     def _logprobs(self, hidden_ND: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
-        # Two chunks take what all take, and a large vocabulary has hundreds.
-        chunks = slice(0, 2 * max(1, CHUNK_BYTES // (4 * len(head.weight))))
-        return token_logprobs(hidden_ND[chunks], head.weight, head.bias, target_N[chunks], shape=self._shape)
+        return token_logprobs(hidden_ND, head.weight, head.bias, target_N, shape=self._shape)
 
 
 def _experts(text_config: Any) -> int:

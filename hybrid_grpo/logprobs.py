@@ -1,8 +1,8 @@
 """Log-probability and entropy of chosen tokens, straight from hidden states, without ever holding all logits.
 
-The logits of a micro-batch are the largest tensor of RL training: 4,096 tokens of a 151,936-token vocabulary
-take 2.5 GB in float32, several times over. Here they exist one chunk of tokens at a time, in forward and again
-in backward. `LogprobModel` puts that in front of any transformers causal language model.
+The logits of a micro-batch are the largest tensor of RL training: 4,096 tokens of a 151,936-token vocabulary take
+2.5 GB in float32, several times over. Here they exist one tile at a time, some columns of the vocabulary for some
+tokens, in forward and again in backward. `LogprobModel` puts that in front of any transformers causal language model.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_grpo.attention import Segments, Selection
+from hybrid_grpo.softmax import TiledSoftmax, softmax_gradient
 
-CHUNK_BYTES = 64 << 20
-"""Size of one chunk of float32 logits; a few such temporaries are alive at once."""
+TILE_BYTES = 64 << 20
+"""Size of one tile of float32 logits; a few such temporaries are alive at once."""
+TILE_COLUMNS = 4096
+"""Tokens of the vocabulary in a tile: so many that sums over tiles cost little next to the products, and so few that a
+tile takes the rows of a whole micro-batch, whose products read and write the output head once."""
 
 
 @dataclass(frozen=True)
@@ -59,69 +63,84 @@ class _TokenLogprobs(torch.autograd.Function):
         target_N: Tensor,
         shape: LogitShape,
         temperature: float,
-        chunk: int,
+        tiles: tuple[list[slice], list[slice]],
     ) -> tuple[Tensor, Tensor]:
-        logp_N = torch.empty(len(target_N), dtype=torch.float32, device=hidden_ND.device)
-        entropy_N = torch.empty_like(logp_N)
-        for part in _chunks(len(target_N), chunk):
-            # Both from log p, as the sampler's are: lse - sum p x would cancel where the entropy is small.
-            logp = _scaled_logits(hidden_ND[part], weight_VD, bias_V, shape, temperature).log_softmax(-1)
-            logp_N[part] = logp.gather(1, target_N[part, None])[:, 0]
-            entropy_N[part] = -logp.exp().mul_(logp).sum(-1)
+        softmax = TiledSoftmax(target_N, temperature)
+        for columns in tiles[1]:
+            for rows in tiles[0]:
+                softmax.add(rows, columns.start, _logits(hidden_ND[rows], weight_VD, bias_V, columns, shape))
+        logp_N, entropy_N = softmax.logp_N(), softmax.entropy_N()
         # Under ZeRO-3 the weight is gathered again for backward: the parameter is kept, not its storage of now.
         ctx.set_materialize_grads(False)
         ctx.weight, ctx.bias = weight_VD, bias_V
-        ctx.options = (shape, temperature, chunk)
-        ctx.save_for_backward(hidden_ND, target_N, entropy_N)
+        ctx.options = (shape, temperature, tiles)
+        ctx.save_for_backward(hidden_ND, target_N, softmax.normalizer_N(), entropy_N)
         return logp_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, dlogp_N: Tensor | None, dentropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_ND, target_N, entropy_N = ctx.saved_tensors
+        hidden_ND, target_N, normalizer_N, entropy_N = ctx.saved_tensors
         dlogp_N = torch.zeros_like(entropy_N) if dlogp_N is None else dlogp_N
         weight_VD, bias_V = ctx.weight.detach(), None if ctx.bias is None else ctx.bias.detach()
-        shape, temperature, chunk = ctx.options
+        shape, temperature, tiles = ctx.options
         needs_weight = ctx.weight.requires_grad
-        dhidden_ND = torch.empty_like(hidden_ND)
-        # float32 sums: with bfloat16 ones, every chunk's contribution would be rounded away against the total.
-        dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
-        dbias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_weight and bias_V is not None else None
-        for part in _chunks(len(target_N), chunk):
-            x = _scaled_logits(hidden_ND[part], weight_VD, bias_V, shape, temperature)
-            logp = x.log_softmax(-1)
-            p = logp.exp()
-            # d logp_t / dx = onehot_t - p;  dH / dx = -p (log p + H). In place: x, p and logp are all there is.
-            if dentropy_N is None:
-                dx = p.mul_(-dlogp_N[part, None])
-            else:
-                dx = logp.add_(entropy_N[part, None]).mul_(-dentropy_N[part, None]).sub_(dlogp_N[part, None]).mul_(p)
-            del p, logp
-            dx.scatter_add_(1, target_N[part, None], dlogp_N[part, None])
-            dx = shape.backward_(dx, x.mul_(temperature)).div_(temperature).to(weight_VD.dtype)
-            del x
-            dhidden_ND[part] = dx @ weight_VD
-            if dweight_VD is not None:
-                if weight_VD.dtype == torch.float32:
-                    dweight_VD.addmm_(dx.T, hidden_ND[part])
-                else:
-                    dweight_VD.add_(dx.T @ hidden_ND[part])
-            if dbias_V is not None:
-                dbias_V.add_(dx.sum(0, dtype=torch.float32))
-            del dx
-        like_weight = [None if d is None else d.to(weight_VD.dtype) for d in (dweight_VD, dbias_V)]
-        return dhidden_ND, *like_weight, None, None, None, None
+        # Sums over tiles are float32: in bfloat16 every contribution would be rounded away against the total.
+        dhidden_ND = torch.empty_like(hidden_ND, dtype=torch.float32)
+        dweight_VD = torch.empty_like(weight_VD) if needs_weight else None
+        dbias_V = torch.empty_like(bias_V) if needs_weight and bias_V is not None else None
+        for columns in tiles[1]:
+            weight = weight_VD[columns]
+            whole = weight.dtype == torch.float32 and dweight_VD is not None
+            dweight = dweight_VD[columns] if whole else torch.empty_like(weight, dtype=torch.float32)  # type: ignore[index]
+            dbias = None if dbias_V is None else torch.zeros(len(weight), device=weight.device)
+            for rows in tiles[0]:
+                x = _logits(hidden_ND[rows], weight_VD, bias_V, columns, shape)
+                dx = softmax_gradient(
+                    x,
+                    columns.start,
+                    target_N[rows],
+                    normalizer_N[rows],
+                    entropy_N[rows],
+                    dlogp_N[rows],
+                    None if dentropy_N is None else dentropy_N[rows],
+                    temperature,
+                    keep=shape.softcap is not None,
+                )
+                dx = shape.backward_(dx, x).to(weight.dtype)
+                del x
+                _add_product(dhidden_ND[rows], dx, weight, first=columns.start == 0)
+                if needs_weight:
+                    _add_product(dweight, dx.T, hidden_ND[rows], first=rows.start == 0)
+                if dbias is not None:
+                    dbias.add_(dx.sum(0, dtype=torch.float32))
+                del dx
+            if dweight_VD is not None and not whole:
+                dweight_VD[columns] = dweight
+            if dbias_V is not None and dbias is not None:
+                dbias_V[columns] = dbias
+        return dhidden_ND.to(hidden_ND.dtype), dweight_VD, dbias_V, None, None, None, None
 
 
-def _chunks(n: int, chunk: int) -> list[slice]:
-    return [slice(i, min(i + chunk, n)) for i in range(0, n, chunk)]
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """total += a @ b, or where it is the first, which finds nothing there, = a @ b."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b, beta=0.0 if first else 1.0)
+    elif first:
+        total.copy_(a @ b)
+    else:
+        total.add_(a @ b)
 
 
-def _scaled_logits(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, shape: LogitShape, temperature: float
-) -> Tensor:
-    """float32 logits over the temperature; the product has the model's own type, as in its own forward."""
-    x = shape(nn.functional.linear(hidden_ND, weight_VD, bias_V)).float()
-    return x.div_(temperature) if temperature != 1.0 else x
+def _slices(n: int, most: int) -> list[slice]:
+    """0 to n in as few pieces as there can be with at most `most`, of about the same length."""
+    count = max(1, -(-n // most))
+    return [slice(n * i // count, n * (i + 1) // count) for i in range(count)]
+
+
+def _logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, columns: slice, shape: LogitShape) -> Tensor:
+    """Some columns in float32; the product has the model's own type, as in its own forward."""
+    bias = None if bias_V is None else bias_V[columns]
+    return shape(nn.functional.linear(hidden_ND, weight_VD[columns], bias)).float()
 
 
 def token_logprobs(
@@ -132,7 +151,8 @@ def token_logprobs(
     *,
     shape: LogitShape | None = None,
     temperature: float = 1.0,
-    chunk_bytes: int = CHUNK_BYTES,
+    tile_bytes: int = TILE_BYTES,
+    tile_columns: int = TILE_COLUMNS,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution, differentiable.
 
@@ -142,14 +162,17 @@ def token_logprobs(
         target_N: int64 [N].
         shape: scale and soft cap of the logits.
         temperature: the softmax is that of logits / temperature.
-        chunk_bytes: bound on one chunk of float32 logits.
+        tile_bytes: bound on one tile of float32 logits.
+        tile_columns: and on its columns; the rows fill it up.
 
     Returns:
         logp_N and entropy_N, float32, in nats.
     """
-    chunk = max(1, chunk_bytes // (4 * weight_VD.shape[0]))
+    columns = _slices(len(weight_VD), tile_columns)
+    rows = _slices(len(target_N), max(1, tile_bytes // (4 * -(-len(weight_VD) // len(columns)))))
     shape = LogitShape() if shape is None else shape
-    logp_N, entropy_N = _TokenLogprobs.apply(hidden_ND, weight_VD, bias_V, target_N, shape, temperature, chunk)
+    given = (hidden_ND, weight_VD, bias_V, target_N, shape, temperature, (rows, columns))
+    logp_N, entropy_N = _TokenLogprobs.apply(*given)
     return logp_N, entropy_N
 
 

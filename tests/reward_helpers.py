@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
+
+import psutil
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
@@ -56,6 +59,15 @@ def in_time(holds: Callable[[], Any], seconds: float = 30.0) -> bool:
     while not (held := bool(holds())) and time.monotonic() < deadline:
         time.sleep(0.02)
     return held
+
+
+def command_lines(processes: Iterable[psutil.Process] | None = None) -> list[str]:
+    """Of these processes, or of all of this machine; those that have ended in the meantime are left out."""
+    lines = []
+    for process in psutil.process_iter() if processes is None else processes:
+        with suppress(psutil.Error, OSError):
+            lines.append(" ".join(process.cmdline()))
+    return lines
 
 
 def statuses(scores: Scores, name: str) -> list[str]:

@@ -8,12 +8,13 @@ from tiny_models import ARCHITECTURES, VOCABULARY, build, tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_grpo.attention import ATTENTION
-from hybrid_grpo.generation import GREEDY, Request, Sampling, generate, native, stream_key
+from hybrid_grpo.generation import GREEDY, Request, Sampling, generate, stream_key
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.decoder import Decoder
 from hybrid_grpo.generation.graphs import Graphs, size_for
 from hybrid_grpo.generation.scheduler import Sequence
+from hybrid_grpo.native import kernels
 
 STOPS = tuple(range(0, VOCABULARY, 7))
 EVERYTHING = {
@@ -31,7 +32,7 @@ SAMPLINGS = [
 @pytest.fixture(autouse=True)
 def torch_only(monkeypatch):
     """As on a GPU: the kernels for the CPU are out of reach of whoever captures or watches."""
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(kernels, "load", lambda: None)
 
 
 def model_of(architecture="qwen2"):

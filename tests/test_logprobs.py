@@ -9,6 +9,7 @@ from tiny_models import ARCHITECTURES, TIED, VOCABULARY, build, tiny_config
 
 from hybrid_grpo.attention import Selection
 from hybrid_grpo.logprobs import LogitShape, LogprobModel, token_logprobs
+from hybrid_grpo.native import kernels
 
 
 def plain(hidden, weight, bias, target, shape=LogitShape(), temperature=1.0):  # noqa: B008
@@ -53,17 +54,25 @@ def weighted(outputs, use):
 SHAPES = [LogitShape(), LogitShape(scale=0.3), LogitShape(softcap=4.0), LogitShape(scale=1.7, softcap=2.5)]
 
 
+@pytest.fixture(params=["kernels", "torch"])
+def by(request, monkeypatch):
+    """Who computes: the kernels where they can be had, or torch, as on a GPU."""
+    if request.param == "torch":
+        monkeypatch.setattr(kernels, "load", lambda: None)
+
+
 @pytest.mark.parametrize("use", [("logp",), ("entropy",), ("logp", "entropy")], ids="+".join)
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.8])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_values_and_gradients_are_those_of_the_definition(shape, temperature, bias, use):
+def test_values_and_gradients_are_those_of_the_definition(shape, temperature, bias, use, by):
     inputs = head(bias=bias)
     expected = plain(*inputs, shape=shape, temperature=temperature)
     gradients = torch.autograd.grad(weighted(expected, use), leaves(*inputs))
-    # Chunks of 1 token, of some that do not divide 37, of exactly all, of more.
-    for chunk in (1, 5, 36, 37, 1000):
-        mine = token_logprobs(*inputs, shape=shape, temperature=temperature, chunk_bytes=chunk * 4 * 53)
+    # Tiles of 1 token, of some that do not divide 37, of exactly all, of more; and of the vocabulary's 53 likewise.
+    for rows, columns in ((1, 53), (5, 7), (36, 52), (37, 1), (1000, 1000)):
+        tile = {"tile_bytes": rows * 4 * min(columns, 53), "tile_columns": columns}
+        mine = token_logprobs(*inputs, shape=shape, temperature=temperature, **tile)
         for values, theirs in zip(mine, expected, strict=True):
             assert relative(values, theirs) < 1e-5
         for gradient, theirs in zip(torch.autograd.grad(weighted(mine, use), leaves(*inputs)), gradients, strict=True):
@@ -108,7 +117,7 @@ def test_bfloat16_weights_lose_no_contribution_to_rounding():
     weight = torch.zeros(vocabulary, 4, dtype=torch.bfloat16).requires_grad_()
     bias = torch.zeros(vocabulary, dtype=torch.bfloat16).requires_grad_()
     target = torch.full((tokens,), 3)
-    logp, _ = token_logprobs(hidden, weight, bias, target, chunk_bytes=4 * vocabulary)
+    logp, _ = token_logprobs(hidden, weight, bias, target, tile_bytes=4 * vocabulary)
     logp.sum().backward()
     expected = torch.full((vocabulary,), -tokens / vocabulary)
     expected[3] += tokens
@@ -121,7 +130,7 @@ def test_bfloat16_weights_lose_no_contribution_to_rounding():
 def test_bfloat16_gradients_are_near_those_of_float32(shape):
     half = head(tokens=300, vocabulary=200, dtype=torch.bfloat16, bias=False)
     full = [half[0].detach().float().requires_grad_(), half[1].detach().float().requires_grad_(), None, half[3]]
-    mine, exact = token_logprobs(*half, shape=shape, chunk_bytes=7 * 800), plain(*full, shape=shape)
+    mine, exact = token_logprobs(*half, shape=shape, tile_bytes=7 * 200, tile_columns=50), plain(*full, shape=shape)
     assert all(values.dtype == torch.float32 for values in mine)
     gradients = torch.autograd.grad(weighted(mine, ("logp", "entropy")), half[:2])
     expected = torch.autograd.grad(weighted(exact, ("logp", "entropy")), full[:2])

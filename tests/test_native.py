@@ -6,13 +6,14 @@ import torch
 from tiny_models import ARCHITECTURES, pair
 from torch import nn
 
-from hybrid_grpo.generation import GREEDY, Request, Sampling, generate, native
+from hybrid_grpo.generation import GREEDY, Request, Sampling, generate
 from hybrid_grpo.generation.attention import Step, masked_attention
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.fused import fused
 from hybrid_grpo.generation.sampler import Sampler
+from hybrid_grpo.native import decoding, kernels
 
-needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+needs_compiler = pytest.mark.skipif(kernels.load() is None, reason="needs a C compiler")
 
 
 def random(*shape, seed=0):
@@ -28,9 +29,9 @@ def test_linear_is_the_matrix_product(rows, inner, outer, bias):
     module = nn.Linear(inner, outer, bias=bias)
     x = random(rows, inner)
     expected = nn.functional.linear(x.double(), module.weight.double(), module.bias.double() if bias else None)
-    out = native._linear(module, x)
+    out = decoding._linear(module, x)
     assert torch.allclose(out.double(), expected, atol=1e-5)
-    alone = torch.cat([native._linear(module, x[i : i + 1]) for i in range(rows)])
+    alone = torch.cat([decoding._linear(module, x[i : i + 1]) for i in range(rows)])
     assert torch.equal(out, alone), "a row has the same result in any batch"
 
 
@@ -48,9 +49,9 @@ def test_norms_of_either_kind_are_recognised_and_others_left(offset, size):
 
     with torch.no_grad():
         norm, x = SomeRMSNorm(1), random(3, 2, size)
-        taken = native._norm_of(norm)
+        taken = decoding._norm_of(norm)
         assert torch.allclose(taken(norm, x), norm(x), atol=1e-5)
-        assert native._norm_of(SomeRMSNorm(2)) is None
+        assert decoding._norm_of(SomeRMSNorm(2)) is None
 
 
 @needs_compiler
@@ -140,7 +141,7 @@ def test_tokens_drawn_by_the_kernel_are_those_of_torch(temperature, vocabulary):
     n = 500
     logits, keys = 3 * random(n, vocabulary), torch.arange(n) * 2**40 - 7
     counters = torch.arange(n) % 9
-    token, logp = native.sample(logits, keys, counters, temperature)
+    token, logp = decoding.sample(logits, keys, counters, temperature)
     # A bias of 0 changes nothing, but takes torch's way.
     expected, expected_logp = Sampler(Sampling(1, temperature, logit_bias=((0, 0.0),)))(logits, keys, counters)
     same = token == expected
@@ -155,8 +156,8 @@ def test_tokens_drawn_by_the_kernel_are_those_of_torch(temperature, vocabulary):
 def test_without_a_compiler_it_says_so_once_and_decodes_the_same(monkeypatch):
     requests = [Request([1, 2, 3], [5, 6]), Request([7], [8])]
     with_kernels, _ = generate(pair("qwen3")[1], requests, Sampling(12, temperature=GREEDY))
-    native.library.cache_clear()
-    monkeypatch.setattr(native.shutil, "which", lambda _: None)
+    kernels.load.cache_clear()
+    monkeypatch.setattr(kernels.shutil, "which", lambda _: None)
     try:
         with pytest.warns(UserWarning, match="no C compiler") as seen:
             view = pair("qwen3")[1]
@@ -164,7 +165,7 @@ def test_without_a_compiler_it_says_so_once_and_decodes_the_same(monkeypatch):
             generate(view, requests, Sampling(2))
         assert len(seen) == 1
     finally:
-        native.library.cache_clear()
+        kernels.load.cache_clear()
     for group, other in zip(without, with_kernels, strict=True):
         for mine, theirs in zip(group, other, strict=True):
             assert mine.token_ids == theirs.token_ids
@@ -172,32 +173,32 @@ def test_without_a_compiler_it_says_so_once_and_decodes_the_same(monkeypatch):
 
 
 def test_a_source_that_does_not_compile_is_a_warning_with_the_reason(monkeypatch, tmp_path):
-    (tmp_path / "native.c").write_text("this is no C\n")
-    monkeypatch.setattr(native, "_SOURCE", tmp_path / "native.c")
+    (tmp_path / "wrong.c").write_text("this is no C\n")
+    monkeypatch.setattr(kernels, "_SOURCES", [*kernels._SOURCES, tmp_path / "wrong.c"])
     monkeypatch.setenv("HYBRID_GRPO_CACHE", str(tmp_path / "cache"))
-    native.library.cache_clear()
+    kernels.load.cache_clear()
     try:
-        if native.shutil.which("cc"):
-            with pytest.warns(UserWarning, match="does not compile.*error"):
-                assert native.library() is None
+        if kernels.shutil.which("cc"):
+            with pytest.warns(UserWarning, match="do not compile.*error"):
+                assert kernels.load() is None
         assert not list((tmp_path / "cache").glob("*.so"))
     finally:
-        native.library.cache_clear()
+        kernels.load.cache_clear()
 
 
 @needs_compiler
 def test_the_process_keeps_its_denormal_numbers():
-    native.library()
+    kernels.load()
     assert torch.tensor(1e-40).mul(1.0).item() != 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        native.library()
+        kernels.load()
 
 
 @needs_compiler
 def test_kernels_are_compiled_once_into_the_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HYBRID_GRPO_CACHE", str(tmp_path))
-    compiler = native.shutil.which("cc") or native.shutil.which("gcc") or native.shutil.which("clang")
-    first = native._compiled(compiler)
+    compiler = kernels.shutil.which("cc") or kernels.shutil.which("gcc") or kernels.shutil.which("clang")
+    first = kernels._compiled(compiler)
     monkeypatch.setattr(subprocess, "run", None)
-    assert native._compiled(compiler) == first and list(tmp_path.iterdir()) == [first]
+    assert kernels._compiled(compiler) == first and list(tmp_path.iterdir()) == [first]

@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from reward_helpers import isolated, rows
+from reward_helpers import command_lines, in_time, isolated, rows
 
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.errors import UserError
@@ -202,7 +201,7 @@ def test_what_goes_wrong_in_the_importing_process_is_told_in_a_line(monkeypatch,
         load_rewards([config])
     assert said in str(caught.value) and "\n" not in str(caught.value)
     assert time.perf_counter() - start < 20
-    assert not [p for p in psutil.Process().children() if str(tmp_path) in " ".join(p.cmdline())]
+    assert in_time(lambda: not any(str(tmp_path) in line for line in command_lines()))
 
 
 def test_describe_is_one_line_that_points_into_the_file() -> None:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_grpo.attention import Segments
-from hybrid_grpo.generation import native
 from hybrid_grpo.generation.cache import PagedCache
+from hybrid_grpo.native import decoding
 
 try:
     from flash_attn import flash_attn_with_kvcache
@@ -107,8 +107,8 @@ class Step:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
         """See `routed_attention`; the kernels follow the real lengths, the last way reads `read` pages of all."""
         keys, values = self._cache.keys[self.layer], self._cache.values[self.layer]
-        if native.can_attend(query, keys, values):
-            return native.decode_attention(
+        if decoding.can_attend(query, keys, values):
+            return decoding.decode_attention(
                 query, key, value, keys, values, self._table, self._position, window, scale, softcap
             )
         if self._places is None:

@@ -1,4 +1,4 @@
-"""A whole decode step as one call into native.c, for models that are known to compute what it does.
+"""A whole decode step as one call into decoding.c, for models that are known to compute what it does.
 
 Which models those are is seen, not listed: a model must have the parts of a Llama model and nothing else, and decodes
 a few tokens both ways first; only if the results agree is the kernel used. Prefills, and everything that is not a
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from hybrid_grpo.generation import native
 from hybrid_grpo.generation.attention import Step
 from hybrid_grpo.generation.cache import PagedCache
+from hybrid_grpo.native.decoding import fits
+from hybrid_grpo.native.kernels import load, usable
 
 _MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -31,7 +32,7 @@ _FAR = 1 << 17
 
 
 class _Layer(ctypes.Structure):
-    """`struct layer` of native.c."""
+    """`struct layer` of decoding.c."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("norm", "q", "q_bias", "k", "k_bias", "v", "v_bias", "q_norm")),
@@ -44,7 +45,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Model(ctypes.Structure):
-    """`struct model` of native.c."""
+    """`struct model` of decoding.c."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("embedding", "norm", "head", "head_bias", "layers")),
@@ -116,7 +117,7 @@ class Fused:
             self._memory = torch.empty(n * (self._row + self._vocabulary))
         logits_nV = self._memory[: n * self._vocabulary].view(n, self._vocabulary)
         work = self._memory[n * self._vocabulary :]
-        native.library().decode(  # type: ignore[union-attr]
+        load().decode(  # type: ignore[union-attr]
             ctypes.addressof(self._model),
             *(t.data_ptr() for t in (logits_nV, work, token_n, rope_n, table_nw, position_n)),
             *(n, table_nw.stride(0)),
@@ -129,7 +130,7 @@ _asked: WeakKeyDictionary[Any, list[tuple[float, int, float]] | None] = WeakKeyD
 
 def fused(model: Any, cache: PagedCache) -> Fused | None:
     """The kernel's decode step of a model whose weights are there; None where its own forward is to be used."""
-    if native.library() is None or not native.usable(*model.parameters()) or not _looks_right(model, cache):
+    if not usable(*model.parameters()) or not _looks_right(model, cache):
         return None
     if model not in _asked:
         _asked[model] = _proven(model, cache)
@@ -162,7 +163,7 @@ def _looks_right(model: Any, cache: PagedCache) -> bool:
         and len({tuple(None if w is None else w.shape for w in _weights(layer)) for layer in layers}) == 1
         and all(pool.shape[2:] == (kv, d) for pool in cache.keys + cache.values)
         and layers[0].self_attn.head_dim == d
-        and native.fits(len(layers[0].self_attn.q_proj.weight) // d // kv, cache.page, d)
+        and fits(len(layers[0].self_attn.q_proj.weight) // d // kv, cache.page, d)
         and all(parameter.is_contiguous() for parameter in model.parameters())
     )
 

@@ -16,13 +16,14 @@ import torch
 
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.errors import UserError
-from hybrid_grpo.generation import native, scheduler
+from hybrid_grpo.generation import scheduler
 from hybrid_grpo.generation.attention import Prefill
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.decoder import decoder_for
 from hybrid_grpo.generation.endings import text_ends
 from hybrid_grpo.generation.memory import budget_bytes
 from hybrid_grpo.generation.sampler import Sampling
+from hybrid_grpo.native.decoding import adopt
 
 OnFinish = Callable[[int, int, Completion], None]
 """Called with the request, the sample and its completion."""
@@ -70,7 +71,7 @@ _geometries: WeakKeyDictionary[Any, Geometry] = WeakKeyDictionary()
 def _prepared(model: Any) -> Geometry:
     """What a token of the model takes; on first sight its modules take the kernels they can use."""
     if model not in _geometries:
-        native.adopt(model)
+        adopt(model)
         _geometries[model] = Geometry.of(model)
     return _geometries[model]
 

@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybrid_grpo.generation import native
+from hybrid_grpo.native import decoding
+from hybrid_grpo.native.kernels import usable
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,8 @@ class Sampler:
             token_n (int64) and logp_n (float32), see `Sampling.logprobs`.
         """
         sampling = self.sampling
-        if self._plain and native.usable(logits_nV) and native.library() is not None:
-            return native.sample(logits_nV.contiguous(), key_n, counter_n, sampling.temperature)
+        if self._plain and usable(logits_nV):
+            return decoding.sample(logits_nV.contiguous(), key_n, counter_n, sampling.temperature)
         greedy = sampling.temperature == GREEDY
         plain_nV = logits_nV.float() if greedy else logits_nV.float() / sampling.temperature
         plain_nV = plain_nV.log_softmax(-1)

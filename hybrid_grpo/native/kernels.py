@@ -1,0 +1,101 @@
+"""The C kernels for a CPU in float32: compiled once with the machine's C compiler, then loaded.
+
+Where there is no compiler everything works without them, slower. The compiled file is kept in the user's cache
+folder (`HYBRID_GRPO_CACHE`, else ~/.cache/hybrid_grpo) under a name made of the sources, flags and processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+_SOURCES = [Path(__file__).with_name(name) for name in ("decoding.c", "softmax.c")]
+# Contracting and reordering sums is fine for logits; that infinities exist is not relied on.
+_FLAGS = ["-O3", "-march=native", "-ffast-math", "-fPIC", "-fopenmp"]
+_POINTER: Any = ctypes.c_void_p
+_INTEGER: Any = ctypes.c_int64
+_REAL: Any = ctypes.c_float
+_STRIDED = [_POINTER, _INTEGER, _INTEGER]
+_ARGUMENTS = {
+    "linear": [_POINTER] * 4 + [_INTEGER] * 3,
+    "rms_norm": [_POINTER] * 3 + [_REAL] * 2 + [_INTEGER] * 2,
+    "decode_attention": [_POINTER, *_STRIDED * 3, *[_POINTER] * 4, *[_INTEGER] * 7, _REAL, _REAL],
+    "decode": [_POINTER] * 7 + [_INTEGER] * 2,
+    "sample": [_POINTER] * 5 + [_REAL] + [_INTEGER] * 2,
+    "softmax_add": [_POINTER] * 6 + [_REAL] + [_INTEGER] * 3,
+    "softmax_gradient": [_POINTER] * 7 + [_REAL] + [_INTEGER] * 3,
+}
+"""Of each function."""
+
+
+@functools.cache
+def load() -> Any | None:
+    """The compiled kernels; None where they cannot be compiled, which is said once."""
+    compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    if compiler is None:
+        warnings.warn("no C compiler (cc, gcc, clang) found: the CPU is slower", stacklevel=2)
+        return None
+    try:
+        loaded = ctypes.CDLL(str(_compiled(compiler)))
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", "") or str(error)
+        warnings.warn(f"the kernels do not compile, the CPU is slower: {reason.strip()}", stacklevel=2)
+        return None
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+    return loaded
+
+
+def _compiled(compiler: str) -> Path:
+    """The shared library, compiled unless it is there."""
+    folder = Path(os.environ.get("HYBRID_GRPO_CACHE") or Path.home() / ".cache" / "hybrid_grpo")
+    # With the OpenMP that torch has loaded: two of them would keep two pools of threads spinning.
+    openmp = sorted(map(str, (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))) or ["-fopenmp"]
+    identity = [*(source.read_text() for source in _SOURCES), compiler, *_FLAGS, *openmp, _processor()]
+    target = folder / f"native_{hashlib.sha256('|'.join(identity).encode()).hexdigest()[:16]}.so"
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            run = functools.partial(subprocess.run, check=True, capture_output=True, text=True)
+            objects = []
+            for source in _SOURCES:
+                objects.append(f"{scratch}/{source.stem}.o")
+                run([compiler, *_FLAGS, "-c", str(source), "-o", objects[-1]])
+            # Linked without -ffast-math, which would make the whole process flush denormal numbers to zero.
+            run([compiler, "-shared", *objects, *openmp, "-lm", "-o", f"{scratch}/native.so"])
+            os.replace(f"{scratch}/native.so", target)
+    return target
+
+
+def _processor() -> str:
+    """What -march=native depends on: home folders are shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def usable(*tensors: Tensor) -> bool:
+    """Whether there are kernels, and these are tensors for them: float32, in host memory, numbers of a row in turn."""
+    fitting = all(
+        t.dtype == torch.float32
+        and t.device.type == "cpu"
+        and (t.dim() == 0 or t.stride(-1) == 1)
+        and not isinstance(t, FakeTensor)
+        for t in tensors
+    )
+    return fitting and load() is not None
