@@ -22,6 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from hybrid_grpo.native.attention import SegmentAttention
+from hybrid_grpo.native.kernels import usable
+
 try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:
@@ -176,17 +179,30 @@ class Segments:
         self._buckets: list[_Bucket] | None = None
         self._restore: Selection | None = None
         self._ragged: tuple[Selection | None, tuple[Tensor, Tensor], tuple[int, int]] | None = None
+        self._table: Tensor | None = None
         self._allowed: dict[tuple[int, int], Tensor | None] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
         """See `routed_attention`; n is 1."""
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        if usable(q, k, v):
+            return self._native(q, k, v, scale, window, softcap)[None]
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             if flash_attn_varlen_func is not None:
                 return self._flash(q, k, v, scale, window, softcap)[None]
             if _VARLEN and not softcap:
                 return self._varlen(q, k, v, scale, window)[None]
         return self._bucketed(q, k, v, scale, window, softcap)[None]
+
+    def _native(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+        if self._table is None:
+            rows = [(*own, *prefix) for own, prefix in zip(self._own, self._prefix, strict=True)]
+            self._table = _tensor(np.array(rows, dtype=np.int64), self._device)
+        before = [length for _, length in self._prefix]
+        longest = max(length + p for (_, length), p in zip(self._own, before, strict=True))
+        sizes = (longest, sum(before), scale, window, softcap)
+        out: Tensor = SegmentAttention.apply(query, key, value, self._table, *sizes)
+        return out
 
     def _bucketed(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
         if self._buckets is None:

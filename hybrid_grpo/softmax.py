@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_grpo.native.kernels import load, usable
+from hybrid_grpo.native.kernels import run, usable
 
 
 class TiledSoftmax:
@@ -38,9 +38,8 @@ class TiledSoftmax:
         peak, total, below = self._peak_N[rows], self._total_N[rows], self._below_N[rows]
         chosen, target = self._chosen_N[rows], self._target_N[rows]
         if usable(logits):
-            pointers = (tensor.data_ptr() for tensor in (peak, total, below, chosen, logits, target))
-            load().softmax_add(*pointers, 1 / self._temperature, first, *logits.shape)  # type: ignore[union-attr]
-            return
+            sums = (peak, total, below, chosen)
+            return run("softmax_add", *sums, logits, target, 1 / self._temperature, first, *logits.shape)
         x = logits.div_(self._temperature) if self._temperature != 1.0 else logits
         place, inside = _columns(target, first, x.shape[1])
         chosen.copy_(torch.where(inside, x.gather(1, place[:, None])[:, 0], chosen))
@@ -87,10 +86,9 @@ def softmax_gradient(
     """
     if usable(logits):
         out = torch.empty_like(logits) if keep else logits
-        given = (out, logits, normalizer_N, target_N, entropy_N, dlogp_N.contiguous())
-        entropy = None if dentropy_N is None else dentropy_N.contiguous()
-        pointers = [*(tensor.data_ptr() for tensor in given), None if entropy is None else entropy.data_ptr()]
-        load().softmax_gradient(*pointers, 1 / temperature, first, *logits.shape)  # type: ignore[union-attr]
+        given = (logits, normalizer_N, target_N, entropy_N, dlogp_N.contiguous())
+        dentropy_N = None if dentropy_N is None else dentropy_N.contiguous()
+        run("softmax_gradient", out, *given, dentropy_N, 1 / temperature, first, *logits.shape)
         return out
     logp = logits / temperature if keep else logits.div_(temperature) if temperature != 1.0 else logits
     logp = logp.sub_(normalizer_N[:, None])

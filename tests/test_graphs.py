@@ -14,7 +14,6 @@ from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.decoder import Decoder
 from hybrid_grpo.generation.graphs import Graphs, size_for
 from hybrid_grpo.generation.scheduler import Sequence
-from hybrid_grpo.native import kernels
 
 STOPS = tuple(range(0, VOCABULARY, 7))
 EVERYTHING = {
@@ -29,10 +28,8 @@ SAMPLINGS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def torch_only(monkeypatch):
-    """As on a GPU: the kernels for the CPU are out of reach of whoever captures or watches."""
-    monkeypatch.setattr(kernels, "load", lambda: None)
+# As on a GPU: the kernels for the CPU are out of reach of whoever captures or watches.
+pytestmark = pytest.mark.usefixtures("torch_only")
 
 
 def model_of(architecture="qwen2"):

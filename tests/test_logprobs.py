@@ -9,7 +9,6 @@ from tiny_models import ARCHITECTURES, TIED, VOCABULARY, build, tiny_config
 
 from hybrid_grpo.attention import Selection
 from hybrid_grpo.logprobs import LogitShape, LogprobModel, token_logprobs
-from hybrid_grpo.native import kernels
 
 
 def plain(hidden, weight, bias, target, shape=LogitShape(), temperature=1.0):  # noqa: B008
@@ -52,13 +51,6 @@ def weighted(outputs, use):
 
 
 SHAPES = [LogitShape(), LogitShape(scale=0.3), LogitShape(softcap=4.0), LogitShape(scale=1.7, softcap=2.5)]
-
-
-@pytest.fixture(params=["kernels", "torch"])
-def by(request, monkeypatch):
-    """Who computes: the kernels where they can be had, or torch, as on a GPU."""
-    if request.param == "torch":
-        monkeypatch.setattr(kernels, "load", lambda: None)
 
 
 @pytest.mark.parametrize("use", [("logp",), ("entropy",), ("logp", "entropy")], ids="+".join)

@@ -55,7 +55,7 @@ def gradients(model):
 
 @pytest.mark.parametrize("share", ["on", "off"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_packed_scores_and_gradients_are_those_of_the_models_own_forward(architecture, share):
+def test_packed_scores_and_gradients_are_those_of_the_models_own_forward(architecture, share, by):
     config = tiny_config(architecture)
     own, packed = build(config), build(config, ATTENTION)
     prompts, completions = rollout()
@@ -82,7 +82,7 @@ def test_padded_rows_score_the_same():
     assert all(torch.allclose(mine, theirs, atol=2e-5) for mine, theirs in zip(found, expected, strict=True))
 
 
-def test_windows_are_seen_across_the_end_of_a_shared_prompt():
+def test_windows_are_seen_across_the_end_of_a_shared_prompt(by):
     """A window shorter than a prompt: what the completion no longer sees must not count."""
     config = tiny_config("mistral")
     own, packed = build(config), build(config, ATTENTION)

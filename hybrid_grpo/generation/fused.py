@@ -18,7 +18,7 @@ from transformers.activations import SiLUActivation
 from hybrid_grpo.generation.attention import Step
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.native.decoding import fits
-from hybrid_grpo.native.kernels import load, usable
+from hybrid_grpo.native.kernels import run, usable
 
 _MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -117,11 +117,8 @@ class Fused:
             self._memory = torch.empty(n * (self._row + self._vocabulary))
         logits_nV = self._memory[: n * self._vocabulary].view(n, self._vocabulary)
         work = self._memory[n * self._vocabulary :]
-        load().decode(  # type: ignore[union-attr]
-            ctypes.addressof(self._model),
-            *(t.data_ptr() for t in (logits_nV, work, token_n, rope_n, table_nw, position_n)),
-            *(n, table_nw.stride(0)),
-        )
+        tensors = (logits_nV, work, token_n, rope_n, table_nw, position_n)
+        run("decode", ctypes.addressof(self._model), *tensors, n, table_nw.stride(0))
         return logits_nV
 
 

@@ -3,143 +3,7 @@
  * Plain C with the vector extensions of GCC and Clang, compiled on first use (library.py). Every sum runs in an
  * order that does not depend on how many rows there are, so a sequence has the same result in any batch.
  */
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-#define LANES 16
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-typedef float vec4 __attribute__((vector_size(16), aligned(4), may_alias));
-
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-typedef int lanes __attribute__((vector_size(4 * LANES)));
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (lanes){__VA_ARGS__})
-#endif
-
-/* Keeps a vector that is used several times in a register; the compiler would load it again for every use. */
-#ifdef __AVX512F__
-#define KEEP(vector) __asm__("" : "+v"(vector))
-#else
-#define KEEP(vector)
-#endif
-#define UNROLL _Pragma("GCC unroll 8")
-
-/* The sums of four vectors' lanes: halves of two share a vector, then quarters of four. */
-static inline vec4 totals(vec a, vec b, vec c, vec d)
-{
-    const vec ab = SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
-                 + SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    const vec cd = SHUFFLE(c, d, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
-                 + SHUFFLE(c, d, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    vec sum = SHUFFLE(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
-            + SHUFFLE(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    sum += SHUFFLE(sum, sum, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    sum += SHUFFLE(sum, sum, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-    return (vec4){sum[0], sum[4], sum[8], sum[12]};
-}
-
-#define AT(pointer, i) (*(const vec *)((pointer) + (i)))
-#define BLOCK (4 * LANES)
-
-/* Dot products of a[d] with four rows, `stride` apart. */
-static inline vec4 dots(const float *a, const float *rows, int64_t stride, int64_t d)
-{
-    vec sum[4] = {{0}, {0}, {0}, {0}};
-    int64_t i = 0;
-    for (; i + LANES <= d; i += LANES)
-        for (int j = 0; j < 4; j++)
-            sum[j] += AT(a, i) * AT(rows, j * stride + i);
-    vec4 result = totals(sum[0], sum[1], sum[2], sum[3]);
-    for (; i < d; i++)
-        for (int j = 0; j < 4; j++)
-            result[j] += a[i] * rows[j * stride + i];
-    return result;
-}
-
-static inline float dot(const float *a, const float *b, int64_t d)
-{
-    float sum = 0;
-    for (int64_t i = 0; i < d; i++)
-        sum += a[i] * b[i];
-    return sum;
-}
-
-/* sum[d] = shrink * sum + weight[count] rows[count][d], the rows `stride` apart. */
-static inline void add_rows(float *sum, float shrink, const float *weight, const float *rows, int64_t stride,
-                            int64_t count, int64_t d)
-{
-    int64_t i = 0;
-    for (; i + BLOCK <= d; i += BLOCK) {
-        vec s[4];
-        for (int l = 0; l < 4; l++)
-            s[l] = shrink * AT(sum, i + l * LANES);
-        for (int64_t j = 0; j < count; j++)
-            for (int l = 0; l < 4; l++)
-                s[l] += weight[j] * AT(rows, j * stride + i + l * LANES);
-        for (int l = 0; l < 4; l++)
-            *(vec *)(sum + i + l * LANES) = s[l];
-    }
-    for (; i < d; i++) {
-        float s = shrink * sum[i];
-        for (int64_t j = 0; j < count; j++)
-            s += weight[j] * rows[j * stride + i];
-        sum[i] = s;
-    }
-}
-
-/* R rows of x times four rows of the weight: each loaded vector meets several others. With FIRST the next four rows
- * of the weight are asked for, which later passes find in the cache. */
-#define TILE(R, NAME, FIRST)                                                                                         \
-    static void NAME##_##R(float *out, const float *x, const float *w, const float *bias, int64_t n, int64_t k)      \
-    {                                                                                                                \
-        vec sum[R][4];                                                                                               \
-        UNROLL for (int r = 0; r < R; r++)                                                                           \
-            UNROLL for (int c = 0; c < 4; c++)                                                                       \
-                sum[r][c] = (vec){0};                                                                                \
-        int64_t i = 0;                                                                                               \
-        for (; i + LANES <= k; i += LANES) {                                                                         \
-            vec row[R];                                                                                              \
-            UNROLL for (int r = 0; r < R; r++) {                                                                     \
-                row[r] = AT(x, r * k + i);                                                                           \
-                KEEP(row[r]);                                                                                        \
-            }                                                                                                        \
-            UNROLL for (int c = 0; c < 4; c++) {                                                                     \
-                const vec weight = AT(w, c * k + i);                                                                 \
-                if (FIRST)                                                                                           \
-                    __builtin_prefetch(w + (c + 4) * k + i);                                                         \
-                UNROLL for (int r = 0; r < R; r++)                                                                   \
-                    sum[r][c] += row[r] * weight;                                                                    \
-            }                                                                                                        \
-        }                                                                                                            \
-        UNROLL for (int r = 0; r < R; r++) {                                                                         \
-            vec4 result = totals(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);                                        \
-            for (int64_t j = i; j < k; j++)                                                                          \
-                for (int c = 0; c < 4; c++)                                                                          \
-                    result[c] += x[r * k + j] * w[c * k + j];                                                        \
-            if (bias)                                                                                                \
-                result += *(const vec4 *)bias;                                                                       \
-            *(vec4 *)(out + r * n) = result;                                                                         \
-        }                                                                                                            \
-    }
-TILE(1, first, 1)
-TILE(1, later, 0)
-TILE(2, first, 1)
-TILE(2, later, 0)
-TILE(3, first, 1)
-TILE(3, later, 0)
-TILE(4, first, 1)
-TILE(4, later, 0)
-TILE(5, first, 1)
-TILE(5, later, 0)
-TILE(6, first, 1)
-TILE(6, later, 0)
-
-typedef void tile(float *, const float *, const float *, const float *, int64_t, int64_t);
-static tile *const FIRST[] = {0, first_1, first_2, first_3, first_4, first_5, first_6};
-static tile *const LATER[] = {0, later_1, later_2, later_3, later_4, later_5, later_6};
+#include "vectors.h"
 
 /* Columns c to end of out[m][n] = x[m][k] w[n][k]^T + bias[n]; they stay in the cache while all rows pass. */
 static void columns(float *out, const float *x, const float *w, const float *bias, int64_t m, int64_t n, int64_t k,
@@ -151,7 +15,7 @@ static void columns(float *out, const float *x, const float *w, const float *bia
         const int64_t r = m * p / passes, rows = m * (p + 1) / passes - r;
         int64_t c = first;
         for (; c + 4 <= end; c += 4)
-            (p ? LATER : FIRST)[rows](out + r * n + c, x + r * k, w + c * k, bias ? bias + c : 0, n, k);
+            (p ? LATER : FIRST)[rows](out + r * n + c, x + r * k, w + c * k, bias ? bias + c : 0, n, k, k);
         for (; c < end; c++)
             for (int64_t i = r; i < r + rows; i++)
                 out[i * n + c] = dot(x + i * k, w + c * k, k) + (bias ? bias[c] : 0);

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid_grpo.native.kernels import load, usable
+from hybrid_grpo.native.kernels import run, usable
 
 FEW_ROWS = 512
 """Up to so many rows the kernel is at least as fast as torch's matrix product; beyond, rows outgrow the cache."""
@@ -36,8 +36,7 @@ def _linear(module: Any, x: Tensor) -> Tensor:
     if rows > FEW_ROWS or not (x.is_contiguous() and weight.is_contiguous()):
         return nn.functional.linear(x, weight, bias)
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    pointer = None if bias is None else bias.data_ptr()
-    load().linear(out.data_ptr(), x.data_ptr(), weight.data_ptr(), pointer, rows, weight.shape[0], k)  # type: ignore[union-attr]
+    run("linear", out, x, weight, bias, rows, weight.shape[0], k)
     return out
 
 
@@ -54,9 +53,7 @@ def _norm_of(module: Any) -> Any | None:
             out = torch.empty_like(x)
             weight = module.weight
             rows = x.numel() // len(weight)
-            load().rms_norm(  # type: ignore[union-attr]
-                out.data_ptr(), x.data_ptr(), weight.data_ptr(), offset, epsilon, rows, len(weight)
-            )
+            run("rms_norm", out, x, weight, offset, epsilon, rows, len(weight))
             return out
 
         if torch.allclose(norm(module, x), module(x), rtol=1e-5, atol=1e-6):
@@ -91,12 +88,13 @@ def decode_attention(
     """
     n, heads, _, d = query.shape
     out = query.new_empty(n, 1, heads, d)
-    load().decode_attention(  # type: ignore[union-attr]
-        out.data_ptr(),
-        *(query.data_ptr(), query.stride(0), query.stride(1)),
-        *(key.data_ptr(), key.stride(0), key.stride(1)),
-        *(value.data_ptr(), value.stride(0), value.stride(1)),
-        *(keys.data_ptr(), values.data_ptr(), table.data_ptr(), position.data_ptr()),
+    run(
+        "decode_attention",
+        out,
+        *(query, query.stride(0), query.stride(1)),
+        *(key, key.stride(0), key.stride(1)),
+        *(value, value.stride(0), value.stride(1)),
+        *(keys, values, table, position),
         *(n, heads, key.shape[1], d, keys.shape[1], table.stride(0), window, scale, softcap),
     )
     return out
@@ -120,7 +118,5 @@ def sample(logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, temperature: flo
     """Tokens (int64 [n]) and log-probabilities (float32 [n]) without filters or penalties; see `Sampler`."""
     n, vocabulary = logits_nV.shape
     token_n, logp_n = key_n.new_empty(n), logits_nV.new_empty(n)
-    load().sample(  # type: ignore[union-attr]
-        *(t.data_ptr() for t in (token_n, logp_n, logits_nV, key_n, counter_n)), temperature, n, vocabulary
-    )
+    run("sample", token_n, logp_n, logits_nV, key_n, counter_n, temperature, n, vocabulary)
     return token_n, logp_n

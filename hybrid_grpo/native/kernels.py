@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-_SOURCES = [Path(__file__).with_name(name) for name in ("decoding.c", "softmax.c")]
+_SOURCES = [Path(__file__).with_name(name) for name in ("attention.c", "decoding.c", "softmax.c")]
+_HEADER = Path(__file__).with_name("vectors.h")
 # Contracting and reordering sums is fine for logits; that infinities exist is not relied on.
 _FLAGS = ["-O3", "-march=native", "-ffast-math", "-fPIC", "-fopenmp"]
 _POINTER: Any = ctypes.c_void_p
@@ -29,6 +30,8 @@ _INTEGER: Any = ctypes.c_int64
 _REAL: Any = ctypes.c_float
 _STRIDED = [_POINTER, _INTEGER, _INTEGER]
 _ARGUMENTS = {
+    "segment_attention": [_POINTER] * 6 + [_INTEGER] * 6 + [_REAL] * 2,
+    "segment_attention_gradient": [_POINTER] * 11 + [_INTEGER] * 6 + [_REAL] * 2,
     "linear": [_POINTER] * 4 + [_INTEGER] * 3,
     "rms_norm": [_POINTER] * 3 + [_REAL] * 2 + [_INTEGER] * 2,
     "decode_attention": [_POINTER, *_STRIDED * 3, *[_POINTER] * 4, *[_INTEGER] * 7, _REAL, _REAL],
@@ -64,7 +67,7 @@ def _compiled(compiler: str) -> Path:
     folder = Path(os.environ.get("HYBRID_GRPO_CACHE") or Path.home() / ".cache" / "hybrid_grpo")
     # With the OpenMP that torch has loaded: two of them would keep two pools of threads spinning.
     openmp = sorted(map(str, (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))) or ["-fopenmp"]
-    identity = [*(source.read_text() for source in _SOURCES), compiler, *_FLAGS, *openmp, _processor()]
+    identity = [*(source.read_text() for source in [_HEADER, *_SOURCES]), compiler, *_FLAGS, *openmp, _processor()]
     target = folder / f"native_{hashlib.sha256('|'.join(identity).encode()).hexdigest()[:16]}.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,10 +95,13 @@ def _processor() -> str:
 def usable(*tensors: Tensor) -> bool:
     """Whether there are kernels, and these are tensors for them: float32, in host memory, numbers of a row in turn."""
     fitting = all(
-        t.dtype == torch.float32
-        and t.device.type == "cpu"
-        and (t.dim() == 0 or t.stride(-1) == 1)
-        and not isinstance(t, FakeTensor)
-        for t in tensors
+        t.dtype == torch.float32 and t.device.type == "cpu" and (t.dim() == 0 or t.stride(-1) == 1) for t in tensors
     )
     return fitting and load() is not None
+
+
+def run(name: str, *arguments: Tensor | float | None) -> None:
+    """Call a kernel; it gets the addresses of tensors. Where they have no storage (dry_run.py) nothing is computed."""
+    if not any(isinstance(argument, FakeTensor) for argument in arguments):
+        pointed = (a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
+        getattr(load(), name)(*pointed)

@@ -1,0 +1,332 @@
+/* Causal attention of sequences of any lengths that stand one after the other, in float32, and its gradient: torch's
+ * kernels want them padded and their prefixes repeated, and take microseconds for each head of each.
+ *
+ * Queries are taken a few at a time over all keys they see, once in forward and once in backward, where the weights are
+ * computed again from the logarithm of their sum (Dao et al., arXiv:2205.14135, algorithm 4).
+ */
+#include "vectors.h"
+
+#define ROWS 6
+
+/* A segment is `length` tokens from `start`, which see `before` tokens from `prefix`, and themselves. */
+struct segment {
+    int64_t start, length, prefix, before;
+};
+
+struct batch {
+    const float *q, *k, *v; /* [tokens][heads][d], and twice [tokens][kv][d] */
+    const struct segment *segments;
+    int64_t count, longest; /* most keys of a segment */
+    int64_t heads, kv, d, window;
+    float scale, softcap;
+};
+
+/* sum[R][d] += weight[R][count] rows[count][d], the weights `stride` and the rows `step` apart. */
+#define COMBINE(R)                                                                                                   \
+    static void combine_##R(float *sum, const float *weight, int64_t stride, const float *rows, int64_t step,        \
+                            int64_t count, int64_t d)                                                                \
+    {                                                                                                                \
+        int64_t i = 0;                                                                                               \
+        for (; i + 2 * LANES <= d; i += 2 * LANES) {                                                                 \
+            vec s[R][2];                                                                                             \
+            UNROLL for (int r = 0; r < R; r++)                                                                       \
+                UNROLL for (int l = 0; l < 2; l++)                                                                   \
+                    s[r][l] = AT(sum, r * d + i + l * LANES);                                                        \
+            for (int64_t j = 0; j < count; j++)                                                                      \
+                UNROLL for (int r = 0; r < R; r++)                                                                   \
+                    UNROLL for (int l = 0; l < 2; l++)                                                               \
+                        s[r][l] += weight[r * stride + j] * AT(rows, j * step + i + l * LANES);                      \
+            UNROLL for (int r = 0; r < R; r++)                                                                       \
+                UNROLL for (int l = 0; l < 2; l++)                                                                   \
+                    *(vec *)(sum + r * d + i + l * LANES) = s[r][l];                                                 \
+        }                                                                                                            \
+        for (int r = 0; r < R; r++)                                                                                  \
+            for (int64_t j = 0; j < count; j++)                                                                      \
+                for (int64_t c = i; c < d; c++)                                                                      \
+                    sum[r * d + c] += weight[r * stride + j] * rows[j * step + c];                                   \
+    }
+COMBINE(1)
+COMBINE(2)
+COMBINE(3)
+COMBINE(4)
+COMBINE(5)
+COMBINE(6)
+
+/* rows[count][d] += weight[R][count]^T x[R][d]. */
+#define SPREAD(R)                                                                                                    \
+    static void spread_##R(float *rows, int64_t step, const float *weight, int64_t stride, const float *x,           \
+                           int64_t count, int64_t d)                                                                 \
+    {                                                                                                                \
+        int64_t i = 0;                                                                                               \
+        for (; i + 2 * LANES <= d; i += 2 * LANES) {                                                                 \
+            vec own[R][2];                                                                                           \
+            UNROLL for (int r = 0; r < R; r++)                                                                       \
+                UNROLL for (int l = 0; l < 2; l++)                                                                   \
+                    own[r][l] = AT(x, r * d + i + l * LANES);                                                        \
+            for (int64_t j = 0; j < count; j++)                                                                      \
+                UNROLL for (int l = 0; l < 2; l++) {                                                                 \
+                    float *row = rows + j * step + i + l * LANES;                                                    \
+                    vec s = AT(row, 0);                                                                              \
+                    UNROLL for (int r = 0; r < R; r++)                                                               \
+                        s += weight[r * stride + j] * own[r][l];                                                     \
+                    *(vec *)row = s;                                                                                 \
+                }                                                                                                    \
+        }                                                                                                            \
+        for (int64_t j = 0; j < count; j++)                                                                          \
+            for (int r = 0; r < R; r++)                                                                              \
+                for (int64_t c = i; c < d; c++)                                                                      \
+                    rows[j * step + c] += weight[r * stride + j] * x[r * d + c];                                     \
+    }
+SPREAD(1)
+SPREAD(2)
+SPREAD(3)
+SPREAD(4)
+SPREAD(5)
+SPREAD(6)
+
+
+typedef void combining(float *, const float *, int64_t, const float *, int64_t, int64_t, int64_t);
+typedef void spreading(float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t);
+static combining *const COMBINE_OF[] = {0, combine_1, combine_2, combine_3, combine_4, combine_5, combine_6};
+static spreading *const SPREAD_OF[] = {0, spread_1, spread_2, spread_3, spread_4, spread_5, spread_6};
+
+/* out[rows][count] = x[rows][d] w[count][d]^T, the rows of out `stride` and those of w `step` apart. */
+static void products(float *out, int64_t stride, const float *x, int64_t rows, const float *w, int64_t step, int64_t count,
+                     int64_t d)
+{
+    int64_t c = 0;
+    for (; c + 4 <= count; c += 4)
+        LATER[rows](out + c, x, w + c * step, 0, stride, step, d);
+    for (; c < count; c++)
+        for (int64_t r = 0; r < rows; r++)
+            out[r * stride + c] = dot(x + r * d, w + c * step, d);
+}
+
+/* Some queries of a segment and of the heads that share key head h, in the order of the segment: query `first + r` is
+ * that of token (first + r) / group and of head h * group + (first + r) % group. Their keys are those of positions
+ * lo to hi, counted from the prefix' start; the prefix' stand in one place, and the segment's own in another. */
+struct block {
+    const struct batch *b;
+    const struct segment *s;
+    int64_t h, first, rows, lo, hi;
+};
+
+static struct block block_of(const struct batch *b, const struct segment *s, int64_t h, int64_t number, int64_t blocks)
+{
+    const int64_t group = b->heads / b->kv, queries = s->length * group;
+    struct block k = {b, s, h, queries * number / blocks, 0, 0, 0};
+    k.rows = queries * (number + 1) / blocks - k.first;
+    k.hi = s->before + (k.first + k.rows - 1) / group + 1;
+    if (b->window > 0 && s->before + k.first / group >= b->window)
+        k.lo = s->before + k.first / group - b->window + 1;
+    return k;
+}
+
+static int64_t blocks_of(const struct batch *b, const struct segment *s)
+{
+    return (s->length * (b->heads / b->kv) + ROWS - 1) / ROWS;
+}
+
+/* Where query r of a block stands in [tokens][heads]. */
+static int64_t row_of(const struct block *k, int64_t r)
+{
+    const int64_t group = k->b->heads / k->b->kv;
+    return (k->s->start + (k->first + r) / group) * k->b->heads + k->h * group + (k->first + r) % group;
+}
+
+/* Its keys, from lo on: those that it sees. */
+static void seen(const struct block *k, int64_t r, int64_t *from, int64_t *to)
+{
+    const int64_t at = k->s->before + (k->first + r) / (k->b->heads / k->b->kv), window = k->b->window;
+    *from = window > 0 && at - window + 1 > k->lo ? at - window + 1 - k->lo : 0;
+    *to = at + 1 - k->lo;
+}
+
+/* The block's keys that are the prefix', counted from lo on; the rest is the segment's own. */
+static int64_t of_prefix(const struct block *k)
+{
+    return k->lo < k->s->before ? (k->hi < k->s->before ? k->hi : k->s->before) - k->lo : 0;
+}
+
+static const float *prefix_rows(const struct block *k, const float *all)
+{
+    return all + ((k->s->prefix + k->lo) * k->b->kv + k->h) * k->b->d;
+}
+
+static int64_t own_row(const struct block *k)
+{
+    return ((k->s->start + k->lo + of_prefix(k) - k->s->before) * k->b->kv + k->h) * k->b->d;
+}
+
+/* out[rows][hi - lo] = x[rows][d] times the block's keys, or values. */
+static void block_products(const struct block *k, float *out, int64_t stride, const float *x, const float *all)
+{
+    const int64_t p = of_prefix(k), step = k->b->kv * k->b->d, d = k->b->d;
+    if (p > 0)
+        products(out, stride, x, k->rows, prefix_rows(k, all), step, p, d);
+    products(out + p, stride, x, k->rows, all + own_row(k), step, k->hi - k->lo - p, d);
+}
+
+static void block_combine(const struct block *k, float *sum, const float *weight, int64_t stride, const float *all)
+{
+    const int64_t p = of_prefix(k), step = k->b->kv * k->b->d, d = k->b->d;
+    memset(sum, 0, k->rows * d * sizeof(float));
+    if (p > 0)
+        COMBINE_OF[k->rows](sum, weight, stride, prefix_rows(k, all), step, p, d);
+    COMBINE_OF[k->rows](sum, weight + p, stride, all + own_row(k), step, k->hi - k->lo - p, d);
+}
+
+static void load_rows(const struct block *k, float *x, const float *all)
+{
+    for (int64_t r = 0; r < k->rows; r++)
+        memcpy(x + r * k->b->d, all + row_of(k, r) * k->b->d, k->b->d * sizeof(float));
+}
+
+static void store_rows(const struct block *k, float *all, const float *x)
+{
+    for (int64_t r = 0; r < k->rows; r++)
+        memcpy(all + row_of(k, r) * k->b->d, x + r * k->b->d, k->b->d * sizeof(float));
+}
+
+/* Products become logits. */
+static void shape(float *s, int64_t count, float scale, float softcap)
+{
+    for (int64_t j = 0; j < count; j++)
+        s[j] *= scale;
+    if (softcap > 0)
+        for (int64_t j = 0; j < count; j++)
+            s[j] = softcap * tanhf(s[j] / softcap);
+}
+
+/* work holds ROWS * (d + b->longest) numbers. */
+static void forward(const struct block *k, float *out, float *lse, float *work)
+{
+    const int64_t d = k->b->d, stride = k->b->longest;
+    float *x = work, *weight = work + ROWS * d;
+    load_rows(k, x, k->b->q);
+    block_products(k, weight, stride, x, k->b->k);
+    for (int64_t r = 0; r < k->rows; r++) {
+        int64_t from, to;
+        seen(k, r, &from, &to);
+        float *w = weight + r * stride, peak = -1e30f, sum = 0;
+        shape(w + from, to - from, k->b->scale, k->b->softcap);
+        for (int64_t j = from; j < to; j++)
+            peak = w[j] > peak ? w[j] : peak;
+        for (int64_t j = from; j < to; j++) {
+            w[j] = expf(w[j] - peak);
+            sum += w[j];
+        }
+        const float norm = 1 / sum;
+        for (int64_t j = from; j < to; j++)
+            w[j] *= norm;
+        memset(w, 0, from * sizeof(float));
+        memset(w + to, 0, (k->hi - k->lo - to) * sizeof(float));
+        lse[row_of(k, r)] = peak + logf(sum);
+    }
+    block_combine(k, x, weight, stride, k->b->v);
+    store_rows(k, out, x);
+}
+
+/* Gradients of a block: of its queries to dq; of the segment's own keys and values added to dk and dv; of the prefix'
+ * to before_k and before_v, [before][kv][d]. work holds ROWS * (2 d + 2 b->longest) numbers. */
+static void backward(const struct block *k, const float *out, const float *lse, const float *dout, float *dq, float *dk,
+                     float *dv, float *before_k, float *before_v, float *work)
+{
+    const int64_t d = k->b->d, stride = k->b->longest, step = k->b->kv * d, p = of_prefix(k), own = k->hi - k->lo - p;
+    const float scale = k->b->scale, softcap = k->b->softcap;
+    float *x = work, *dx = x + ROWS * d, *weight = dx + ROWS * d, *dlogit = weight + ROWS * stride;
+    load_rows(k, x, k->b->q);
+    load_rows(k, dx, dout);
+    block_products(k, weight, stride, x, k->b->k);
+    block_products(k, dlogit, stride, dx, k->b->v);
+    for (int64_t r = 0; r < k->rows; r++) {
+        int64_t from, to;
+        seen(k, r, &from, &to);
+        const float all = lse[row_of(k, r)], mean = dot(dx + r * d, out + row_of(k, r) * d, d);
+        float *w = weight + r * stride, *g = dlogit + r * stride;
+        shape(w + from, to - from, scale, softcap);
+        for (int64_t j = from; j < to; j++) {
+            const float slope = softcap > 0 ? scale * (1 - (w[j] / softcap) * (w[j] / softcap)) : scale;
+            w[j] = expf(w[j] - all);
+            g[j] = w[j] * (g[j] - mean) * slope;
+        }
+        for (int64_t i = 0; i < 2; i++) {
+            memset(i ? g : w, 0, from * sizeof(float));
+            memset((i ? g : w) + to, 0, (k->hi - k->lo - to) * sizeof(float));
+        }
+    }
+    const int64_t place = (k->lo * k->b->kv + k->h) * d;
+    if (p > 0) {
+        SPREAD_OF[k->rows](before_k + place, step, dlogit, stride, x, p, d);
+        SPREAD_OF[k->rows](before_v + place, step, weight, stride, dx, p, d);
+    }
+    SPREAD_OF[k->rows](dk + own_row(k), step, dlogit + p, stride, x, own, d);
+    SPREAD_OF[k->rows](dv + own_row(k), step, weight + p, stride, dx, own, d);
+    block_combine(k, x, dlogit, stride, k->b->k);
+    store_rows(k, dq, x);
+}
+
+/* out[tokens][heads][d] and lse[tokens][heads], the logarithm of the sum of exponentials of each query's logits. */
+void segment_attention(float *out, float *lse, const float *q, const float *k, const float *v, const int64_t *segments,
+                       int64_t count, int64_t longest, int64_t heads, int64_t kv, int64_t d, int64_t window, float scale,
+                       float softcap)
+{
+    const struct batch b = {q, k, v, (const struct segment *)segments, count, longest, heads, kv, d, window, scale,
+                            softcap};
+    #pragma omp parallel
+    {
+        float *work = malloc(ROWS * (d + longest) * sizeof(float));
+        #pragma omp for schedule(dynamic, 1)
+        for (int64_t job = 0; job < count * kv; job++) {
+            const struct segment *s = b.segments + job / kv;
+            for (int64_t i = 0, blocks = blocks_of(&b, s); i < blocks; i++) {
+                const struct block block = block_of(&b, s, job % kv, i, blocks);
+                forward(&block, out, lse, work);
+            }
+        }
+        free(work);
+    }
+}
+
+/* dq, dk and dv, the latter two zeros before. What segments ask of prefixes goes to before[2][sum of `before`][kv][d],
+ * zeros before, and is added from there: in the order of the segments, however many threads there are. */
+void segment_attention_gradient(float *dq, float *dk, float *dv, float *before, const float *dout, const float *out,
+                                const float *lse, const float *q, const float *k, const float *v,
+                                const int64_t *segments, int64_t count, int64_t longest, int64_t heads, int64_t kv,
+                                int64_t d, int64_t window, float scale, float softcap)
+{
+    const struct batch b = {q, k, v, (const struct segment *)segments, count, longest, heads, kv, d, window, scale,
+                            softcap};
+    int64_t *offset = malloc((count + 1) * sizeof(int64_t));
+    offset[0] = 0;
+    for (int64_t i = 0; i < count; i++)
+        offset[i + 1] = offset[i] + b.segments[i].before * kv * d;
+    float *before_k = before, *before_v = before + offset[count];
+    #pragma omp parallel
+    {
+        float *work = malloc(ROWS * (2 * d + 2 * longest) * sizeof(float));
+        #pragma omp for schedule(dynamic, 1)
+        for (int64_t job = 0; job < count * kv; job++) {
+            const struct segment *s = b.segments + job / kv;
+            const int64_t o = offset[job / kv];
+            for (int64_t i = 0, blocks = blocks_of(&b, s); i < blocks; i++) {
+                const struct block block = block_of(&b, s, job % kv, i, blocks);
+                backward(&block, out, lse, dout, dq, dk, dv, before_k + o, before_v + o, work);
+            }
+        }
+        free(work);
+        #pragma omp for schedule(static)
+        for (int64_t c = 0; c < (kv * d + LANES - 1) / LANES; c++) {
+            const int64_t from = c * LANES, to = from + LANES < kv * d ? from + LANES : kv * d;
+            for (int64_t i = 0; i < count; i++)
+                for (int64_t j = 0; j < b.segments[i].before; j++) {
+                    const int64_t place = (b.segments[i].prefix + j) * kv * d, o = offset[i] + j * kv * d;
+                    for (int64_t e = from; e < to; e++) {
+                        dk[place + e] += before_k[o + e];
+                        dv[place + e] += before_v[o + e];
+                    }
+                }
+        }
+    }
+    free(offset);
+}
