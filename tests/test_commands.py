@@ -419,10 +419,11 @@ def test_the_exported_model_loads_and_has_learned(workshop: Workshop, runs: Runs
 
 
 def test_both_stages_train_the_same_model(runs: Runs) -> None:
+    """To rounding, which grows: Adam makes full steps of what rounding leaves of gradients near zero."""
     rows = {stage: rows_of(runs.whole[stage]) for stage in (0, 3)}
     for step in (1, 2, 3, 4):
         for name in ("reward/mean", "policy/loss", "policy/grad_norm"):
-            assert rows[3][step][name] == pytest.approx(rows[0][step][name], rel=1e-4, abs=1e-6)
+            assert rows[3][step][name] == pytest.approx(rows[0][step][name], rel=1e-6 * 10**step, abs=1e-6)
 
 
 def test_eval_of_the_exported_model_repeats_the_last_evaluation(runs: Runs) -> None:
