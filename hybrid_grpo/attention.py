@@ -185,7 +185,7 @@ class Segments:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
         """See `routed_attention`; n is 1."""
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        if usable(q, k, v):
+        if k.shape == v.shape and usable(q, k, v):
             return self._native(q, k, v, scale, window, softcap)[None]
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             if flash_attn_varlen_func is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from hybrid_grpo.errors import UserError
 
 _SHARED_MEMORY = Path("/dev/shm")
-_BUFFER_BYTES = 66 * 2**20
+_BUFFER_BYTES = 66 * 2**20 + 4096
 """Shared memory that a rank's collectives take in DeepSpeed's CPU backend."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -42,12 +42,17 @@ def check_shared_memory() -> None:
     Raises:
         UserError: they do not fit.
     """
-    needed, ours = local_ranks() * _BUFFER_BYTES, sum(path.stat().st_size for path in _buffers("*"))
-    if "LOCAL_SIZE" in os.environ and shutil.disk_usage(_SHARED_MEMORY).free + ours < needed:
-        free_mb, needed_mb = shutil.disk_usage(_SHARED_MEMORY).free >> 20, needed >> 20
+    # Ranks on several machines, or of another launcher, do not take any.
+    if os.environ.get("LOCAL_SIZE") != os.environ["WORLD_SIZE"]:
+        return
+    # In this order: what another rank takes in between counts twice rather than not at all.
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    ours = sum(path.stat().st_size for path in _buffers("*"))
+    if free + ours < (needed := local_ranks() * _BUFFER_BYTES):
         raise UserError(
-            f"{_SHARED_MEMORY} has {free_mb} MiB free, {local_ranks()} ranks on one machine take {needed_mb}: make it"
-            " larger (docker run --shm-size=1g), or remove what runs that are over have left there"
+            f"{_SHARED_MEMORY} has {free >> 20} MiB free, {local_ranks()} ranks on one machine take"
+            f" {(needed >> 20) + 1}: make it larger (docker run --shm-size=1g), or remove what runs that are over have"
+            " left there"
         )
 
 

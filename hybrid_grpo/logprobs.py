@@ -21,7 +21,7 @@ TILE_BYTES = 64 << 20
 """Size of one tile of float32 logits; a few such temporaries are alive at once."""
 TILE_COLUMNS = 4096
 """Tokens of the vocabulary in a tile: so many that sums over tiles cost little next to the products, and so few that a
-tile takes the rows of a whole micro-batch, whose products read and write the output head once."""
+tile takes 4,096 rows, whose products read and write the output head once."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,9 @@ class _TokenLogprobs(torch.autograd.Function):
         dbias_V = torch.empty_like(bias_V) if needs_weight and bias_V is not None else None
         for columns in tiles[1]:
             weight = weight_VD[columns]
-            whole = weight.dtype == torch.float32 and dweight_VD is not None
-            dweight = dweight_VD[columns] if whole else torch.empty_like(weight, dtype=torch.float32)  # type: ignore[index]
+            dweight = None if dweight_VD is None else dweight_VD[columns]
+            if dweight is not None and dweight.dtype != torch.float32:
+                dweight = torch.empty_like(weight, dtype=torch.float32)
             dbias = None if dbias_V is None else torch.zeros(len(weight), device=weight.device)
             for rows in tiles[0]:
                 x = _logits(hidden_ND[rows], weight_VD, bias_V, columns, shape)
@@ -109,12 +110,12 @@ class _TokenLogprobs(torch.autograd.Function):
                 dx = shape.backward_(dx, x).to(weight.dtype)
                 del x
                 _add_product(dhidden_ND[rows], dx, weight, first=columns.start == 0)
-                if needs_weight:
+                if dweight is not None:
                     _add_product(dweight, dx.T, hidden_ND[rows], first=rows.start == 0)
                 if dbias is not None:
                     dbias.add_(dx.sum(0, dtype=torch.float32))
                 del dx
-            if dweight_VD is not None and not whole:
+            if dweight_VD is not None and dweight is not None and dweight_VD.dtype != torch.float32:
                 dweight_VD[columns] = dweight
             if dbias_V is not None and dbias is not None:
                 dbias_V[columns] = dbias
@@ -171,7 +172,7 @@ def token_logprobs(
     columns = _slices(len(weight_VD), tile_columns)
     rows = _slices(len(target_N), max(1, tile_bytes // (4 * -(-len(weight_VD) // len(columns)))))
     shape = LogitShape() if shape is None else shape
-    given = (hidden_ND, weight_VD, bias_V, target_N, shape, temperature, (rows, columns))
+    given = (hidden_ND, weight_VD, bias_V, target_N.long().contiguous(), shape, temperature, (rows, columns))
     logp_N, entropy_N = _TokenLogprobs.apply(*given)
     return logp_N, entropy_N
 

@@ -1,8 +1,8 @@
 """A softmax over more columns than are ever in memory: they come a tile at a time, twice for a gradient.
 
 The running sums are those of the online softmax (Milakov and Gimelshein, arXiv:1805.02867, algorithm 3), and one more
-for the entropy. On a CPU in float32 a kernel (native/softmax.c) reads every number once; elsewhere torch does the same
-in a few passes.
+for the entropy. On a CPU in float32 a kernel (native/softmax.c) reads every row from memory once; elsewhere torch does
+the same in a few passes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hybrid_grpo.native.kernels import run, usable
 
 
 class TiledSoftmax:
-    """Log-probability of a target in every row, and the entropy of the row, from tiles of logits.
+    """Log-probability of a target in every row (not a number where no tile has it), and the entropy of the row.
 
     Args:
         target_N: int64, the column of each row's target.
@@ -24,20 +24,20 @@ class TiledSoftmax:
     def __init__(self, target_N: Tensor, temperature: float) -> None:
         self._target_N = target_N
         self._temperature = temperature
-        # float64: a row is the sum of many tiles. Lower than any logit, and -inf - -inf would not be 0.
+        # float64: a row is the sum of many tiles. -1e30 is below any logit, and -inf - -inf would not be 0.
         self._peak_N = torch.full(target_N.shape, -1e30, dtype=torch.float64, device=target_N.device)
         self._total_N = torch.zeros_like(self._peak_N)
         """Sum of exp(x - peak)."""
         self._below_N = torch.zeros_like(self._peak_N)
-        """Sum of exp(x - peak) (peak - x): no term is negative, so nothing cancels where the entropy is small."""
-        self._chosen_N = torch.zeros_like(self._peak_N, dtype=torch.float32)
-        """The target's x."""
+        """Sum of exp(x - peak) (peak - x), whose terms are not negative: nothing cancels where the entropy is small."""
+        self._chosen_N = torch.full_like(self._peak_N, torch.nan, dtype=torch.float32)
+        """The target's x, when its tile has come."""
 
     def add(self, rows: slice, first: int, logits: Tensor) -> None:
         """Take the columns from `first` on of some rows; `logits`, float32 [rows, columns], are overwritten."""
         peak, total, below = self._peak_N[rows], self._total_N[rows], self._below_N[rows]
         chosen, target = self._chosen_N[rows], self._target_N[rows]
-        if usable(logits):
+        if logits.is_contiguous() and usable(logits):
             sums = (peak, total, below, chosen)
             return run("softmax_add", *sums, logits, target, 1 / self._temperature, first, *logits.shape)
         x = logits.div_(self._temperature) if self._temperature != 1.0 else logits
@@ -53,11 +53,11 @@ class TiledSoftmax:
 
     def logp_N(self) -> Tensor:
         """Log-probability of the targets, float32."""
-        return (self._chosen_N - self._peak_N - self._total_N.log()).float()
+        return (self._chosen_N - self._peak_N - self._total_N.log()).clamp(max=0.0).float()
 
     def entropy_N(self) -> Tensor:
         """Entropy of each row in nats, float32."""
-        return (self._total_N.log() + self._below_N / self._total_N).float()
+        return (self._total_N.log() + self._below_N / self._total_N).clamp(min=0.0).float()
 
     def normalizer_N(self) -> Tensor:
         """What log p is x without, float32."""
@@ -84,7 +84,7 @@ def softmax_gradient(
         target_N, normalizer_N, entropy_N: of all columns, see `TiledSoftmax`.
         dentropy_N: None for zeros.
     """
-    if usable(logits):
+    if logits.is_contiguous() and usable(logits):
         out = torch.empty_like(logits) if keep else logits
         given = (logits, normalizer_N, target_N, entropy_N, dlogp_N.contiguous())
         dentropy_N = None if dentropy_N is None else dentropy_N.contiguous()

@@ -13,19 +13,27 @@ def shared_memory(tmp_path, monkeypatch):
     """A folder in the place of /dev/shm, with 100 MiB free, for two ranks."""
     monkeypatch.setattr(distributed, "_SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(distributed.shutil, "disk_usage", lambda path: SimpleNamespace(free=100 << 20))
-    for name, value in {"LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+    for name, value in {
+        "LOCAL_SIZE": "2",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(distributed.os, "getuid", lambda: 7)
     return tmp_path
 
 
 def test_too_little_shared_memory_is_told_before_the_ranks_crash(shared_memory):
-    with pytest.raises(UserError, match=r"100 MiB free, 2 ranks on one machine take 132: .* --shm-size=1g"):
+    with pytest.raises(UserError, match=r"100 MiB free, 2 ranks on one machine take 133: .* --shm-size=1g"):
         distributed.check_shared_memory()
 
 
-def test_one_rank_or_another_launcher_takes_less(shared_memory, monkeypatch):
+def test_several_machines_one_rank_or_another_launcher_take_less(shared_memory, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    distributed.check_shared_memory()
     monkeypatch.setenv("LOCAL_SIZE", "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     distributed.check_shared_memory()
     monkeypatch.delenv("LOCAL_SIZE")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")

@@ -277,3 +277,26 @@ def test_4096_tokens_of_a_large_vocabulary_take_15_percent_of_their_logits():
     share, worst = map(float, done.stdout.split())
     assert 0.02 < share < 0.15
     assert worst < 1e-5
+
+
+def test_a_target_outside_the_vocabulary_has_no_number(by):
+    hidden, weight, bias, target = head()
+    target[3], target[5] = 53, -100
+    logp, entropy = token_logprobs(hidden, weight, bias, target)
+    assert logp.isnan().nonzero().flatten().tolist() == [3, 5] and torch.isfinite(entropy).all()
+
+
+def test_targets_may_be_strided_and_of_32_bits(by):
+    hidden, weight, bias, target = head()
+    expected, _ = token_logprobs(hidden, weight, bias, target)
+    found, _ = token_logprobs(hidden, weight, bias, target.int().repeat(2, 1).T[:, 1])
+    assert torch.equal(found, expected)
+
+
+def test_no_probability_exceeds_one(by):
+    """A token that is nearly certain, at a temperature by which no division is exact."""
+    hidden = 80 * torch.rand(500, 1, generator=torch.Generator().manual_seed(0)) + 20
+    weight = torch.zeros(64, 1)
+    weight[7] = 1.0
+    logp, entropy = token_logprobs(hidden, weight, None, torch.full((500,), 7), temperature=0.6)
+    assert logp.max() <= 0 and entropy.min() >= 0 and logp.min() > -1e-5

@@ -1,6 +1,6 @@
 /* Decoding one token a sequence on a CPU, in float32: what torch's kernels for large matrices do slowly.
  *
- * Plain C with the vector extensions of GCC and Clang, compiled on first use (library.py). Every sum runs in an
+ * Plain C with the vector extensions of GCC and Clang, compiled on first use (kernels.py). Every sum runs in an
  * order that does not depend on how many rows there are, so a sequence has the same result in any batch.
  */
 #include "vectors.h"

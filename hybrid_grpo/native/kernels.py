@@ -93,7 +93,7 @@ def _processor() -> str:
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Whether there are kernels, and these are tensors for them: float32, in host memory, numbers of a row in turn."""
+    """Whether there are kernels, and these are tensors for them: float32, in host memory, a row in one piece."""
     fitting = all(
         t.dtype == torch.float32 and t.device.type == "cpu" and (t.dim() == 0 or t.stride(-1) == 1) for t in tensors
     )

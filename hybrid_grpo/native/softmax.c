@@ -1,5 +1,5 @@
 /* A softmax over the columns of logits that come a tile at a time (Milakov and Gimelshein, arXiv:1805.02867), for
- * log-probabilities of a large vocabulary and their gradients: each number is read once and written at most once. */
+ * log-probabilities of a large vocabulary and their gradients: a row of a tile is read from memory once, and written at most once. */
 #include <math.h>
 #include <stdint.h>
 

@@ -191,6 +191,8 @@ class _Connection:
         self._limits = limits
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_LONGEST_HEAD)
         self._head_only = False
+        # An answer counts as sent when all of it has left.
+        writer.transport.set_write_buffer_limits(0)
 
     async def request(self) -> h11.Request | None:
         """The next head; None where the client is done, or has said nothing for too long."""
