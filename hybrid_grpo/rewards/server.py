@@ -117,6 +117,8 @@ class Server:
                 with suppress(OSError, asyncio.TimeoutError, h11.ProtocolError):
                     while await self._exchange(connection):
                         self._answering.discard(task)
+                        if self._ending.is_set():  # since the answer was made: nobody would cancel the next request
+                            return
                 self._answering.discard(task)
                 await connection.close()
             finally:
@@ -191,8 +193,8 @@ class _Connection:
         self._limits = limits
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_LONGEST_HEAD)
         self._head_only = False
-        # An answer counts as sent when all of it has left.
-        writer.transport.set_write_buffer_limits(0)
+        # An answer counts as sent when all of it has left. (With a mark of 0 asyncio's TLS would never call it sent.)
+        writer.transport.set_write_buffer_limits(high=1, low=0)
 
     async def request(self) -> h11.Request | None:
         """The next head; None where the client is done, or has said nothing for too long."""
