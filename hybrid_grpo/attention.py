@@ -179,7 +179,7 @@ class Segments:
         self._buckets: list[_Bucket] | None = None
         self._restore: Selection | None = None
         self._ragged: tuple[Selection | None, tuple[Tensor, Tensor], tuple[int, int]] | None = None
-        self._table: Tensor | None = None
+        self._table: tuple[Tensor, int, int] | None = None
         self._allowed: dict[tuple[int, int], Tensor | None] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
@@ -197,11 +197,10 @@ class Segments:
     def _native(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
         if self._table is None:
             rows = [(*own, *prefix) for own, prefix in zip(self._own, self._prefix, strict=True)]
-            self._table = _tensor(np.array(rows, dtype=np.int64), self._device)
-        before = [length for _, length in self._prefix]
-        longest = max(length + p for (_, length), p in zip(self._own, before, strict=True))
-        sizes = (longest, sum(before), scale, window, softcap)
-        out: Tensor = SegmentAttention.apply(query, key, value, self._table, *sizes)
+            longest = max(length + before for _, length, _, before in rows)
+            before = sum(before for *_, before in rows)
+            self._table = _tensor(np.array(rows, dtype=np.int64), self._device), longest, before
+        out: Tensor = SegmentAttention.apply(query, key, value, *self._table, scale, window, softcap)
         return out
 
     def _bucketed(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:

@@ -1,6 +1,6 @@
-"""Ranks and the few collectives that are not DeepSpeed's own.
+"""Ranks, the few collectives that are not DeepSpeed's own, and the memory that DeepSpeed's take on one machine.
 
-Everything here is the identity on one process, initialised or not.
+The collectives are the identity on one process, initialised or not.
 """
 
 from __future__ import annotations

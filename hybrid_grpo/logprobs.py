@@ -66,8 +66,9 @@ class _TokenLogprobs(torch.autograd.Function):
         tiles: tuple[list[slice], list[slice]],
     ) -> tuple[Tensor, Tensor]:
         softmax = TiledSoftmax(target_N, temperature)
-        for columns in tiles[1]:
-            for rows in tiles[0]:
+        row_tiles, column_tiles = tiles
+        for columns in column_tiles:
+            for rows in row_tiles:
                 softmax.add(rows, columns.start, _logits(hidden_ND[rows], weight_VD, bias_V, columns, shape))
         logp_N, entropy_N = softmax.logp_N(), softmax.entropy_N()
         # Under ZeRO-3 the weight is gathered again for backward: the parameter is kept, not its storage of now.
@@ -82,19 +83,19 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_ND, target_N, normalizer_N, entropy_N = ctx.saved_tensors
         dlogp_N = torch.zeros_like(entropy_N) if dlogp_N is None else dlogp_N
         weight_VD, bias_V = ctx.weight.detach(), None if ctx.bias is None else ctx.bias.detach()
-        shape, temperature, tiles = ctx.options
+        shape, temperature, (row_tiles, column_tiles) = ctx.options
         needs_weight = ctx.weight.requires_grad
         # Sums over tiles are float32: in bfloat16 every contribution would be rounded away against the total.
         dhidden_ND = torch.empty_like(hidden_ND, dtype=torch.float32)
         dweight_VD = torch.empty_like(weight_VD) if needs_weight else None
         dbias_V = torch.empty_like(bias_V) if needs_weight and bias_V is not None else None
-        for columns in tiles[1]:
+        for columns in column_tiles:
             weight = weight_VD[columns]
             dweight = None if dweight_VD is None else dweight_VD[columns]
             if dweight is not None and dweight.dtype != torch.float32:
                 dweight = torch.empty_like(weight, dtype=torch.float32)
             dbias = None if dbias_V is None else torch.zeros(len(weight), device=weight.device)
-            for rows in tiles[0]:
+            for rows in row_tiles:
                 x = _logits(hidden_ND[rows], weight_VD, bias_V, columns, shape)
                 dx = softmax_gradient(
                     x,

@@ -6,8 +6,6 @@
  */
 #include "vectors.h"
 
-#define ROWS 6
-
 /* A segment is `length` tokens from `start`, which see `before` tokens from `prefix`, and themselves. */
 struct segment {
     int64_t start, length, prefix, before;
@@ -16,7 +14,7 @@ struct segment {
 struct batch {
     const float *q, *k, *v; /* [tokens][heads][d], and twice [tokens][kv][d] */
     const struct segment *segments;
-    int64_t count, longest; /* most keys of a segment */
+    int64_t longest; /* most keys of a segment */
     int64_t heads, kv, d, window;
     float scale, softcap;
 };
@@ -45,12 +43,7 @@ struct batch {
                 for (int64_t c = i; c < d; c++)                                                                      \
                     sum[r * d + c] += weight[r * stride + j] * rows[j * step + c];                                   \
     }
-COMBINE(1)
-COMBINE(2)
-COMBINE(3)
-COMBINE(4)
-COMBINE(5)
-COMBINE(6)
+EACH(COMBINE)
 
 /* rows[count][d] += weight[R][count]^T x[R][d]. */
 #define SPREAD(R)                                                                                                    \
@@ -77,12 +70,7 @@ COMBINE(6)
                 for (int64_t c = i; c < d; c++)                                                                      \
                     rows[j * step + c] += weight[r * stride + j] * x[r * d + c];                                     \
     }
-SPREAD(1)
-SPREAD(2)
-SPREAD(3)
-SPREAD(4)
-SPREAD(5)
-SPREAD(6)
+EACH(SPREAD)
 
 
 typedef void combining(float *, const float *, int64_t, const float *, int64_t, int64_t, int64_t);
@@ -198,6 +186,13 @@ static void shape(float *s, int64_t count, float scale, float softcap)
             s[j] = softcap * tanhf(s[j] / softcap);
 }
 
+/* Zeros for the keys that a query of the block does not see. */
+static void keep(float *row, int64_t from, int64_t to, int64_t count)
+{
+    memset(row, 0, from * sizeof(float));
+    memset(row + to, 0, (count - to) * sizeof(float));
+}
+
 /* work holds ROWS * (d + b->longest) numbers. */
 static void forward(const struct block *k, float *out, float *lse, float *work)
 {
@@ -219,8 +214,7 @@ static void forward(const struct block *k, float *out, float *lse, float *work)
         const float norm = 1 / sum;
         for (int64_t j = from; j < to; j++)
             w[j] *= norm;
-        memset(w, 0, from * sizeof(float));
-        memset(w + to, 0, (k->hi - k->lo - to) * sizeof(float));
+        keep(w, from, to, k->hi - k->lo);
         lse[row_of(k, r)] = peak + logf(sum);
     }
     block_combine(k, x, weight, stride, k->b->v);
@@ -250,10 +244,8 @@ static void backward(const struct block *k, const float *out, const float *lse, 
             w[j] = expf(w[j] - all);
             g[j] = w[j] * (g[j] - mean) * slope;
         }
-        for (int64_t i = 0; i < 2; i++) {
-            memset(i ? g : w, 0, from * sizeof(float));
-            memset((i ? g : w) + to, 0, (k->hi - k->lo - to) * sizeof(float));
-        }
+        keep(w, from, to, k->hi - k->lo);
+        keep(g, from, to, k->hi - k->lo);
     }
     const int64_t place = (k->lo * k->b->kv + k->h) * d;
     if (p > 0) {
@@ -271,8 +263,7 @@ void segment_attention(float *out, float *lse, const float *q, const float *k, c
                        int64_t count, int64_t longest, int64_t heads, int64_t kv, int64_t d, int64_t window, float scale,
                        float softcap)
 {
-    const struct batch b = {q, k, v, (const struct segment *)segments, count, longest, heads, kv, d, window, scale,
-                            softcap};
+    const struct batch b = {q, k, v, (const struct segment *)segments, longest, heads, kv, d, window, scale, softcap};
     #pragma omp parallel
     {
         float *work = malloc(ROWS * (d + longest) * sizeof(float));
@@ -295,8 +286,7 @@ void segment_attention_gradient(float *dq, float *dk, float *dv, float *before, 
                                 const int64_t *segments, int64_t count, int64_t longest, int64_t heads, int64_t kv,
                                 int64_t d, int64_t window, float scale, float softcap)
 {
-    const struct batch b = {q, k, v, (const struct segment *)segments, count, longest, heads, kv, d, window, scale,
-                            softcap};
+    const struct batch b = {q, k, v, (const struct segment *)segments, longest, heads, kv, d, window, scale, softcap};
     int64_t *offset = malloc((count + 1) * sizeof(int64_t));
     offset[0] = 0;
     for (int64_t i = 0; i < count; i++)

@@ -9,7 +9,7 @@
 static void columns(float *out, const float *x, const float *w, const float *bias, int64_t m, int64_t n, int64_t k,
                     int64_t first, int64_t end)
 {
-    const int64_t passes = (m + 5) / 6;
+    const int64_t passes = (m + ROWS - 1) / ROWS;
     /* Passes of about the same number of rows: 7 are 4 and 3, not 6 and 1. */
     for (int64_t p = 0; p < passes; p++) {
         const int64_t r = m * p / passes, rows = m * (p + 1) / passes - r;

@@ -1,9 +1,6 @@
 /* A softmax over the columns of logits that come a tile at a time (Milakov and Gimelshein, arXiv:1805.02867), for
  * log-probabilities of a large vocabulary and their gradients: a row of a tile is read from memory once, and written at most once. */
-#include <math.h>
-#include <stdint.h>
-
-#define BLOCK 64
+#include "vectors.h"
 
 /* Takes tile[n][w], the columns from `first` on, times scale = x: into peak[n], the largest x so far; total[n] and
  * below[n], the sums of exp(x - peak) and of exp(x - peak) (peak - x); and chosen[n], the x of column target[n]. */

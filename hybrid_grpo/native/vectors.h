@@ -88,6 +88,10 @@ static inline void add_rows(float *sum, float shrink, const float *weight, const
     }
 }
 
+/* A function of a template for each number of rows that is taken at once. */
+#define ROWS 6
+#define EACH(TEMPLATE) TEMPLATE(1) TEMPLATE(2) TEMPLATE(3) TEMPLATE(4) TEMPLATE(5) TEMPLATE(6)
+
 /* out[R][4], its rows n apart, from x[R][k] and four rows of the weight, `step` apart: each loaded vector meets several
  * others. With FIRST the next four rows of the weight are asked for, which later passes find in the cache. */
 #define TILE(R, NAME, FIRST)                                                                                         \
@@ -123,18 +127,8 @@ static inline void add_rows(float *sum, float shrink, const float *weight, const
             *(vec4 *)(out + r * n) = result;                                                                         \
         }                                                                                                            \
     }
-TILE(1, first, 1)
-TILE(1, later, 0)
-TILE(2, first, 1)
-TILE(2, later, 0)
-TILE(3, first, 1)
-TILE(3, later, 0)
-TILE(4, first, 1)
-TILE(4, later, 0)
-TILE(5, first, 1)
-TILE(5, later, 0)
-TILE(6, first, 1)
-TILE(6, later, 0)
+#define TILES(R) TILE(R, first, 1) TILE(R, later, 0)
+EACH(TILES)
 
 typedef void tile(float *, const float *, const float *, const float *, int64_t, int64_t, int64_t);
 static tile *const FIRST[] = {0, first_1, first_2, first_3, first_4, first_5, first_6};
