@@ -12,7 +12,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["hybrid_grpo", "hybrid_grpo.*"]),
-    package_data={"hybrid_grpo": ["*.j2"], "hybrid_grpo.native": ["*.c", "*.h"]},
+    package_data={"hybrid_grpo.run": ["*.j2"], "hybrid_grpo.model.kernels": ["*.c", "*.h"]},
     python_requires=">=3.10,<3.14",
     install_requires=[
         "torch>=2.11",

@@ -44,8 +44,8 @@ class Evaluation:
 
     def __init__(self, arguments: list[str]) -> None:
         from hybrid_grpo.config import TrainConfig
-        from hybrid_grpo.parsing import parse
-        from hybrid_grpo.task import Task
+        from hybrid_grpo.config.parsing import parse
+        from hybrid_grpo.run.inputs import Task
 
         self.config = parse(TrainConfig, arguments, "train").config
         self.task = Task.read(self.config)
@@ -55,8 +55,8 @@ class Evaluation:
         from dataclasses import replace
 
         from hybrid_grpo.generation import Request
-        from hybrid_grpo.loading import load_model
-        from hybrid_grpo.rollout import attention_of, complete, sampling_of
+        from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
+        from hybrid_grpo.model.loading import load_model
 
         rollout, task = self.config.rollout, self.task
         model = load_model(replace(self.config.policy, model=str(weights)), attention_of(rollout.decoder)).eval()

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from hybrid_grpo.attention import Segments
-from hybrid_grpo.logprobs import token_logprobs
-from hybrid_grpo.native import kernels
+from hybrid_grpo.model.attention import Segments
+from hybrid_grpo.model.kernels import build as kernels
+from hybrid_grpo.model.logprobs import token_logprobs
 
 # Prompts, tokens of each, completions of each prompt, tokens of each, heads of queries and of keys, numbers of a head.
 CASES = [

@@ -26,8 +26,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hybrid_grpo.attention import ATTENTION
 from hybrid_grpo.generation import Request, Sampling, Stats, generate
+from hybrid_grpo.model.attention import ATTENTION
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _SHAPES = {

@@ -21,13 +21,14 @@ import torch
 from step_worker import Measurement, Positions, Stopwatch, answer, commands, flat, shortened
 from torch import Tensor
 
-from hybrid_grpo import engine, generation, logprobs
-from hybrid_grpo.checks import check_train
+from hybrid_grpo import engine, generation
 from hybrid_grpo.config import TrainConfig
-from hybrid_grpo.parsing import parse
+from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.model import logprobs
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.reference import Reference
-from hybrid_grpo.task import Task
+from hybrid_grpo.run.inputs import Task
 from hybrid_grpo.trainer import Trainer
 
 

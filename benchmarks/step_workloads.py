@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from rollout_workloads import WORKLOADS as ROLLOUTS
 
-from hybrid_grpo.checks import check_train
 from hybrid_grpo.config import TrainConfig
+from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.data.packing import token_budget
-from hybrid_grpo.parsing import parse
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "training_scripts"

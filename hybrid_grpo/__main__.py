@@ -11,7 +11,7 @@ import sys
 import time
 from typing import NoReturn
 
-from hybrid_grpo.errors import UserError
+from hybrid_grpo.config.errors import UserError
 
 COMMANDS = {
     "train": "GRPO training",

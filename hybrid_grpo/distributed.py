@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_grpo.errors import UserError
+from hybrid_grpo.config.errors import UserError
 
 _SHARED_MEMORY = Path("/dev/shm")
 _BUFFER_BYTES = 66 * 2**20 + 4096

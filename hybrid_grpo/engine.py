@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.utils.cpp_extension import get_default_build_root
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-from hybrid_grpo.adapters import Adapter
 from hybrid_grpo.config import EngineConfig, PolicyConfig
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.distributed import (
     all_reduce,
     check_shared_memory,
@@ -42,8 +42,8 @@ from hybrid_grpo.distributed import (
     release_shared_memory,
     world_size,
 )
-from hybrid_grpo.errors import UserError
-from hybrid_grpo.view import View
+from hybrid_grpo.model.lora import Adapter
+from hybrid_grpo.model.view import View
 
 _COMPILE_SECONDS = 300
 """No kernel takes longer to compile than this; the slowest seen took 40 s on two cores."""

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo import engine as engines
-from hybrid_grpo.adapters import Adapters
-from hybrid_grpo.attention import ATTENTION
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.distributed import rank
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import OnFinish, Request, Stats
-from hybrid_grpo.loading import load_model, plain_attention
-from hybrid_grpo.logprobs import LogprobModel
-from hybrid_grpo.pretrained import load_config
-from hybrid_grpo.rollout import attention_of, complete, requests_of, sampling_of, training_attention
-from hybrid_grpo.view import meta_copy
+from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of, training_attention
+from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.loading import load_model, plain_attention
+from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.lora import Adapters
+from hybrid_grpo.model.pretrained import load_config
+from hybrid_grpo.model.view import meta_copy
 
 
 def learning_rate(config: PolicyConfig, step: int, total: int) -> float:

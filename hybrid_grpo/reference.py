@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo import engine as engines
-from hybrid_grpo.adapters import Adapters
 from hybrid_grpo.config import PolicyConfig
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.distributed import rank
-from hybrid_grpo.errors import UserError
-from hybrid_grpo.loading import load_model
-from hybrid_grpo.logprobs import LogprobModel
-from hybrid_grpo.rollout import training_attention
+from hybrid_grpo.generation.rollout import training_attention
+from hybrid_grpo.model.loading import load_model
+from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.lora import Adapters
 
 
 class Reference:

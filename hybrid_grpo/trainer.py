@@ -10,18 +10,24 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
-from hybrid_grpo.controller import KlController
-from hybrid_grpo.credit import mean_over_tokens, token_advantages
-from hybrid_grpo.curriculum import Curriculum
+from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.data.batch import MicroBatch, Prompt, RewardStatus, Rollout, Scores, TrainBatch
+from hybrid_grpo.data.curriculum import Curriculum
 from hybrid_grpo.data.loader import rank_share
-from hybrid_grpo.data.minibatches import Signals, counting_rows, totals, train_batches
 from hybrid_grpo.distributed import all_reduce, rank, world_size
-from hybrid_grpo.errors import RunStopped
 from hybrid_grpo.generation import OnFinish
-from hybrid_grpo.health import measure_health
-from hybrid_grpo.metrics import Meter
-from hybrid_grpo.monitor import (
+from hybrid_grpo.grpo.credit import mean_over_tokens, token_advantages
+from hybrid_grpo.grpo.kl import KlController
+from hybrid_grpo.grpo.loss import policy_loss, reward_kl, sampler_correction
+from hybrid_grpo.grpo.minibatches import Signals, counting_rows, totals, train_batches
+from hybrid_grpo.grpo.resampling import resample
+from hybrid_grpo.policy import Policy
+from hybrid_grpo.reference import Reference
+from hybrid_grpo.rewards.scoring import Stream
+from hybrid_grpo.run.health import measure_health
+from hybrid_grpo.run.inputs import Task
+from hybrid_grpo.run.metrics import Meter
+from hybrid_grpo.run.monitor import (
     measure_correction,
     measure_eval,
     measure_loss,
@@ -29,14 +35,8 @@ from hybrid_grpo.monitor import (
     measure_parity,
     measure_rollout,
 )
-from hybrid_grpo.objective import policy_loss, reward_kl, sampler_correction
-from hybrid_grpo.policy import Policy
-from hybrid_grpo.reference import Reference
-from hybrid_grpo.resampling import resample
-from hybrid_grpo.rewards.scoring import Stream
-from hybrid_grpo.run import Run, Stateful
-from hybrid_grpo.sinks import Log
-from hybrid_grpo.task import Task
+from hybrid_grpo.run.run import Run, Stateful
+from hybrid_grpo.run.sinks import Log
 
 
 class Trainer:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybrid_grpo.native import kernels
+from hybrid_grpo.model.kernels import build as kernels
 
 
 @pytest.fixture

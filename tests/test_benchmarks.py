@@ -1,12 +1,12 @@
 """The parts of benchmarks/step.py that need no trainer."""
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from paths import ROOT
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))
 
 import step_worker
 from step import summary

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hybrid_grpo import distributed
-from hybrid_grpo.errors import UserError
+from hybrid_grpo.config.errors import UserError
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from launching import make_task, ranks
 from reward_models import make_reward_model
 from tiny_models import VOCABULARY, build, tiny_config
 
-from hybrid_grpo.attention import ATTENTION
 from hybrid_grpo.data.packing import pack
 from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, generate, graphs, stream_key
 from hybrid_grpo.generation import loop as loops
-from hybrid_grpo.logprobs import LogprobModel
-from hybrid_grpo.rewards.models import reward_model
+from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.rewards.models.reward import reward_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,13 +6,13 @@ from tiny_models import ARCHITECTURES, STATEFUL, tiny_config
 from transformers import AutoConfig
 
 from hybrid_grpo import generation
-from hybrid_grpo.attention import ATTENTION
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt
-from hybrid_grpo.errors import UserError
 from hybrid_grpo.generation import GREEDY, Sampling
+from hybrid_grpo.generation.rollout import training_attention
+from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.policy import Policy, learning_rate, sampling_of
-from hybrid_grpo.rollout import training_attention
 
 
 def rates(schedule, total=10, warmup=4):

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from paths import ROOT
 
-from hybrid_grpo.checks import batch_plan, check_train
 from hybrid_grpo.config import GrpoConfig, RewardConfig, SftConfig, TrainConfig
-from hybrid_grpo.grpo_checks import check_grpo
-from hybrid_grpo.parsing import parse
+from hybrid_grpo.config.checks import batch_plan, check_train
+from hybrid_grpo.config.grpo_checks import check_grpo
+from hybrid_grpo.config.parsing import parse
 
-SCRIPTS = Path(__file__).parent.parent / "training_scripts"
+SCRIPTS = ROOT / "training_scripts"
 RECIPES = sorted(path.name for path in SCRIPTS.glob("gsm8k_*.sh"))
 
 

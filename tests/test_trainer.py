@@ -2,18 +2,18 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from paths import SUPPORT
 from reward_helpers import in_time, isolated
 
-from hybrid_grpo.checks import batch_plan
 from hybrid_grpo.config import GrpoConfig, RewardConfig, RolloutConfig, TrainConfig
+from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, TrainBatch
-from hybrid_grpo.data.minibatches import Signals, counting_rows
 from hybrid_grpo.data.packing import pad
+from hybrid_grpo.grpo.minibatches import Signals, counting_rows
 from hybrid_grpo.trainer import Trainer
 
 P, G = 8, 2
@@ -40,7 +40,7 @@ class Sampler:
         return torch.full(micro.mask_bT.shape, math.log(0.5), requires_grad=True), torch.zeros(micro.mask_bT.shape)
 
 
-SLOW = RewardConfig(f"{Path(__file__).with_name('acting_rewards.py')}:leaves_files", name="slow", batch_size="group")
+SLOW = RewardConfig(f"{SUPPORT.joinpath('acting_rewards.py')}:leaves_files", name="slow", batch_size="group")
 WIDE = {"epsilon_low": 0.9, "epsilon_high": 0.9}
 
 

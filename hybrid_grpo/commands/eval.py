@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 
-from hybrid_grpo.checks import check_train
 from hybrid_grpo.config import TrainConfig
-from hybrid_grpo.errors import UserError
-from hybrid_grpo.parsing import parse
+from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.parsing import parse
 
 
 def run(arguments: list[str]) -> None:
@@ -23,11 +23,11 @@ def run(arguments: list[str]) -> None:
     from hybrid_grpo.data.loader import rank_share
     from hybrid_grpo.distributed import rank, world_size
     from hybrid_grpo.generation import Request
-    from hybrid_grpo.loading import load_model
-    from hybrid_grpo.metrics import Meter
-    from hybrid_grpo.monitor import measure_eval
-    from hybrid_grpo.rollout import attention_of, complete, sampling_of
-    from hybrid_grpo.task import Task
+    from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
+    from hybrid_grpo.model.loading import load_model
+    from hybrid_grpo.run.inputs import Task
+    from hybrid_grpo.run.metrics import Meter
+    from hybrid_grpo.run.monitor import measure_eval
 
     device = engine.start()
     task = Task.read(config)

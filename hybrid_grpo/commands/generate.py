@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, BinaryIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from hybrid_grpo.checks import check_generate
 from hybrid_grpo.config import GenerateConfig
-from hybrid_grpo.errors import UserError
-from hybrid_grpo.parsing import parse
-from hybrid_grpo.wandb_sink import json_safe
+from hybrid_grpo.config.checks import check_generate
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.run.wandb_sink import json_safe
 
 if TYPE_CHECKING:
     import torch
@@ -47,11 +47,11 @@ def _generate(config: GenerateConfig, rank: int, ranks: int) -> None:
     from hybrid_grpo.data.lines import read_lines, typed
     from hybrid_grpo.data.loader import rank_share
     from hybrid_grpo.data.prompts import read_prompts
+    from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
     from hybrid_grpo.generation.support import check_architecture
-    from hybrid_grpo.loading import check_lengths, check_token_ids, load_model, stop_ids
-    from hybrid_grpo.pretrained import load_config, load_tokenizer
-    from hybrid_grpo.rollout import attention_of, complete, requests_of, sampling_of
-    from hybrid_grpo.task import sampling_line
+    from hybrid_grpo.model.loading import check_lengths, check_token_ids, load_model, stop_ids
+    from hybrid_grpo.model.pretrained import load_config, load_tokenizer
+    from hybrid_grpo.run.inputs import sampling_line
 
     rollout, count = config.rollout, config.rollout.num_generations
     model_config = load_config(config.policy.model)

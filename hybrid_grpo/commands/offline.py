@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from hybrid_grpo.config import ScoringConfig
-from hybrid_grpo.errors import UserError
+from hybrid_grpo.config.errors import UserError
 
 if TYPE_CHECKING:
     from hybrid_grpo.rewards.loading import Reward
@@ -49,7 +49,7 @@ def tokenizer_for(rewards: Sequence[Reward], place: str, whose: str, *, steps: b
     if not place:
         raise UserError(f"{why}: set policy.model")
 
-    from hybrid_grpo.pretrained import load_tokenizer
+    from hybrid_grpo.model.pretrained import load_tokenizer
 
     try:
         return load_tokenizer(place)

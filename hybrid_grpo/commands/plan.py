@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from hybrid_grpo.checks import check_train
 from hybrid_grpo.config import PlanConfig
-from hybrid_grpo.errors import UserError, refuse
-from hybrid_grpo.parsing import parse
+from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.parsing import parse
 
 
 def run(arguments: list[str]) -> None:
@@ -20,9 +20,9 @@ def run(arguments: list[str]) -> None:
     # The settings are sound: now the imports that take seconds.
     from hybrid_grpo import engine
     from hybrid_grpo.distributed import rank
-    from hybrid_grpo.hardware import of_device, of_table
-    from hybrid_grpo.plan import foresee, lines, shortage
-    from hybrid_grpo.task import Task
+    from hybrid_grpo.run.hardware import of_device, of_table
+    from hybrid_grpo.run.inputs import Task
+    from hybrid_grpo.run.plan import foresee, lines, shortage
 
     device = engine.start()
     task = Task.read(config)

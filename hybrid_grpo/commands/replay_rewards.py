@@ -15,15 +15,15 @@ from rich.progress import track
 
 from hybrid_grpo.commands.offline import Line, patient, table, tokenizer_for
 from hybrid_grpo.config import ReplayConfig, TrainConfig, reward_name
-from hybrid_grpo.errors import refuse
-from hybrid_grpo.files import replace_text
-from hybrid_grpo.parsing import leading_argument, parse
-from hybrid_grpo.reward_checks import check_replay
-from hybrid_grpo.wandb_sink import json_safe
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.parsing import leading_argument, parse
+from hybrid_grpo.config.reward_checks import check_replay
+from hybrid_grpo.run.files import replace_text
+from hybrid_grpo.run.wandb_sink import json_safe
 
 if TYPE_CHECKING:
-    from hybrid_grpo.replay import Disagreement
     from hybrid_grpo.rewards.loading import Reward
+    from hybrid_grpo.run.replay import Disagreement
 
 COMMAND = "replay-rewards RUN_FOLDER"
 SHOWN = 3
@@ -50,9 +50,9 @@ def run(arguments: list[str]) -> None:
 
     # The settings are sound: now the imports that take seconds.
     from hybrid_grpo.data.saved import read_step, saved_files
-    from hybrid_grpo.replay import Replay
     from hybrid_grpo.rewards.loading import load_rewards
     from hybrid_grpo.rewards.scoring import Rewards
+    from hybrid_grpo.run.replay import Replay
 
     files = _chosen(saved_files(folder), config.replay.steps)
     loaded = load_rewards(config.rewards, config.scoring)

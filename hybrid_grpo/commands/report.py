@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybrid_grpo.errors import UserError
+from hybrid_grpo.config.errors import UserError
 
 
 def run(arguments: list[str]) -> None:
@@ -18,6 +18,6 @@ def run(arguments: list[str]) -> None:
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(f"{folder} is not the folder of a run: it has no metrics.jsonl")
 
-    from hybrid_grpo.report import write_report
+    from hybrid_grpo.run.report import write_report
 
     print(write_report(folder))

@@ -22,16 +22,16 @@ from rich.progress import track
 
 from hybrid_grpo.commands.offline import Line, patient, table, tokenizer_for
 from hybrid_grpo.config import ScoreConfig
-from hybrid_grpo.errors import UserError
-from hybrid_grpo.parsing import leading_argument, parse
-from hybrid_grpo.reward_checks import check_score
-from hybrid_grpo.wandb_sink import json_safe
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.parsing import leading_argument, parse
+from hybrid_grpo.config.reward_checks import check_score
+from hybrid_grpo.run.wandb_sink import json_safe
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.completed import Completed
     from hybrid_grpo.rewards.functions import Failure, Request
-    from hybrid_grpo.rewards.pool import Lane, Outcome
     from hybrid_grpo.rewards.scoring import Rewards
+    from hybrid_grpo.rewards.workers.pool import Lane, Outcome
 
 COMMAND = "score FILE"
 _ROWS = 256
@@ -114,7 +114,7 @@ class _Summary:
 
     def record(self) -> dict[str, float]:
         """In numbers."""
-        from hybrid_grpo.rewards.pool import busy_seconds
+        from hybrid_grpo.rewards.workers.pool import busy_seconds
 
         values, rows = self._values, len(self._values) + self._none + self._failed
         mean = sum(values) / len(values) if values else math.nan

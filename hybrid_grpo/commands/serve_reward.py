@@ -7,10 +7,10 @@ import ssl
 import sys
 
 from hybrid_grpo.config import ServeOptionsConfig, ServeRewardConfig
-from hybrid_grpo.errors import UserError
-from hybrid_grpo.network import bearer_token, is_loopback
-from hybrid_grpo.parsing import parse
-from hybrid_grpo.reward_checks import check_serve
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.network import bearer_token, is_loopback
+from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.config.reward_checks import check_serve
 
 PATH = "/get_reward"
 """Where OpenRLHF's reward models are asked."""
@@ -24,9 +24,9 @@ def run(arguments: list[str]) -> None:
 
     # The settings are sound: now the imports that take seconds.
     from hybrid_grpo.rewards.loading import load_rewards
+    from hybrid_grpo.rewards.remote.server import Limits, Server
+    from hybrid_grpo.rewards.remote.service import RewardService
     from hybrid_grpo.rewards.scoring import Rewards
-    from hybrid_grpo.rewards.server import Limits, Server
-    from hybrid_grpo.rewards.service import RewardService
 
     serve = config.serve
     loaded = load_rewards(config.rewards, config.scoring)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from hybrid_grpo.checks import check_sft
 from hybrid_grpo.config import SftConfig
-from hybrid_grpo.parsing import parse
+from hybrid_grpo.config.checks import check_sft
+from hybrid_grpo.config.parsing import parse
 
 
 def run(arguments: list[str]) -> None:
@@ -17,12 +17,12 @@ def run(arguments: list[str]) -> None:
 
     # The settings are sound: now the imports that take seconds.
     from hybrid_grpo import engine
-    from hybrid_grpo.adapters import check_lora
     from hybrid_grpo.data.pairs import read_pairs
-    from hybrid_grpo.loading import check_lengths
+    from hybrid_grpo.model.loading import check_lengths
+    from hybrid_grpo.model.lora import check_lora
+    from hybrid_grpo.model.pretrained import load_config, load_tokenizer
     from hybrid_grpo.policy import Policy
-    from hybrid_grpo.pretrained import load_config, load_tokenizer
-    from hybrid_grpo.run import Run
+    from hybrid_grpo.run.run import Run
     from hybrid_grpo.sft import SftTrainer
 
     device = engine.start()

@@ -7,9 +7,9 @@ import os
 import resource
 from pathlib import Path
 
-from hybrid_grpo.checks import check_train
 from hybrid_grpo.config import TrainConfig
-from hybrid_grpo.parsing import parse
+from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.config.parsing import parse
 
 
 def run(arguments: list[str]) -> None:
@@ -20,12 +20,12 @@ def run(arguments: list[str]) -> None:
 
     # The settings are sound: now the imports that take seconds.
     from hybrid_grpo import engine
-    from hybrid_grpo.hardware import of_device
-    from hybrid_grpo.plan import foresee, shortage
     from hybrid_grpo.policy import Policy
     from hybrid_grpo.reference import Reference, UnadaptedReference
-    from hybrid_grpo.run import Run
-    from hybrid_grpo.task import Task
+    from hybrid_grpo.run.hardware import of_device
+    from hybrid_grpo.run.inputs import Task
+    from hybrid_grpo.run.plan import foresee, shortage
+    from hybrid_grpo.run.run import Run
     from hybrid_grpo.trainer import Trainer
 
     device = engine.start()

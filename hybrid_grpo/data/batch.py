@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hybrid_grpo.attention import Segments, Selection
+from hybrid_grpo.model.attention import Segments, Selection
 
 Message = dict[str, Any]
 """One chat message: `{"role": ..., "content": ...}`."""

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.config import DataConfig
+from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.data.prompts import prompt_text
 from hybrid_grpo.data.sources import Row, Source, json_rows, read_rows
-from hybrid_grpo.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)

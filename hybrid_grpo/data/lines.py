@@ -13,10 +13,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from hybrid_grpo.config import DataConfig
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.prompts import DataReport, drop_over_long, tokenize_prompts
 from hybrid_grpo.data.sources import Row, Source
-from hybrid_grpo.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ from typing import Generic, TypedDict, TypeVar
 
 import numpy as np
 
-from hybrid_grpo.errors import UserError
+from hybrid_grpo.config.errors import UserError
 
 ItemT = TypeVar("ItemT")
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_grpo.attention import Segments, Selection
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.distributed import all_reduce
+from hybrid_grpo.model.attention import Segments, Selection
 
 _WORTH_SHARING = 0.1
 """Share of the tokens that a prompt computed once must save: attention then gathers keys and needs masks."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.config import DataConfig
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.prompts import DataReport, drop_over_long, require_column, tokenize_prompts
 from hybrid_grpo.data.sources import read_rows, training_source
-from hybrid_grpo.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

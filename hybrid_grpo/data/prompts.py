@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from hybrid_grpo.config import DataConfig
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Message, Prompt
 from hybrid_grpo.data.sources import Row, Source, evaluation_source, read_rows, training_source
-from hybrid_grpo.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

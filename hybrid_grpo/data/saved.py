@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Rollout, Scores
 from hybrid_grpo.data.sources import Row, json_rows
-from hybrid_grpo.errors import UserError
 
 UNKNOWN_TOKEN = -1
 """Stands for a token of which nothing but its place is known."""

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.config import DataConfig
-from hybrid_grpo.errors import UserError, refuse
-from hybrid_grpo.tasks import Row, make_rows, map_rows
+from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.data.tasks import Row, make_rows, map_rows
 
 JSONL_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 

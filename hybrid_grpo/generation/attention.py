@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid_grpo.attention import Segments
 from hybrid_grpo.generation.cache import PagedCache
-from hybrid_grpo.native import decoding
+from hybrid_grpo.model.attention import Segments
+from hybrid_grpo.model.kernels import decoding
 
 try:
     from flash_attn import flash_attn_with_kvcache

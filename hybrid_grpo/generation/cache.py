@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_grpo.errors import UserError
+from hybrid_grpo.config.errors import UserError
 
 
 @dataclass(frozen=True)

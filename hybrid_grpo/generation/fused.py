@@ -17,8 +17,8 @@ from transformers.activations import SiLUActivation
 
 from hybrid_grpo.generation.attention import Step
 from hybrid_grpo.generation.cache import PagedCache
-from hybrid_grpo.native.decoding import fits
-from hybrid_grpo.native.kernels import run, usable
+from hybrid_grpo.model.kernels.build import run, usable
+from hybrid_grpo.model.kernels.decoding import fits
 
 _MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}

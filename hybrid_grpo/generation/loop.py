@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion
-from hybrid_grpo.errors import UserError
 from hybrid_grpo.generation import scheduler
 from hybrid_grpo.generation.attention import Prefill
 from hybrid_grpo.generation.cache import Geometry, PagedCache
@@ -23,7 +23,7 @@ from hybrid_grpo.generation.decoder import decoder_for
 from hybrid_grpo.generation.endings import text_ends
 from hybrid_grpo.generation.memory import budget_bytes
 from hybrid_grpo.generation.sampler import Sampling
-from hybrid_grpo.native.decoding import adopt
+from hybrid_grpo.model.kernels.decoding import adopt
 
 OnFinish = Callable[[int, int, Completion], None]
 """Called with the request, the sample and its completion."""

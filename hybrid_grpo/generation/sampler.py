@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybrid_grpo.native import decoding
-from hybrid_grpo.native.kernels import usable
+from hybrid_grpo.model.kernels import decoding
+from hybrid_grpo.model.kernels.build import usable
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from hybrid_grpo.errors import UserError
+from hybrid_grpo.config.errors import UserError
 
 _TRANSFORMING_HEADS = (
     *("bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "modernbert-decoder"),

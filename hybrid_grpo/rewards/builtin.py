@@ -34,9 +34,9 @@ BUILTINS: dict[str, Builtin] = {
     "length_target": Builtin(_TEXT + "length_target", called="inline"),
     "cosine_length": Builtin(_TEXT + "cosine_length"),
     "countdown": Builtin("hybrid_grpo.rewards.countdown:countdown", called="inline"),
-    "math_answer": Builtin("hybrid_grpo.rewards.maths:math_answer"),
-    "reward_model": Builtin("hybrid_grpo.rewards.models:reward_model", called="thread"),
-    "code_tests": Builtin("hybrid_grpo.rewards.code:code_tests"),
-    "remote": Builtin("hybrid_grpo.rewards.remote:remote"),
+    "math_answer": Builtin("hybrid_grpo.rewards.maths.reward:math_answer"),
+    "reward_model": Builtin("hybrid_grpo.rewards.models.reward:reward_model", called="thread"),
+    "code_tests": Builtin("hybrid_grpo.rewards.code.reward:code_tests"),
+    "remote": Builtin("hybrid_grpo.rewards.remote.client:remote"),
 }
 """By the name that a configuration gives."""

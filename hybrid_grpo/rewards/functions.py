@@ -34,8 +34,8 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from hybrid_grpo.config import RewardConfig, reward_name
-from hybrid_grpo.errors import UserError, did_you_mean
-from hybrid_grpo.importing import describe, functions_of, import_place
+from hybrid_grpo.config.errors import UserError, did_you_mean
+from hybrid_grpo.config.importing import describe, functions_of, import_place
 from hybrid_grpo.rewards.builtin import BUILTINS
 from hybrid_grpo.rewards.rules import completion_texts
 

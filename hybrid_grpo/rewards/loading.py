@@ -10,12 +10,12 @@ from functools import partial
 import torch
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig, reward_name
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.distributed import local_ranks
-from hybrid_grpo.errors import UserError
 from hybrid_grpo.rewards.builtin import BUILTINS
 from hybrid_grpo.rewards.functions import Interface, load_function
-from hybrid_grpo.rewards.models import RewardModel, held
-from hybrid_grpo.rewards.pool import Inline, Lane, Pool, Together
+from hybrid_grpo.rewards.models.reward import RewardModel, held
+from hybrid_grpo.rewards.workers.pool import Inline, Lane, Pool, Together
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
-from hybrid_grpo.rewards.numeric import parse_number, stated_number
+from hybrid_grpo.rewards.maths.numeric import parse_number, stated_number
 
 Completions = list[str] | list[list[dict[str, Any]]]
 """[B], text; or, for chat prompts, a list with the assistant's message."""

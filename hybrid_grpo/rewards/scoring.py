@@ -20,14 +20,14 @@ from types import TracebackType
 from typing import Any
 
 from hybrid_grpo.config import ScoringConfig
+from hybrid_grpo.config.errors import RunStopped, UserError, did_you_mean
 from hybrid_grpo.data.batch import Completion, Prompt, Scores
-from hybrid_grpo.errors import RunStopped, UserError, did_you_mean
 from hybrid_grpo.rewards.combining import combined
 from hybrid_grpo.rewards.functions import INPUTS, Failure, Inputs, Reply, Request, Value, failed
 from hybrid_grpo.rewards.loading import Reward
-from hybrid_grpo.rewards.models import RewardModel, Shard
-from hybrid_grpo.rewards.pieces import TokenEnds, token_steps
-from hybrid_grpo.rewards.pool import Outcome, busy_seconds
+from hybrid_grpo.rewards.models.reward import RewardModel, Shard
+from hybrid_grpo.rewards.steps import TokenEnds, token_steps
+from hybrid_grpo.rewards.workers.pool import Outcome, busy_seconds
 
 
 class Rewards:

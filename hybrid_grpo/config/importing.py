@@ -1,0 +1,90 @@
+"""Code of the user's, by `path/to/file.py:name` or `package.module:name`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import traceback
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+from hybrid_grpo.config.errors import UserError
+
+_LONGEST_MESSAGE = 2_000  # characters: functions put whole completions into theirs
+
+
+def import_place(place: str, setting: str) -> ModuleType:
+    """The module of a file or of a dotted name, imported once; `setting` begins the messages.
+
+    Raises:
+        UserError: it is not there, or importing it raised.
+    """
+    is_file = place.endswith(".py") or "/" in place
+    path = Path(place).expanduser().resolve()
+    if is_file and not path.is_file():
+        raise UserError(f"{setting}: there is no file {path}")
+    try:
+        if is_file:
+            return _import_file(path)
+        with _first_on_path(Path.cwd()):  # as `python -m` has it, for a console script
+            return importlib.import_module(place)
+    except Exception as error:
+        absent = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        if not is_file and absent and f"{place}.".startswith(f"{absent}."):
+            raise UserError(
+                f"{setting}: there is no module {absent}: install it, or give the file as path/to/file.py:name"
+            ) from error
+        raise UserError(f"{setting}: importing {place} raised {describe(error, str(path))}") from error
+
+
+def functions_of(module: ModuleType) -> list[str]:
+    """Names of the functions that it defines for others."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+
+
+def describe(error: BaseException, file: str | None) -> str:
+    """Type, message and, where the error passed through `file`, its line there; all on one line."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    place = f" ({Path(file).name}:{lines[-1]})" if file and lines else ""
+    message = " ".join(str(error).split())
+    message = message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}..."
+    return f"{type(error).__name__}: {message}".removesuffix(": ") + place
+
+
+def _import_file(path: Path) -> ModuleType:
+    """The module of a file; its name depends on its path only, so that what it defines pickles."""
+    name = f"hybrid_grpo_reward_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    loader = SourceFileLoader(name, str(path))
+    spec = spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        with _first_on_path(path.parent):
+            loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextmanager
+def _first_on_path(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the imported code may have rearranged the path
+            sys.path.remove(str(folder))

@@ -1,0 +1,277 @@
+"""Which prompts are drawn: how often each was solved is kept over the run, and the stream of prompts may follow it.
+
+The rates are kept in any case. With the defaults of `curriculum` they change nothing, and the stream is that of
+`PromptLoader`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hybrid_grpo.config import CurriculumConfig
+from hybrid_grpo.config.errors import UserError, did_you_mean
+from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.data.loader import LoaderState, PromptLoader
+from hybrid_grpo.distributed import all_reduce
+from hybrid_grpo.run.files import replace_text
+from hybrid_grpo.run.metrics import Meter
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_CLASSES = 16
+"""Of prompts that are alike, where their column is a number or a length."""
+_DISTINCT = 64
+"""Different texts of a column up to which each is a class of its own."""
+
+
+class CurriculumState(LoaderState):
+    """Position and success rates, of prompts that were tried. The same on every rank."""
+
+    index: Ints
+    """Their numbers in the list of prompts."""
+    counts: Ints
+    """Completions and right ones of each, two columns."""
+    recent: Floats
+    """The same, discounted by their age."""
+
+
+class Curriculum(PromptLoader[Prompt]):
+    """A stream of prompts that keeps their success rates and, if wanted, follows them. All of it is the same on every
+    rank, and on any number of them.
+
+    Drawing by weights is seeded by the position in the stream, and without replacement within a step, as long as there
+    are prompts left.
+
+    Args:
+        prompts, batch_size_global, rank, world_size, seed, shuffle: see `PromptLoader`.
+        config: what the stream follows.
+        num_generations: G, completions per prompt.
+        device: where collectives take place.
+
+    Raises:
+        UserError: the prompts do not have the column that the configuration names.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        batch_size_global: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool,
+        config: CurriculumConfig,
+        num_generations: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(prompts, batch_size_global, rank, world_size, seed, shuffle)
+        self._config = config
+        self._num_generations = num_generations
+        self._device = device
+        self._class_N = classes(prompts, config.column)
+        self._count_N2 = np.zeros((len(prompts), 2), dtype=np.int64)
+        self._recent_N2 = np.zeros((len(prompts), 2))
+        self._weight_N: Floats | None = None
+        self._drawn: list[tuple[int, int]] = []
+        self._noted: dict[tuple[int, int], tuple[int, int]] = {}
+        self._follows = config.sampling != "uniform" or config.skip_above is not None or config.skip_below is not None
+
+    def note(self, prompts: Sequence[Prompt], outcome_B: Tensor, threshold: float) -> None:
+        """Take note of how the groups of these prompts did, which were drawn since the last update.
+
+        Args:
+            prompts: [P] of this rank.
+            outcome_B: of their completions, right from `threshold` on; NaN says nothing.
+            threshold: `eval.threshold`.
+        """
+        outcome_PG = outcome_B.view(len(prompts), self._num_generations)
+        tries_P = (~outcome_PG.isnan()).sum(1).tolist()
+        right_P = (outcome_PG >= threshold).sum(1).tolist()
+        for prompt, tries, right in zip(prompts, tries_P, right_P, strict=True):
+            self._noted[prompt.id, prompt.epoch] = (tries, right)
+
+    def update(self) -> None:
+        """The rates after a step, from the notes of all ranks. Collective."""
+        seen_D2 = torch.zeros(len(self._drawn), 2, dtype=torch.int64)
+        for number, (index, epoch) in enumerate(self._drawn):
+            noted = self._noted.get((self._prompts[index].id, epoch))
+            if noted is not None:
+                seen_D2[number] = torch.tensor(noted)
+        step_N2 = np.zeros_like(self._count_N2)
+        np.add.at(step_N2, [index for index, _ in self._drawn], all_reduce(seen_D2.to(self._device)).cpu().numpy())
+        self._count_N2 += step_N2
+        self._recent_N2 = self._recent_N2 * 0.5 ** (1 / self._config.half_life) + step_N2
+        self._weight_N, self._drawn, self._noted = None, [], {}
+
+    def rates(self) -> Floats:
+        """[N], the estimated success rate of every prompt now."""
+        right_N, wrong_N = self._posterior()
+        return right_N / (right_N + wrong_N)
+
+    def weights(self) -> Floats:
+        """[N], how likely every prompt is to be drawn next, in proportion to each other, from `floor` to 1."""
+        if self._weight_N is None:
+            floor, weight_N = self._config.floor, np.ones(len(self._prompts))
+            if self._config.sampling == "difficulty":
+                weight_N = expected_gain(*self._posterior(), self._num_generations)
+                weight_N /= weight_N.max()
+            self._weight_N = floor + (1 - floor) * np.where(self._skipped(), 0.0, weight_N)
+        return self._weight_N
+
+    def measure(self, meter: Meter) -> None:
+        """What is known of the data."""
+        meter.add("curriculum/success_rate", float(self.rates().mean()))
+        meter.add("curriculum/tried_frac", float((self._count_N2[:, 0] > 0).mean()))
+        if self._follows:
+            meter.add("curriculum/skipped_frac", float(self._skipped().mean()))
+
+    def write(self, path: Path) -> None:
+        """Write the prompts that were tried, hardest first, one JSON object a line."""
+        rate_N = self.rates()
+        tried = [i for i in np.argsort(rate_N, kind="stable").tolist() if self._count_N2[i, 0]]
+        lines = [
+            {
+                "prompt_id": self._prompts[i].id,
+                "tries": int(self._count_N2[i, 0]),
+                "right": int(self._count_N2[i, 1]),
+                "success_rate": round(float(rate_N[i]), 4),
+                "prompt": self._prompts[i].text,
+            }
+            for i in tried
+        ]
+        replace_text(path, "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines))
+
+    def state_dict(self) -> CurriculumState:
+        """The position after the prompts handed out so far, and the rates after the last update."""
+        index = np.flatnonzero(self._count_N2[:, 0])
+        return {
+            **super().state_dict(),
+            "index": index,
+            "counts": self._count_N2[index],
+            "recent": self._recent_N2[index],
+        }
+
+    def load_state_dict(self, state: LoaderState) -> None:
+        """Go on from a saved state; see `PromptLoader`."""
+        super().load_state_dict(state)
+        saved = cast(CurriculumState, state)
+        self._count_N2[:], self._recent_N2[:] = 0, 0.0
+        self._count_N2[saved["index"]] = saved["counts"]
+        self._recent_N2[saved["index"]] = saved["recent"]
+        self._weight_N, self._drawn, self._noted = None, [], {}
+
+    def _posterior(self) -> tuple[Floats, Floats]:
+        """Parameters [N] of the beta distribution of every prompt's success rate.
+
+        The prior of a prompt is the rate of its class, and that of a class the rate of all; each counts as much as a
+        group of completions does.
+        """
+        prior, tries_N, right_N = self._num_generations, self._recent_N2[:, 0], self._recent_N2[:, 1]
+        overall = (right_N.sum() + 0.5 * prior) / (tries_N.sum() + prior)
+        tries_C, right_C = np.bincount(self._class_N, tries_N), np.bincount(self._class_N, right_N)
+        rate_N = ((right_C + prior * overall) / (tries_C + prior))[self._class_N]
+        return prior * rate_N + right_N, prior * (1 - rate_N) + tries_N - right_N
+
+    def _skipped(self) -> NDArray[np.bool_]:
+        """[N], prompts that skip_above and skip_below leave out."""
+        low, high = self._config.skip_below, self._config.skip_above
+        tries_N, right_N = self._recent_N2[:, 0], self._recent_N2[:, 1]
+        rate_N = right_N / np.maximum(tries_N, 1e-9)
+        outside_N = rate_N >= (np.inf if high is None else high)
+        outside_N |= rate_N <= (-np.inf if low is None else low)
+        return np.asarray(outside_N & (tries_N >= self._config.min_tries))
+
+    def _take(self, count: int) -> list[tuple[int, int]]:
+        drawn = self._weighted(count) if self._follows else super()._take(count)
+        self._drawn += drawn
+        return drawn
+
+    def _weighted(self, count: int) -> list[tuple[int, int]]:
+        """Index and epoch of `count` prompts by weight, those first that this step has drawn least often."""
+        length, start = len(self._prompts), self._position
+        self._position += count
+        often_N = np.bincount([index for index, _ in self._drawn], minlength=length)
+        rng = np.random.default_rng(np.random.SeedSequence([self._seed, start, length]))
+        chosen: list[tuple[int, int]] = []
+        while len(chosen) < count:
+            rounds = int(often_N.min())
+            free = np.flatnonzero(often_N == rounds)
+            taken = free[draw_weighted(self.weights()[free], count - len(chosen), rng)]
+            often_N[taken] += 1
+            # Draws of one prompt in a step are at least one round apart, so that their epochs differ.
+            chosen += [(int(i), (start + len(chosen) + k) // length + rounds) for k, i in enumerate(taken)]
+        return chosen
+
+
+def expected_gain(right_N: Floats, wrong_N: Floats, num_generations: int) -> Floats:
+    """[N], the probability that a group teaches something, times what there is left to learn.
+
+    E[(1 - p) (1 - p^G - (1 - p)^G)], where the success rate p has a beta distribution. Groups that are all right or all
+    wrong have advantages of 0 (DAPO, arXiv:2503.14476, eq. 11); of the others, those that are mostly right have little
+    left to gain.
+
+    Args:
+        right_N, wrong_N: parameters of the distribution, greater than 0.
+        num_generations: G.
+    """
+    total_N = right_N + wrong_N
+    gain_N = wrong_N / total_N
+    # E[(1 - p) p^k] and E[(1 - p) (1 - p)^k], for k from 0 to G.
+    if_right_N, if_wrong_N = gain_N, gain_N
+    for k in range(num_generations):
+        if_right_N = if_right_N * (right_N + k) / (total_N + 1 + k)
+        if_wrong_N = if_wrong_N * (wrong_N + 1 + k) / (total_N + 1 + k)
+    return gain_N - if_right_N - if_wrong_N
+
+
+def draw_weighted(weight_N: Floats, count: int, rng: np.random.Generator) -> Ints:
+    """Up to `count` different indices, drawn one after the other in proportion to the weights of those left.
+
+    In one go: the largest u^(1/w), with u uniform (Efraimidis and Spirakis 2006).
+
+    Args:
+        weight_N: greater than 0.
+    """
+    key_N = np.log1p(-rng.random(len(weight_N))) / weight_N
+    count = min(count, len(weight_N))
+    top = np.argpartition(-key_N, count - 1)[:count]
+    return np.asarray(top[np.argsort(-key_N[top], kind="stable")])
+
+
+def classes(prompts: Sequence[Prompt], column: str | None) -> Ints:
+    """[N], the class of prompts that are expected to be about as hard, from 0.
+
+    Every value of the column is one; those of a column with many are put into up to 16 of about one size, by the
+    number, or by the length of text and lists. Without a column that number is the prompt's length in tokens.
+
+    Raises:
+        UserError: there is no such column.
+    """
+    if column is None:
+        return _sixteenths([len(prompt.token_ids) for prompt in prompts])
+    names = list(prompts[0].columns)
+    if column not in names:
+        raise UserError(f"curriculum.column {column}: data.path has no such column: {did_you_mean(column, names)}")
+    values = [prompt.columns[column] for prompt in prompts]
+    if all(isinstance(value, int | float) for value in values):
+        return _sixteenths(values)
+    number_of = {text: number for number, text in enumerate(sorted(set(map(str, values))))}
+    if len(number_of) <= _DISTINCT:
+        return np.array([number_of[str(value)] for value in values])
+    return _sixteenths([len(value if isinstance(value, list) else str(value)) for value in values])
+
+
+def _sixteenths(values: Sequence[float]) -> Ints:
+    """[N], where each stands among the quantiles of all; equal values together."""
+    value_N = np.nan_to_num(np.asarray(values, dtype=np.float64))
+    edges = np.unique(np.quantile(value_N, np.arange(1, _CLASSES) / _CLASSES))
+    return np.unique(np.searchsorted(edges, value_N, side="right"), return_inverse=True)[1]

@@ -1,0 +1,110 @@
+"""Tasks on published data sets. Each reads the columns of the original, from wherever the rows come."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+from hybrid_grpo.config import RewardConfig
+from hybrid_grpo.data.tasks.recipe import Row, TaskRecipe, column, text
+
+
+def _gsm8k(row: Row) -> Row:
+    solution = text(row, "answer")
+    ask = 'Think step by step, then give the final answer as a number behind "####".'
+    return {"prompt": f"{text(row, 'question')}\n\n{ask}", "answer": solution, "completion": solution}
+
+
+gsm8k = TaskRecipe(
+    row=_gsm8k, rewards=[RewardConfig("numeric_answer")], path="openai/gsm8k", subset="main", eval_split="test"
+)
+"""Grade-school mathematics, arXiv:2110.14168. Columns question, answer (a solution that ends in `#### 42`)."""
+
+
+def _math(row: Row) -> Row:
+    solution = text(row, "solution", "answer")
+    if row.get("answer") is None and r"\boxed" not in solution:
+        raise ValueError(r"has no answer, and its solution none in \boxed{}")
+    ask = r"Reason step by step, and put the final answer in \boxed{}."
+    answer = solution if row.get("answer") is None else row["answer"]
+    return {"prompt": f"{text(row, 'problem')}\n\n{ask}", "answer": answer, "completion": solution}
+
+
+math = TaskRecipe(
+    row=_math,
+    rewards=[RewardConfig("math_answer")],
+    path="DigitalLearningGmbH/MATH-lighteval",
+    subset="default",
+    eval_path="HuggingFaceH4/MATH-500",
+    eval_split="test",
+)
+r"""Competition mathematics, arXiv:2103.03874, held out: MATH-500. Columns problem, solution (with its answer in
+`\boxed{}`) and, where there is one, answer."""
+
+
+def _multiple_choice(row: Row) -> Row:
+    texts, labels = _choices(column(row, "choices"))
+    letters = list(string.ascii_uppercase[: len(texts)])
+    letter = _letter(column(row, "answerKey", "answer"), texts, labels)
+    listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(letters, texts, strict=True))
+    ask = 'Think step by step, then finish with "The answer is (X)", where X is the letter of the right choice.'
+    return {
+        "prompt": f"{text(row, 'question')}\n\n{listed}\n\n{ask}",
+        "answer": letter,
+        "choices": texts,
+        "completion": f"The answer is ({letter}).",
+    }
+
+
+def _choices(value: Any) -> tuple[list[str], list[str]]:
+    """Texts and labels, of `{text: [...], label: [...]}` or of a list of texts."""
+    texts, labels = (value.get("text"), value.get("label")) if isinstance(value, dict) else (value, None)
+    if not isinstance(texts, list) or not 2 <= len(texts) <= 26:
+        raise ValueError(f"has choices {value!r:.60}, where a list of 2 to 26 texts is expected")
+    labels = list(string.ascii_uppercase[: len(texts)]) if labels is None else labels
+    return list(map(str, texts)), list(map(str, labels))
+
+
+def _letter(answer: Any, texts: list[str], labels: list[str]) -> str:
+    """The letter of the answer, which is given by its label, its index from 0 or its text."""
+    for known in (labels, range(len(texts)), texts):
+        if answer in known and not isinstance(answer, bool):
+            return string.ascii_uppercase[known.index(answer)]
+    raise ValueError(f"has answer {answer!r:.40}, which is no label, no index and no text of its {len(texts)} choices")
+
+
+multiple_choice = TaskRecipe(
+    row=_multiple_choice,
+    rewards=[RewardConfig("multiple_choice")],
+    path="allenai/ai2_arc",
+    subset="ARC-Challenge",
+    eval_split="test",
+)
+"""Questions with choices: ARC, arXiv:1803.05457 (choices {text, label}, answerKey), and those in the form of MMLU,
+arXiv:2009.03300 (choices, answer as an index). Column question in both."""
+
+
+def _code(row: Row) -> Row:
+    tests = column(row, "tests", "test_list", "test", "input_output")
+    ask = "Write Python code that solves it, in one ```python block."
+    asserts = row.get("test_list")
+    if isinstance(asserts, list) and asserts and tests is asserts:
+        setup = [*(row.get("test_imports") or []), row.get("test_setup_code") or ""]
+        # Nothing else says what the function is to be called; the other tests stay unseen.
+        ask += f" It has to pass this test, among others:\n\n{asserts[0]}"
+        tests = [*filter(None, setup), *asserts]
+    solution = row.get("code")
+    target = {} if solution is None else {"completion": f"```python\n{solution.strip()}\n```"}
+    return {"prompt": f"{text(row, 'prompt', 'text', 'question')}\n\n{ask}", "tests": tests, **target}
+
+
+code = TaskRecipe(
+    row=_code,
+    rewards=[RewardConfig("code_tests")],
+    path="google-research-datasets/mbpp",
+    subset="full",
+    eval_split="test",
+)
+"""Python programs and their tests: MBPP, arXiv:2108.07732 (text or prompt, test_list, code), HumanEval,
+arXiv:2107.03374 (prompt, test, entry_point), APPS, arXiv:2105.09938 (question, input_output), and data sets with
+columns prompt and tests."""

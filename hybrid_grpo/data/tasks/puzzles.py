@@ -1,0 +1,105 @@
+"""Tasks whose rows are made on the spot, from a fixed seed: the same rows in every run, in any number."""
+
+from __future__ import annotations
+
+import operator
+import random
+import string
+import zlib
+from collections.abc import Callable, Hashable, Iterator
+
+from hybrid_grpo.config import RewardConfig
+from hybrid_grpo.data.tasks.recipe import Row, TaskRecipe, column, text
+
+_HELD_OUT_SHARE = 8
+"""One puzzle of so many is held out."""
+
+
+def _distinct(draw: Callable[[random.Random], tuple[Hashable, Row]], held_out: bool) -> Iterator[Row]:
+    """Rows without end, no two with the same key. The key alone decides on which side of the split a row stands."""
+    source = random.Random(f"held out {held_out}")
+    seen: set[Hashable] = set()
+    while True:
+        key, row = draw(source)
+        if (zlib.crc32(repr(key).encode()) % _HELD_OUT_SHARE == 0) == held_out and key not in seen:
+            seen.add(key)
+            yield row
+
+
+WORD_LENGTHS = range(3, 7)
+
+
+def _draw_word(source: random.Random) -> tuple[Hashable, Row]:
+    word = "".join(source.sample(string.ascii_lowercase, source.choice(WORD_LENGTHS)))
+    return word, {"word": word}
+
+
+def _letters(row: Row) -> Row:
+    word = text(row, "word")
+    answer = "".join(sorted(word))
+    return {"prompt": f"{word}=", "answer": answer, "completion": answer}
+
+
+letters = TaskRecipe(
+    row=_letters,
+    rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
+    made=lambda held_out: _distinct(_draw_word, held_out),
+    eval_split="test",
+    limit=4096,
+    eval_limit=512,
+    chat_template="auto",
+)
+"""Sort the letters of a word, the task of the quickstart: `dcab=` is to be continued with `abcd`. Column word."""
+
+
+NUMBERS = range(1, 100)
+TARGETS = range(10, 101)
+
+
+def _draw_numbers(source: random.Random) -> tuple[Hashable, Row]:
+    while True:
+        nums = [source.choice(NUMBERS) for _ in range(source.choice((3, 4)))]
+        joined = _joined(nums, source)
+        if joined is not None and joined[0] in TARGETS:
+            target, expression = joined
+            return (tuple(sorted(nums)), target), {"nums": nums, "target": target, "expression": expression}
+
+
+def _joined(nums: list[int], source: random.Random) -> tuple[int, str] | None:
+    """All numbers in one expression of whole values, made by joining two at random until one is left, and its value;
+    None where a division does not come out even."""
+    parts = [(number, str(number)) for number in nums]
+    while len(parts) > 1:
+        source.shuffle(parts)
+        (a, left), (b, right) = parts.pop(), parts.pop()
+        sign = source.choice("+-*/")
+        if sign == "/" and (b == 0 or a % b):
+            return None
+        value = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}[sign](a, b)
+        parts.append((value, f"({left} {sign} {right})"))
+    return parts[0][0], parts[0][1][1:-1]
+
+
+def _countdown(row: Row) -> Row:
+    nums, target = column(row, "nums"), column(row, "target")
+    if not isinstance(nums, list) or not all(type(number) is int for number in [*nums, target]):
+        raise ValueError(f"has nums {nums!r:.40} and target {target!r:.20}, where whole numbers are expected")
+    prompt = (
+        f"Using the numbers {', '.join(map(str, nums))}, write an expression that equals {target}. Use every number"
+        " exactly once, with + - * / and parentheses. Think step by step, then give the expression in <answer>"
+        " </answer>, as in <answer>(1 + 2) / 3</answer>."
+    )
+    target_text = {"completion": f"<answer>{row['expression']}</answer>"} if row.get("expression") else {}
+    return {"prompt": prompt, "nums": nums, "target": target, **target_text}
+
+
+countdown = TaskRecipe(
+    row=_countdown,
+    rewards=[RewardConfig("countdown")],
+    made=lambda held_out: _distinct(_draw_numbers, held_out),
+    eval_split="test",
+    limit=4096,
+    eval_limit=512,
+)
+"""Reach a target from 3 or 4 numbers by arithmetic, the game of TinyZero. Columns nums, target, as in
+Jiayi-Pan/Countdown-Tasks-3to4."""

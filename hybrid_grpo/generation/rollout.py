@@ -1,0 +1,129 @@
+"""Completions by a plain model, as the configuration's `rollout` section says: decoded, and handed on one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from hybrid_grpo import generation
+from hybrid_grpo.config import PolicyConfig, RolloutConfig
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.batch import Completion, Prompt
+from hybrid_grpo.generation import OnFinish, Request, Sampling, Stats, fallback, stream_key
+from hybrid_grpo.generation.support import unsupported
+from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.loading import plain_attention
+from hybrid_grpo.model.pretrained import load_config
+
+
+def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: bool = False) -> Sampling:
+    """How tokens are chosen and completions end.
+
+    Greedy completions end by the same rules, and nothing else is kept: they measure the model, on which filters have
+    no effect then, and a penalty or a bias would measure the settings.
+
+    Args:
+        stop_ids: tokens that end a completion, those of `config` among them.
+    """
+    ends = Sampling(
+        max_tokens=config.max_completion_tokens,
+        min_tokens=config.min_completion_tokens,
+        stop_ids=() if config.ignore_eos else stop_ids,
+        stop_strings=tuple(config.stop_strings),
+    )
+    if greedy:
+        return replace(ends, temperature=generation.GREEDY)
+    return replace(
+        ends,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        logit_bias=tuple((int(token), bias) for token, bias in config.logit_bias.items()),
+        logprobs=config.logprobs,
+    )
+
+
+def requests_of(prompts: Sequence[Prompt], num_generations: int, seed: int, step: int) -> list[Request]:
+    """Completions wanted of each prompt; their random streams know neither ranks nor the order of prompts."""
+    return [
+        Request(p.token_ids, [stream_key(seed, step, p.epoch, p.id, k) for k in range(num_generations)])
+        for p in prompts
+    ]
+
+
+def attention_of(decoder: Literal["paged", "transformers"]) -> str | None:
+    """The attention implementation that a model needs for `complete`; None: its own."""
+    return ATTENTION if decoder == "paged" else None
+
+
+def training_attention(policy: PolicyConfig, config: Any = None) -> str:
+    """The attention implementation of the training forward.
+
+    Args:
+        config: of the model; not given: it is loaded.
+
+    Raises:
+        UserError: it is `packed`, which the architecture does not allow.
+    """
+    config = load_config(policy.model) if config is None else config
+    if policy.attn_implementation in ("auto", "packed"):
+        reason = unsupported(config)
+        if reason is None:
+            return ATTENTION
+        if policy.attn_implementation == "packed":
+            raise UserError(
+                f"policy.attn_implementation packed does not fit policy.model {policy.model}: {reason}: set it to auto"
+            )
+        if policy.shared_prefix == "on":
+            raise UserError(
+                f"policy.shared_prefix on does not fit policy.model {policy.model}, which cannot be packed:"
+                f" {reason}: set it to auto"
+            )
+    return plain_attention(config, policy.attn_implementation)
+
+
+def complete(
+    model: Any,
+    tokenizer: Any,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    config: RolloutConfig,
+    on_finish: OnFinish | None = None,
+) -> tuple[list[list[Completion]], Stats]:
+    """Complete every request; texts are filled in.
+
+    Args:
+        model: in eval mode, with the attention that `attention_of` says, without hooks that communicate.
+        tokenizer: decodes completions, special tokens left out.
+        config: which decoder, and its limits.
+        on_finish: is given each completion as soon as it is finished.
+
+    Raises:
+        UserError: see `generation.generate`.
+    """
+    completions: dict[tuple[int, int], Completion] = {}
+
+    def text(token_ids: list[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def finished(request: int, sample: int, completion: Completion) -> None:
+        completion = replace(completion, text=text(completion.token_ids))
+        completions[request, sample] = completion
+        if on_finish is not None:
+            on_finish(request, sample, completion)
+
+    decoder = generation.generate if config.decoder == "paged" else fallback.generate
+    _, stats = decoder(
+        model,
+        requests,
+        sampling,
+        max_slots=config.max_slots,
+        prefill_tokens=config.prefill_tokens,
+        cache_gb=config.cache_gb,
+        on_finish=finished,
+        decode=text,
+    )
+    return [[completions[i, k] for k in range(len(r.keys))] for i, r in enumerate(requests)], stats

@@ -1,0 +1,122 @@
+"""The kernels of decoding.c: one token a sequence on a CPU in float32, where torch's are made for large matrices."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_grpo.model.kernels.build import run, usable
+
+FEW_ROWS = 512
+"""Up to so many rows the kernel is at least as fast as torch's matrix product; beyond, rows outgrow the cache."""
+
+
+def adopt(model: Any) -> None:
+    """Let the linear and RMS-norm modules of a model whose weights are there run on the kernels.
+
+    A norm is taken over only if one of the two known formulas gives what its own forward gives.
+    """
+    if not usable(*model.parameters()):
+        return
+    for module in model.modules():
+        kind = type(module)
+        if kind is nn.Linear and usable(module.weight):
+            module.forward = MethodType(_linear, module)
+        elif kind.__name__.endswith("RMSNorm") and (norm := _norm_of(module)) is not None:
+            module.forward = MethodType(norm, module)
+
+
+def _linear(module: Any, x: Tensor) -> Tensor:
+    weight, bias = module.weight, module.bias
+    k = x.shape[-1]
+    rows = x.numel() // k
+    if rows > FEW_ROWS or not (x.is_contiguous() and weight.is_contiguous()):
+        return nn.functional.linear(x, weight, bias)
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    run("linear", out, x, weight, bias, rows, weight.shape[0], k)
+    return out
+
+
+def _norm_of(module: Any) -> Any | None:
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    if not isinstance(epsilon, float) or weight is None or weight.dim() != 1 or not usable(weight):
+        return None
+    x = torch.linspace(-2, 3, 2 * len(weight)).view(2, -1)
+    for offset in (0.0, 1.0):
+
+        def norm(module: Any, x: Tensor, offset: float = offset) -> Tensor:
+            x = x.contiguous()
+            out = torch.empty_like(x)
+            weight = module.weight
+            rows = x.numel() // len(weight)
+            run("rms_norm", out, x, weight, offset, epsilon, rows, len(weight))
+            return out
+
+        if torch.allclose(norm(module, x), module(x), rtol=1e-5, atol=1e-6):
+            return norm
+    return None
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    position: Tensor,
+    window: int,
+    scale: float,
+    softcap: float,
+) -> Tensor:
+    """Store the new keys and values and attend; see decoding.c.
+
+    Args:
+        query: [n, heads, 1, d]; key, value: [n, kv, 1, d], of the new tokens.
+        keys, values: the layer's pools, [pages, page, kv, d].
+        table: int32 [n, width], pages of each sequence.
+        position: int64 [n], of the new tokens.
+        window: positions seen, the own one included; 0 for all.
+        softcap: 0 for none.
+
+    Returns:
+        [n, 1, heads, d].
+    """
+    n, heads, _, d = query.shape
+    out = query.new_empty(n, 1, heads, d)
+    run(
+        "decode_attention",
+        out,
+        *(query, query.stride(0), query.stride(1)),
+        *(key, key.stride(0), key.stride(1)),
+        *(value, value.stride(0), value.stride(1)),
+        *(keys, values, table, position),
+        *(n, heads, key.shape[1], d, keys.shape[1], table.stride(0), window, scale, softcap),
+    )
+    return out
+
+
+def can_attend(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether `decode_attention` takes these shapes and types."""
+    return (
+        usable(query, keys, values)
+        and keys.shape == values.shape
+        and fits(query.shape[1] // keys.shape[2], keys.shape[1], query.shape[3])
+    )
+
+
+def fits(group: int, page: int, d: int) -> bool:
+    """Whether a page's scores and the sums of a key's query heads have room on the kernel's stack."""
+    return group <= 64 and group * page <= 2048 and group * d <= 8192
+
+
+def sample(logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Tokens (int64 [n]) and log-probabilities (float32 [n]) without filters or penalties; see `Sampler`."""
+    n, vocabulary = logits_nV.shape
+    token_n, logp_n = key_n.new_empty(n), logits_nV.new_empty(n)
+    run("sample", token_n, logp_n, logits_nV, key_n, counter_n, temperature, n, vocabulary)
+    return token_n, logp_n

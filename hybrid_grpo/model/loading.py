@@ -1,0 +1,122 @@
+"""Models and tokenizers from a folder or the hub, ready for this package.
+
+A sharded load happens inside `engine.sharded_loading`; nothing here knows the engine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
+
+from hybrid_grpo.config import PolicyConfig, RolloutConfig
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.model.pretrained import first_line, load_config
+
+
+def check_lengths(config: Any, longest: int) -> None:
+    """Refuse sequences that the model has no positions for.
+
+    Raises:
+        UserError: `longest` tokens are more than `max_position_embeddings`.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        raise UserError(
+            f"the longest prompt plus max_completion_tokens is {longest} tokens and policy.model has {limit} positions:"
+            f" lower data.max_prompt_tokens or max_completion_tokens by {longest - limit}"
+        )
+
+
+def check_token_ids(rollout: RolloutConfig, config: Any) -> None:
+    """Refuse settings about tokens that the model cannot sample.
+
+    Raises:
+        UserError: an id is not below the model's `vocab_size`.
+    """
+    size = config.get_text_config().vocab_size
+    for setting, ids in (("stop_ids", rollout.stop_ids), ("logit_bias", map(int, rollout.logit_bias))):
+        for token in ids:
+            if token >= size:
+                raise UserError(f"rollout.{setting} {token} is no token of policy.model: its ids end at {size - 1}")
+
+
+def plain_attention(config: Any, attn_implementation: str) -> str:
+    """The attention of transformers that a setting means for an architecture.
+
+    Raises:
+        UserError: the architecture does not have it.
+    """
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    has_sdpa = model is None or model._supports_sdpa
+    if attn_implementation in ("auto", "packed"):
+        return "sdpa" if has_sdpa else "eager"
+    if attn_implementation == "sdpa" and not has_sdpa:
+        raise UserError(
+            f"policy.attn_implementation sdpa: {model.__name__} has no attention of this kind: set it to eager"
+        )
+    return attn_implementation
+
+
+def without_dropout(config: Any) -> Any:
+    """The configuration, in place, without any dropout."""
+    # Settings of the text model of one that also takes images stand in a section of their own.
+    for section in (config, config.get_text_config()):
+        for field, value in vars(section).items():
+            if ("dropout" in field or "pdrop" in field) and isinstance(value, float):
+                setattr(section, field, 0.0)
+    return config
+
+
+def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> Any:
+    """The causal language model that `policy` names, without dropout; its attention may be another than there.
+
+    Dropout would make the policy that is trained another one than the policy that sampled (a ratio other than 1
+    before the first update), so it is off in training too.
+
+    Raises:
+        UserError: the weights do not load, or the architecture does not have this attention.
+    """
+    config = load_config(policy.model)
+    attention = attn_implementation or plain_attention(config, policy.attn_implementation)
+    without_dropout(config)
+    try:
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            policy.model,
+            config=config,
+            dtype=getattr(torch, policy.dtype),
+            attn_implementation=attention,
+            # Reported below, by name.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        raise UserError(f"policy.model {policy.model} does not load: {first_line(error)}") from error
+    # transformers starts such weights at random, with no more than a warning.
+    for what, names in (("lacks", loaded["missing_keys"]), ("has the wrong shape for", loaded["mismatched_keys"])):
+        if names:
+            first = min(name if isinstance(name, str) else name[0] for name in names)
+            raise UserError(
+                f"policy.model {policy.model} {what} {len(names)} of the weights that its config.json asks for,"
+                f" {first} among them: take a complete {type(model).__name__}"
+            )
+    if policy.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def stop_ids(name: str, tokenizer: Any, more: list[int]) -> tuple[int, ...]:
+    """All tokens that end a completion: the tokenizer's, those of the model's generation config, and `more`."""
+    ids = {*more, tokenizer.eos_token_id}
+    generation = Path(name) / "generation_config.json"
+    if generation.is_file() or not Path(name).exists():
+        try:
+            declared = GenerationConfig.from_pretrained(name).eos_token_id
+            ids.update(declared if isinstance(declared, list) else [declared])
+        except OSError:
+            # A hub model need not have one.
+            pass
+    return tuple(sorted(token for token in ids if token is not None))

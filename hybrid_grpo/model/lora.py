@@ -1,0 +1,184 @@
+"""Low-rank adapters (LoRA): small matrices that are trained beside the linear layers of a model that stays as it is.
+
+peft makes them, in place: the model keeps its class, and each of its layers with an adapter is one of peft's around the
+former one. What is decoded and exported has them merged into the weights; peft's own format is written beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from hybrid_grpo.config import LoraConfig
+from hybrid_grpo.config.errors import UserError, did_you_mean
+
+_NAME = "default"
+"""peft's for the adapter of a model that has one."""
+_LINEAR = (nn.Linear, Conv1D)
+"""GPT-2's are of a class of their own."""
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """What one layer's weight has beside it: W + scale * B A (arXiv:2106.09685, section 4.1), B being 0 at first."""
+
+    layer: Any
+    """peft's, with the linear layer inside."""
+    scale: float
+    """alpha / rank."""
+
+    @property
+    def linear(self) -> Any:
+        """The layer without the adapter."""
+        return self.layer.base_layer
+
+    @property
+    def down(self) -> nn.Parameter:
+        """A, [rank, in]; empty while it is sharded."""
+        return self.layer.lora_A[_NAME].weight
+
+    @property
+    def up(self) -> nn.Parameter:
+        """B, [out, rank]; empty while it is sharded."""
+        return self.layer.lora_B[_NAME].weight
+
+    def merged(self, weight: Tensor, down: Tensor, up: Tensor, *, in_place: bool) -> Tensor:
+        """`weight` with the adapter in it, all whole; rounded to its type once."""
+        if self.layer.fan_in_fan_out:
+            # GPT-2's layers keep W transposed, and (B A)^T = A^T B^T.
+            up, down = down.T, up.T
+        if in_place:
+            return weight.addmm_(up, down, alpha=self.scale)
+        return torch.addmm(weight, up, down, alpha=self.scale)
+
+
+class Adapters:
+    """The adapters of one model, which they are put into; nothing but them is trained from then on.
+
+    Args:
+        model: a transformers causal language model, its weights sharded or not.
+        lora: rank, scale and layers.
+        seed: of the matrices A, which are the same on every rank.
+
+    Raises:
+        UserError: a layer that `lora` names is not there, or cannot have an adapter.
+    """
+
+    def __init__(self, model: Any, lora: LoraConfig, seed: int) -> None:
+        import peft
+
+        config = peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=model.config.name_or_path,
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            target_modules=_targets(model, lora),
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            try:
+                peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
+            except ValueError as error:
+                raise UserError(f"lora.target_modules: peft cannot adapt policy.model: {error}") from error
+        self._config = model.peft_config[_NAME]
+        self.by_layer: dict[str, Adapter] = {
+            path: Adapter(layer, layer.scaling[_NAME])
+            for path, layer in model.named_modules()
+            if isinstance(layer, peft.tuners.lora.LoraLayer)
+        }
+        """By the path of the linear layer in a model without adapters."""
+        for path, adapter in self.by_layer.items():
+            # peft takes the names that experts had when they were layers of their own for them as a whole.
+            if not isinstance(adapter.linear, _LINEAR):
+                raise UserError(
+                    f"lora.target_modules: peft would adapt {path} too, which is no linear layer: leave out the names"
+                    " of its experts' layers"
+                )
+
+    def __str__(self) -> str:
+        layers = [adapter.layer for adapter in self.by_layer.values()]
+        count = sum(layer.r[_NAME] * (layer.in_features + layer.out_features) for layer in layers)
+        return f"{count:,} weights are trained, in adapters of rank {self._config.r} beside {len(layers)} linear layers"
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All that is trained."""
+        return [p for adapter in self.by_layer.values() for p in (adapter.down, adapter.up)]
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, the model computes what it does without them: they add exactly 0.
+
+        They are still computed, since ZeRO-3 fetches ahead in the order of the last forward, and would have to learn
+        another one each time if layers were left out.
+        """
+        for adapter in self.by_layer.values():
+            adapter.layer.scaling[_NAME] = 0.0
+        try:
+            yield
+        finally:
+            for adapter in self.by_layer.values():
+                adapter.layer.scaling[_NAME] = adapter.scale
+
+    def save(self, folder: Path, whole: Mapping[nn.Parameter, Tensor]) -> None:
+        """Write adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them.
+
+        Args:
+            whole: the weight of every one of `parameters`.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        matrices = (
+            (f"base_model.model.{path}.{name}.weight", whole[parameter])
+            for path, adapter in self.by_layer.items()
+            for name, parameter in (("lora_A", adapter.down), ("lora_B", adapter.up))
+        )
+        state = {name: matrix.detach().to("cpu", copy=True) for name, matrix in matrices}
+        save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        inference_mode, self._config.inference_mode = self._config.inference_mode, True
+        self._config.save_pretrained(str(folder))
+        self._config.inference_mode = inference_mode
+
+
+def check_lora(lora: LoraConfig, config: Any) -> None:
+    """Refuse adapters that a model cannot have, before its weights are read.
+
+    Args:
+        config: the model's transformers configuration.
+
+    Raises:
+        UserError: see `Adapters`.
+    """
+    if lora.rank:
+        with torch.device("meta"):
+            Adapters(AutoModelForCausalLM.from_config(config), lora, seed=0)
+
+
+def _targets(model: Any, lora: LoraConfig) -> list[str]:
+    """Names of the layers to adapt, each of which fits linear layers only."""
+    head = model.get_output_embeddings()
+    layers = dict(model.named_modules())
+    linear = [path for path, layer in layers.items() if isinstance(layer, _LINEAR) and layer is not head]
+    if lora.target_modules == "all-linear":
+        return linear
+    known = sorted({path.rpartition(".")[2] for path in linear})
+    for target in lora.target_modules:
+        found = [path for path in layers if f".{path}".endswith(f".{target}")]
+        if any(layers[path] is head for path in found):
+            raise UserError(
+                f"lora.target_modules {target} is the output head, of which only the weight is used, a chunk at a time:"
+                " take it out"
+            )
+        if not found or not set(linear).issuperset(found):
+            what = "is no linear layer" if found else "is no layer"
+            raise UserError(f"lora.target_modules {target} {what} of policy.model: {did_you_mean(target, known)}")
+    return list(lora.target_modules)

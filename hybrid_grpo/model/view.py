@@ -1,0 +1,138 @@
+"""The policy as generation sees it: a plain module over the engine's weights.
+
+A view is a second module of the same class, with an attention of its own and without hooks, gradients or storage.
+While it is open its parameters are whole weights: below ZeRO stage 3, and on one rank, the engine's own memory;
+else slices of one buffer that the shards are gathered into. Weights with an adapter have it merged into them: in that
+buffer, or where they are the engine's own, in copies. Nothing of the module in training is touched, so leaving
+generation cannot fail to restore it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_grpo.distributed import world_size
+from hybrid_grpo.model.lora import Adapter
+
+BUCKET_ELEMENTS = 1 << 26
+"""Parameters gathered by one collective: bounds the transient copy to a few hundred MB."""
+
+
+def meta_copy(model: Any, attn_implementation: str) -> nn.Module:
+    """A module like the transformers model `model`, on the meta device, with another attention."""
+    config = deepcopy(model.config)
+    with torch.device("meta"):
+        copy: nn.Module = type(model)._from_config(config, attn_implementation=attn_implementation)
+    return copy.requires_grad_(False)
+
+
+class View:
+    """A module whose parameters are the whole weights of another, while they are gathered."""
+
+    def __init__(
+        self,
+        source: nn.Module,
+        module: nn.Module,
+        sharded: bool,
+        device: torch.device,
+        adapters: Mapping[str, Adapter] | None = None,
+    ) -> None:
+        """
+        Args:
+            source: the module in training; may hold empty parameters while its weights are sharded.
+            module: of the same class and structure but for adapters, on the meta device.
+            sharded: whether `source` is under ZeRO-3.
+            device: where whole weights go.
+            adapters: those in `source`, by the path of their layer in `module`.
+        """
+        self.module = module
+        self._sharded = sharded
+        self._device = device
+        self._adapters = adapters or {}
+        # Any: a parameter under ZeRO-3 has attributes of DeepSpeed's.
+        self._homes: dict[Any, list[tuple[nn.Module, str]]] = {}
+        by_name = dict(source.named_parameters(remove_duplicate=False))
+        for path, adapter in self._adapters.items():
+            by_name.update({f"{path}.{name}": p for name, p in adapter.linear.named_parameters()})
+        buffers = dict(source.named_buffers(remove_duplicate=False))
+        for path, child in module.named_modules():
+            prefix = f"{path}." if path else ""
+            for name in child._parameters:
+                if child._parameters[name] is not None:
+                    # Tied weights are one parameter with several homes.
+                    self._homes.setdefault(by_name[prefix + name], []).append((child, name))
+            for name in child._buffers:
+                child._buffers[name] = buffers.get(prefix + name)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Give every parameter its whole weight; collective when sharded over ranks."""
+        matrices = [p for adapter in self._adapters.values() for p in (adapter.down, adapter.up)]
+        whole = self.whole([*self._homes, *matrices])
+        for adapter in self._adapters.values():
+            weight = adapter.linear.weight
+            whole[weight] = adapter.merged(
+                whole[weight], whole[adapter.down], whole[adapter.up], in_place=self._sharded and world_size() > 1
+            )
+        for parameter, homes in self._homes.items():
+            self._bind(homes, whole[parameter])
+
+    @torch.no_grad()
+    def whole(self, parameters: Iterable[Any]) -> dict[Any, Tensor]:
+        """The whole weights of parameters in training; collective when sharded over ranks."""
+        if not self._sharded:
+            return {p: p.data for p in parameters}
+        if world_size() == 1:
+            return {p: p.ds_tensor.to(self._device)[: p.ds_numel].view(p.ds_shape).detach() for p in parameters}
+        return self._gather_shards(list(parameters))
+
+    def release(self) -> None:
+        """Let go of the weights."""
+        for parameter, homes in self._homes.items():
+            self._bind(homes, torch.empty(0, dtype=parameter.dtype))
+
+    @staticmethod
+    def _bind(homes: list[tuple[nn.Module, str]], tensor: Tensor) -> None:
+        bound = nn.Parameter(tensor, requires_grad=False)
+        for module, name in homes:
+            module._parameters[name] = bound
+
+    def _gather_shards(self, every: list[Any]) -> dict[Any, Tensor]:
+        """All-gather the shards into one buffer a type, bucket by bucket."""
+        whole: dict[Any, Tensor] = {}
+        for dtype in sorted({p.ds_tensor.dtype for p in every}, key=str):
+            parameters = [p for p in every if p.ds_tensor.dtype == dtype]
+            flat = torch.empty(sum(p.ds_numel for p in parameters), dtype=dtype, device=self._device)
+            offset = 0
+            for bucket in _buckets(parameters):
+                local = torch.cat([p.ds_tensor.to(self._device).view(-1) for p in bucket])
+                # gloo takes a flat output only.
+                ranks = torch.empty(world_size() * len(local), dtype=dtype, device=self._device)
+                torch.distributed.all_gather_into_tensor(ranks, local)
+                ranks = ranks.view(world_size(), -1)
+                start = 0
+                for p in bucket:
+                    shards = ranks[:, start : start + p.ds_tensor.numel()].reshape(-1)
+                    start += p.ds_tensor.numel()
+                    target = flat[offset : offset + p.ds_numel]
+                    offset += p.ds_numel
+                    # The last shards may be padded.
+                    whole[p] = target.copy_(shards[: p.ds_numel]).view(p.ds_shape)
+        return whole
+
+
+def _buckets(parameters: list[Any]) -> Iterator[list[Any]]:
+    bucket: list[Any] = []
+    size = 0
+    for p in parameters:
+        if bucket and size + p.ds_numel > BUCKET_ELEMENTS:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(p)
+        size += p.ds_numel
+    yield bucket

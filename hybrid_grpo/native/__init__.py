@@ -1,1 +1,0 @@
-"""Kernels in C for a CPU in float32."""

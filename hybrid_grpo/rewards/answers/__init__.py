@@ -1,1 +1,0 @@
-"""Final answers of mathematical problems: what they are, and which are the same."""

@@ -1,0 +1,301 @@
+"""Reward of programs: the share of the tests that they pass, run in a sandbox.
+
+The verdict is not the program's: asserts are run in another process than the program, outputs are compared in this one
+(sandbox.py, judging.py). Torch-free.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import math
+import symtable
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+from hybrid_grpo.rewards.code.containment import PROTECTIONS, Limits
+from hybrid_grpo.rewards.code.sandbox import Sandbox
+from hybrid_grpo.rewards.rules import Completions, completion_texts
+
+_LANGUAGES = ("python", "python3", "py")
+_local = threading.local()
+
+
+def code_tests(
+    completions: Completions,
+    tests: list[Any],
+    entry_point: list[str | None] | None = None,
+    *,
+    score: Literal["share", "all"] = "share",
+    fence: Literal["required", "optional"] = "required",
+    timeout_s: float = 10.0,
+    memory_mb: int = 512,
+    disk_mb: int = 16,
+    tolerance: float = 0.0,
+    require: Collection[str] = tuple(PROTECTIONS),
+) -> list[float | None]:
+    """Share of its tests that the program in a completion passes.
+
+    The program is the last closed block fenced as Python, or else the last fenced without a language. None where the
+    column `tests` is None; 0.0 where there is no program.
+
+    Args:
+        completions: [B], text or chats.
+        tests: [B]. Python as text, or a list of such texts: every assert of the top level is a test, or, where there
+            are none, `check(entry_point)` (HumanEval), every function `test_...` and every method of a
+            unittest.TestCase. What they use and do not define is the program's, which is also the module `solution`.
+            Or `{"inputs": [...], "outputs": [...]}`, also as JSON text: what is read from standard input and expected
+            on standard output, or, with `fn_name` or `entry_point`, arguments and value of that function, of the
+            program or of its class `Solution` (APPS, TACO, LiveCodeBench).
+        entry_point: [B], name of the function that is tested, where the tests need one.
+        score: `share`, or `all`: 1.0 if all are passed, else 0.0.
+        fence: `optional` takes the whole completion where nothing is fenced.
+        timeout_s: seconds for all tests of a completion; those that are not reached have failed.
+        memory_mb: MiB of address space, Python's own 30 included.
+        disk_mb: MiB that the program may have in files; 0: it cannot write any.
+        tolerance: numbers on standard output may differ by this much, absolutely or relatively.
+        require: protections without which nothing is run; see `containment.PROTECTIONS`.
+
+    Raises:
+        ValueError: a setting cannot be honoured here, or the tests of the data set are none.
+        RuntimeError: the sandbox has failed.
+    """
+    _check(score, fence, timeout_s, memory_mb, disk_mb, tolerance)
+    if not completions:
+        with Sandbox() as sandbox:
+            sandbox.require(require)
+        return []
+    sandbox = _sandbox(require)
+    limits = Limits(memory_mb=memory_mb, cpu_s=math.ceil(timeout_s) + 1, disk_mb=disk_mb)
+    rewards: list[float | None] = []
+    for row, text in enumerate(completion_texts(completions)):
+        if tests[row] is None:
+            rewards.append(None)
+            continue
+        job = _job(tests[row], None if entry_point is None else entry_point[row])
+        program = program_of(text, bare=fence == "optional")
+        passed = job.passed(sandbox, program, limits, timeout_s, tolerance, score == "all") if program else 0
+        rewards.append(float(passed == job.count) if score == "all" else passed / job.count)
+    return rewards
+
+
+def program_of(text: str, bare: bool = False) -> str | None:
+    """The last fenced block of Python that is closed, or else the last without a language; `bare`: or else all."""
+    fence, language = "", ""
+    block: list[str] = []
+    found: dict[bool, str] = {}
+    for line in text.splitlines():
+        start = line.strip()
+        if not fence and start.startswith("```"):
+            fence = start[: len(start) - len(start.lstrip("`"))]
+            language, block = start[len(fence) :].strip().lower(), []
+        elif fence and start == fence:
+            if language in ("", *_LANGUAGES):
+                found[language == ""] = textwrap.dedent("\n".join(block)) + "\n"
+            fence = ""
+        else:
+            block.append(line)
+    program = found.get(False, found.get(True))
+    return text if program is None and bare and "```" not in text and text.strip() else program
+
+
+class _Asserts:
+    """Tests that are Python."""
+
+    def __init__(self, text: str, entry_point: str | None) -> None:
+        try:
+            parts = _parts(ast.parse(text), entry_point)
+            names = _names_of_the_program(text, entry_point)
+        except SyntaxError as error:
+            line = (error.text or "").strip()
+            raise ValueError(f"tests of the data set are no Python: {error.msg}: {line}") from error
+        self.count = sum(counts for _, counts in parts)
+        if not self.count:
+            raise ValueError(f"tests of the data set test nothing: {text[:80]!r}: give asserts, or entry_point")
+        # Modules that the tests rely on the program to import: it could give them others of the same name.
+        modules = sorted(names & _modules(ast.parse(text)))
+        parts = [(f"import {name}", False) for name in modules] + parts
+        self._order = json.dumps({"names": sorted(names - set(modules)), "parts": parts})
+
+    def passed(
+        self, sandbox: Sandbox, program: str, limits: Limits, timeout_s: float, tolerance: float, all_or_none: bool
+    ) -> int:
+        """How many tests the program passes."""
+        return sum(sandbox.test(program, self._order, limits=limits, timeout_s=timeout_s).verdicts[: self.count])
+
+
+class _Pairs:
+    """Tests that are inputs and outputs."""
+
+    def __init__(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        self._pairs = [(_lines(given), _lines(expected)) for given, expected in zip(inputs, outputs, strict=True)]
+        self.count = len(self._pairs)
+
+    def passed(
+        self, sandbox: Sandbox, program: str, limits: Limits, timeout_s: float, tolerance: float, all_or_none: bool
+    ) -> int:
+        """How many tests the program passes."""
+        deadline = time.monotonic() + timeout_s
+        count = 0
+        for given, expected in self._pairs:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            run = sandbox.run(program, given, limits=limits, timeout_s=left)
+            passed = run.end == "exited" and run.status == 0 and _same(run.stdout, expected, tolerance)
+            count += passed
+            if all_or_none and not passed:
+                break
+        return count
+
+
+def _check(score: str, fence: str, timeout_s: float, memory_mb: int, disk_mb: int, tolerance: float) -> None:
+    for problem, wrong in (
+        (f"score {score!r} must be share or all", score not in ("share", "all")),
+        (f"fence {fence!r} must be required or optional", fence not in ("required", "optional")),
+        (f"timeout_s {timeout_s} must be above 0", not 0 < timeout_s < math.inf),
+        (f"memory_mb {memory_mb} must be 64 or more", memory_mb < 64),
+        (f"disk_mb {disk_mb} must be 0 or more", disk_mb < 0),
+        (f"tolerance {tolerance} must be 0 or more", not 0 <= tolerance < math.inf),
+    ):
+        if wrong:
+            raise ValueError(problem)
+
+
+def _sandbox(require: Collection[str]) -> Sandbox:
+    """That of this thread."""
+    sandbox = getattr(_local, "sandbox", None)
+    if sandbox is None or not sandbox.usable:
+        sandbox = _local.sandbox = Sandbox()
+    sandbox.require(require)
+    return sandbox
+
+
+def _job(tests: Any, entry_point: str | None) -> _Asserts | _Pairs:
+    if isinstance(tests, str) and tests.lstrip().startswith("{"):
+        tests = json.loads(tests)
+    if isinstance(tests, dict):
+        name = tests.get("fn_name") or entry_point
+        inputs, outputs = tests.get("inputs"), tests.get("outputs")
+        if not inputs or not outputs or len(inputs) != len(outputs):
+            raise ValueError("tests of the data set must have as many inputs as outputs, and at least one")
+        return _asserts(_calls(name, inputs, outputs), None) if name else _Pairs(inputs, outputs)
+    if not isinstance(tests, str):
+        tests = "\n".join(tests)
+    return _asserts(tests, entry_point)
+
+
+_asserts = lru_cache(maxsize=1024)(_Asserts)
+"""All completions of a prompt have the same tests."""
+
+
+def _parts(module: ast.Module, entry_point: str | None) -> list[tuple[str, bool]]:
+    """Pieces of code, each with whether it is a test."""
+    definitions = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    testing = {name for name, node in functions.items() if _asserts_in(node)}
+    tests = {
+        node
+        for node in module.body
+        if not isinstance(node, definitions) and (_asserts_in(node) or _calls_in(node) & testing)
+    }
+    parts = [(ast.unparse(node), node in tests) for node in module.body]
+    if tests:
+        return parts
+    if "check" in functions and entry_point:
+        return [*parts, (f"check({entry_point})", True)]
+    parts += [(f"{name}()", True) for name in functions if name.startswith("test")]
+    for node in module.body:
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("TestCase") for base in node.bases):
+            methods = [item.name for item in node.body if isinstance(item, ast.FunctionDef)]
+            parts += [(f"{node.name}({name!r}).debug()", True) for name in methods if name.startswith("test")]
+    return parts
+
+
+def _asserts_in(node: ast.AST) -> bool:
+    return any(isinstance(child, ast.Assert) for child in ast.walk(node))
+
+
+def _calls_in(node: ast.AST) -> set[str]:
+    return {n.func.id for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+
+
+def _names_of_the_program(text: str, entry_point: str | None) -> set[str]:
+    """What the tests use and do not define. Builtins are Python's own: the program has no say in what `sorted` is."""
+    top = symtable.symtable(text, "<tests>", "exec")
+    defined = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
+    used: set[str] = set()
+    tables = [top]
+    while tables:
+        table = tables.pop()
+        used |= {s.get_name() for s in table.get_symbols() if s.is_referenced() and (table is top or s.is_global())}
+        tables += table.get_children()
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module == "solution":
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "solution":
+            imported.add(node.attr)
+    return (used - defined - set(dir(builtins))) | imported | ({entry_point} if entry_point else set())
+
+
+def _modules(module: ast.Module) -> set[str]:
+    """Names of the standard library of which an attribute is used."""
+    nodes = (n.value for n in ast.walk(module) if isinstance(n, ast.Attribute))
+    return {node.id for node in nodes if isinstance(node, ast.Name)} & sys.stdlib_module_names
+
+
+def _calls(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
+    """Asserts for arguments and values. As JSON they have no tuples, and APPS has some values in a list of one."""
+    return "\n".join(
+        [
+            "import json as _json",
+            "def _plain(value):",
+            "    return _json.loads(_json.dumps(value))",
+            "def _agree(value, expected):",
+            "    value = _plain(value)",
+            "    return value == expected or isinstance(expected, list) and expected == [value]",
+            "try:",
+            f"    _function = getattr(Solution(), {name!r})",
+            "except (NameError, AttributeError):",
+            f"    _function = {name}",
+            *(
+                f"assert _agree(_function(*{_decoded(given, each_line=True)!r}), _plain({_decoded(expected)!r}))"
+                for given, expected in zip(inputs, outputs, strict=True)
+            ),
+        ]
+    )
+
+
+def _decoded(value: Any, each_line: bool = False) -> Any:
+    """LiveCodeBench has the arguments as lines of JSON, and the value as JSON."""
+    if not isinstance(value, str):
+        return value
+    return [json.loads(line) for line in value.splitlines() if line.strip()] if each_line else json.loads(value)
+
+
+def _lines(text: Any) -> str:
+    return "\n".join(map(str, text)) if isinstance(text, list | tuple) else str(text)
+
+
+def _same(output: str, expected: str, tolerance: float) -> bool:
+    """The same words on the same lines, white space and empty lines at the end aside."""
+    ours, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (output, expected))
+    return list(map(len, ours)) == list(map(len, theirs)) and all(
+        x == y or (tolerance > 0 and _near(x, y, tolerance))
+        for a, b in zip(ours, theirs, strict=True)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _near(a: str, b: str, tolerance: float) -> bool:
+    try:
+        return math.isclose(float(a), float(b), rel_tol=tolerance, abs_tol=tolerance)
+    except ValueError:
+        return False

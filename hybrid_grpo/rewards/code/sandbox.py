@@ -1,0 +1,247 @@
+"""Programs that nobody has read, run where they can do no harm.
+
+    with Sandbox() as sandbox:
+        sandbox.run("print(input()[::-1])", "abc", limits=Limits(), timeout_s=2.0).stdout  # "cba\n"
+
+A program is a process of its own, forked from a small template (warden.py) that holds none of the caller's memory,
+files or environment, and shut in by containment.py before its first line is run. It can start no other process; it is
+killed when its time is over, and when its caller or the template ends. What holds on this machine is
+`Sandbox.protections`, also printed by `python -m hybrid_grpo.rewards.code.sandbox`.
+
+Torch-free. Linux only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid_grpo.config.errors import UserError, did_you_mean
+from hybrid_grpo.rewards.code.containment import PROTECTIONS, Limits
+
+_ROOT = str(Path(__file__).resolve().parents[3])
+_START = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; _, root, descriptor, *without = sys.argv;"
+    " sys.argv[:] = ['program']; sys.path.insert(0, root); from hybrid_grpo.rewards.code.template import main;"
+    " del sys.path[0]; main(int(descriptor), without)"
+)
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    # The same program has the same output.
+    "PYTHONHASHSEED": "0",
+    "PYTHONUTF8": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+_SLACK_S = 30.0
+"""How long the template may take beyond a program's time before it is given up; it takes milliseconds."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What became of a program."""
+
+    end: str
+    """`exited`, `timeout`, `disk` (it filled its folder), or the name of the signal that ended it."""
+    status: int
+    """Exit status, negative for a signal."""
+    wall_s: float
+    """Seconds from the request until it is dead."""
+    cpu_s: float
+    """Seconds of CPU time."""
+    stdout: str = ""
+    """At most `Limits.output_kb`."""
+    stderr: str = ""
+    """The same."""
+    verdicts: tuple[bool, ...] = ()
+    """Whether each test was passed, for those that were reached; see `Sandbox.test`."""
+
+
+class Sandbox:
+    """A template process, and the programs that are run in forks of it, one at a time.
+
+    Belongs to the process and thread that made it.
+
+    Args:
+        without: protections of the kernel to do without, as if they were not there: `seccomp`, `landlock`, `user`.
+
+    Raises:
+        UserError: this is no Linux.
+        RuntimeError: the template cannot be started.
+    """
+
+    def __init__(self, without: Iterable[str] = ()) -> None:
+        if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
+            raise UserError(
+                f"rewards: programs are run in a sandbox that needs Linux 5.3 or later, and this is {sys.platform}:"
+                " train on Linux, or in a container"
+            )
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-s", "-S", "-c", _START, _ROOT, str(theirs.fileno()), *without]
+        library_path = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+        self._process = subprocess.Popen(
+            command,
+            env=_ENVIRONMENT | library_path,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        self._owner = os.getpid()
+        self.protections: dict[str, str] = self._receive(_SLACK_S)["protections"]
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # Not `close`: a copy in a forked process must not wait for a child that is not its own.
+        if hasattr(self, "_control"):
+            self._control.close()
+
+    def close(self) -> None:
+        """End the template, and the program that it runs."""
+        self._control.close()
+        if os.getpid() == self._owner:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_SLACK_S)
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stderr is not None
+            self._process.stderr.close()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be used: by the process that made it, while the template lives."""
+        return os.getpid() == self._owner and self._control.fileno() >= 0 and self._process.poll() is None
+
+    def require(self, names: Collection[str]) -> None:
+        """Refuse to go on without protections.
+
+        Args:
+            names: of PROTECTIONS.
+
+        Raises:
+            UserError: one does not exist, or is not in force here.
+        """
+        for name in names:
+            if name not in PROTECTIONS:
+                raise UserError(f"require {name!r} is no protection: {did_you_mean(name, PROTECTIONS)}")
+            if name not in self.protections:
+                raise UserError(
+                    f"require {name}: this machine cannot promise that {PROTECTIONS[name]}:"
+                    f" {_REMEDIES[name]}; or leave {name} out of `require`"
+                )
+
+    def describe(self) -> str:
+        """One line: what is in force, and what is not."""
+        held = ", ".join(f"{name} ({how})" for name, how in self.protections.items())
+        missing = ", ".join(name for name in PROTECTIONS if name not in self.protections)
+        return f"sandbox: {held or 'nothing'}" + (f"; NOT IN FORCE: {missing}" if missing else "")
+
+    def run(self, source: str, stdin: str = "", *, limits: Limits | None = None, timeout_s: float = 10.0) -> Run:
+        """Run a program, as `python program.py` does.
+
+        Args:
+            source: Python.
+            stdin: what it can read from standard input.
+            limits: of the program.
+            timeout_s: seconds, after which it is killed.
+
+        Raises:
+            RuntimeError: the sandbox has failed, not the program.
+        """
+        limits = limits or Limits()
+        with _files(source, stdin, "", "") as files:
+            reply = self._request(files.numbers, limits, timeout_s, judged=False)
+            stdout, stderr = (files.read(index, limits.output_kb << 10) for index in (2, 3))
+            return Run(**reply, stdout=stdout, stderr=stderr)
+
+    def test(self, source: str, tests: str, *, limits: Limits | None = None, timeout_s: float = 10.0) -> Run:
+        """Run tests against a program, each of the two in a process of its own; see judging.py.
+
+        Args:
+            source: Python; what the tests use is looked up in it.
+            tests: for `judging.judge`.
+            limits: of each process.
+            timeout_s: seconds for the program and all tests.
+
+        Raises:
+            RuntimeError: the sandbox has failed, not the program.
+        """
+        limits = limits or Limits()
+        with _files(source, "", tests, "") as files:
+            reply = self._request(files.numbers, limits, timeout_s, judged=True)
+            verdicts = tuple(letter == "1" for letter in files.read(3, 1 << 20))
+            return Run(**reply, stderr=files.read(1, limits.output_kb << 10), verdicts=verdicts)
+
+    def _request(self, files: list[int], limits: Limits, timeout_s: float, *, judged: bool) -> dict[str, Any]:
+        request = {"limits": asdict(limits), "timeout_s": timeout_s, "judged": judged}
+        with suppress(BrokenPipeError, ConnectionResetError):  # `_receive` says why
+            socket.send_fds(self._control, [json.dumps(request).encode()], files)
+        reply = self._receive(timeout_s + _SLACK_S)
+        if "error" in reply:
+            raise RuntimeError(f"the sandbox does not hold: {reply['error']}")
+        return reply
+
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
+        self._control.settimeout(timeout_s)
+        try:
+            message = self._control.recv(1 << 16)
+        except (TimeoutError, ConnectionResetError):
+            message = b""
+        if not message:
+            self._control.close()
+            self._process.kill()
+            said = self._process.communicate()[1].decode(errors="replace").strip().splitlines()
+            raise RuntimeError(f"the sandbox has ended: {said[-1] if said else 'it was killed, or hung'}")
+        return json.loads(message)
+
+
+class _files:
+    """Open files in memory with these texts, closed at the end."""
+
+    def __init__(self, *texts: str) -> None:
+        self.numbers: list[int] = []
+        for text in texts:
+            self.numbers.append(os.memfd_create("program"))
+            with os.fdopen(os.dup(self.numbers[-1]), "wb") as file:
+                file.write(text.encode("utf-8", "surrogatepass"))
+            os.lseek(self.numbers[-1], 0, os.SEEK_SET)
+
+    def read(self, index: int, size: int) -> str:
+        """The first bytes that one has now, as text."""
+        return os.pread(self.numbers[index], size, 0).decode("utf-8", "replace")
+
+    def __enter__(self) -> _files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in self.numbers:
+            os.close(number)
+
+
+_REMEDIES = {
+    "reads": "it needs a kernel with Landlock (Linux 5.13, and `landlock` in its list of security modules)",
+    "writes": "it needs a kernel and a container that allow seccomp filters, on x86-64 or arm64",
+    "network": "it needs a kernel and a container that allow seccomp filters, on x86-64 or arm64",
+    "processes": "it needs a kernel and a container that allow seccomp filters, on x86-64 or arm64",
+    "privileges": "run as another user than root",
+}
+
+if __name__ == "__main__":
+    with Sandbox() as _sandbox:
+        print(_sandbox.describe())

@@ -1,0 +1,366 @@
+"""The process that programs are forked from, that watches over them, and that ends them.
+
+Started by sandbox.py, one for every process that runs programs; it has imported what programs like to import, and so
+has a program in a millisecond. It never sees a program, a test or an output: they pass by it as open files. It serves
+one request after the other, and ends when its starter does.
+
+Standard library only: this runs in a process without site-packages.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import importlib
+import io
+import json
+import math
+import os
+import random
+import select
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from hybrid_grpo.rewards.code.containment import Containment, Kernel, Limits
+from hybrid_grpo.rewards.code.judging import judge, run_program, serve_program
+
+MODULES = (
+    "abc array bisect cmath collections.abc copy dataclasses datetime decimal enum fractions functools heapq io"
+    " itertools json math operator queue random re statistics string sys textwrap time typing"
+)
+"""What is imported before any program is there, and is shared by all."""
+_CONTAINED = b"contained"
+_WATCH_MS = 5
+"""Between two looks at a program's folder."""
+
+
+def main(descriptor: int, without: list[str]) -> None:
+    """Serve requests until the other end of the socket is closed.
+
+    Args:
+        descriptor: of a socket that keeps messages apart. A request is JSON of `limits`, `timeout_s` and whether
+            there are tests (`judged`), with open files: source, input, output, error output; with tests: source,
+            error output, tests, verdict.
+        without: see `Kernel.find`.
+    """
+    control = socket.socket(fileno=descriptor)
+    for module in MODULES.split():
+        importlib.import_module(module)
+    warnings.simplefilter("ignore")
+    warden = Warden(Kernel.find(without), control)
+    gc.collect()
+    gc.freeze()
+    try:
+        warden.serve()
+    finally:
+        remove(warden.folder)
+
+
+class Warden:
+    """Runs programs one after the other, all in one folder that is emptied in between."""
+
+    def __init__(self, kernel: Kernel, control: socket.socket) -> None:
+        self.folder = _new_folder(os.path.join(tempfile.gettempdir(), f"hybrid-grpo-sandbox-{os.getuid()}"))
+        self._kernel = kernel
+        self._control = control
+        self._containment = Containment(kernel, self.folder)
+        if kernel.user:
+            os.chown(self.folder, kernel.user, kernel.user)
+        if not kernel.seccomp:
+            # What a program leaves behind becomes a child of this process.
+            kernel.adopt()
+        control.send(json.dumps({"protections": kernel.protections()}).encode())
+
+    def serve(self) -> None:
+        """Answer requests until there is nobody to make them."""
+        while True:
+            message, files, _, _ = socket.recv_fds(self._control, 1 << 16, 8)
+            if not message:
+                return
+            try:
+                reply = self._run(json.loads(message), files)
+            finally:
+                for file in files:
+                    os.close(file)
+            if reply is None:
+                return
+            self._control.send(json.dumps(reply).encode())
+            # Nobody waits for it: a program may have left thousands of folders in one another.
+            empty(self.folder)
+
+    def _run(self, request: dict[str, Any], files: list[int]) -> dict[str, Any] | None:
+        start = time.monotonic()
+        limits = Limits(**request["limits"])
+        writing = limits.disk_mb > 0 and self._kernel.writable
+        family: list[_Child] = []
+        try:
+            if request["judged"]:
+                self._start_judged(family, files, limits, writing)
+            else:
+                source, *standard = files
+                family.append(self._fork([*standard, source], limits, writing, _run_main))
+            for child in family:
+                child.check()
+            end = self._watch(family, start + request["timeout_s"], limits, writing)
+        except NotContained as error:
+            return {"error": str(error)}
+        finally:
+            uses = [child.end() for child in family]
+            if not self._kernel.seccomp:
+                _end_descendants()
+        if end == "gone":
+            return None
+        status, cpu_s = uses[0]
+        if end == "exited" and status < 0:
+            end = signal.Signals(-status).name
+        return {"end": end, "status": status, "wall_s": time.monotonic() - start, "cpu_s": cpu_s}
+
+    def _start_judged(self, family: list[_Child], files: list[int], limits: Limits, writing: bool) -> None:
+        source, error, tests, verdict = files
+        ours, theirs = socket.socketpair()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        try:
+            own = [nothing, nothing, nothing, tests, verdict, theirs.fileno()]
+            family.append(self._fork(own, limits, False, _run_judge))
+            own = [nothing, nothing, error, source, ours.fileno()]
+            family.append(self._fork(own, limits, writing, _run_judged))
+        finally:
+            os.close(nothing)
+            ours.close()
+            theirs.close()
+
+    def _fork(self, files: list[int], limits: Limits, writing: bool, main: Callable[[], None]) -> _Child:
+        """A process that has these files, from number 0, and no others, and contains itself before it runs `main`."""
+        warden = os.getpid()
+        ready, tell = os.pipe()
+        pid = os.fork()
+        if pid:
+            os.close(tell)
+            return _Child(pid, ready)
+        try:
+            os.setsid()
+            files = [*files, tell]
+            for number, file in enumerate([fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in files]):
+                os.dup2(file, number)
+            place = self.folder if writing else "/"
+            os.environ["HOME"] = os.environ["TMPDIR"] = place
+            os.chdir(place)
+            tell = len(files) - 1
+            try:
+                self._containment.enter(limits, writing=writing)
+                assert os.getppid() == warden, "the warden is gone"
+            except BaseException as error:
+                os.write(tell, f"{type(error).__name__}: {error}".encode())
+                os._exit(1)
+            os.write(tell, _CONTAINED)
+            os.closerange(tell, 1 << 20)
+            _main(main)
+        finally:
+            os._exit(1)
+
+    def _watch(self, family: list[_Child], deadline: float, limits: Limits, writing: bool) -> str:
+        """Wait for the first of them to end; why it did, or is to."""
+        first = os.pidfd_open(family[0].pid)
+        try:
+            poll = select.poll()
+            poll.register(first, select.POLLIN)
+            poll.register(self._control, select.POLLIN)
+            while True:
+                left_ms = (deadline - time.monotonic()) * 1000
+                if left_ms <= 0:
+                    return "timeout"
+                events = poll.poll(min(left_ms, _WATCH_MS if writing else math.inf) + 1)
+                if any(file == self._control.fileno() for file, _ in events):
+                    return "gone"
+                if events:
+                    return "exited"
+                if writing and _overfull(self.folder, family[-1].pid, limits):
+                    return "disk"
+        finally:
+            os.close(first)
+
+
+class NotContained(Exception):
+    """A protection that was found to work does not."""
+
+
+class _Child:
+    """A contained process.
+
+    Args:
+        pid: its id.
+        ready: where it says that it is contained, before it runs anything.
+    """
+
+    def __init__(self, pid: int, ready: int) -> None:
+        self.pid = pid
+        self._ready = open(ready, "rb")  # noqa: SIM115
+
+    def check(self) -> None:
+        """Wait until it is contained.
+
+        Raises:
+            NotContained: it could not be, and has run nothing.
+        """
+        said = self._ready.read()
+        if said != _CONTAINED:
+            raise NotContained(said.decode() or "a process died before it was contained")
+
+    def end(self) -> tuple[int, float]:
+        """Kill it and its group; its exit status, negative for a signal, and the seconds of CPU time it took."""
+        self._ready.close()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        _, status, usage = os.wait4(self.pid, 0)
+        return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+
+
+def _run_main() -> None:
+    run_program(_read(3), "__main__")
+
+
+def _run_judged() -> None:
+    serve_program(_read(3), socket.socket(fileno=4))
+
+
+def _run_judge() -> None:
+    judge(_read(3), 4, socket.socket(fileno=5))
+
+
+def _main(main: Callable[[], None]) -> None:
+    """What Python does around a program."""
+    standard = io.TextIOWrapper(io.BufferedReader(io.FileIO(0)), "utf-8", "replace"), _writer(1), _writer(2)
+    for name, file in zip(("stdin", "stdout", "stderr"), standard, strict=True):
+        setattr(sys, name, file)
+        setattr(sys, f"__{name}__", file)
+    random.seed(0)  # forking has seeded it anew
+    status: Any = 0
+    try:
+        main()
+    except SystemExit as error:
+        status = error.code
+        if isinstance(status, str):
+            sys.stderr.write(status)
+        status = status if isinstance(status, int) else int(status is not None)
+    except BaseException:
+        traceback.print_exc(limit=-1)
+        status = 1
+    with suppress(BaseException):
+        sys.stdout.flush()
+    with suppress(BaseException):
+        sys.stderr.flush()
+    os._exit(status & 0xFF)
+
+
+def _writer(descriptor: int) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BufferedWriter(io.FileIO(descriptor, "w")), "utf-8", "backslashreplace")
+
+
+def _read(descriptor: int) -> str:
+    with open(descriptor, encoding="utf-8", errors="surrogatepass") as file:
+        return file.read()
+
+
+def _new_folder(parent: str) -> str:
+    """A folder in `parent`, from which those of wardens that were killed are removed."""
+    with suppress(FileExistsError):
+        os.mkdir(parent, 0o711)
+    state = os.lstat(parent)
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
+        return tempfile.mkdtemp(prefix="program-")  # somebody else has taken the name
+    os.chmod(parent, 0o711)
+    all_of_them = _locked(parent, fcntl.LOCK_EX)
+    try:
+        for name in os.listdir(parent):
+            with suppress(OSError):
+                os.close(_locked(os.path.join(parent, name), fcntl.LOCK_EX | fcntl.LOCK_NB))
+                remove(os.path.join(parent, name))
+        folder = tempfile.mkdtemp(dir=parent)
+        _locked(folder, fcntl.LOCK_EX)  # until this process ends
+        return folder
+    finally:
+        os.close(all_of_them)
+
+
+def _locked(folder: str, how: int) -> int:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _overfull(folder: str, pid: int, limits: Limits) -> bool:
+    """Whether a program has more in its folder than it may, files included that it has deleted and holds open."""
+    count, size = 0, 0
+    with suppress(OSError):
+        for file in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                held = os.stat(f"/proc/{pid}/fd/{file}")
+                size += held.st_blocks * 512 if held.st_nlink == 0 and held.st_dev == os.stat(folder).st_dev else 0
+    folders = [folder]
+    while folders:
+        with suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                count += 1
+                size += entry.stat(follow_symlinks=False).st_blocks * 512
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                if count > limits.files or size > limits.disk_mb << 20:
+                    return True
+    return size > limits.disk_mb << 20
+
+
+def empty(folder: str) -> None:
+    """Remove what is in a folder, whatever it is: folders as deep as they come, and without rights."""
+    for number in range(1 << 30):
+        nested = None
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    nested = entry.path
+                else:
+                    os.unlink(entry.path)
+        if nested is None:
+            return
+        os.chmod(nested, 0o700)
+        # Its contents come up, so that no path gets long.
+        for index, name in enumerate(os.listdir(nested)):
+            path = os.path.join(nested, name)
+            if os.path.isdir(path) and not os.path.islink(path):
+                os.chmod(path, 0o700)
+            os.rename(path, os.path.join(folder, f".{number}.{index}"))
+        os.rmdir(nested)
+
+
+def remove(folder: str) -> None:
+    """Remove a folder and all that is in it."""
+    empty(folder)
+    os.rmdir(folder)
+
+
+def _end_descendants() -> None:
+    """Kill what a program has left behind: it is a child of this process, or becomes one when its own parent ends."""
+    while True:
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
+                if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
+                    os.kill(int(name), signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return

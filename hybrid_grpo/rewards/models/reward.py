@@ -1,0 +1,375 @@
+"""Reward models: sequence classifiers of transformers that read prompt and completion, and say how good it is.
+
+A model holds a device, so it is called in a thread of the rank, with many completions at once, while others are
+sampled. Sharded over the ranks (ZeRO-3) it is called by all of them together, after sampling. Texts are made and cut
+into tokens by the model's own tokenizer, whatever the policy's is.
+
+This knows no engine: who wants shards gives the function that makes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from hybrid_grpo.rewards.functions import Failure, Reply, Request
+from hybrid_grpo.rewards.models.classifiers import find_config, load_classifier, weight_bytes
+from hybrid_grpo.rewards.rules import Completions, completion_texts
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+Template = Literal["auto", "chat", "text"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Prompt = str | list[dict[str, Any]]
+"""Text, or chat messages."""
+Shard = Callable[[Callable[[], Any], str], Any]
+"""From what reads a model, and the type of its weights, to its forward, sharded over the ranks, with its `device`."""
+
+_BATCH_TOKENS = {"cuda": 16384, "cpu": 2048}
+"""Of one forward. A CPU is slower where activations leave its caches."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Those of `reward_model`."""
+
+    model: str
+    device: str
+    dtype: Dtype
+    batch_tokens: int | None
+    max_tokens: int | None
+    template: Template
+    sigmoid: bool
+    zero_stage: Literal[0, 3]
+
+    def check(self) -> None:
+        """Refuse what no model would do.
+
+        Raises:
+            ValueError: a setting is none of its values.
+        """
+        if not isinstance(self.model, str):
+            raise ValueError(f"model {self.model!r} must be a folder or a hub name")
+        for name, choices in (("dtype", get_args(Dtype)), ("template", get_args(Template)), ("zero_stage", (0, 3))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} {getattr(self, name)!r} must be one of {', '.join(map(str, choices))}")
+        for name in ("batch_tokens", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"{name} {value!r} must be 1 or greater")
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"device {self.device!r} must be auto, cpu, cuda or cuda:NUMBER")
+        if self.zero_stage == 3 and self.device != "auto":
+            raise ValueError("zero_stage 3 shards the model over the devices of all ranks: leave device out")
+
+
+class RewardModel:
+    """A model, and the tokens that it reads.
+
+    Its configuration and tokenizer are looked at here, its weights are read by `load`.
+
+    Raises:
+        ValueError: there is no such model, it is no sequence classifier of one or two labels, it has no tokenizer, or
+            the settings do not suit it.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        from hybrid_grpo.model.pretrained import load_tokenizer
+
+        self.settings = settings
+        self._config = find_config(settings.model)
+        self._tokenizer = load_tokenizer(settings.model, "model")
+        self._config.get_text_config().use_cache = False  # keys and values of what is read once
+        self._dtype = _dtype(settings, self._config)
+        self._max_tokens = _max_tokens(settings, self._config, self._tokenizer)
+        if settings.template == "chat" and self._tokenizer.chat_template is None:
+            raise ValueError(f"template chat: model {settings.model} has no chat template: set template to text")
+        self._device: Any = None if settings.zero_stage == 3 else _device(settings.device)
+        self._forward: Any = None
+        self._classifier: Any = None
+        self._pad_id: int | None = None
+        self._stream: Any = contextlib.nullcontext()
+        # A call that was given up for its time may still run when the next one comes.
+        self._turn = threading.Lock()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether all ranks have to call it together."""
+        return self.settings.zero_stage == 3
+
+    @property
+    def on_host(self) -> bool:
+        """Whether its weights are in host memory."""
+        return self.sharded or self.settings.device == "cpu"
+
+    def load(self, shard: Shard | None = None) -> None:
+        """Read the weights, if they are not there. Collective where they are sharded.
+
+        Raises:
+            ValueError: they do not load, or are not those of a sequence classifier.
+        """
+        with self._turn:
+            if self._forward is None:
+                self._load(shard)
+
+    def _load(self, shard: Shard | None) -> None:
+        import torch
+
+        if self.sharded:
+            if shard is None:
+                raise ValueError("zero_stage 3 needs the ranks of a training run: set zero_stage to 0")
+            self._forward = shard(self._read, self._dtype)
+            self._device = self._forward.device
+            return
+        self._forward = self._read().to(self._device).eval().requires_grad_(False)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            # Beside the stream of the rank, whose decoding would wait for every forward.
+            self._stream = torch.cuda.stream(torch.cuda.Stream(self._device))
+
+    def _read(self) -> nn.Module:
+        model = load_classifier(self.settings.model, self._config, self._dtype)
+        self._classifier = model.config.get_text_config()
+        pad = self._classifier.pad_token_id
+        self._pad_id = None if pad is None or pad < 0 else pad
+        return model
+
+    def bytes_of(self, ranks: int) -> int:
+        """What the weights take of each rank, told from the configuration."""
+        return weight_bytes(self._config, self._dtype) // (ranks if self.sharded else 1)
+
+    def tokens(self, prompt: Prompt, completion: str) -> tuple[list[int], int]:
+        """What the model reads, and how many tokens were cut off to make it `max_tokens`.
+
+        Cut is the beginning, so the prompt first; a beginning-of-sequence token stays.
+
+        Raises:
+            ValueError: the prompt is a chat and there is no chat template, or there is no token at all.
+        """
+        ids = self._chat(prompt, completion) if self._is_chat(prompt) else self._text(prompt, completion)
+        if not ids:
+            raise ValueError("prompt and completion are empty: there is nothing to score")
+        cut = len(ids) - (self._max_tokens or len(ids))
+        if cut <= 0:
+            return ids, 0
+        kept = int(ids[0] in (self._tokenizer.bos_token_id, self._tokenizer.cls_token_id))
+        return ids[:kept] + ids[kept + cut :], cut
+
+    def _is_chat(self, prompt: Prompt) -> bool:
+        if self.settings.template != "auto":
+            return self.settings.template == "chat"
+        if isinstance(prompt, list) and self._tokenizer.chat_template is None:
+            raise ValueError(
+                f"the prompt is a chat and model {self.settings.model} has no chat template: set template to text"
+            )
+        return isinstance(prompt, list)
+
+    def _chat(self, prompt: Prompt, completion: str) -> list[int]:
+        """By the template, which writes the special tokens itself."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = [*messages, {"role": "assistant", "content": completion}]
+        return list(self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+
+    def _text(self, prompt: Prompt, completion: str) -> list[int]:
+        """One text after the other, and the special tokens of the tokenizer, where the text does not have them."""
+        tokenizer = self._tokenizer
+        text = (prompt if isinstance(prompt, str) else "".join(map(_line, prompt))) + completion
+        ids = list(tokenizer(text)["input_ids"])
+        if tokenizer.bos_token and text.startswith(tokenizer.bos_token) and ids[:2] == [tokenizer.bos_token_id] * 2:
+            del ids[0]
+        if tokenizer.eos_token and text.endswith(tokenizer.eos_token) and ids[-2:] == [tokenizer.eos_token_id] * 2:
+            del ids[-1]
+        return ids
+
+    def scores(self, ids_B: Sequence[list[int]]) -> list[float]:
+        """The scores of rows of tokens. Collective where the model is sharded: ranks may have any number of rows.
+
+        Returns:
+            [B], see `reward_model`.
+        """
+        import torch
+
+        self.load()
+        scores_B = [0.0] * len(ids_B)
+        with self._turn, self._stream, torch.no_grad():
+            budget = self.settings.batch_tokens or _BATCH_TOKENS[self._device.type]
+            batches = forwards([len(ids) for ids in ids_B], budget)
+            for rows in self._in_step(batches):
+                score_b = self._score([ids_B[row] for row in rows])
+                for row, score in zip(rows, score_b, strict=True):
+                    scores_B[row] = score
+        return scores_B
+
+    def _in_step(self, batches: list[list[int]]) -> list[list[int]]:
+        """As many on every rank, where all have to run them together; those without rows come last."""
+        if not self.sharded:
+            return batches
+        import torch
+
+        from hybrid_grpo.distributed import all_reduce
+
+        most = int(all_reduce(torch.tensor([len(batches)], device=self._device), "max"))
+        return batches + [[]] * (most - len(batches))
+
+    def _score(self, ids_b: list[list[int]]) -> list[float]:
+        """One forward; of no rows it is run on a token for nothing."""
+        rows = len(ids_b)
+        input_ids_bS, mask_bS = self._padded(ids_b or [[0]])
+        logits_bL = self._forward(input_ids=input_ids_bS, attention_mask=mask_bS).logits[:rows].float()
+        score_b = logits_bL[:, 0] if logits_bL.shape[1] == 1 else logits_bL[:, 1] - logits_bL[:, 0]
+        values: list[float] = (score_b.sigmoid() if self.settings.sigmoid else score_b).tolist()
+        return values
+
+    def _padded(self, ids_b: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Rows padded on the right, and their mask; [b, S]."""
+        import torch
+
+        # Decoders read the score at the last token that has not the id of padding. One that knows no padding reads it
+        # at the last token of a text; it is told of a padding that no text of the batch ends in.
+        if self._pad_id is None:
+            last = {ids[-1] for ids in ids_b}
+            self._classifier.pad_token_id = next(token for token in range(len(last) + 1) if token not in last)
+        pad = self._classifier.pad_token_id
+        longest = max(map(len, ids_b))
+        input_ids_bS = torch.tensor([ids + [pad] * (longest - len(ids)) for ids in ids_b], device=self._device)
+        mask_bS = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in ids_b], device=self._device)
+        return input_ids_bS, mask_bS
+
+    def reply(self, request: Request) -> Reply:
+        """The scores of a rank's rows, for a model that all ranks call together: a row that makes no text fails alone,
+        and anything else that is raised ends the run, since others wait."""
+        prompts, completions = request.inputs["prompts"], completion_texts(request.inputs["completions"])
+        read: dict[int, list[int]] = {}
+        cut, failures = [0] * len(prompts), [None] * len(prompts)  # type: tuple[list[int], list[Failure | None]]
+        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            try:
+                read[row], cut[row] = self.tokens(prompt, completion)
+            except Exception as error:  # of a template, above all
+                message = " ".join(f"raised {type(error).__name__}: {error}".split())
+                failures[row] = Failure("raised", message)
+        values: list[Any] = [None] * len(prompts)
+        for row, score in zip(read, self.scores(list(read.values())), strict=True):
+            if math.isfinite(score):
+                values[row] = score
+            else:
+                failures[row] = Failure("invalid", f"gave {score}")
+        return Reply(values, failures, {"cut_tokens": cut} if any(cut) else {})
+
+
+def reward_model(
+    prompts: list[Prompt],
+    completions: Completions,
+    log_extra: Callable[[str, list[Any]], None] | None = None,
+    *,
+    model: str,
+    device: str = "auto",
+    dtype: Dtype = "auto",
+    batch_tokens: int | None = None,
+    max_tokens: int | None = None,
+    template: Template = "auto",
+    sigmoid: bool = False,
+    zero_stage: Literal[0, 3] = 0,
+) -> list[float]:
+    """What a sequence classifier of transformers says of prompt and completion.
+
+    The logit of a model with one label; of one with two the difference of their logits, second minus first, which is
+    the log-odds of the second. It is that of transformers' forward on the text alone, whatever else is in a batch.
+
+    Args:
+        model: folder or hub name.
+        device: `auto` is the rank's own; else cpu, cuda or cuda:NUMBER.
+        dtype: of weights and activations; `auto` is that of the checkpoint.
+        batch_tokens: tokens of one forward, padding included; not given: 16,384 on a GPU and 2,048 on a CPU.
+        max_tokens: the longest text, the rest is cut off its beginning; not given: what the model has positions for.
+        template: `chat` writes the messages, or a text prompt as the user's, by the model's chat template; `text` puts
+            prompt and completion one after the other, messages each on a line; `auto` is chat for chat prompts.
+        sigmoid: the sigmoid of the score: the probability of the second of two labels.
+        zero_stage: 3 shards the weights over all ranks, in host memory.
+
+    Raises:
+        ValueError: see `RewardModel` and `RewardModel.tokens`.
+    """
+    settings = Settings(model, device, dtype, batch_tokens, max_tokens, template, sigmoid, zero_stage)
+    settings.check()
+    held = _held(settings)
+    texts = zip(prompts, completion_texts(completions), strict=True)
+    tokens = [held.tokens(prompt, completion) for prompt, completion in texts]
+    if log_extra is not None and any(cut for _, cut in tokens):
+        log_extra("cut_tokens", [cut for _, cut in tokens])
+    return held.scores([ids for ids, _ in tokens]) if tokens else []
+
+
+reward_model.batch_size = 32  # type: ignore[attr-defined]
+
+
+def held(kwargs: dict[str, Any]) -> RewardModel:
+    """The model that `reward_model` is called with for these settings, which it has found to be sound."""
+    given: dict[str, Any] = {**(reward_model.__kwdefaults__ or {}), **kwargs}
+    return _held(Settings(**given))
+
+
+@functools.cache
+def _held(settings: Settings) -> RewardModel:
+    return RewardModel(settings)
+
+
+def forwards(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Rows of about the same length together, so that none has more than `batch_tokens` tokens with its padding.
+
+    The longest come first: what they need is there for all that follow. A row of more tokens is alone.
+    """
+    batches: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= batch_tokens:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+def _dtype(settings: Settings, config: Any) -> str:
+    if settings.dtype == "auto":
+        dtype = str(config.get_text_config().dtype or config.dtype or "float32").removeprefix("torch.")
+    else:
+        dtype = settings.dtype
+    if settings.zero_stage == 3 and dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"zero_stage 3 does not run {dtype}, as model {settings.model} is: set dtype to bfloat16")
+    return dtype
+
+
+def _max_tokens(settings: Settings, config: Any, tokenizer: Any) -> int | None:
+    """Of a text; None where the model has no limit."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limits = [n for n in (positions, tokenizer.model_max_length) if isinstance(n, int) and n < 10**9]
+    if settings.max_tokens is None:
+        return min(limits, default=None)
+    if positions is not None and settings.max_tokens > positions:
+        raise ValueError(f"max_tokens {settings.max_tokens}: model {settings.model} has {positions} positions")
+    return settings.max_tokens
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device {name}: there is no GPU: set it to cpu")
+    index = int(name.partition(":")[2]) if ":" in name else torch.cuda.current_device()
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device {name}: there are {torch.cuda.device_count()} GPUs, counted from 0")
+    return torch.device("cuda", index)
+
+
+def _line(message: dict[str, Any]) -> str:
+    if not isinstance(message["content"], str):
+        raise ValueError(f"a message has content {message['content']!r:.40}, which is no text: set template to chat")
+    return message["content"] + "\n"

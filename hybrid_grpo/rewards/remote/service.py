@@ -1,0 +1,143 @@
+"""Rewards asked for by other machines: from the JSON of a question to rows, from scores to the JSON of an answer.
+
+Two forms of question, each a mapping of lists with one element per row:
+
+    {"query": [...], "prompts": [...], "labels": [...]}         OpenRLHF's; `query` is prompt and completion as one text
+    {"prompts": [...], "completions": [...], "answer": [...]}   what local functions are called with
+
+`completion_ids` and any other name are columns of the data in both. The answer is
+
+    {"rewards": [...], "scores": [...], "extra_logs": {name of a function: [...], ...}}
+
+with the weighted sums of the functions, twice, and what each of them said. A row has the reward null where no function
+applies, and where one fails: then the reason is in `errors` of `extra_logs`, which is there only where one fails. Rows
+of one question that do not differ in prompt and columns are the group of functions that look at whole groups.
+"""
+
+from __future__ import annotations
+
+import math
+from http import HTTPStatus
+from typing import Any
+
+from hybrid_grpo.config import ServeOptionsConfig
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus
+from hybrid_grpo.rewards.remote.server import RefusedError
+from hybrid_grpo.rewards.scoring import Rewards
+
+_MOST_ROWS = 10_000
+
+
+class RewardService:
+    """Answers questions; several threads may ask at the same time."""
+
+    def __init__(self, rewards: Rewards, config: ServeOptionsConfig, needs_ids: list[str]) -> None:
+        """
+        Args:
+            rewards: the functions.
+            config: names of columns.
+            needs_ids: functions that cannot do without `completion_ids`.
+        """
+        self._rewards = rewards
+        self._config = config
+        self._needs_ids = needs_ids
+
+    def answer(self, question: Any) -> dict[str, Any]:
+        """Score the rows of a question.
+
+        Raises:
+            RefusedError: the question is not one of the two forms, or lacks what a function needs.
+        """
+        columns = _columns(question)
+        if "completions" in columns:
+            texts = _texts(columns, "completions")
+            prompts = columns.pop("prompts", [""] * len(texts))
+            columns.pop("query", None)
+        elif "query" in columns:
+            prompts = _texts(columns, "prompts") if "prompts" in columns else [""] * len(columns["query"])
+            queries = _texts(columns, "query")
+            texts = [self._completion(query, prompt) for query, prompt in zip(queries, prompts, strict=True)]
+            if "labels" in columns:
+                columns.setdefault(self._config.label_column, columns.pop("labels"))
+        else:
+            raise _refused("there is neither `query` nor `completions`")
+        ids = self._ids(columns.pop("completion_ids", None), len(texts))
+        rows = [
+            Prompt(row, _prompt(prompt), [], {name: values[row] for name, values in columns.items()})
+            for row, prompt in enumerate(prompts)
+        ]
+        completions = [Completion(i, [0.0] * len(i), "stop", text) for i, text in zip(ids, texts, strict=True)]
+        try:
+            return self._scored(rows, completions)
+        except UserError as error:
+            raise _refused(str(error)) from None
+
+    def _completion(self, query: str, prompt: str) -> str:
+        """What follows the prompt; the template or the tokenizer may have put something before it."""
+        _, found, completion = query.partition(prompt) if prompt else ("", True, query)
+        if not found:
+            raise _refused("a `query` does not hold its prompt: give `completions` instead")
+        while ends := [end for end in self._config.ends if completion.endswith(end)]:
+            completion = completion.removesuffix(ends[0])
+        return completion
+
+    def _scored(self, prompts: list[Prompt], completions: list[Completion]) -> dict[str, Any]:
+        is_group = all((p.text, p.columns) == (prompts[0].text, prompts[0].columns) for p in prompts)
+        scores = self._rewards.score(prompts, completions, len(prompts) if prompts and is_group else 1)
+        status = {name: status_B.tolist() for name, status_B in scores.status.items()}
+        errors = [_error({name: statuses[row] for name, statuses in status.items()}) for row in range(len(prompts))]
+        applies = [any(s[row] == RewardStatus.SCORED for s in status.values()) for row in range(len(prompts))]
+        rewards = [_finite(r) if known else None for r, known in zip(scores.reward_B.tolist(), applies, strict=True)]
+        logs = {name: list(map(_finite, value_B.tolist())) for name, value_B in scores.by_function.items()}
+        logs |= scores.extra | ({"errors": errors} if any(errors) else {})
+        return {"rewards": rewards, "scores": rewards, "extra_logs": logs}
+
+    def _ids(self, ids: list[Any] | None, rows: int) -> list[list[int]]:
+        if ids is None:
+            if self._needs_ids:
+                raise _refused(f"{self._needs_ids[0]} needs completion_ids, which are not there")
+            return [[] for _ in range(rows)]
+        for row in ids:
+            if not isinstance(row, list) or not all(type(token) is int for token in row):
+                raise _refused("completion_ids must be lists of whole numbers")
+        return ids
+
+
+def _error(status: dict[str, int]) -> str | None:
+    """What went wrong with one row, by the functions' statuses."""
+    what = {RewardStatus.FAILED: "failed", RewardStatus.TIMED_OUT: "timed out"}
+    return ", ".join(f"{name} {what[RewardStatus(s)]}" for name, s in status.items() if s in what) or None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _refused(reason: str) -> RefusedError:
+    return RefusedError(HTTPStatus.UNPROCESSABLE_ENTITY, reason)
+
+
+def _columns(question: Any) -> dict[str, list[Any]]:
+    """The question as lists of one length."""
+    if not isinstance(question, dict) or not all(isinstance(values, list) for values in question.values()):
+        raise _refused("a question is a mapping of lists, one element per row")
+    if len({len(values) for values in question.values()}) != 1:
+        raise _refused("the lists must be of the same length")
+    if len(next(iter(question.values()))) > _MOST_ROWS:
+        raise _refused(f"a question may have {_MOST_ROWS} rows")
+    return dict(question)
+
+
+def _texts(columns: dict[str, list[Any]], name: str) -> list[str]:
+    values = columns.pop(name)
+    if not all(isinstance(value, str) for value in values):
+        raise _refused(f"{name} must be texts")
+    return values
+
+
+def _prompt(prompt: Any) -> str | list[dict[str, Any]]:
+    is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and "content" in m and "role" in m for m in prompt)
+    if not isinstance(prompt, str) and not is_chat:
+        raise _refused("prompts must be texts, or lists of messages with role and content")
+    return prompt

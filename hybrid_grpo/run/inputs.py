@@ -1,0 +1,107 @@
+"""What a GRPO run is about: prompts, how completions end, and what they are worth. Read before any model loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_grpo.config import RolloutConfig, TrainConfig, reward_name
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.data.curriculum import classes
+from hybrid_grpo.data.prompts import read_prompts
+from hybrid_grpo.data.sources import evaluation_source
+from hybrid_grpo.generation.support import check_architecture
+from hybrid_grpo.model.loading import check_lengths, check_token_ids, stop_ids
+from hybrid_grpo.model.lora import check_lora
+from hybrid_grpo.model.pretrained import load_config, load_tokenizer
+from hybrid_grpo.rewards.loading import load_rewards
+from hybrid_grpo.rewards.scoring import Rewards
+
+
+@dataclass(frozen=True)
+class Task:
+    """The parts of a run that do not need the model's weights."""
+
+    tokenizer: Any
+    rewards: Rewards
+    outcome: str
+    """Name of the reward that tells right from wrong."""
+    prompts: list[Prompt]
+    """To train on; the same on every rank."""
+    eval_prompts: list[Prompt]
+    """Held out; empty where there is no evaluation."""
+    stop_ids: tuple[int, ...]
+    """Tokens that end a completion."""
+    facts: dict[str, str]
+    """What was read, in lines for the console and the run folder."""
+
+    @property
+    def longest_prompt(self) -> int:
+        """Its tokens."""
+        return max(len(prompt.token_ids) for prompt in self.prompts + self.eval_prompts)
+
+    @classmethod
+    def read(cls, config: TrainConfig) -> Task:
+        """Read everything that the configuration names.
+
+        Raises:
+            UserError: something is not there, or does not fit together.
+        """
+        loaded = load_rewards(config.rewards, config.scoring)
+        model_config = load_config(config.policy.model)
+        check_architecture(model_config, config.rollout.decoder)
+        check_lora(config.lora, model_config)
+        tokenizer = load_tokenizer(config.policy.model)
+        rewards = Rewards(loaded, config.scoring, tokenizer)
+        prompts, report = read_prompts(config.data, tokenizer)
+        if len(prompts) < config.rollout.prompts_per_step:
+            raise UserError(
+                f"rollout.prompts_per_step {config.rollout.prompts_per_step} is more than the {len(prompts)} prompts"
+                f" of data.path: set it to {len(prompts)} or lower"
+            )
+        facts = {"data": str(report)}
+        eval_prompts: list[Prompt] = []
+        if evaluation_source(config.data) is not None:
+            eval_prompts, eval_report = read_prompts(config.data, tokenizer, evaluation=True)
+            facts["held out"] = str(eval_report)
+            rewards.check_columns(eval_prompts[0].columns)
+        rewards.check_columns(prompts[0].columns)
+        classes(prompts, config.curriculum.column)
+        longest = max(len(prompt.token_ids) for prompt in prompts + eval_prompts)
+        check_lengths(model_config, longest + config.rollout.max_completion_tokens)
+        check_token_ids(config.rollout, model_config)
+        ends = stop_ids(config.policy.model, tokenizer, config.rollout.stop_ids)
+        outcome = config.eval.outcome or reward_name(config.rewards[0])
+        facts["sampling"] = sampling_line(config.rollout, ends, tokenizer)
+        facts["rewards"] = ", ".join(f"{reward.weight:g} {reward_name(reward)}" for reward in config.rewards)
+        return cls(tokenizer, rewards, outcome, prompts, eval_prompts, ends, facts)
+
+
+_SAMPLING = ("temperature", "top_p", "top_k")
+"""Settings that are always shown; those of `_SAMPLING_IF_SET` where they are not the default."""
+_SAMPLING_IF_SET = (
+    "min_p",
+    "repetition_penalty",
+    "logit_bias",
+    "min_completion_tokens",
+    "ignore_eos",
+    "logprobs",
+    "decoder",
+)
+
+
+def sampling_line(rollout: RolloutConfig, ends: tuple[int, ...], tokenizer: Any) -> str:
+    """The effective settings: nothing else, the model's own generation config included, changes them."""
+    default = RolloutConfig()
+    names = [*_SAMPLING, *(n for n in _SAMPLING_IF_SET if getattr(rollout, n) != getattr(default, n))]
+    values = (getattr(rollout, name) for name in names)
+    settings = [f"{n} {v:g}" if isinstance(v, float) else f"{n} {v}" for n, v in zip(names, values, strict=True)]
+    ended_by = [
+        *(f"{token} {tokenizer.convert_ids_to_tokens(token)!r}" for token in ends if not rollout.ignore_eos),
+        *(f"text {text!r}" for text in rollout.stop_strings),
+    ]
+    return (
+        f"{', '.join(settings)}, at most {rollout.max_completion_tokens} tokens,"
+        f" ended by {', '.join(ended_by) or 'the limit only'}"
+    )

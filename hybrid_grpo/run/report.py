@@ -1,0 +1,341 @@
+"""report.html: what a run did, on one page that needs no network.
+
+Reads the run's folder (config.yaml, metrics.jsonl, rollouts/) and decides what the page shows; `report.html.j2`
+decides how. Whatever the folder does not have is left out of the page. Nothing here is needed to train.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.run.files import replace_text
+from hybrid_grpo.run.metrics import describe, find
+
+Line = dict[str, Any]
+"""One line of metrics.jsonl."""
+
+MAX_POINTS = 1000
+"""Points of a curve; longer runs are thinned."""
+GROUPS_SHOWN = 3
+TEXT_SHOWN = 4000
+"""Characters of a prompt or completion."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves that share one pair of axes."""
+
+    section: str
+    title: str
+    names: tuple[str, ...]
+    """Metrics, as the catalogue names them."""
+    band: str = ""
+    """Metric drawn as a band of this half-width around the first curve."""
+    top: float | None = None
+    """Upper end of the axis, where it has a natural one."""
+
+
+CHARTS = (
+    Chart("Results", "Held-out accuracy", ("eval/<set>/accuracy",), top=1.0),
+    Chart("Results", "Reward", ("reward/mean",), band="reward/std"),
+    Chart("Results", "Reward functions", ("reward/<function>/mean",)),
+    Chart("Results", "Failures of reward functions", ("reward/<function>/failed_frac",)),
+    Chart("Results", "Held-out reward", ("eval/<set>/reward_mean",)),
+    Chart("Results", "Loss", ("sft/loss",)),
+    Chart("Completions", "Length", ("completion/length_mean", "completion/length_max")),
+    Chart("Completions", "Clipped and duplicate", ("completion/clipped_frac", "completion/duplicate_frac")),
+    Chart("Completions", "Groups", ("group/zero_std_frac", "group/all_right_frac", "group/all_wrong_frac")),
+    Chart("Health", "What rewards go along with", ("health/reward_length_corr", "health/reward_repetition_corr")),
+    Chart("Health", "Unfinished and repetitive", ("health/best_clipped_frac", "health/repetition_mean")),
+    Chart("Health", "Training against held-out reward", ("health/heldout_gap",)),
+    Chart("Data", "Success rate of the training prompts", ("curriculum/success_rate",), top=1.0),
+    Chart("Data", "Prompts tried and left out", ("curriculum/tried_frac", "curriculum/skipped_frac"), top=1.0),
+    Chart("Policy", "Entropy", ("policy/entropy",)),
+    Chart("Policy", "KL to the reference", ("policy/kl",)),
+    Chart("Policy", "Loss", ("policy/loss",)),
+    Chart("Policy", "Gradient norm", ("policy/grad_norm",)),
+    Chart("Policy", "Clipped ratios", ("policy/clip_frac_low", "policy/clip_frac_high")),
+    Chart("Policy", "Largest ratio", ("policy/ratio_max",)),
+    Chart("Policy", "Learning rate", ("policy/lr",)),
+    Chart("Sampler against trainer", "Mean gap", ("parity/logp_abs_diff_mean",)),
+    Chart("Sampler against trainer", "Largest gap", ("parity/logp_abs_diff_max",)),
+    Chart("Speed and memory", "Generation", ("throughput/generated_tokens_per_s",)),
+    Chart("Speed and memory", "Training", ("throughput/trained_tokens_per_s",)),
+    Chart("Speed and memory", "Memory", ("memory/peak_gb", "memory/rss_gb")),
+)
+
+PARTS = ("generate", "reward_wait", "reference", "train", "switch")
+"""What a step's time is spent on, by metric `time/<part>_s`; the rest of `time/step_s` is `other`."""
+
+
+def write_report(run_dir: Path) -> Path:
+    """Make `report.html` in the folder of a run, and return its path.
+
+    Raises:
+        UserError: the folder has no metrics.
+    """
+    lines = read_jsonl(run_dir / "metrics.jsonl")
+    if not lines:
+        raise UserError(f"{run_dir} has no metrics.jsonl with a step in it: give the folder of a run")
+    config_path = run_dir / "config.yaml"
+    config_text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
+    thinned = thin(lines, MAX_POINTS)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    page = environment.get_template("report.html.j2").render(
+        name=run_dir.resolve().name,
+        date=datetime.fromtimestamp((run_dir / "metrics.jsonl").stat().st_mtime).strftime("%d %B %Y, %H:%M"),
+        facts=facts(config_text),
+        numbers=key_numbers(lines),
+        shares=time_shares(lines),
+        samples=samples(run_dir / "rollouts"),
+        config_text=config_text,
+        data={"steps": [line["step"] for line in thinned], "charts": charts(thinned), "times": times(thinned)},
+    )
+    path = run_dir / "report.html"
+    replace_text(path, page)
+    return path
+
+
+def read_jsonl(path: Path) -> list[Line]:
+    """The objects of a JSON-lines file, none where there is no file; an incomplete last line is left out."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line, parse_constant=lambda _: None) for line in file if line.endswith("\n")]
+
+
+def thin(lines: list[Line], limit: int) -> list[Line]:
+    """At most `limit` lines: the first, then runs of neighbours, their means averaged and their extremes kept."""
+    size = max(1, -(-(len(lines) - 1) // (limit - 1)))
+    return lines[:1] + [_merge(lines[start : start + size]) for start in range(1, len(lines), size)]
+
+
+def _merge(lines: list[Line]) -> Line:
+    merged: Line = {}
+    for name in dict.fromkeys(name for line in lines for name in line):
+        values = [line[name] for line in lines if line.get(name) is not None]
+        merged[name] = _combine(name, values) if values else None
+    return merged
+
+
+def _combine(name: str, values: list[float]) -> float:
+    if len(values) == 1:
+        return values[0]
+    metric = find(name)
+    if metric is None or metric.reduction == "same" or name.startswith("eval/"):
+        return values[-1]
+    return {"max": max, "min": min}.get(metric.reduction, statistics.fmean)(values)
+
+
+def charts(lines: list[Line]) -> list[dict[str, Any]]:
+    """The charts that have any data, with their curves, captions and units."""
+    known = list(dict.fromkeys(name for line in lines for name, value in line.items() if value is not None))
+    drawn = []
+    for chart in CHARTS:
+        curves = [curve for pattern in chart.names for curve in _curves(pattern, known, lines)]
+        if curves:
+            band = _column(chart.band, lines) if chart.band in known else None
+            caption = describe(chart.band).meaning if band else ""
+            drawn.append(
+                {
+                    "section": chart.section,
+                    "title": chart.title,
+                    "top": chart.top,
+                    "unit": describe(chart.names[0]).unit,
+                    "curves": curves,
+                    "band": band,
+                    "band_caption": caption and f"Band: {caption[0].lower()}{caption[1:]}",
+                }
+            )
+    return drawn
+
+
+def _curves(pattern: str, known: list[str], lines: list[Line]) -> Iterable[dict[str, Any]]:
+    expression = re.compile(re.sub(r"<\w+>", "([^/]+)", pattern))
+    for name in known:
+        match = expression.fullmatch(name)
+        if match:
+            label = match[1] if match.groups() else name.split("/")[1].replace("_", " ")
+            metric = describe(name)
+            noisy = metric.reduction != "same" and not name.startswith("eval/")
+            yield {"label": label, "meaning": metric.meaning, "noisy": noisy, "values": _column(name, lines)}
+
+
+def _column(name: str, lines: list[Line]) -> list[float | None]:
+    return [line.get(name) for line in lines]
+
+
+def step_parts(line: Line) -> dict[str, float]:
+    """Seconds of a step by part, `other` being what no timer covers; empty for a line without a step."""
+    total = line.get("time/step_s")
+    if not total:
+        return {}
+    parts = {part: line.get(f"time/{part}_s") or 0.0 for part in PARTS}
+    return {**parts, "other": max(0.0, total - sum(parts.values()))}
+
+
+def times(lines: list[Line]) -> list[dict[str, Any]]:
+    """The layers of the time chart, parts that never take time left out; none where a single step was timed."""
+    parts = [step_parts(line) for line in lines]
+    if sum(map(bool, parts)) < 2:
+        return []
+    layers = [{"label": part, "values": [step.get(part) for step in parts]} for part in (*PARTS, "other")]
+    return [{**layer, "color": color} for color, layer in enumerate(layers) if any(layer["values"])]
+
+
+def time_shares(lines: list[Line]) -> list[dict[str, Any]]:
+    """Seconds and share of each part over the whole run."""
+    parts = [step_parts(line) for line in lines]
+    totals = {part: sum(step.get(part, 0.0) for step in parts) for part in (*PARTS, "other")}
+    whole = sum(totals.values())
+    return [
+        {
+            "label": part.replace("_", " "),
+            "meaning": "What no timer covers." if part == "other" else describe(f"time/{part}_s").meaning,
+            "color": color,
+            "share": seconds / whole,
+            "time": duration(seconds),
+        }
+        for color, (part, seconds) in enumerate(totals.items())
+        if seconds
+    ]
+
+
+def duration(seconds: float) -> str:
+    """Readable seconds: 4.2 s, 3 min 20 s, 2 h 05 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds) // 60
+    return f"{minutes} min {round(seconds) % 60:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def key_numbers(lines: list[Line]) -> list[dict[str, str]]:
+    """The figures at the head of the page: what improved, and what it took."""
+    series: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if value is not None:
+                series.setdefault(name, []).append((line["step"], value))
+    changes = [_change(name, series[name], max) for name in series if re.fullmatch(r"eval/[^/]+/accuracy", name)]
+    if not changes:
+        changes = [_change(name, series[name], max) for name in ("reward/mean",) if name in series]
+        changes += [_change(name, series[name], min) for name in ("sft/loss",) if name in series]
+    seconds = sum(value for name in ("step", "eval", "checkpoint") for _, value in series.get(f"time/{name}_s", ()))
+    spent = [("steps", f"{lines[-1]['step']:,}")]
+    if "progress/completions" in series:
+        spent.append(("completions", f"{series['progress/completions'][-1][1]:,.0f}"))
+    if "throughput/generated_tokens_per_s" in series:
+        rate = statistics.median(value for _, value in series["throughput/generated_tokens_per_s"])
+        spent.append(("generated tokens/s, median", f"{rate:,.0f}"))
+    if seconds:
+        spent.append(("wall time", duration(seconds)))
+    return changes + [{"label": label, "value": value} for label, value in spent]
+
+
+def _change(name: str, points: list[tuple[int, float]], better: Any) -> dict[str, str]:
+    step, best = better(points, key=lambda point: point[1])
+    label = f"{name.split('/')[1]} accuracy" if name.startswith("eval/") else name.replace("/", " ")
+    return {
+        "label": label,
+        "before": f"{points[0][1]:.3f}" if len(points) > 1 else "",
+        "value": f"{points[-1][1]:.3f}",
+        "note": f"best {best:.3f} at step {step:,}",
+    }
+
+
+def facts(config_text: str) -> list[tuple[str, str]]:
+    """Name and value of what identifies the run: `# name: value` comments of config.yaml, then its main settings."""
+    found = re.findall(r"^# ?([\w ]+): (.+)$", config_text, re.MULTILINE)
+    config = yaml.safe_load(config_text) or {}
+    for label, path in (
+        ("model", "policy.model"),
+        ("data", "data.path"),
+        ("learning rate", "policy.lr"),
+        ("prompts a step", "rollout.prompts_per_step"),
+        ("completions a prompt", "rollout.num_generations"),
+        ("longest completion", "rollout.max_completion_tokens"),
+        ("loss", "grpo.loss_type"),
+        ("KL weight", "grpo.beta"),
+        ("batch size", "sft.batch_size"),
+        ("seed", "run.seed"),
+    ):
+        section, setting = path.split(".")
+        if setting in (config.get(section) or {}):
+            found.append((label, str(config[section][setting])))
+    return found
+
+
+def samples(folder: Path) -> list[dict[str, Any]]:
+    """Of the first, the middle and the last saved step: the groups that differ most, their best and worst."""
+    paths = sorted(folder.glob("step_*.jsonl"))
+    chosen = dict.fromkeys(paths[index] for index in (0, len(paths) // 2, -1)) if paths else ()
+    steps = [(int(path.stem.removeprefix("step_")), read_jsonl(path)) for path in chosen]
+    return [{"step": step, "groups": _groups(rows)} for step, rows in steps if rows]
+
+
+def _groups(rows: list[Line]) -> list[dict[str, Any]]:
+    pairs = []
+    for _, group in groupby(rows, key=lambda row: row["group"]):
+        members = list(group)
+        # A completion that a reward function failed on is neither best nor worst.
+        scored = [row for row in members if row["reward"] is not None] or members
+        pairs.append((max(scored, key=_reward), min(scored, key=_reward), len(members)))
+    pairs.sort(key=lambda pair: _reward(pair[1]) - _reward(pair[0]))
+    return [_pair(best, worst, size) for best, worst, size in pairs[:GROUPS_SHOWN]]
+
+
+def _reward(row: Line) -> float:
+    return row["reward"] or 0.0
+
+
+def _pair(best: Line, worst: Line, size: int) -> dict[str, Any]:
+    prompt = best["prompt"]
+    if not isinstance(prompt, str):
+        prompt = "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
+    texts = [row["completion"][:TEXT_SHOWN] for row in (best, worst)]
+    left, right = differing(*texts)
+    completions = [
+        {**row, "kind": kind, "segments": segments, "hidden": max(0, len(row["completion"]) - TEXT_SHOWN)}
+        for row, kind, segments in ((best, "best", left), (worst, "worst", right))
+    ]
+    equal = _reward(best) == _reward(worst)
+    return {
+        "prompt": prompt[:TEXT_SHOWN],
+        "prompt_id": best["prompt_id"],
+        "size": size,
+        "equal": equal,
+        "completions": completions[:1] if equal else completions,
+    }
+
+
+Segments = list[tuple[str, bool]]
+"""A text in pieces, each with whether it differs from the other text."""
+
+
+def differing(left: str, right: str) -> tuple[Segments, Segments]:
+    """Both texts in pieces, by words, short ones by characters; texts with little in common are left whole."""
+    pattern = r"." if max(len(left), len(right)) <= 40 else r"\s+|\w+|[^\w\s]"
+    words = [re.findall(pattern, text, re.DOTALL) for text in (left, right)]
+    matcher = difflib.SequenceMatcher(None, words[0], words[1], autojunk=False)
+    if matcher.quick_ratio() < 0.5 or matcher.ratio() < 0.5:
+        return [(left, False)] if left else [], [(right, False)] if right else []
+    codes = matcher.get_opcodes()
+    return (
+        [("".join(words[0][i1:i2]), tag != "equal") for tag, i1, i2, _, _ in codes if i2 > i1],
+        [("".join(words[1][j1:j2]), tag != "equal") for tag, _, _, j1, j2 in codes if j2 > j1],
+    )

@@ -1,0 +1,188 @@
+"""The life of a run around its steps: its folder, where it goes on from, what it leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import json
+import platform
+import subprocess
+from collections.abc import Callable
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from hybrid_grpo.config import SftConfig, TrainConfig
+from hybrid_grpo.config.errors import RunStopped, UserError
+from hybrid_grpo.config.parsing import Parsed
+from hybrid_grpo.distributed import barrier, rank, world_size
+from hybrid_grpo.policy import Policy
+from hybrid_grpo.run.checkpoint import Checkpoints, Shards
+from hybrid_grpo.run.health import HeldoutWatch
+from hybrid_grpo.run.metrics import Meter
+from hybrid_grpo.run.report import read_jsonl, write_report
+from hybrid_grpo.run.sinks import Log
+
+
+class Stateful(Protocol):
+    """Something a checkpoint holds."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class Run:
+    """One run and its folder.
+
+    Args:
+        parsed: the configuration, also as the YAML that is stored.
+        facts: lines for the head of config.yaml: the batch equation, what the data held.
+
+    Raises:
+        UserError: the folder holds a run already and is not to be resumed.
+    """
+
+    def __init__(self, parsed: Parsed[TrainConfig] | Parsed[SftConfig], facts: dict[str, str]) -> None:
+        self.config = parsed.config
+        run = parsed.config.run
+        self.folder = Path(run.dir) / run.name
+        self._alarmed: set[str] = set()
+        self._heldout = HeldoutWatch(parsed.config.log.heldout_alarm)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", parsed.config.checkpoint.keep)
+        self.resumes = run.resume == "auto" and self.checkpoints.latest() is not None
+        if run.resume == "never" and (self.folder / "metrics.jsonl").exists():
+            raise UserError(
+                f"run.name {run.name}: {self.folder} holds a run already: pass --run.resume auto to go on with it,"
+                " or another --run.name"
+            )
+        # Rank 0 makes the folder that the others have just looked for.
+        barrier()
+        if rank() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            head = "".join(f"# {name}: {fact}\n" for name, fact in {**_origin(), **facts}.items())
+            (self.folder / "config.yaml").write_text(head + parsed.yaml)
+        for name, fact in facts.items():
+            self.say(f"{name}: {fact}")
+
+    def say(self, message: str) -> None:
+        """Print on rank 0."""
+        if rank() == 0:
+            Console(highlight=False, soft_wrap=True).print(message, markup=False)
+
+    def write_engine_config(self, config: dict[str, Any]) -> None:
+        """Store the complete DeepSpeed configuration."""
+        if rank() == 0:
+            (self.folder / "deepspeed.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    def loop(
+        self,
+        policy: Policy,
+        parts: dict[str, Stateful],
+        meter: Meter,
+        step: Callable[[int], None],
+        log: Log,
+        done: int,
+        shards: Shards | None = None,
+    ) -> None:
+        """Run the steps after `done`, with their checkpoints; then export the model and write the report.
+
+        Args:
+            policy: what is trained.
+            parts: what a checkpoint holds beside it.
+            meter: reduced and logged after every step.
+            step: does step k, from 1.
+            log: where numbers go.
+            done: steps that were done before.
+            shards: tensors beside the policy's that a checkpoint holds.
+        """
+        every, saved = self.config.checkpoint.every, done
+
+        def save(k: int, states: dict[str, Any]) -> None:
+            self.checkpoints.save(policy.engine, k, {"policy": policy.state_dict(), **states}, shards)
+
+        for k in range(done + 1, self.config.run.steps + 1):
+            before = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+            try:
+                step(k)
+            except RunStopped as stop:
+                log.close()
+                if saved < k - 1:
+                    save(k - 1, before)
+                raise RunStopped(f"{stop}; the run is saved as it was after step {k - 1}") from stop
+            # Numbers first: a checkpoint without them would resume behind a gap; lines without one are cut again.
+            log.write(k, self.watched(k, meter.reduce()))
+            if every and (k % every == 0 or k == self.config.run.steps):
+                with meter.time("time/checkpoint_s"):
+                    save(k, {name: part.state_dict() for name, part in parts.items()})
+                saved = k
+        policy.export(self.folder / "model")
+        log.close()
+        if rank() == 0:
+            write_report(self.folder)
+
+    def watched(self, step: int, values: dict[str, float]) -> dict[str, float]:
+        """The numbers of a step with its alarms; the first time one goes off it is also said."""
+        self._say_once("heldout", self._heldout.watch(step, values))
+        if "parity/logp_abs_diff_mean" in values:
+            gap, limit = values["parity/logp_abs_diff_mean"], self.config.log.parity_alarm
+            # Not `>`: a gap that is not a number is an alarm too.
+            values["parity/alarm"] = 0.0 if gap <= limit else 1.0
+            if values["parity/alarm"]:
+                self._say_once(
+                    "parity",
+                    f"sampler and training forward differ by {gap:.4f} nats a token on average, more than"
+                    f" log.parity_alarm {limit}: old_logp is not the policy's, so ratios and clipping are off",
+                )
+        return values
+
+    def _say_once(self, alarm: str, message: str | None) -> None:
+        if message and alarm not in self._alarmed:
+            self._alarmed.add(alarm)
+            self.say(f"ALARM: {message}")
+
+    def restore(self, policy: Policy, parts: dict[str, Stateful], shards: Shards | None = None) -> int:
+        """Go on from the newest checkpoint, if there is one and it is wanted; return the steps done."""
+        state = self.checkpoints.load(policy.engine, shards) if self.resumes else None
+        if state is None:
+            return 0
+        policy.load_state_dict(state["policy"])
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        self._remember(state["step"])
+        self.say(f"resumed {self.folder} after step {state['step']}")
+        return int(state["step"])
+
+    def _remember(self, done: int) -> None:
+        """The evaluations up to a step, which later ones are compared with. Of rank 0, which has the metrics."""
+        for line in read_jsonl(self.folder / "metrics.jsonl") if rank() == 0 else ():
+            if line["step"] <= done:
+                known = {name: value for name, value in line.items() if name != "step" and value is not None}
+                if self._heldout.watch(line["step"], known):
+                    self._alarmed.add("heldout")
+
+
+def _origin() -> dict[str, str]:
+    packages = ("hybrid-grpo", "torch", "deepspeed", "transformers", "datasets")
+    return {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": ", ".join([f"python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)]),
+        "git commit": _git_commit(),
+        "ranks": str(world_size()),
+    }
+
+
+def _git_commit() -> str:
+    """Of the checkout that the package runs from, if it is one."""
+    here = Path(__file__).parent
+    commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
+    try:
+        commit, changes = (
+            subprocess.run(c, cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+            for c in commands
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "none"
+    return f"{commit} with uncommitted changes" if changes else commit

@@ -1,0 +1,242 @@
+"""Where a run's numbers and rollouts go: metrics.jsonl, the console, wandb and rollouts/.
+
+Rank 0 writes everything; the other ranks only hand over their rollouts, so no shared file system is needed.
+What the numbers mean and how they are reduced is not decided here (see `metrics.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+from torch import Tensor
+
+from hybrid_grpo import distributed
+from hybrid_grpo.config import LogConfig
+from hybrid_grpo.data.batch import Rollout, Scores
+from hybrid_grpo.run.files import replace_text
+from hybrid_grpo.run.metrics import describe
+from hybrid_grpo.run.wandb_sink import WandbSink, json_safe, resolve_wandb_mode
+
+
+class Sink(Protocol):
+    """Takes the reduced numbers of one step after another."""
+
+    def write(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Log:
+    """All outputs of a run behind one door; made and called on every rank, it writes on rank 0 only."""
+
+    def __init__(
+        self, config: LogConfig, run_dir: Path, steps: int, done: int = -1, settings: dict[str, Any] | None = None
+    ) -> None:
+        """
+        Args:
+            config: what is logged.
+            run_dir: folder of the run; its name is the run's.
+            steps: the last step of the run.
+            done: last step that counts, when resuming: what was written of later ones is removed. -1 starts anew.
+            settings: the configuration of the run, for wandb.
+        """
+        self._every, self._steps, self._dir = config.rollouts_every, steps, run_dir
+        self._sinks: list[Sink] = []
+        self._wandb: WandbSink | None = None
+        if distributed.rank() != 0:
+            return
+        run_dir.mkdir(parents=True, exist_ok=True)
+        cut_rollouts(run_dir / "rollouts", done)
+        self._sinks = [JsonlSink(run_dir / "metrics.jsonl", done)]
+        mode = resolve_wandb_mode(config.wandb)
+        if mode != "disabled":
+            self._wandb = WandbSink(config.wandb_project, run_dir, settings or {}, mode, resumes=done >= 0)
+            self._sinks.append(self._wandb)
+        self._sinks.append(ConsoleSink(steps, done))
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Write the numbers of a step, once per step.
+
+        Raises:
+            KeyError: a name is not in the catalogue.
+        """
+        for name in values:
+            describe(name)
+        for sink in self._sinks:
+            sink.write(step, values)
+
+    def write_rollouts(
+        self, step: int, rollout: Rollout, scores: Scores, advantages_B: Tensor, always: bool = False
+    ) -> None:
+        """Write the completions of all ranks, if it is the turn of this step: the first, the last and every n-th.
+
+        All ranks must call it.
+        """
+        due = self._every and (step % self._every == 0 or step in (1, self._steps))
+        if not (due or always):
+            return
+        parts = distributed.gather_objects(rollout_lines(step, rollout, scores, advantages_B))
+        if parts is None:
+            return
+        lines = [line for part in parts for line in part]
+        write_rollouts(self._dir / "rollouts", step, lines)
+        if self._wandb:
+            self._wandb.write_rollouts(step, lines)
+
+    def close(self) -> None:
+        """End the outputs; the numbers on disk are complete already."""
+        for sink in self._sinks:
+            sink.close()
+        self._sinks, self._wandb = [], None
+
+
+class JsonlSink:
+    """metrics.jsonl: one flat JSON object per step, readable at any moment. NaN and infinity become null."""
+
+    def __init__(self, path: Path, done: int = -1) -> None:
+        """Lines of steps after `done` are cut, and so is a line that a crash left incomplete."""
+        kept = [line for line in _lines(path) if _step(line) <= done]
+        replace_text(path, "".join(kept))
+        self._last = max((_step(line) for line in kept), default=-1)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        assert step > self._last, f"step {step} is written after step {self._last}"
+        self._last = step
+        print(json.dumps(json_safe({"step": step, **values})), file=self._file, flush=True)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8") as file:
+        return list(file)
+
+
+def _step(line: str) -> float:
+    """The step of a line; infinite where the line is not whole."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith("\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Tensor) -> list[str]:
+    """[B], one JSON object per completion of this rank; groups are numbered over all ranks."""
+    first_group = distributed.rank() * len(rollout.prompts)
+    rewards = {name: reward_B.tolist() for name, reward_B in scores.by_function.items()}
+    rows = zip(rollout.row_prompts, rollout.completions, scores.reward_B.tolist(), advantages_B.tolist(), strict=True)
+    return [
+        json.dumps(
+            json_safe(
+                {
+                    "step": step,
+                    "group": first_group + row // rollout.num_generations,
+                    "sample": row % rollout.num_generations,
+                    "prompt_id": prompt.id,
+                    "prompt": prompt.text,
+                    "completion": completion.text,
+                    "reward": reward,
+                    "rewards": {name: values[row] for name, values in rewards.items()},
+                    "failed": {name: why[row] for name, why in scores.failures.items() if why[row] is not None},
+                    **({} if scores.steps is None else {"steps": scores.steps[row]}),
+                    "extra": {name: stored[row] for name, stored in scores.extra.items()},
+                    "advantage": advantage,
+                    "length": len(completion.token_ids),
+                    "finish": completion.finish,
+                    "columns": prompt.columns,
+                }
+            ),
+            ensure_ascii=False,
+        )
+        for row, (prompt, completion, reward, advantage) in enumerate(rows)
+    ]
+
+
+def write_rollouts(folder: Path, step: int, lines: list[str]) -> Path:
+    """Write the completions of one step, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step_{step:06d}.jsonl"
+    replace_text(path, "".join(f"{line}\n" for line in lines))
+    return path
+
+
+def cut_rollouts(folder: Path, done: int) -> None:
+    """Remove the rollouts of steps after `done`."""
+    for path in folder.glob("step_*.jsonl"):
+        if int(path.stem.removeprefix("step_")) > done:
+            path.unlink()
+
+
+_TELLING = (
+    ("reward/mean", "reward {:.3f}"),
+    ("accuracy", "accuracy {:.3f}"),
+    ("sft/loss", "loss {:.4f}"),
+    ("completion/length_mean", "length {:.1f}"),
+    ("policy/entropy", "entropy {:.3f}"),
+    ("policy/kl", "kl {:.4f}"),
+    ("policy/grad_norm", "grad {:.3f}"),
+    ("throughput/generated_tokens_per_s", "{:,.0f} tok/s"),
+    ("time/step_s", "{:.2f} s"),
+)
+"""The numbers of the console line, in order; `accuracy` is that of the latest evaluation."""
+
+
+class ConsoleSink:
+    """A progress bar with one live line of numbers; where there is no terminal, plain lines (at most about 200)."""
+
+    def __init__(self, steps: int, done: int = -1, stream: TextIO | None = None) -> None:
+        self._steps, self._stream = steps, stream or sys.stdout
+        self._accuracy: dict[str, float] = {}
+        self._first, self._start = max(done, 0), time.monotonic()
+        self._live: Live | None = None
+        if self._stream.isatty() and os.environ.get("TERM") != "dumb":
+            self._progress = Progress(
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+            )
+            self._task = self._progress.add_task("steps", total=steps, completed=self._first)
+            console = Console(file=self._stream, force_terminal=True)
+            self._live = Live(self._progress, console=console, refresh_per_second=4)
+            self._live.start()
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        evaluated = {name: value for name, value in values.items() if name.endswith("/accuracy")}
+        self._accuracy = {"accuracy": next(iter(evaluated.values()))} if evaluated else self._accuracy
+        shown = {**values, **self._accuracy}
+        numbers = "  ".join(text.format(shown[name]) for name, text in _TELLING if name in shown)
+        if self._live:
+            self._progress.update(self._task, completed=step)
+            self._live.update(Group(self._progress, Text(numbers, overflow="ellipsis", no_wrap=True)))
+        elif step % max(1, self._steps // 200) == 0 or evaluated or step == self._steps:
+            width = len(str(self._steps))
+            line = f"step {step:{width}d}/{self._steps}  {numbers}{self._remaining(step)}"
+            print(line, file=self._stream, flush=True)
+
+    def _remaining(self, step: int) -> str:
+        if not self._first < step < self._steps:
+            return ""
+        seconds = (time.monotonic() - self._start) / (step - self._first) * (self._steps - step)
+        return f"  left {int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()

@@ -1,0 +1,494 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from paths import ROOT
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybrid_grpo.run.metrics import describe
+
+TASK = ROOT / "training_scripts" / "quickstart_task.py"
+REWARDS = """
+import os
+
+def early_letters(completions, **columns):
+    return [sum("a" <= letter <= "m" for letter in text) / max(len(text), 1) for text in completions]
+
+def raises(completions, **columns):
+    if os.environ["RANK"] == os.environ["BAD_RANK"]:
+        raise ValueError("no luck\\nwith this")
+    return [0.0] * len(completions)
+
+def early_letters_unless_broken(completions, trainer_state):
+    if trainer_state.global_step == 3 and os.path.exists("broken"):
+        raise OSError("no service")
+    return early_letters(completions)
+"""
+BROKEN_REWARDS = "import a_module_that_is_not_there\n\ndef reward(completions):\n    return [0.0] * len(completions)\n"
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    status: int
+    out: str
+    err: str
+    seconds: float
+
+
+class Workshop:
+    """A folder with a tiny model, a task and a recipe; commands run in it, two at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._pool = ThreadPoolExecutor(2)
+        spec = spec_from_file_location("quickstart_task", TASK)
+        assert spec is not None and spec.loader is not None
+        task = module_from_spec(spec)
+        spec.loader.exec_module(task)
+        tokenizer = task.make_tokenizer()
+        task.make_model(tokenizer, seed=0).save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        words = ["dcab", "zxy", "hello", "qrs", "tac", "god", "mnbv", "lkj", "poiu", "ytr", "ewq", "asdf"]
+        rows = [{"prompt": f"{word}=", "answer": "".join(sorted(word))} for word in words]
+        self.write("train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        self.write("heldout.jsonl", "".join(json.dumps(row) + "\n" for row in rows[:5]))
+        pairs = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
+        self.write("pairs.jsonl", "".join(json.dumps(pair) + "\n" for pair in pairs))
+        self.write("my_rewards.py", REWARDS)
+        self.write("broken_rewards.py", BROKEN_REWARDS)
+        shared: dict[str, Any] = {
+            "policy": {"model": "model", "dtype": "float32", "lr": 1e-2},
+            "engine": {"zero_stage": 0, "adam": "torch"},
+            "log": {"wandb": "disabled"},
+        }
+        train = {
+            "run": {"steps": 4},
+            **shared,
+            "data": {"path": "train.jsonl", "eval_path": "heldout.jsonl"},
+            "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_tokens": 8},
+            "rewards": [{"function": "my_rewards.py:early_letters"}, {"function": "exact_match", "weight": 0.5}],
+            "eval": {"threshold": 0.5},
+        }
+        sft = {"run": {"steps": 2}, **shared, "data": {"path": "pairs.jsonl"}, "sft": {"batch_size": 4}}
+        self.write("train.yaml", yaml.safe_dump(train))
+        self.write("sft.yaml", yaml.safe_dump(sft))
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def run(self, *arguments: str, ranks: int = 0, **environment: str) -> Done:
+        """One command; `ranks` processes under the launcher, or, if 0, one without it."""
+        python = [sys.executable, "-m"]
+        launcher = ["deepspeed.launcher.runner", "--num_accelerators", str(ranks), "--no_local_rank"]
+        # The rendezvous of a launch of another test must not be met.
+        launcher += ["--master_port", str(29_600 + os.getpid() % 300), "--module"]
+        variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        variables |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        path = [str(TASK.parent.parent), str(Path(sys.executable).parent), os.environ.get("PYTHONPATH", "")]
+        variables |= {"PYTHONPATH": os.pathsep.join(filter(None, [path[0], path[2]]))}
+        variables |= {"PATH": os.pathsep.join([path[1], os.environ["PATH"]]), "HF_HUB_OFFLINE": "1", **environment}
+        start = time.monotonic()
+        done = subprocess.run(
+            [*python, *(launcher if ranks else []), "hybrid_grpo", *arguments],
+            cwd=self.folder,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        return Done(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
+
+    def later(self, work: Callable[[], Any]) -> Future[Any]:
+        return self._pool.submit(work)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    workshop = Workshop(tmp_path_factory.mktemp("workshop"))
+    make_broken_inputs(workshop)
+    yield workshop
+    workshop.close()
+
+
+# Mistakes -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Arguments that cannot work, and what the one line about them says."""
+
+    arguments: list[str]
+    says: list[str]
+
+
+def _train(*arguments: str) -> list[str]:
+    return ["train", "--config", "train.yaml", *arguments]
+
+
+def _reward(function: str) -> list[str]:
+    return ["--rewards", f"[{{function: '{function}'}}]"]
+
+
+MISTAKES = {
+    "no such command": Mistake(["trian"], ["there is no command trian", "train, sft, eval, plan, report"]),
+    "report without a folder": Mistake(["report"], ["usage: hybrid-grpo report RUN_FOLDER"]),
+    "report of no run": Mistake(["report", "model"], ["model is not the folder of a run"]),
+    "no data file": Mistake(_train("--data.path=no.jsonl"), ["data.path no.jsonl", "no such file"]),
+    "an empty file": Mistake(_train("--data.path=empty.jsonl"), ["data.path empty.jsonl", "empty"]),
+    "no rows": Mistake(_train("--data.path=blank.jsonl"), ["data.path blank.jsonl", "no rows"]),
+    "no prompt column": Mistake(_train("--data.path=noprompt.jsonl"), ["data.prompt_column prompt", "question"]),
+    "no completion column": Mistake(
+        ["sft", "--config", "sft.yaml", "--data.path=train.jsonl"], ["data.completion_column completion", "answer"]
+    ),
+    "over-long prompts": Mistake(_train("--data.max_prompt_tokens=2"), ["data.max_prompt_tokens 2: all 12 prompts"]),
+    "more prompts than rows": Mistake(
+        _train("--rollout.prompts_per_step=16"), ["rollout.prompts_per_step 16", "12 prompts", "12 or lower"]
+    ),
+    "no positions": Mistake(
+        _train("--rollout.max_completion_tokens=64"), ["70 tokens", "64 positions", "max_completion_tokens by 6"]
+    ),
+    "no such token": Mistake(_train("--rollout.stop_ids=[999]"), ["rollout.stop_ids 999", "end at 28"]),
+    "a group of one": Mistake(_train("--rollout.num_generations=1"), ["rollout.num_generations 1", "2 or more"]),
+    "a batch in thirds": Mistake(
+        _train("--grpo.num_minibatches=3"), ["rollout.prompts_per_step 4", "grpo.num_minibatches", "nearest value is 3"]
+    ),
+    "a typo": Mistake(_train("--config=typo.yaml"), ["there is no setting polcy.lr: did you mean policy.lr?"]),
+    "no recipe": Mistake(["train", "--config", "no.yaml"], ["--config no.yaml: there is no such file"]),
+    "a folder as recipe": Mistake(["train", "--config", "model"], ["--config model is a folder"]),
+    "nothing to evaluate on": Mistake(
+        ["eval", "--config", "noeval.yaml"], ["data.eval_path and data.eval_split are not set"]
+    ),
+    "no such module": Mistake(_train(*_reward("no.module:f")), ["rewards[0].function no.module:f", "no module no"]),
+    "no such function": Mistake(
+        _train(*_reward("my_rewards.py:rais")), ["rewards[0].function", "did you mean raises?"]
+    ),
+    "a reward that does not import": Mistake(
+        _train(*_reward("broken_rewards.py:reward")), ["broken_rewards.py:1", "a_module_that_is_not_there"]
+    ),
+    "not a model": Mistake(_train("--policy.model=nomodel"), ["policy.model nomodel", "no config.json"]),
+    "garbage for a model": Mistake(_train("--policy.model=garbage"), ["policy.model garbage", "not a valid JSON"]),
+    "no weights": Mistake(_train("--policy.model=noweights"), ["policy.model noweights", "model.safetensors"]),
+    "a cut file of weights": Mistake(_train("--policy.model=cut"), ["policy.model cut does not load"]),
+    "a weight too few": Mistake(_train("--policy.model=lacking"), ["policy.model lacking lacks 1", "q_proj"]),
+    "no tokenizer": Mistake(_train("--policy.model=notokenizer"), ["policy.model notokenizer has no tokenizer"]),
+}
+
+
+def make_broken_inputs(workshop: Workshop) -> None:
+    folder = workshop.folder
+    workshop.write("empty.jsonl", "")
+    workshop.write("blank.jsonl", "\n\n")
+    workshop.write("noprompt.jsonl", '{"question": "a=", "answer": "a"}\n')
+    workshop.write("typo.yaml", "polcy: {lr: 1}\n")
+    noeval = yaml.safe_load((folder / "train.yaml").read_text())
+    del noeval["data"]["eval_path"]
+    workshop.write("noeval.yaml", yaml.safe_dump(noeval))
+    (folder / "nomodel").mkdir()
+    workshop.write("garbage/config.json", "{{{")
+    for name in ("noweights", "cut", "lacking", "notokenizer"):
+        shutil.copytree(folder / "model", folder / name)
+    (folder / "noweights" / "model.safetensors").unlink()
+    (folder / "cut" / "model.safetensors").write_bytes((folder / "model" / "model.safetensors").read_bytes()[:999])
+    weights = load_file(folder / "lacking" / "model.safetensors")
+    del weights["model.layers.1.self_attn.q_proj.weight"]
+    save_file(weights, folder / "lacking" / "model.safetensors", metadata={"format": "pt"})
+    for file in (folder / "notokenizer").glob("tokenizer*"):
+        file.unlink()
+
+
+@pytest.fixture(scope="session")
+def mistakes(workshop: Workshop) -> dict[str, Future[Done]]:
+    def made(number: int, mistake: Mistake) -> Callable[[], Done]:
+        # Every one has a run of its own, as some get as far as its folder.
+        own = [f"--run.name=mistake{number}"] if mistake.arguments[0] in ("train", "sft") else []
+        return lambda: workshop.run(*mistake.arguments, *own)
+
+    return {name: workshop.later(made(number, mistake)) for number, (name, mistake) in enumerate(MISTAKES.items())}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_gives_one_line_and_status_2(mistakes: dict[str, Future[Done]], name: str) -> None:
+    done = mistakes[name].result()
+    assert done.err.count("\n") == 1, done.err
+    assert done.err.startswith("hybrid-grpo: error: ")
+    for words in MISTAKES[name].says:
+        assert words in done.err
+    assert done.status == 2
+    assert "Traceback" not in done.out
+
+
+def test_no_arguments_give_the_commands_and_status_2(workshop: Workshop) -> None:
+    done = workshop.run()
+    assert done.status == 2
+    for command in ("train", "sft", "eval", "report"):
+        assert f"\n  {command} " in done.out
+    assert workshop.run("--help").out == done.out
+
+
+def test_help_of_a_command_has_status_0(workshop: Workshop) -> None:
+    assert workshop.run("report", "--help").status == 0
+    assert "--sft.batch_size" in workshop.run("sft", "--help").out
+
+
+# Mistakes under the launcher ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["a group of one", "no prompt column", "a reward that does not import"])
+def test_under_the_launcher_every_rank_says_it(
+    workshop: Workshop, mistakes: dict[str, Future[Done]], name: str
+) -> None:
+    mistakes[name].result()
+    done = workshop.run(*MISTAKES[name].arguments, "--run.name=launched", ranks=2)
+    assert done.status != 0
+    lines = [line for line in done.err.splitlines() if "error:" in line]
+    # A rank seconds behind the other is killed by the launcher before it can speak; on a busy machine one may be.
+    speakers = {line.partition(": error: ")[0] for line in lines}
+    assert speakers and speakers <= {"hybrid-grpo", "hybrid-grpo [rank 1]"} and len(lines) == len(speakers)
+    for words in MISTAKES[name].says:
+        assert all(words in line for line in lines)
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.ranks
+def test_a_reward_that_fails_on_one_rank_only_ends_the_run_on_all(workshop: Workshop) -> None:
+    arguments = _train(*_reward("my_rewards.py:raises"), "--scoring.max_failed_frac=0.25", "--run.name=one_rank")
+    done = workshop.run(*arguments, "--data.eval_path=null", ranks=2, BAD_RANK="1")
+    assert done.status != 0 and done.seconds < 120
+    lines = [line for line in done.err.splitlines() if line.startswith("hybrid-grpo")]
+    says = "error: rewards: raises failed on 8 of 16 completions, more than scoring.max_failed_frac 0.25: "
+    assert lines and all(line.partition(": ")[2].startswith(says) for line in lines)
+    assert done.err.count("rewards: raises raised ValueError: no luck with this (my_rewards.py:9).") == 1
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Run folders, by ZeRO stage where in one go, and what `eval` and `report` say of the first."""
+
+    whole: dict[int, Path]
+    resumed: Path
+    stopped: Done
+    """Whose reward failed in the third step; `mended` went on."""
+    mended: Path
+    evaluation: Done
+    report: Done
+    report_before: str
+    refusal: Done
+
+
+MOVING = (
+    *("--grpo.beta=0.1", "--grpo.kl_target=0.001", "--grpo.kl_horizon=32"),
+    *("--grpo.ref_every=1", "--grpo.ref_mix=0.5"),
+)
+"""An objective with a state of its own: a reference that follows the policy, and a weight of the KL that is adapted."""
+
+
+@pytest.fixture(scope="session")
+def runs(workshop: Workshop) -> Runs:
+    """Four steps in one go, under ZeRO stages 0 and 3; two steps and two more after a resumption, under 3."""
+
+    def whole(stage: int) -> Path:
+        name = f"whole{stage}"
+        done = workshop.run(*_train(f"--run.name={name}", f"--engine.zero_stage={stage}", "--eval.every=2", *MOVING))
+        assert done.status == 0, done.err
+        return workshop.folder / "runs" / name
+
+    def resumed(stage: int) -> Path:
+        name = f"resumed{stage}"
+        arguments = _train(
+            f"--run.name={name}", f"--engine.zero_stage={stage}", "--eval.every=2", "--checkpoint.every=2", *MOVING
+        )
+        for more in (["--run.steps=2"], ["--run.resume=auto"]):
+            done = workshop.run(*arguments, *more)
+            assert done.status == 0, done.err
+        return workshop.folder / "runs" / name
+
+    def mended() -> tuple[Done, Path]:
+        broken = workshop.write("broken", "")
+        fragile = "{function: 'my_rewards.py:early_letters_unless_broken', name: early_letters}"
+        rewards = f"[{fragile}, {{function: exact_match, weight: 0.5}}]"
+        arguments = _train("--run.name=mended", "--rewards", rewards, "--eval.every=2", *MOVING)
+        stopped = workshop.run(*arguments)
+        broken.unlink()
+        done = workshop.run(*arguments, "--run.resume=auto")
+        assert done.status == 0, done.err
+        return stopped, workshop.folder / "runs" / "mended"
+
+    fragile = workshop.later(mended)
+    futures = {
+        (kind, stage): workshop.later(lambda k=kind, s=stage: k(s))
+        for kind, stage in ((whole, 0), (whole, 3), (resumed, 3))
+    }
+    folders = {key: future.result() for key, future in futures.items()}
+    first = folders[whole, 0]
+    evaluation = workshop.later(
+        lambda: workshop.run("eval", "--config", str(first / "config.yaml"), "--policy.model", str(first / "model"))
+    )
+    refusal = workshop.later(lambda: workshop.run(*_train("--run.name=whole0")))
+    report_before = (first / "report.html").read_text()
+    (first / "report.html").unlink()
+    return Runs(
+        {stage: folders[whole, stage] for stage in (0, 3)},
+        folders[resumed, 3],
+        *fragile.result(),
+        evaluation.result(),
+        workshop.run("report", str(first)),
+        report_before,
+        refusal.result(),
+    )
+
+
+def rows_of(folder: Path) -> dict[int, dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows]
+    assert steps == sorted(set(steps))
+    return {row["step"]: row for row in rows}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_run_leaves_its_folder(runs: Runs, stage: int) -> None:
+    folder = runs.whole[stage]
+    for name in ("config.yaml", "deepspeed.json", "metrics.jsonl", "report.html", "model/config.json"):
+        assert (folder / name).stat().st_size > 0
+    assert json.loads((folder / "deepspeed.json").read_text())["zero_optimization"]["stage"] == stage
+    names = [path.name for path in sorted((folder / "rollouts").iterdir())]
+    assert names == [f"step_{step:06d}.jsonl" for step in range(1, 5)]
+    for path in (folder / "rollouts").iterdir():
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(lines) == 16
+        assert {"prompt", "completion", "rewards", "advantage", "finish"} <= lines[0].keys()
+        assert lines[0]["rewards"].keys() == {"early_letters", "exact_match"}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_metric_of_a_run_is_in_the_catalogue(runs: Runs, stage: int) -> None:
+    rows = rows_of(runs.whole[stage])
+    assert list(rows) == [0, 1, 2, 3, 4]
+    for row in rows.values():
+        for name in row.keys() - {"step"}:
+            assert describe(name).meaning
+    for step in (1, 2, 3, 4):
+        assert {"reward/mean", "policy/loss", "policy/grad_norm", "time/step_s"} <= rows[step].keys()
+    assert [step for step, row in rows.items() if "eval/heldout/accuracy" in row] == [0, 2, 4]
+    assert any(rows[step]["policy/grad_norm"] > 0 for step in (1, 2, 3, 4))
+
+
+def test_the_stored_config_is_a_recipe(workshop: Workshop, runs: Runs) -> None:
+    stored = runs.whole[0] / "config.yaml"
+    done = workshop.run("train", "--config", str(stored), "--print_config")
+    assert done.status == 0
+    assert yaml.safe_load(done.out) == yaml.safe_load(stored.read_text())
+    head = stored.read_text()
+    assert "# batch: 1 ranks x 4 prompts x 4 completions = 16 rows a rollout" in head and "# versions: " in head
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_exported_model_loads_and_has_learned(workshop: Workshop, runs: Runs, stage: int) -> None:
+    model = AutoModelForCausalLM.from_pretrained(runs.whole[stage] / "model")
+    start = AutoModelForCausalLM.from_pretrained(workshop.folder / "model")
+    assert model.state_dict().keys() == start.state_dict().keys()
+    changed = [name for name, weight in start.state_dict().items() if not weight.equal(model.state_dict()[name])]
+    assert len(changed) > len(start.state_dict()) // 2
+    tokenizer = AutoTokenizer.from_pretrained(runs.whole[stage] / "model")
+    assert tokenizer("dcab=")["input_ids"] == [6, 5, 3, 4, 2]
+
+
+def test_both_stages_train_the_same_model(runs: Runs) -> None:
+    """To rounding, which grows: Adam makes full steps of what rounding leaves of gradients near zero."""
+    rows = {stage: rows_of(runs.whole[stage]) for stage in (0, 3)}
+    for step in (1, 2, 3, 4):
+        for name in ("reward/mean", "policy/loss", "policy/grad_norm"):
+            assert rows[3][step][name] == pytest.approx(rows[0][step][name], rel=1e-6 * 10**step, abs=1e-6)
+
+
+def test_eval_of_the_exported_model_repeats_the_last_evaluation(runs: Runs) -> None:
+    assert runs.evaluation.status == 0, runs.evaluation.err
+    said = json.loads(runs.evaluation.out.strip().splitlines()[-1])
+    last = rows_of(runs.whole[0])[4]
+    for name in ("accuracy", "length_mean", "clipped_frac"):
+        assert said[f"eval/heldout/{name}"] == last[f"eval/heldout/{name}"]
+    assert said["eval/heldout/reward_mean"] == pytest.approx(last["eval/heldout/reward_mean"], rel=1e-6)
+
+
+def test_report_writes_the_report_again(runs: Runs) -> None:
+    assert runs.report.status == 0, runs.report.err
+    assert runs.report.out.strip() == str(runs.whole[0] / "report.html")
+    assert (runs.whole[0] / "report.html").read_text() == runs.report_before
+
+
+def test_a_second_run_in_the_same_folder_is_refused(runs: Runs) -> None:
+    assert runs.refusal.status == 2
+    assert runs.refusal.err.startswith("hybrid-grpo: error: run.name whole0: ") and runs.refusal.err.count("\n") == 1
+    assert "--run.resume auto" in runs.refusal.err
+    assert len(rows_of(runs.whole[0])) == 5
+
+
+def test_a_resumed_run_repeats_the_whole_one(runs: Runs) -> None:
+    whole, resumed = rows_of(runs.whole[3]), rows_of(runs.resumed)
+    assert list(resumed) == list(whole)
+    for step in (1, 2, 3, 4):
+        for name in ("reward/mean", "policy/loss", "policy/grad_norm", "policy/kl", "policy/kl_coef", "data/epoch"):
+            assert resumed[step][name] == pytest.approx(whole[step][name], rel=1e-6, abs=1e-9), (step, name)
+        assert resumed[step]["progress/completions"] == whole[step]["progress/completions"]
+    assert len({whole[step]["policy/kl_coef"] for step in (1, 2, 3, 4)}) == 4 and whole[4]["policy/kl"] > 0
+    assert resumed[4]["eval/heldout/accuracy"] == whole[4]["eval/heldout/accuracy"]
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in (runs.whole[3], runs.resumed)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]), name
+
+
+def test_a_run_whose_rewards_fail_stops_with_a_checkpoint_and_goes_on_when_they_are_mended(runs: Runs) -> None:
+    assert runs.stopped.status == 2
+    told, *_, last = runs.stopped.err.splitlines()
+    assert told.startswith(
+        "rewards: early_letters raised OSError: no service (my_rewards.py:14). The completion is left"
+    )
+    assert last == (
+        "hybrid-grpo: error: rewards: early_letters failed on 16 of 16 completions, more than scoring.max_failed_frac"
+        " 0.5: the first failures are printed above; mend the function and go on with --run.resume auto; the run is"
+        " saved as it was after step 2"
+    )
+    whole, mended = rows_of(runs.whole[0]), rows_of(runs.mended)
+    assert list(mended) == list(whole)
+    for step, row in whole.items():
+        same = {name for name in row if not name.startswith(("time/", "throughput/", "memory/"))}
+        assert {name: mended[step].get(name) for name in same} == {name: row[name] for name in same}, step
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in (runs.whole[0], runs.mended)]
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]), name
+
+
+def test_wandb_offline_leaves_a_folder_and_the_run_ends_well(workshop: Workshop) -> None:
+    done = workshop.run("sft", "--config", "sft.yaml", "--run.name=sft", "--log.wandb=offline", WANDB_SILENT="true")
+    assert done.status == 0, done.err
+    folder = workshop.folder / "runs" / "sft"
+    assert list(folder.glob("wandb/offline-run-*/*.wandb"))
+    assert [row["step"] for row in rows_of(folder).values()] == [1, 2]
+    AutoModelForCausalLM.from_pretrained(folder / "model")

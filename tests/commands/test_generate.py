@@ -1,0 +1,304 @@
+"""`generate`, in this process but where its process matters, on a tiny model and prompts of letters."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import make_task
+from paths import ROOT
+
+from hybrid_grpo.__main__ import main
+from hybrid_grpo.config import GenerateConfig
+from hybrid_grpo.config.checks import check_generate
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.parsing import parse
+
+WORDS = ["dcab=", "zxy=", "hello=", "qrs=", "tac=", "god=", "mnbv="]
+MODEL = ["--policy.model=model", "--policy.dtype=float32", "--rollout.max_completion_tokens=8"]
+DATA = ["--data.path=words.jsonl"]
+REWARDS = """
+import json
+from pathlib import Path
+
+def kept(prompts, completions, **columns):
+    Path("kept.json").write_text(json.dumps(dict(zip(prompts, completions))))
+    return [0.0] * len(completions)
+"""
+ROLLOUT = """
+import json
+import sys
+from hybrid_grpo import engine
+from hybrid_grpo.config import DataConfig, EngineConfig, PolicyConfig, RolloutConfig
+from hybrid_grpo.data.prompts import read_prompts
+from hybrid_grpo.model.loading import stop_ids
+from hybrid_grpo.model.pretrained import load_tokenizer
+from hybrid_grpo.policy import Policy
+
+engine.start()
+tokenizer = load_tokenizer("model")
+policy = Policy(PolicyConfig("model", "float32"), EngineConfig(0, adam="torch"), tokenizer, total_steps=1)
+prompts, _ = read_prompts(DataConfig("words.jsonl"), tokenizer)
+config = RolloutConfig(num_generations=3, max_completion_tokens=8, temperature=0.8)
+rollout, _ = policy.rollout(prompts, config, stop_ids("model", tokenizer, []), seed=5, step=0)
+json.dump([[c.text, c.finish, sum(c.logp)] for c in rollout.completions], open("rollout.json", "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_task(tmp_path_factory.mktemp("generate"))
+    rows = [{"prompt": word, "answer": "".join(sorted(word[:-1]))} for word in WORDS]
+    (folder / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "kept_rewards.py").write_text(REWARDS)
+    (folder / "rollout.py").write_text(ROLLOUT)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(folder)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    # What other processes sample on the processor is compared by equality.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    yield
+
+
+def rows_of(text: str) -> list[dict[str, Any]]:
+    """JSON lines, in the order of the prompts and their samples."""
+    assert text.endswith("\n")
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in text[:-1].split("\n")]
+    return sorted(rows, key=lambda row: (row["id"], row["sample"]))
+
+
+class Terminal:
+    """The command with its standard streams."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+        self.err = ""
+
+    def generate(self, *arguments: str, stdin: str | bytes = b"", typed: bool = False) -> list[dict[str, Any]]:
+        out = self.ends(0, *arguments, stdin=stdin, typed=typed)
+        return rows_of(out) if out else []
+
+    def refused(self, *arguments: str, stdin: str | bytes = b"") -> str:
+        assert self.ends(2, *arguments, stdin=stdin) == ""
+        assert self.err.startswith("hybrid-grpo: error: ") and self.err.count("\n") == 1
+        return self.err.removeprefix("hybrid-grpo: error: ")
+
+    def ends(self, status: int, *arguments: str, stdin: str | bytes = b"", typed: bool = False) -> str:
+        stream = io.TextIOWrapper(io.BytesIO(stdin.encode() if isinstance(stdin, str) else stdin))
+        stream.isatty = lambda: typed  # type: ignore[method-assign]
+        self.monkeypatch.setattr(sys, "stdin", stream)
+        assert main(["generate", *MODEL, *arguments]) == status
+        out, self.err = self.capsys.readouterr()
+        return out
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Terminal:
+    return Terminal(monkeypatch, capsys)
+
+
+def test_a_line_for_every_completion(terminal: Terminal) -> None:
+    rows = terminal.generate(*DATA, "--rollout.num_generations=3")
+    assert [(row["id"], row["sample"]) for row in rows] == [(i, k) for i in range(len(WORDS)) for k in range(3)]
+    for row in rows:
+        assert row["prompt"] == WORDS[row["id"]]
+        assert row["columns"] == {"answer": "".join(sorted(row["prompt"][:-1]))}
+        # The stop token is one of the tokens and none of the text, as is padding.
+        assert row["tokens"] == 8 if row["finish"] == "length" else 1 <= row["tokens"] <= 8
+        assert len(row["completion"]) <= row["tokens"] - (row["finish"] == "stop")
+        assert -8 * 10 < row["logp"] < 0
+    assert len({(row["id"], row["completion"]) for row in rows}) > 2 * len(WORDS)
+    assert "temperature 1, " in terminal.err and "3 of each prompt, run.seed 0" in terminal.err
+    assert "7 of 7 rows kept" in terminal.err
+
+
+def test_the_completions_are_those_of_step_0_of_a_rollout(terminal: Terminal, folder: Path) -> None:
+    options = ["--rollout.num_generations=3", "--rollout.temperature=0.8", "--run.seed=5"]
+    rows = terminal.generate(*DATA, *options)
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "rollout.py"], check=True, env=environment, capture_output=True, timeout=240)
+    rollout = json.loads((folder / "rollout.json").read_text())
+    assert [[row["completion"], row["finish"]] for row in rows] == [row[:2] for row in rollout]
+    assert [row["logp"] for row in rows] == pytest.approx([row[2] for row in rollout], rel=1e-5)
+    others = terminal.generate(*DATA, *options[:2], "--run.seed=6")
+    assert sum(a["completion"] != b["completion"] for a, b in zip(rows, others, strict=True)) > len(rows) // 2
+
+
+def test_neither_slots_nor_neighbours_change_a_completion(terminal: Terminal) -> None:
+    rows = terminal.generate(*DATA, "--rollout.num_generations=2")
+    few = terminal.generate(*DATA, "--rollout.num_generations=2", "--rollout.max_slots=3", "--data.limit=4")
+    assert [row["completion"] for row in few] == [row["completion"] for row in rows[:8]]
+
+
+def test_text_and_objects_come_in(terminal: Terminal) -> None:
+    rows = terminal.generate(*DATA)
+    text = terminal.generate(stdin="\n".join(["", *WORDS, "  "]))
+    assert [row["completion"] for row in text] == [row["completion"] for row in rows]
+    assert all("columns" not in row for row in text)
+    objects = terminal.generate("--data.path=-", stdin=Path("words.jsonl").read_bytes())
+    assert [{**row, "logp": 0} for row in objects] == [{**row, "logp": 0} for row in rows]
+    mixed = terminal.generate(stdin=f'{WORDS[0]}\r\n{{"prompt": "{WORDS[1]}", "n": NaN}}\n')
+    assert [row["completion"] for row in mixed] == [row["completion"] for row in rows[:2]]
+    assert [row["columns"] for row in mixed] == [{"n": None}, {"n": None}]
+
+
+def test_typed_prompts_are_completed_like_those_of_a_pipe_until_the_end(terminal: Terminal) -> None:
+    piped = terminal.generate(stdin="\n".join(WORDS))
+    mistakes = [b"a" * 600, b'{"prompt": 3}', b'{"prompt', b"\xff"]
+    lines = [WORDS[0].encode(), b"", *mistakes, *(word.encode() for word in WORDS[1:])]
+    typed = terminal.generate(stdin=b"\n".join(lines) + b"\n", typed=True)
+    assert [(row["id"], row["completion"]) for row in typed] == [(row["id"], row["completion"]) for row in piped]
+    assert terminal.err.count("> ") == len(lines) + 1
+    for said in ("data.max_prompt_tokens 512", "has 3: give text", "begins like a JSON object", "is not UTF-8"):
+        assert terminal.err.count(said) == 1
+    assert terminal.generate(typed=True) == []
+
+
+def test_at_a_real_terminal() -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "hybrid_grpo", "generate", *MODEL]
+    process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, env=environment, text=True)
+    os.close(theirs)
+    os.write(ours, b"dcab=\nzxy=\n\x04")
+    out, _ = process.communicate(timeout=120)
+    seen = b""
+    # Linux ends a terminal that nobody holds any more with an error.
+    try:
+        while piece := os.read(ours, 4096):
+            seen += piece
+    except OSError:
+        pass
+    assert process.returncode == 0
+    assert [row["prompt"] for row in rows_of(out)] == ["dcab=", "zxy="]
+    assert seen.count(b"> ") == 3 and b"completions" in seen
+
+
+def test_greedy_is_that_of_eval_and_ends_by_the_same_rules(terminal: Terminal, folder: Path) -> None:
+    ends = ["--rollout.stop_strings=[z, '=']", "--rollout.min_completion_tokens=3"]
+    rows = terminal.generate(*DATA, "--rollout.temperature=0", *ends)
+    assert {row["finish"] for row in rows} == {"stop", "length"} and min(row["tokens"] for row in rows) == 3
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    arguments = [*MODEL, *ends, *DATA, "--data.eval_path=words.jsonl", "--rollout.prompts_per_step=7"]
+    arguments += ["--rewards=[{function: 'kept_rewards.py:kept', batch_size: 7}]"]
+    command = [sys.executable, "-m", "hybrid_grpo", "eval", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "kept.json").read_text()) == {row["prompt"]: row["completion"] for row in rows}
+
+
+def test_the_decoder_of_the_configuration_is_used(terminal: Terminal) -> None:
+    rows = terminal.generate(*DATA, "--rollout.num_generations=2")
+    other = terminal.generate(*DATA, "--rollout.num_generations=2", "--rollout.decoder=transformers")
+    assert [row["completion"] for row in other] == [row["completion"] for row in rows]
+    assert "decoder transformers" in terminal.err
+
+
+def test_a_file_is_written_anew(terminal: Terminal, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("before\n")
+    assert terminal.generate(*DATA, f"--generate.output={path}") == []
+    assert rows_of(path.read_text()) == terminal.generate(*DATA)
+
+
+def test_every_rank_writes_its_share(terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        terminal.generate(*DATA, f"--generate.output={tmp_path / 'out.jsonl'}")
+        assert ("7 of 7 rows" in terminal.err) == (rank == "0")
+    parts = [rows_of((tmp_path / f"out.{rank}.jsonl").read_text()) for rank in range(2)]
+    assert [len(part) for part in parts] == [3, 4]
+    monkeypatch.delenv("WORLD_SIZE")
+    whole = terminal.generate(*DATA)
+    assert [row["completion"] for part in parts for row in part] == [row["completion"] for row in whole]
+
+
+def test_a_reader_who_has_had_enough_ends_it_quietly() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "hybrid_grpo", "generate", *MODEL, "--data.path=train.jsonl"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    assert json.loads(process.stdout.readline())["completion"] is not None
+    process.stdout.close()
+    said = process.stderr.read()
+    assert process.wait(timeout=120) == 0
+    assert said.startswith("data: ") and said.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "says"),
+    [
+        (["--policy.model=no/such/model"], "a=", "policy.model no/such/model: there is no such folder"),
+        (["--data.path=no.jsonl"], "", "data.path no.jsonl: there is no such file or folder"),
+        ([], "", "data.path is standard input, and that is empty"),
+        ([], "\n \n", "data.path is standard input, and that is empty"),
+        ([], '{"prompt": ""}', "row 0 (from 0) of standard input is an empty prompt"),
+        ([], '{"promt": "a="}', "standard input has no such column: did you mean promt?"),
+        ([], 'a=\n{"prompt": 1', "data.path: line 2 of standard input begins like a JSON object and is none"),
+        ([], b"a=\n\n\xe4=\n", "data.path: line 3 of standard input is not UTF-8"),
+        (["--data.max_prompt_tokens=3"], "a=\nabcd=\n", "the prompt of row 1 (from 0) of standard input has 5 tokens"),
+        (
+            ["--data.over_long=drop", "--data.max_prompt_tokens=3"],
+            "abcd=",
+            "all 1 prompts of standard input are longer",
+        ),
+        (["--rollout.max_completion_tokens=62"], "ab=", "is 65 tokens and policy.model has 64 positions"),
+        (["--rollout.stop_ids=[99]"], "a=", "rollout.stop_ids 99 is no token of policy.model"),
+        (["--rollout.logit_bias={99: 1.0}"], "a=", "rollout.logit_bias 99 is no token of policy.model"),
+        (["--generate.output=model"], "a=", "generate.output model is a folder"),
+        (["--generate.output=no/out.jsonl"], "a=", "generate.output no/out.jsonl: there is no folder no"),
+        ([*DATA, "--generate.output=./words.jsonl"], "", "generate.output words.jsonl would replace the prompts"),
+        (["--rollout.temperature=0", "--rollout.num_generations=2"], "a=", "rollout.temperature 0 has one completion"),
+        (["--rollout.num_generations=0"], "a=", "rollout.num_generations 0 must be greater than 0"),
+        (["--generate.file=x"], "a=", "there is no setting generate.file"),
+    ],
+)
+def test_a_mistake_gives_one_line_and_status_2(
+    terminal: Terminal, arguments: list[str], stdin: str | bytes, says: str
+) -> None:
+    assert says in terminal.refused(*arguments, stdin=stdin)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "data.path is standard input, which 2 ranks cannot share"),
+        (DATA, "generate.output -: 2 ranks write a file"),
+    ],
+)
+def test_ranks_do_not_share_standard_streams(arguments: list[str], says: str) -> None:
+    config = parse(GenerateConfig, [*MODEL, *arguments], "generate").config
+    check_generate(config, 1)
+    with pytest.raises(UserError, match=says):
+        check_generate(config, 2)
+
+
+def test_it_takes_the_recipe_of_a_run(terminal: Terminal, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "run: {seed: 3, steps: 9}\nengine: {zero_stage: 2}\ngrpo: {beta: 0.1}\nrewards: [{function: no_such_thing}]\n"
+        "data: {path: words.jsonl, eval_path: not_here.jsonl, over_long: drop, max_prompt_tokens: 4}\n"
+        "rollout: {temperature: 0.5, num_generations: 2}\n"
+    )
+    rows = terminal.generate("--config", str(recipe))
+    assert [row["id"] for row in rows] == [1, 1, 3, 3, 4, 4, 5, 5]
+    assert "4 of 7 rows kept, 3 dropped for an over-long prompt" in terminal.err
+    assert "2 of each prompt, run.seed 3, temperature 0.5, " in terminal.err
+    options = ["--rollout.num_generations=2", "--rollout.temperature=0.5", "--run.seed=3"]
+    assert rows == terminal.generate(*DATA, *options, "--data.over_long=drop", "--data.max_prompt_tokens=4")

@@ -1,0 +1,526 @@
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from hybrid_grpo.config import GenerateConfig, RewardConfig, ServeRewardConfig, SftConfig, TrainConfig
+from hybrid_grpo.config import options as config_module
+from hybrid_grpo.config.checks import batch_plan, check_sft, check_train
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.parsing import Parsed, parse, setting_names
+
+
+class User:
+    """Somebody at the command line, with a folder that passes for a model and one row of data."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text("{}")
+        (folder / "train.jsonl").write_text('{"prompt": "a"}\n')
+        self.sound = ["--policy.model", f"{folder / 'model'}", "--data.path", f"{folder / 'train.jsonl'}"]
+
+    def yaml(self, text: str) -> str:
+        path = self.folder / "recipe.yaml"
+        path.write_text(text)
+        return str(path)
+
+    def parse(self, *arguments: str, yaml: str | None = None) -> TrainConfig:
+        recipe = [] if yaml is None else ["--config", self.yaml(yaml)]
+        return parse(TrainConfig, [*recipe, *arguments], "train").config
+
+    def train(self, *arguments: str, yaml: str | None = None, ranks: int = 1) -> TrainConfig:
+        recipe = [] if yaml is None else ["--config", self.yaml(yaml)]
+        rewards = ["--rewards", "[{function: exact_match}]"]
+        config = parse(TrainConfig, [*self.sound, *rewards, *recipe, *arguments], "train").config
+        check_train(config, ranks)
+        return config
+
+    def sft(self, *arguments: str, ranks: int = 1) -> SftConfig:
+        config = parse(SftConfig, [*self.sound, *arguments], "sft").config
+        check_sft(config, ranks)
+        return config
+
+    def refused(self, *arguments: str, yaml: str | None = None, ranks: int = 1, sft: bool = False) -> str:
+        with pytest.raises(UserError) as caught:
+            self.sft(*arguments, ranks=ranks) if sft else self.train(*arguments, yaml=yaml, ranks=ranks)
+        message = str(caught.value)
+        assert message and "\n" not in message
+        assert "jsonargparse" not in message and "Parser key" not in message and "class_path" not in message
+        return message
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> User:
+    return User(tmp_path)
+
+
+def test_a_sound_command_line_passes_both_checks(user: User) -> None:
+    assert user.train().policy.model == str(user.folder / "model")
+    assert user.sft().sft.batch_size == 64
+
+
+def test_later_arguments_win_over_earlier_ones(user: User) -> None:
+    recipe = user.yaml("policy: {lr: 1.0e-3, warmup_steps: 5}")
+    config = user.parse("--config", recipe, "--policy.lr", "1e-4")
+    assert (config.policy.lr, config.policy.warmup_steps) == (1e-4, 5)
+    assert user.parse("--policy.lr", "1e-4", "--config", recipe).policy.lr == 1e-3
+    assert user.parse("--policy.lr", "1", "--policy.lr", "2").policy.lr == 2
+
+
+def test_a_later_file_overrides_setting_by_setting(user: User) -> None:
+    first, second = user.folder / "first.yaml", user.folder / "second.yaml"
+    first.write_text("policy: {lr: 1.0e-3, weight_decay: 0.1}")
+    second.write_text("policy: {lr: 2.0e-3}")
+    config = user.parse("--config", str(first), "--config", str(second))
+    assert (config.policy.lr, config.policy.weight_decay) == (2e-3, 0.1)
+
+
+def test_later_rewards_replace_earlier_ones_whole(user: User) -> None:
+    """Merged entry by entry, a length penalty took over the keyword arguments of the exact match before it."""
+    recipe = "rewards: [{function: exact_match, weight: 3.0, name: em, kwargs: {answer_column: gold}}]"
+    config = user.parse("--rewards", "[{function: length_penalty}]", yaml=recipe)
+    assert config.rewards == [RewardConfig("length_penalty", 1.0, None, {})]
+    message = user.refused("--rewards", "[{weight: 2}]", yaml=recipe)
+    assert "rewards[0].function is not set" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-6", 1e-6), ("1E-6", 1e-6), ("'1e-6'", 1e-6), ("1.e-6", 1e-6), ("3", 3.0), (".5", 0.5)]
+)
+def test_numbers_that_yaml_takes_for_text(user: User, text: str, value: float) -> None:
+    lr = user.parse(yaml=f"policy:\n  lr: {text}\n").policy.lr
+    assert lr == value and type(lr) is float
+    assert user.parse("--policy.lr", text.strip("'")).policy.lr == value
+
+
+@pytest.mark.parametrize("value", ["nan", ".nan", "NaN", "inf", ".inf", "-.inf", "Infinity", "1e400"])
+@pytest.mark.parametrize("setting", ["policy.lr", "grpo.beta", "eval.threshold", "log.parity_alarm"])
+def test_not_finite_is_refused(user: User, setting: str, value: str) -> None:
+    section, name = setting.split(".")
+    for message in (user.refused(f"--{setting}={value}"), user.refused(yaml=f"{section}: {{{name}: {value}}}")):
+        assert message.startswith(f"{setting}: expected a finite number, got ")
+
+
+def test_not_finite_inside_a_pair_is_refused(user: User) -> None:
+    assert user.refused("--policy.betas", "[.nan, 0.9]").startswith("policy.betas: ")
+
+
+@pytest.mark.parametrize("setting", setting_names(TrainConfig))
+def test_null_is_a_value_of_optional_settings_only(user: User, setting: str) -> None:
+    if setting == "rewards":
+        assert "rewards is empty" in user.refused(yaml="rewards: null")
+        return
+    section, name = setting.split(".")
+    hint = get_type_hints(get_type_hints(TrainConfig)[section])[name]
+    recipe = f"{section}: {{{name}: null}}"
+    if type(None) in getattr(hint, "__args__", ()):
+        assert getattr(getattr(user.parse(yaml=recipe), section), name) is None
+    else:
+        assert user.refused(yaml=recipe).startswith(f"{setting}: expected ")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ("policy: {lr: fast}", "policy.lr: expected a finite number, got fast"),
+        ("policy: {lr: true}", "policy.lr: expected a finite number, got True"),
+        ("policy: {lr: ''}", "policy.lr: expected a finite number, got nothing"),
+        ("policy: {betas: [0.9]}", "policy.betas: expected [number, number], got [0.9]"),
+        ("policy: {dtype: bf16}", "policy.dtype: expected bfloat16 or float32, got bf16"),
+        ("engine: {zero_stage: 4}", "engine.zero_stage: expected 0 or 1 or 2 or 3, got 4"),
+        ("engine: {zero_stage: true}", "engine.zero_stage: expected 0 or 1 or 2 or 3, got True"),
+        ("engine: {offload_optimizer: 1}", "engine.offload_optimizer: expected true or false, got 1"),
+        ("engine: {deepspeed: []}", "engine.deepspeed: expected a mapping, got []"),
+        ("run: {steps: 1.5}", "run.steps: expected a whole number, got 1.5"),
+        ("run: {steps: true}", "run.steps: expected a whole number, got True"),
+        ("run: {name: no}", "run.name: expected text, got False"),
+        ("data: {limit: none}", "data.limit: expected a whole number or null, got none"),
+        ("log: {wandb: off}", "log.wandb: expected auto or online or offline or disabled, got False"),
+        ("rollout: {stop_ids: 3}", "rollout.stop_ids: expected a list, got 3"),
+        ("rewards: exact_match", "rewards: expected a list such as [{function: exact_match}], got exact_match"),
+        ("rewards: [{function: a, weight: two}]", "rewards[0].weight: expected a finite number, got 'two'"),
+        ("rewards: [{function: a}, {function: b, weight: .nan}]", "rewards[1].weight: expected a finite number"),
+        ("rewards: [{function: null}]", "rewards[0].function: expected text, got None"),
+        ("rewards: [{function: a, kwargs: 3}]", "rewards[0].kwargs: expected a mapping, got 3"),
+    ],
+)
+def test_wrong_types_name_the_setting_and_what_it_takes(user: User, wrong: str, expected: str) -> None:
+    assert user.refused(yaml=wrong).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("unknown", "hint"),
+    [
+        ("polcy: {lr: 1}", "there is no setting polcy.lr: did you mean policy.lr?"),
+        ("policy: {learning_rate: 1}", "there is no setting policy.learning_rate: did you mean policy.lr?"),
+        ("policy: {temperature: 1}", "there is no setting policy.temperature: did you mean rollout.temperature?"),
+        ("lr: 1", "there is no setting lr: did you mean policy.lr?"),
+        ("log: {every: 1}", "there is no setting log.every: did you mean eval.every or checkpoint.every?"),
+        ("rewards: [{function: a, wieght: 2}]", "there is no setting rewards[0].wieght: did you mean weight?"),
+        ("log: {xyzzyxyzzyx: 1}", "there is no setting log.xyzzyxyzzyx: known are log.wandb, log.wandb_project, "),
+        ("sft: {batch_size: 3}", "there is no setting sft.batch_size: known are run, policy, "),
+    ],
+)
+def test_unknown_names_are_answered_with_the_nearest(user: User, unknown: str, hint: str) -> None:
+    assert user.refused(yaml=unknown).startswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--polciy.lr=1"], "did you mean policy.lr?"),
+        (["--policy.l", "1"], "there is no setting policy.l"),
+        (["--lr", "1"], "did you mean policy.lr?"),
+        (["--policy.lr"], "policy.lr: expected one argument"),
+        (["stray"], "stray is no option: a setting is given as --section.name value"),
+    ],
+)
+def test_options_are_spelled_out(user: User, arguments: list[str], hint: str) -> None:
+    assert hint in user.refused(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "complaint"),
+    [
+        ("", "holds no settings"),
+        ("# nothing\n", "holds no settings"),
+        ("- a\n", "holds no settings"),
+        ("policy:\n", "line 1: policy must have settings below it"),
+        ("run: {seed: 1}\npolicy: 3\n", "line 2: policy must have settings below it"),
+        ("policy: {lr: 1\n", "cannot be read: line 2"),
+        ("policy:\n\tlr: 1\n", "cannot be read: line 2"),
+        ("policy: {lr: 1}\npolicy: {seed: 2}\n", "line 2: policy is given twice"),
+        ("policy:\n  lr: 1\n  lr: 2\n", "line 3: lr is given twice"),
+        ("rewards:\n- {function: a, weight: 1, weight: 2}\n", "line 2: weight is given twice"),
+    ],
+)
+def test_yaml_that_would_let_a_mistake_pass(user: User, recipe: str, complaint: str) -> None:
+    message = user.refused(yaml=recipe)
+    assert message.startswith("--config ") and "recipe.yaml" in message and complaint in message
+
+
+def test_config_must_be_a_file(user: User) -> None:
+    assert "there is no such file" in user.refused("--config", str(user.folder / "nope.yaml"))
+    assert "is a folder" in user.refused("--config", str(user.folder))
+    (user.folder / "bytes.yaml").write_bytes(b"\xff\xfe\x00\x81")
+    assert "cannot be read" in user.refused("--config", str(user.folder / "bytes.yaml"))
+
+
+@pytest.mark.parametrize(
+    "outside",
+    ["policy.lr=0", "policy.lr=-1", "policy.weight_decay=-1", "policy.max_grad_norm=0", "policy.betas=[0.9,1.0]",
+     "policy.betas=[-0.1,0.9]", "policy.micro_batch_tokens=0", "policy.warmup_steps=-1", "run.steps=0", "run.seed=-1",
+     "data.limit=0", "data.max_prompt_tokens=0", "rollout.temperature=0", "rollout.temperature=-1", "rollout.top_p=0",
+     "rollout.top_p=1.1", "rollout.top_k=-1", "rollout.max_completion_tokens=0", "rollout.max_slots=0",
+     "rollout.min_completion_tokens=-1", "rollout.min_completion_tokens=513", "rollout.min_p=-0.1", "rollout.min_p=1.5",
+     "rollout.repetition_penalty=0", "rollout.repetition_penalty=-1", "rollout.cache_gb=0", "rollout.cache_gb=-2.5",
+     "rollout.stop_ids=[-1]", "rollout.prompts_per_step=0", "rollout.num_generations=1", "rollout.num_generations=0",
+     "grpo.epsilon_low=1", "grpo.epsilon_low=0", "grpo.epsilon_high=0", "grpo.beta=-1", "grpo.num_iterations=0",
+     "grpo.num_minibatches=0", "eval.every=-1", "checkpoint.every=-1", "checkpoint.keep=0", "log.parity_alarm=0",
+     "scoring.workers=-1", "scoring.memory_gb=0", "scoring.max_failed_frac=-0.1", "scoring.max_wait_s=0"],
+)  # fmt: skip
+def test_numbers_out_of_range_name_their_setting(user: User, outside: str) -> None:
+    setting, value = outside.split("=")
+    message = user.refused(f"--{outside}")
+    assert message.startswith(setting) and value.strip("[]").split(",")[0].lstrip("-") in message
+
+
+@pytest.mark.parametrize("inside", [
+    "policy.betas=[0,0]", "rollout.top_p=1", "rollout.num_generations=2", "run.seed=0", "rollout.min_p=0",
+    "rollout.min_p=1", "rollout.min_completion_tokens=512", "rollout.cache_gb=0.01", "scoring.workers=0",
+    "scoring.max_failed_frac=0",
+])  # fmt: skip
+def test_the_ends_of_ranges_are_allowed(user: User, inside: str) -> None:
+    user.train(f"--{inside}")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["data.split", "data.subset", "data.eval_split", "data.eval_path", "data.prompt_column", "data.completion_column",
+     "run.dir", "run.name", "eval.name", "eval.outcome", "log.wandb_project", "policy.model", "data.path"],
+)  # fmt: skip
+def test_empty_text_is_refused(user: User, setting: str) -> None:
+    assert user.refused(f"--{setting}=").startswith(setting)
+
+
+def test_an_empty_system_prompt_is_one(user: User) -> None:
+    assert user.train("--data.system_prompt=").data.system_prompt == ""
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/b", "a b", "-x", "--x", "~", "a\n", "x" * 129, "a:b"])
+def test_run_names_that_are_no_folder_names(user: User, name: str) -> None:
+    assert user.refused(f"--run.name={name}").startswith("run.name ")
+
+
+@pytest.mark.parametrize("name", ["1", "true", "null", "2026-01-01", "1e3", "v1.2_b-c", ".hidden", "é"])
+def test_run_names_that_yaml_would_read_otherwise(user: User, name: str) -> None:
+    assert user.train(f"--run.name={name}").run.name == name
+
+
+def test_run_dir_must_be_able_to_hold_a_folder(user: User) -> None:
+    assert "is a file" in user.refused(f"--run.dir={user.folder / 'train.jsonl'}")
+    assert "is a file" in user.refused(f"--run.dir={user.folder / 'train.jsonl' / 'deeper'}")
+    assert user.refused("--run.dir=~/runs").startswith("run.dir ~/runs")
+    user.train(f"--run.dir={user.folder / 'new' / 'deeper'}")
+
+
+@pytest.mark.parametrize("name", ["a/b", "a b", "''"])
+def test_names_in_metrics(user: User, name: str) -> None:
+    assert user.refused("--rewards", f"[{{function: exact_match, name: {name}}}]").startswith("rewards[0].name ")
+    assert user.refused(f"--eval.name={name}").startswith("eval.name ")
+
+
+@pytest.mark.parametrize(
+    ("contradiction", "both"),
+    [
+        (["--engine.zero_stage", "0", "--engine.offload_optimizer", "true"], "engine.offload_optimizer .*zero_stage"),
+        (
+            ["--rollout.min_completion_tokens=9", "--rollout.max_completion_tokens=8"],
+            "min_completion_tokens 9 .*max_completion_tokens 8",
+        ),
+        (["--rollout.ignore_eos=true", "--rollout.stop_ids=[3]"], "rollout.stop_ids .*rollout.ignore_eos"),
+        (["--rollout.ignore_eos=true", "--rollout.stop_strings=[x]"], "rollout.stop_strings .*rollout.ignore_eos"),
+        (["--rollout.cache_gb=2", "--rollout.decoder=transformers"], "rollout.cache_gb 2.0 .*decoder transformers"),
+        (["--engine.zero_stage", "0"], "policy.dtype bfloat16 .*engine.zero_stage"),
+        (
+            ["--policy.shared_prefix=on", "--policy.attn_implementation=sdpa"],
+            "policy.shared_prefix .*attn_implementation",
+        ),
+        (["--eval.every", "5"], "eval.every 5 .*data.eval_path or data.eval_split"),
+        (["--data.eval_limit", "5"], "data.eval_limit 5 .*data.eval_path or data.eval_split"),
+        (["--eval.outcome", "exact_mach"], "eval.outcome .*did you mean exact_match"),
+        (["--rewards", "[{function: a}, {function: m:a}]"], "two are named a"),
+        (["--rewards", "[]"], "rewards is empty"),
+        (["--rewards", "[{function: ''}]"], r"rewards\[0\].function is empty"),
+    ],
+)
+def test_contradictions_name_both_sides(user: User, contradiction: list[str], both: str) -> None:
+    assert re.search(both, user.refused(*contradiction))
+
+
+@pytest.mark.parametrize("arguments", [["--rollout.logit_bias", '{"5": -100, "0": 1.5}'],
+                                       ["--rollout.logit_bias.5=-100", "--rollout.logit_bias.0=1.5"]])  # fmt: skip
+def test_a_logit_bias_is_given_by_token_id(user: User, arguments: list[str]) -> None:
+    assert user.train(*arguments).rollout.logit_bias == {"5": -100.0, "0": 1.5}
+    recipe = "rollout: {logit_bias: {'5': -100, '0': 1.5}}"
+    assert user.train(yaml=recipe).rollout.logit_bias == {"5": -100.0, "0": 1.5}
+
+
+def test_token_ids_need_no_quotes(user: User) -> None:
+    """YAML reads them as numbers, which a mapping from text did not take; an override then added a second entry."""
+    recipe = "rollout: {logit_bias: {5: -100, 0: 1.5}}"
+    assert user.train(yaml=recipe).rollout.logit_bias == {"5": -100.0, "0": 1.5}
+    assert user.train("--rollout.logit_bias", "{5: -100}").rollout.logit_bias == {"5": -100.0}
+    arguments = ["--config", user.yaml(recipe), "--rollout.logit_bias.5=-1"]
+    parsed = parse(TrainConfig, arguments, "train")
+    assert parsed.config.rollout.logit_bias == {"5": -1.0, "0": 1.5}
+    assert user.parse(yaml=parsed.yaml) == parsed.config
+    assert "rollout.logit_bias '-5' is no token id" in user.refused(yaml="rollout: {logit_bias: {-5: 1.0}}")
+    assert user.refused(yaml="rollout: {logit_bias: {true: 1.0}}").startswith("rollout.logit_bias")
+    assert "line 1: 5 is given twice" in user.refused(yaml="rollout: {logit_bias: {5: 1.0, '5': 2.0}}")
+
+
+@pytest.mark.parametrize("token", ["-1", "1.5", "yes", "", "05", " 5"])
+def test_a_logit_bias_of_what_is_no_token_id(user: User, token: str) -> None:
+    message = user.refused("--rollout.logit_bias", f'{{"{token}": 1.0}}')
+    assert message == f"rollout.logit_bias {token!r} is no token id: give a whole number, 0 or greater"
+
+
+def test_a_logit_bias_is_a_finite_number(user: User) -> None:
+    for value in (".nan", ".inf", "-.inf"):
+        message = user.refused("--rollout.logit_bias", f'{{"5": {value}}}')
+        assert message.startswith("rollout.logit_bias 5: expected a finite number, got ")
+
+
+def test_stop_strings_hold_text(user: User) -> None:
+    assert user.train("--rollout.stop_strings", r'["</answer>", "\n\n"]').rollout.stop_strings == ["</answer>", "\n\n"]
+    assert "empty text would end everything" in user.refused("--rollout.stop_strings", '["a", ""]')
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ("timeout_s: 0", "rewards[0].timeout_s 0.0 must be greater than 0"),
+        ("timeout_s: -1.5", "rewards[0].timeout_s -1.5 must be greater than 0"),
+        ("batch_size: 0", "rewards[0].batch_size 0 must be 1 or greater, group or auto"),
+        ("batch_size: groups", "rewards[0].batch_size"),
+        ("batch_size: 1.5", "rewards[0].batch_size"),
+        ("isolation: thread", "rewards[0].isolation"),
+        ("weight: .nan", "rewards[0].weight: expected a finite number, got nan"),
+    ],
+)
+def test_settings_of_a_reward_that_cannot_be(user: User, fields: str, complaint: str) -> None:
+    message = user.refused("--rewards", f"[{{function: exact_match, {fields}}}]")
+    assert message.startswith(complaint)
+
+
+def test_settings_of_a_reward(user: User) -> None:
+    (reward,) = user.train("--rewards", "[{function: f.py:f, batch_size: 4, isolation: none, timeout_s: 0.5}]").rewards
+    assert (reward.batch_size, reward.isolation, reward.timeout_s) == (4, "none", 0.5)
+    for size in ("auto", "group"):
+        assert user.train("--rewards", f"[{{function: a, batch_size: {size}}}]").rewards[0].batch_size == size
+
+
+def test_sft_refuses_to_be_asked_for_an_evaluation(user: User) -> None:
+    for arguments in (["--data.eval_split", "x"], ["--data.eval_path", "x/y"], ["--data.eval_limit", "3"]):
+        assert user.refused(*arguments, sft=True).startswith(arguments[0].lstrip("-"))
+
+
+@pytest.mark.parametrize(
+    ("section", "setting"),
+    [
+        ("{zero_optimization: {stage: 2}}", "engine.zero_stage"),
+        ("{bf16: {enabled: null}}", "policy.dtype"),
+        ("{fp16: {enabled: true}}", "policy.dtype"),
+        ("{gradient_clipping: 1.0}", "policy.max_grad_norm"),
+        ("{gradient_accumulation_steps: 2}", "policy.micro_batch_tokens"),
+        ("{optimizer: {params: {lr: 1}}}", "policy.lr"),
+        ("{optimizer: {params: {betas: [0, 0]}}}", "policy.betas"),
+        ("{scheduler: {type: WarmupLR}}", "policy.lr_schedule"),
+        ("{hybrid_engine: {enabled: false}}", "generation depends on it"),
+        ("{zero_optimization: 3}", "must be a section"),
+    ],
+)
+def test_deepspeed_keys_that_belong_to_a_setting(user: User, section: str, setting: str) -> None:
+    recipe = f"engine: {{deepspeed: {section}}}"
+    for message in (user.refused(yaml=recipe), user.refused("--engine.deepspeed", section)):
+        assert message.startswith("engine.deepspeed.") and setting in message
+
+
+def test_deepspeed_keys_that_belong_to_nobody_pass(user: User) -> None:
+    overlap = {"zero_optimization": {"overlap_comm": False}}
+    assert user.train("--engine.deepspeed", "{zero_optimization: {overlap_comm: false}}").engine.deepspeed == overlap
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8, 64])
+@pytest.mark.parametrize("minibatches", [1, 3, 4])
+@pytest.mark.parametrize("prompts", [1, 3, 10, 24, 32])
+def test_the_nearest_batch_is_valid_and_nearest(user: User, prompts: int, minibatches: int, ranks: int) -> None:
+    def batch(value: int) -> list[str]:
+        return [f"--rollout.prompts_per_step={value}", f"--grpo.num_minibatches={minibatches}"]
+
+    step = ranks * minibatches
+    if prompts % step == 0:
+        user.train(*batch(prompts), ranks=ranks)
+        return
+    message = user.refused(*batch(prompts), ranks=ranks)
+    assert message.startswith(f"rollout.prompts_per_step {prompts} ")
+    nearest = int(message.split()[-1])
+    user.train(*batch(nearest), ranks=ranks)
+    valid = [k * step for k in range(1, prompts // step + 2)]
+    assert abs(nearest - prompts) == min(abs(value - prompts) for value in valid)
+
+
+def test_the_nearest_sft_batch_is_valid(user: User) -> None:
+    for size, ranks, nearest in ((3, 2, 4), (1, 8, 8), (10, 7, 7), (64, 3, 63)):
+        assert user.refused("--sft.batch_size", str(size), ranks=ranks, sft=True).endswith(f"value is {nearest}")
+        assert user.sft("--sft.batch_size", str(nearest), ranks=ranks).sft.batch_size == nearest
+
+
+def test_the_batch_equation() -> None:
+    config = TrainConfig()
+    config = dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, num_minibatches=2, num_iterations=3))
+    plan = batch_plan(config, world_size=4)
+    assert (plan.prompts_per_rank, plan.rows_per_minibatch) == (8, 128)
+    assert str(plan).startswith("4 ranks x 8 prompts x 8 completions = 256 rows a rollout; 3 iterations x 2 ")
+    assert "= 6 optimizer steps of 128 rows" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("setting", "path", "complaint"),
+    [
+        ("policy.model", "nope/nope/nope", "there is no such folder"),
+        ("policy.model", "{folder}", "has no config.json"),
+        ("policy.model", "{folder}/train.jsonl", "is a file"),
+        ("data.path", "{folder}/nope.jsonl", "there is no such file or folder"),
+        ("data.path", "nope.jsonl", "there is no such file or folder"),
+        ("data.path", "{folder}/empty.jsonl", "is empty"),
+        ("data.eval_path", "{folder}/nope", "there is no such file or folder"),
+    ],
+)
+def test_paths_that_lead_nowhere(user: User, setting: str, path: str, complaint: str) -> None:
+    (user.folder / "empty.jsonl").touch()
+    path = path.format(folder=user.folder)
+    message = user.refused(f"--{setting}={path}")
+    assert message.startswith(f"{setting} {path}") and complaint in message
+
+
+def test_what_is_not_given_is_named() -> None:
+    with pytest.raises(UserError, match=r"^policy\.model is not set"):
+        check_train(parse(TrainConfig, [], "train").config, 1)
+
+
+def test_nothing_changes_a_configuration_after_parsing(user: User) -> None:
+    config = user.train()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.policy.lr = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("cls", [TrainConfig, SftConfig, GenerateConfig, ServeRewardConfig])
+def test_help_lists_every_setting_with_its_documentation(cls: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(cls, ["--help"], "train")
+    assert caught.value.code == 0
+    # Without spaces, as lines are broken at hyphens too.
+    text = "".join(capsys.readouterr().out.split())
+    documentation = documented_fields()
+    for name, hint in get_type_hints(cls).items():
+        for setting, doc in documentation[hint.__name__].items() if dataclasses.is_dataclass(hint) else ():
+            assert f"--{name}.{setting}" in text
+            assert "".join(doc.split()) in text, f"{name}.{setting}"
+    if cls is TrainConfig:
+        assert "--rewards" in text and "".join(documentation["TrainConfig"]["rewards"].split()).rstrip(".") in text
+
+
+def documented_fields() -> dict[str, dict[str, str]]:
+    """What stands below every field of every dataclass of the source; a field without it is an error."""
+    found: dict[str, dict[str, str]] = {}
+    for section in ast.parse(Path(config_module.__file__).read_text()).body:
+        if isinstance(section, ast.ClassDef) and section.name.endswith("Config"):
+            for field, below in zip(section.body, [*section.body[1:], None], strict=True):
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    doc = (
+                        below.value.value
+                        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+                        else ""
+                    )
+                    # A section says itself what it is.
+                    assert doc or ast.unparse(field.annotation).endswith("Config"), field.target.id
+                    found.setdefault(section.name, {})[field.target.id] = str(doc)
+    return found
+
+
+@pytest.mark.parametrize("cls", [TrainConfig, SftConfig, GenerateConfig])
+def test_printed_config_gives_the_same_config(user: User, cls: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*user.sound, "--policy.lr=1e-6", "--policy.betas=[0.5,0.6]", "--run.name=1e3", "--data.system_prompt="]
+    arguments += ["--engine.deepspeed", "{zero_optimization: {overlap_comm: false, bucket: 5e7}, name: '1e5'}"]
+    if cls is TrainConfig:
+        arguments += ["--rewards", "[{function: a.b:c, weight: 0.5, kwargs: {x: [1, no], y: '2'}}]"]
+    with pytest.raises(SystemExit):
+        parse(cls, [*arguments, "--print_config"], "train")
+    printed = capsys.readouterr().out
+    direct: Parsed[Any] = parse(cls, arguments, "train")
+    again: Parsed[Any] = parse(cls, ["--config", user.yaml(printed)], "train")
+    assert again.config == direct.config
+    assert again.yaml == direct.yaml
+    assert parse(cls, ["--config", user.yaml(direct.yaml)], "train").config == direct.config
+
+
+def test_a_mistake_does_not_cost_an_import_of_torch(user: User) -> None:
+    code = (
+        "import sys; from hybrid_grpo.__main__ import main;"
+        " status = main(sys.argv[1:]);"
+        " print(status, sorted({'torch', 'transformers', 'deepspeed', 'datasets'} & sys.modules.keys()))"
+    )
+    arguments = ["train", *user.sound, "--rollout.num_generations=1", "--rewards=[{function: exact_match}]"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "2 []"
+    assert done.stderr.startswith("hybrid-grpo: error: rollout.num_generations 1 ")

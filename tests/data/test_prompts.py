@@ -1,0 +1,194 @@
+import json
+from dataclasses import asdict
+
+import pytest
+from char_tokenizer import TEMPLATE, char_tokenizer, ids
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from hybrid_grpo.config import DataConfig
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.prompts import read_prompts
+
+CHAT = [{"role": "user", "content": "Hi?"}]
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Writes rows, gives a configuration that reads them."""
+
+    def config(rows: list[dict], **settings) -> DataConfig:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return DataConfig(path=str(path), **settings)
+
+    return config
+
+
+def test_text_prompts_keep_their_row_number_text_and_other_columns(data):
+    rows = [{"prompt": "ab", "answer": 1, "completion": "x"}, {"prompt": "c", "answer": None, "completion": "y"}]
+    prompts, report = read_prompts(data(rows), char_tokenizer())
+    assert [(prompt.id, prompt.text, prompt.token_ids) for prompt in prompts] == [
+        (0, "ab", ids("ab")),
+        (1, "c", ids("c")),
+    ]
+    assert [prompt.columns for prompt in prompts] == [
+        {"answer": 1, "completion": "x"},
+        {"answer": None, "completion": "y"},
+    ]
+    assert report.columns == ["prompt", "answer", "completion"]
+
+
+def test_the_report_counts_and_measures_what_is_kept(data):
+    config = data([{"q": "a" * length} for length in (3, 9, 4, 12)], prompt_column="q", max_prompt_tokens=4)
+    prompts, report = read_prompts(config, char_tokenizer())
+    assert [prompt.id for prompt in prompts] == [0, 2]
+    assert str(report) == (
+        f"{config.path} [train]: 2 of 4 rows kept, 2 dropped for an over-long prompt;"
+        " prompts of 3 to 4 tokens (mean 3.5); columns q"
+    )
+    assert asdict(report) == {
+        "source": config.path,
+        "split": "train",
+        "rows": 4,
+        "kept": 2,
+        "over_long_prompts": 2,
+        "over_long_completions": 0,
+        "prompt_tokens_min": 3,
+        "prompt_tokens_mean": 3.5,
+        "prompt_tokens_max": 4,
+        "columns": ["q"],
+    }
+
+
+def test_held_out_prompts_come_from_the_evaluation_source(data, tmp_path):
+    (tmp_path / "heldout.jsonl").write_text('{"prompt": "b"}\n{"prompt": "c"}\n{"prompt": "d"}\n')
+    config = data([{"prompt": "a"}], eval_path=str(tmp_path / "heldout.jsonl"), eval_limit=2)
+    prompts, report = read_prompts(config, char_tokenizer(), evaluation=True)
+    assert [prompt.text for prompt in prompts] == ["b", "c"]
+    assert (report.rows, report.split) == (2, None)
+    assert [prompt.text for prompt in read_prompts(config, char_tokenizer())[0]] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompt", "text", "token_ids"),
+    [
+        ({}, "Hi?", "Hi?", ids("Hi?")),
+        ({}, CHAT, CHAT, ids("<bos>", "<user>", "Hi?", "<assistant>")),
+        ({"chat_template": "always"}, "Hi?", "Hi?", ids("<bos>", "<user>", "Hi?", "<assistant>")),
+        ({"chat_template": "always"}, CHAT, CHAT, ids("<bos>", "<user>", "Hi?", "<assistant>")),
+        ({"chat_template": "never"}, "Hi?", "Hi?", ids("Hi?")),
+        (
+            {"system_prompt": "Be kind."},
+            "Hi?",
+            [SYSTEM, *CHAT],
+            ids("<bos>", "<system>", "Be kind.", "<user>", "Hi?", "<assistant>"),
+        ),
+        (
+            {"system_prompt": "Be kind."},
+            CHAT,
+            [SYSTEM, *CHAT],
+            ids("<bos>", "<system>", "Be kind.", "<user>", "Hi?", "<assistant>"),
+        ),
+    ],
+)
+def test_the_template_is_applied_where_the_settings_say(data, settings, prompt, text, token_ids):
+    (read,), _ = read_prompts(data([{"prompt": prompt}], **settings), char_tokenizer(TEMPLATE))
+    assert read.text == text
+    assert read.token_ids == token_ids
+
+
+@pytest.mark.parametrize(("prompt", "token_ids"), [("a", ids("<bos>", "a")), (CHAT, None)])
+def test_bos_is_there_once_when_the_tokenizer_adds_it_and_the_template_too(data, tmp_path, prompt, token_ids):
+    char_tokenizer(TEMPLATE, adds_bos=True).save_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    (read,), _ = read_prompts(data([{"prompt": prompt}]), tokenizer)
+    assert read.token_ids == (token_ids or ids("<bos>", "<user>", "Hi?", "<assistant>"))
+
+
+def test_keys_that_arrow_fills_in_do_not_reach_the_template(tmp_path):
+    """Templates ask `'tool_calls' in message`; saved data sets answered yes, with None, for every message."""
+    rows = [{"prompt": CHAT}, {"prompt": [{"role": "user", "content": "b", "tool_calls": [{"name": "f"}]}]}]
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    config = DataConfig(path=str(tmp_path / "saved"), limit=1)
+    (read,), _ = read_prompts(config, char_tokenizer(TEMPLATE))
+    assert read.text == CHAT
+    assert read.token_ids == ids("<bos>", "<user>", "Hi?", "<assistant>")
+
+
+def test_an_empty_prompt_starts_from_bos_or_is_refused(data):
+    rows = [{"prompt": "a"}, {"prompt": ""}]
+    prompts, report = read_prompts(data(rows), char_tokenizer())
+    assert [prompt.token_ids for prompt in prompts] == [ids("a"), ids("<bos>")]
+    assert report.prompt_tokens_min == 1
+    with pytest.raises(UserError, match=r"^data.prompt_column prompt: row 1 .* is an empty prompt, .* remove the row$"):
+        read_prompts(data(rows), char_tokenizer(bos=False))
+
+
+def test_over_long_prompts_can_be_refused(data):
+    rows = [{"prompt": "a"}, {"prompt": "abcde"}, {"prompt": "abcdef"}]
+    with pytest.raises(UserError, match=r"^data.max_prompt_tokens 4: .* row 1 .* has 5 tokens, one of 2 over-long"):
+        read_prompts(data(rows, max_prompt_tokens=4, over_long="refuse"), char_tokenizer())
+    prompts, report = read_prompts(data(rows, max_prompt_tokens=6, over_long="refuse"), char_tokenizer())
+    assert (len(prompts), report.over_long_prompts) == (3, 0)
+
+
+def test_prompts_that_are_all_too_long_are_refused_with_the_shortest(data):
+    with pytest.raises(UserError, match=r"^data.max_prompt_tokens 2: all 2 prompts .* shortest has 3 tokens: raise"):
+        read_prompts(data([{"prompt": "abcd"}, {"prompt": "abc"}], max_prompt_tokens=2), char_tokenizer())
+
+
+def test_a_missing_prompt_column_is_refused_with_those_there_are(data):
+    config = data([{"promt": "a", "answer": 1}])
+    with pytest.raises(
+        UserError, match=r"^data.prompt_column prompt: .* did you mean promt\? the columns are promt, answer$"
+    ):
+        read_prompts(config, char_tokenizer())
+    with pytest.raises(UserError, match=r"no such column: the columns are answer$"):
+        read_prompts(data([{"answer": 1}]), char_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (None, r"row 1 \(from 0\) of .* has None: give text or a list of chat messages$"),
+        (3, r"row 1 .* has 3: give text"),
+        ({"role": "user", "content": "a"}, r"row 1 .* has \{.*: give text or a list"),
+        ([], r"row 1 .* has \[\]: give messages"),
+        (["Hi"], r"row 1 .* has \['Hi'\]: give messages"),
+        ([{"content": "Hi"}], r"row 1 .* give messages"),
+        ([{"role": "user", "content": None}], r"row 1 .* give messages"),
+        ([*CHAT, {"role": "assistant", "content": "a"}], r"row 1 .* ends with a message of the assistant"),
+    ],
+)
+def test_a_row_that_is_no_prompt_is_named(data, bad, message):
+    with pytest.raises(UserError, match=rf"^data.prompt_column prompt: {message}"):
+        read_prompts(data([{"prompt": "a"}, {"prompt": bad}]), char_tokenizer(TEMPLATE))
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompt"), [({}, CHAT), ({"chat_template": "always"}, "a"), ({"system_prompt": "Be kind."}, "a")]
+)
+def test_a_chat_without_a_template_is_refused_with_the_way_out(data, settings, prompt):
+    with pytest.raises(UserError, match=r"^data.chat_template: row 0 .* no chat template: take a chat model, or give"):
+        read_prompts(data([{"prompt": prompt}], **settings), char_tokenizer())
+
+
+def test_settings_that_contradict_the_chat_are_refused(data):
+    never = {"chat_template": "never"}
+    with pytest.raises(UserError, match=r"^data.chat_template never: row 0 .* has chat messages"):
+        read_prompts(data([{"prompt": CHAT}], **never), char_tokenizer(TEMPLATE))
+    with pytest.raises(UserError, match=r"^data.system_prompt needs a chat template, and data.chat_template is never"):
+        read_prompts(data([{"prompt": "a"}], system_prompt="Be kind.", **never), char_tokenizer(TEMPLATE))
+    with pytest.raises(UserError, match=r"^data.system_prompt is set, and row 0 .* has a system message of its own"):
+        read_prompts(data([{"prompt": [SYSTEM, *CHAT]}], system_prompt="Be kind."), char_tokenizer(TEMPLATE))
+
+
+def test_what_the_template_itself_refuses_is_named_with_the_row(data):
+    rows = [{"prompt": CHAT}, {"prompt": [{"role": "judge", "content": "a"}]}]
+    with pytest.raises(UserError, match=r"^data.chat_template: the tokenizer's template refuses row 1 .*unknown role"):
+        read_prompts(data(rows), char_tokenizer(TEMPLATE))
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    with pytest.raises(UserError, match=r"^data.chat_template: the tokenizer's template refuses row 0 .*concatenate"):
+        read_prompts(data([{"prompt": parts}]), char_tokenizer("{{ 'user: ' + messages[0].content }}"))

@@ -1,0 +1,205 @@
+import subprocess
+import warnings
+
+import pytest
+import torch
+from tiny_models import ARCHITECTURES, pair
+from torch import nn
+
+from hybrid_grpo.generation import GREEDY, Request, Sampling, generate
+from hybrid_grpo.generation.attention import Step, masked_attention
+from hybrid_grpo.generation.cache import Geometry, PagedCache
+from hybrid_grpo.generation.fused import fused
+from hybrid_grpo.generation.sampler import Sampler
+from hybrid_grpo.model.kernels import build as kernels
+from hybrid_grpo.model.kernels import decoding
+
+needs_compiler = pytest.mark.skipif(kernels.load() is None, reason="needs a C compiler")
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 12, 13, 64, 131])
+@pytest.mark.parametrize(("inner", "outer"), [(16, 4), (40, 33), (7, 3), (256, 70), (33, 128)])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_linear_is_the_matrix_product(rows, inner, outer, bias):
+    module = nn.Linear(inner, outer, bias=bias)
+    x = random(rows, inner)
+    expected = nn.functional.linear(x.double(), module.weight.double(), module.bias.double() if bias else None)
+    out = decoding._linear(module, x)
+    assert torch.allclose(out.double(), expected, atol=1e-5)
+    alone = torch.cat([decoding._linear(module, x[i : i + 1]) for i in range(rows)])
+    assert torch.equal(out, alone), "a row has the same result in any batch"
+
+
+@needs_compiler
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("size", [8, 32, 100])
+def test_norms_of_either_kind_are_recognised_and_others_left(offset, size):
+    class SomeRMSNorm(nn.Module):
+        def __init__(self, power):
+            super().__init__()
+            self.weight, self.eps, self.power = nn.Parameter(random(size, seed=1)), 1e-5, power
+
+        def forward(self, x):
+            return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() ** self.power * (self.weight + offset)
+
+    with torch.no_grad():
+        norm, x = SomeRMSNorm(1), random(3, 2, size)
+        taken = decoding._norm_of(norm)
+        assert torch.allclose(taken(norm, x), norm(x), atol=1e-5)
+        assert decoding._norm_of(SomeRMSNorm(2)) is None
+
+
+@needs_compiler
+@pytest.mark.parametrize(("heads", "kv", "d"), [(4, 2, 16), (3, 3, 20), (8, 1, 64), (4, 4, 80), (6, 2, 7)])
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_attention_over_pages_is_that_over_the_sequence(heads, kv, d, window, softcap):
+    page, lengths = 4, [1, 4, 5, 19, 8]
+    n = len(lengths)
+    cache = PagedCache(Geometry((((kv, d), (kv, d)),), torch.float32), 40, page, torch.device("cpu"))
+    order = (torch.randperm(39, generator=torch.Generator().manual_seed(0)) + 1).tolist()
+    table = torch.zeros(n, 6, dtype=torch.int32)
+    keys, values = random(n, kv, 24, d, seed=1), random(n, kv, 24, d, seed=2)
+    for row, length in enumerate(lengths):
+        for place in range(-(-length // page)):
+            table[row, place] = order.pop()
+        for entry in range(length - 1):
+            at = table[row, entry // page], entry % page
+            cache.keys[0][at], cache.values[0][at] = keys[row, :, entry], values[row, :, entry]
+    position = torch.tensor(lengths) - 1
+    query = random(n, heads, 1, d, seed=3)
+    new = [torch.stack([t[row, :, i] for row, i in enumerate(position)])[:, :, None] for t in (keys, values)]
+    batch = Step(cache, table, position, 6)
+    batch.update(*new, 0)
+    out = batch.attend(query, *new, 0.3, window, softcap)
+    expected = masked_attention(query, keys, values, position[:, None], 0.3, window, softcap)
+    assert torch.allclose(out, expected, atol=1e-5)
+    last = [(table[row, i // page], i % page) for row, i in enumerate(position)]
+    assert all(torch.equal(cache.keys[0][at], new[0][row, :, 0]) for row, at in enumerate(last))
+
+
+def cache_of(view):
+    return PagedCache(Geometry.of(view), 3, 32, torch.device("cpu"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_step_is_fused_where_the_model_is_that_of_llama(architecture):
+    view = pair(architecture)[1]
+    with torch.inference_mode():
+        taken = fused(view, cache_of(view))
+    assert (taken is not None) == (architecture in ("llama", "mistral", "qwen2", "qwen3"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("place", ["residual", "far", "embedding", "head"])
+def test_a_model_that_only_looks_like_llama_is_left_alone(place):
+    view = pair("llama")[1]
+    layer = view.model.layers[1]
+    own = type(layer.mlp).forward
+
+    def other(self, x):
+        return own(self, x) * 1.01
+
+    def far_other(self, x):
+        return own(self, x) * (1.01 if self.positions() > 100 else 1.0)
+
+    if place == "residual":
+        layer.mlp.forward = other.__get__(layer.mlp)
+    elif place == "embedding":
+        view.model.embed_tokens.register_forward_hook(lambda *arguments: arguments[-1] * 1.01)
+    elif place == "head":
+        view.lm_head.register_forward_hook(lambda *arguments: arguments[-1] * 1.01)
+    else:
+        seen = []
+        view.model.register_forward_pre_hook(
+            lambda _, __, kwargs: seen.append(int(kwargs["position_ids"].max())), with_kwargs=True
+        )
+        layer.mlp.positions = lambda: seen[-1]
+        layer.mlp.forward = far_other.__get__(layer.mlp)
+    with torch.inference_mode():
+        assert fused(view, cache_of(view)) is None
+
+
+@needs_compiler
+def test_a_rotation_that_looks_at_the_whole_batch_is_not_fused():
+    view = pair("llama")[1]
+    view.model.rotary_emb.rope_type = "dynamic"
+    with torch.inference_mode():
+        assert fused(view, cache_of(view)) is None
+
+
+@needs_compiler
+@pytest.mark.parametrize("temperature", [GREEDY, 0.7, 1.0])
+@pytest.mark.parametrize("vocabulary", [1, 7, 64, 65, 1000])
+def test_tokens_drawn_by_the_kernel_are_those_of_torch(temperature, vocabulary):
+    n = 500
+    logits, keys = 3 * random(n, vocabulary), torch.arange(n) * 2**40 - 7
+    counters = torch.arange(n) % 9
+    token, logp = decoding.sample(logits, keys, counters, temperature)
+    # A bias of 0 changes nothing, but takes torch's way.
+    expected, expected_logp = Sampler(Sampling(1, temperature, logit_bias=((0, 0.0),)))(logits, keys, counters)
+    same = token == expected
+    # Where the number drawn falls on the border of two tokens, the last digit of a sum decides.
+    assert same.float().mean() > 0.99
+    assert torch.allclose(logp[same], expected_logp[same], atol=2e-6)
+    assert torch.allclose(
+        logp, (logits / (temperature or 1.0)).log_softmax(-1).gather(1, token[:, None])[:, 0], atol=2e-6
+    )
+
+
+def test_without_a_compiler_it_says_so_once_and_decodes_the_same(monkeypatch):
+    requests = [Request([1, 2, 3], [5, 6]), Request([7], [8])]
+    with_kernels, _ = generate(pair("qwen3")[1], requests, Sampling(12, temperature=GREEDY))
+    kernels.load.cache_clear()
+    monkeypatch.setattr(kernels.shutil, "which", lambda _: None)
+    try:
+        with pytest.warns(UserWarning, match="no C compiler") as seen:
+            view = pair("qwen3")[1]
+            without, _ = generate(view, requests, Sampling(12, temperature=GREEDY))
+            generate(view, requests, Sampling(2))
+        assert len(seen) == 1
+    finally:
+        kernels.load.cache_clear()
+    for group, other in zip(without, with_kernels, strict=True):
+        for mine, theirs in zip(group, other, strict=True):
+            assert mine.token_ids == theirs.token_ids
+            assert mine.logp == pytest.approx(theirs.logp, abs=2e-5)
+
+
+def test_a_source_that_does_not_compile_is_a_warning_with_the_reason(monkeypatch, tmp_path):
+    (tmp_path / "wrong.c").write_text("this is no C\n")
+    monkeypatch.setattr(kernels, "_SOURCES", [*kernels._SOURCES, tmp_path / "wrong.c"])
+    monkeypatch.setenv("HYBRID_GRPO_CACHE", str(tmp_path / "cache"))
+    kernels.load.cache_clear()
+    try:
+        if kernels.shutil.which("cc"):
+            with pytest.warns(UserWarning, match="do not compile.*error"):
+                assert kernels.load() is None
+        assert not list((tmp_path / "cache").glob("*.so"))
+    finally:
+        kernels.load.cache_clear()
+
+
+@needs_compiler
+def test_the_process_keeps_its_denormal_numbers():
+    kernels.load()
+    assert torch.tensor(1e-40).mul(1.0).item() != 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernels.load()
+
+
+@needs_compiler
+def test_kernels_are_compiled_once_into_the_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HYBRID_GRPO_CACHE", str(tmp_path))
+    compiler = kernels.shutil.which("cc") or kernels.shutil.which("gcc") or kernels.shutil.which("clang")
+    first = kernels._compiled(compiler)
+    monkeypatch.setattr(subprocess, "run", None)
+    assert kernels._compiled(compiler) == first and list(tmp_path.iterdir()) == [first]

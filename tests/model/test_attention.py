@@ -1,0 +1,116 @@
+"""Packed forwards, with and without a shared prompt, against the model's own on one row at a time."""
+
+import random
+
+import pytest
+import torch
+from tiny_models import ARCHITECTURES, build, tiny_config
+
+from hybrid_grpo.data.packing import pack, pad
+from hybrid_grpo.model.attention import ATTENTION, Selection
+from hybrid_grpo.model.logprobs import LogprobModel
+
+CPU = torch.device("cpu")
+TEMPERATURE = 0.8
+
+
+def rollout(groups=3, size=4, seed=0):
+    """Prompts and completions of every row, one completion of a single token among them."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(1, 60) for _ in range(rng.randint(1, 12))] for _ in range(groups)]
+    completions = [[rng.randrange(60) for _ in range(rng.randint(1, 20))] for _ in range(groups * size)]
+    completions[1] = [7]
+    return [prompt for prompt in prompts for _ in range(size)], completions
+
+
+def own_logprobs(model, prompts, completions):
+    """By row, from the logits of transformers' own forward; differentiable."""
+    rows = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        logp = (model(torch.tensor([prompt + completion])).logits[0, :-1].float() / TEMPERATURE).log_softmax(-1)
+        rows.append(logp[len(prompt) - 1 :].gather(1, torch.tensor(completion)[:, None])[:, 0])
+    return rows
+
+
+def scored(model, batches):
+    """By row; and the loss of `weighted`."""
+    rows = {}
+    for micro in batches:
+        logp_N, _ = model(*micro.inputs, TEMPERATURE)
+        logp_bT = micro.unflatten(logp_N)
+        rows.update({row: logp_bT[i][micro.mask_bT[i]] for i, row in enumerate(micro.rows)})
+    return [rows[row] for row in sorted(rows)]
+
+
+def weighted(rows):
+    """A loss in which every token counts differently."""
+    return sum((torch.cos(torch.arange(len(row)) + 3.0 * i) * row).sum() for i, row in enumerate(rows))
+
+
+def gradients(model):
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("share", ["on", "off"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packed_scores_and_gradients_are_those_of_the_models_own_forward(architecture, share, by):
+    config = tiny_config(architecture)
+    own, packed = build(config), build(config, ATTENTION)
+    prompts, completions = rollout()
+    expected = own_logprobs(own, prompts, completions)
+    weighted(expected).backward()
+    batches = pack(prompts, completions, range(len(prompts)), 70, CPU, share=share)
+    assert len(batches) > 1
+    found = scored(LogprobModel(packed), batches)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(mine, theirs, atol=2e-5)
+    weighted(found).backward()
+    theirs, mine = gradients(own), gradients(packed)
+    assert mine.keys() == theirs.keys()
+    largest = max(float(gradient.abs().max()) for gradient in theirs.values())
+    for name, gradient in theirs.items():
+        assert torch.allclose(mine[name], gradient, atol=5e-5 * largest), name
+
+
+def test_padded_rows_score_the_same():
+    model = build(tiny_config("qwen2"))
+    prompts, completions = rollout()
+    expected = own_logprobs(model, prompts, completions)
+    found = scored(LogprobModel(model), pad(prompts, completions, range(len(prompts)), 70, CPU))
+    assert all(torch.allclose(mine, theirs, atol=2e-5) for mine, theirs in zip(found, expected, strict=True))
+
+
+def test_windows_are_seen_across_the_end_of_a_shared_prompt(by):
+    """A window shorter than a prompt: what the completion no longer sees must not count."""
+    config = tiny_config("mistral")
+    own, packed = build(config), build(config, ATTENTION)
+    rng = random.Random(1)
+    prompt = [rng.randrange(60) for _ in range(30)]
+    completions = [[rng.randrange(60) for _ in range(n)] for n in (3, 9, 25)]
+    expected = own_logprobs(own, [prompt] * 3, completions)
+    [micro] = pack([prompt] * 3, completions, range(3), 1000, CPU, share="on")
+    found = scored(LogprobModel(packed), [micro])
+    assert all(torch.allclose(mine, theirs, atol=2e-5) for mine, theirs in zip(found, expected, strict=True))
+
+
+def test_gradient_checkpointing_changes_nothing():
+    prompts, completions = rollout()
+    batches = pack(prompts, completions, range(len(prompts)), 1000, CPU, share="on")
+    model = build(tiny_config("llama"), ATTENTION).train()
+    scorer = LogprobModel(model)
+    weighted(scored(scorer, batches)).backward()
+    plain = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    weighted(scored(scorer, batches)).backward()
+    assert all(torch.equal(gradient, plain[name]) for name, gradient in gradients(model).items())
+
+
+def test_a_selection_sums_the_gradients_of_every_use_and_of_no_filling():
+    index, real = torch.tensor([2, 0, 2, 2, 1, 0]), torch.tensor([True, True, True, False, True, True])
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    out = Selection(index.numpy(), real.numpy(), CPU)(x)
+    assert torch.equal(out, x[index])
+    out.backward(torch.arange(18.0, dtype=torch.float64).view(6, 3))
+    assert x.grad.tolist() == [[18.0, 20.0, 22.0], [12.0, 13.0, 14.0], [6.0, 8.0, 10.0], [0.0, 0.0, 0.0]]

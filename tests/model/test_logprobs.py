@@ -1,0 +1,302 @@
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import ARCHITECTURES, TIED, VOCABULARY, build, tiny_config
+
+from hybrid_grpo.model.attention import Selection
+from hybrid_grpo.model.logprobs import LogitShape, LogprobModel, token_logprobs
+
+
+def plain(hidden, weight, bias, target, shape=LogitShape(), temperature=1.0):  # noqa: B008
+    """The definition, with all logits at once and gradients by autograd."""
+    x = torch.nn.functional.linear(hidden, weight, bias) * shape.scale
+    if shape.softcap is not None:
+        x = torch.tanh(x / shape.softcap) * shape.softcap
+    logp_NV = (x / temperature).log_softmax(-1)
+    logp = logp_NV.gather(1, target[:, None])[:, 0]
+    return logp, -(logp_NV.exp() * logp_NV).sum(-1)
+
+
+def head(tokens=37, hidden=16, vocabulary=53, bias=True, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+
+    target = torch.randint(vocabulary, (tokens,), generator=generator)
+    return randn(tokens, hidden), randn(vocabulary, hidden), randn(vocabulary) if bias else None, target
+
+
+def leaves(hidden, weight, bias, target):
+    return [leaf for leaf in (hidden, weight, bias) if leaf is not None]
+
+
+def relative(mine, theirs):
+    """Largest difference over the largest value."""
+    return ((mine.double() - theirs.double()).abs().max() / theirs.double().abs().max()).item()
+
+
+def weighted(outputs, use):
+    """A scalar with a weight of its own for every token."""
+    total = 0.0
+    for name, values in zip(("logp", "entropy"), outputs, strict=True):
+        if name in use:
+            generator = torch.Generator().manual_seed(len(name))
+            total = total + (values * torch.randn(len(values), generator=generator).to(values.dtype)).sum()
+    return total
+
+
+SHAPES = [LogitShape(), LogitShape(scale=0.3), LogitShape(softcap=4.0), LogitShape(scale=1.7, softcap=2.5)]
+
+
+@pytest.mark.parametrize("use", [("logp",), ("entropy",), ("logp", "entropy")], ids="+".join)
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.8])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_values_and_gradients_are_those_of_the_definition(shape, temperature, bias, use, by):
+    inputs = head(bias=bias)
+    expected = plain(*inputs, shape=shape, temperature=temperature)
+    gradients = torch.autograd.grad(weighted(expected, use), leaves(*inputs))
+    # Tiles of 1 token, of some that do not divide 37, of exactly all, of more; and of the vocabulary's 53 likewise.
+    for rows, columns in ((1, 53), (5, 7), (36, 52), (37, 1), (1000, 1000)):
+        tile = {"tile_bytes": rows * 4 * min(columns, 53), "tile_columns": columns}
+        mine = token_logprobs(*inputs, shape=shape, temperature=temperature, **tile)
+        for values, theirs in zip(mine, expected, strict=True):
+            assert relative(values, theirs) < 1e-5
+        for gradient, theirs in zip(torch.autograd.grad(weighted(mine, use), leaves(*inputs)), gradients, strict=True):
+            assert relative(gradient, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_gradients_are_those_of_finite_differences(scale, softcap):
+    hidden, weight, bias, target = head(tokens=5, hidden=4, vocabulary=7)
+    shape = LogitShape(scale, softcap)
+    loss = weighted(token_logprobs(hidden, weight, bias, target, shape=shape, temperature=0.8), ("logp", "entropy"))
+    gradients = torch.autograd.grad(loss, [hidden, weight, bias])
+    values = [leaf.detach().double() for leaf in (hidden, weight, bias)]
+    step = 1e-6
+    for which, gradient in enumerate(gradients):
+        numeric = torch.zeros_like(values[which])
+        for i in range(numeric.numel()):
+            ends = []
+            for sign in (1, -1):
+                moved = [value.clone() for value in values]
+                moved[which].view(-1)[i] += sign * step
+                ends.append(weighted(plain(*moved, target, shape=shape, temperature=0.8), ("logp", "entropy")))
+            numeric.view(-1)[i] = (ends[0] - ends[1]) / (2 * step)
+        assert relative(gradient, numeric) < 1e-5
+
+
+def test_a_weight_that_is_frozen_gets_no_gradient_and_the_rest_does():
+    hidden, weight, bias, target = head()
+    weight, bias = weight.detach(), bias.detach()
+    logp, _ = token_logprobs(hidden, weight, bias, target)
+    logp.sum().backward()
+    assert weight.grad is None
+    [expected] = torch.autograd.grad(plain(hidden, weight, bias, target)[0].sum(), [hidden])
+    assert relative(hidden.grad, expected) < 1e-5
+
+
+def test_bfloat16_weights_lose_no_contribution_to_rounding():
+    """4,000 tokens that push the weight the same way, a token a chunk: a bfloat16 sum would stop at 256 of them."""
+    tokens, vocabulary = 4000, 11
+    hidden = torch.ones(tokens, 4, dtype=torch.bfloat16)
+    weight = torch.zeros(vocabulary, 4, dtype=torch.bfloat16).requires_grad_()
+    bias = torch.zeros(vocabulary, dtype=torch.bfloat16).requires_grad_()
+    target = torch.full((tokens,), 3)
+    logp, _ = token_logprobs(hidden, weight, bias, target, tile_bytes=4 * vocabulary)
+    logp.sum().backward()
+    expected = torch.full((vocabulary,), -tokens / vocabulary)
+    expected[3] += tokens
+    # Two roundings to bfloat16, of dx and of the sum.
+    assert torch.allclose(weight.grad[:, 0].float(), expected, rtol=2**-7)
+    assert torch.allclose(bias.grad.float(), expected, rtol=2**-7)
+
+
+@pytest.mark.parametrize("shape", [LogitShape(), LogitShape(scale=0.7, softcap=6.0)], ids=str)
+def test_bfloat16_gradients_are_near_those_of_float32(shape):
+    half = head(tokens=300, vocabulary=200, dtype=torch.bfloat16, bias=False)
+    full = [half[0].detach().float().requires_grad_(), half[1].detach().float().requires_grad_(), None, half[3]]
+    mine, exact = token_logprobs(*half, shape=shape, tile_bytes=7 * 200, tile_columns=50), plain(*full, shape=shape)
+    assert all(values.dtype == torch.float32 for values in mine)
+    gradients = torch.autograd.grad(weighted(mine, ("logp", "entropy")), half[:2])
+    expected = torch.autograd.grad(weighted(exact, ("logp", "entropy")), full[:2])
+    for gradient, theirs in zip(gradients, expected, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert relative(gradient, theirs) < 0.02
+        # No bias: what is lost or gained is rounding.
+        assert abs((gradient.double() - theirs).mean()) < 1e-3 * theirs.abs().max()
+
+
+def test_no_tokens_are_no_values_and_a_gradient_of_zero():
+    hidden, weight, bias, target = head(tokens=0)
+    logp, entropy = token_logprobs(hidden, weight, bias, target)
+    (logp.sum() + entropy.sum()).backward()
+    assert len(logp) == len(entropy) == 0
+    assert not weight.grad.any() and not bias.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, LogitShape(1.0, None)),
+        ({"logit_scale": 0.0625}, LogitShape(0.0625, None)),
+        ({"logits_scaling": 8.0}, LogitShape(0.125, None)),
+        ({"final_logit_softcapping": 30.0}, LogitShape(1.0, 30.0)),
+        ({"logit_scale": None, "final_logit_softcapping": None}, LogitShape(1.0, None)),
+    ],
+)
+def test_scales_and_soft_caps_are_read_from_the_model_s_configuration(config, expected):
+    assert LogitShape.of(SimpleNamespace(**config)) == expected
+
+
+def micro_batch():
+    """Rows of different lengths: token ids, right-padded, and the tokens to score."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [(3, 9), (1, 1), (8, 4), (5, 7), (1, 11)]
+    ids = torch.randint(VOCABULARY, (len(lengths), 12), generator=generator)
+    mask = torch.zeros(len(lengths), 12, dtype=torch.bool)
+    for row, (prompt, completion) in enumerate(lengths):
+        mask[row, prompt : prompt + completion] = True
+    return ids, mask, lengths
+
+
+def scores_of(model, ids, mask, temperature):
+    """Scores of the tokens under the mask by `LogprobModel`, row after row."""
+    before = mask.flatten().nonzero()[:, 0].numpy() - 1
+    source = Selection(before, np.ones(len(before), dtype=bool), ids.device)
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    return LogprobModel(model)(ids, positions, source, ids[mask], None, temperature)
+
+
+def plain_scores(model, ids, mask, lengths, temperature):
+    """Scores by the model's own forward, row by row, without padding."""
+    logp, entropy = [], []
+    for row, (prompt, completion) in enumerate(lengths):
+        sequence = ids[row : row + 1, : prompt + completion]
+        logp_TV = (model(sequence, use_cache=False).logits[0, prompt - 1 : -1] / temperature).log_softmax(-1)
+        logp.append(logp_TV.gather(1, sequence[0, prompt:, None])[:, 0])
+        entropy.append(-(logp_TV.exp() * logp_TV).sum(-1))
+    return torch.cat(logp), torch.cat(entropy)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [(name, {}) for name in ARCHITECTURES]
+    + [(name, {"tie_word_embeddings": True}) for name in ("qwen2", "llama")]
+    + [("falcon_h1", {"lm_head_multiplier": 0.3})],
+)
+def test_a_model_s_scores_and_gradients_are_those_of_its_own_forward(architecture, changes):
+    config = tiny_config(architecture, **changes)
+    own, scored = build(config), build(config)
+    ids, mask, lengths = micro_batch()
+    expected = plain_scores(own, ids, mask, lengths, 0.7)
+    weighted(expected, ("logp", "entropy")).backward()
+
+    mine = scores_of(scored, ids, mask, 0.7)
+    assert mine[0].shape == mine[1].shape == (int(mask.sum()),)
+    for values, theirs in zip(mine, expected, strict=True):
+        assert relative(values, theirs) < 1e-5
+    weighted(mine, ("logp", "entropy")).backward()
+
+    tied = own.get_input_embeddings().weight is own.get_output_embeddings().weight
+    assert tied == (architecture in TIED or "tie_word_embeddings" in changes)
+    theirs = dict(own.named_parameters())
+    largest = max(parameter.grad.abs().max() for parameter in theirs.values())
+    for name, parameter in scored.named_parameters():
+        # Key biases have a gradient of zero but for rounding: differences count against the largest gradient.
+        assert (parameter.grad - theirs[name].grad).abs().max() < 1e-5 * largest, name
+
+
+def test_padding_has_no_part_in_scores_and_gradients():
+    ids, mask, lengths = micro_batch()
+    other = ids.clone()
+    for row, (prompt, completion) in enumerate(lengths):
+        other[row, prompt + completion :] = (other[row, prompt + completion :] + 1) % VOCABULARY
+    assert (other != ids).any()
+    results = []
+    for padded in (ids, other):
+        model = build(tiny_config("qwen2"))
+        scores = scores_of(model, padded, mask, 1.0)
+        weighted(scores, ("logp", "entropy")).backward()
+        results.append([*scores, *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+MEASURE = """
+import torch
+from hybrid_grpo.model.logprobs import token_logprobs
+
+V, N, D = 151_936, 4096, 64
+torch.set_num_threads(2)
+generator = torch.Generator().manual_seed(0)
+hidden = torch.randn(N, D, generator=generator).requires_grad_()
+weight = (0.3 * torch.randn(V, D, generator=generator)).requires_grad_()
+target = torch.randint(V, (N,), generator=generator)
+of_logp, of_entropy = torch.randn(2, N, generator=generator) / N
+
+def resident(field):
+    # Not getrusage: its maximum is inherited over exec from the process that started this one.
+    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(lines[field].split()[0]) * 1024
+
+# Code and thread buffers are paged in by first use.
+for values in token_logprobs(hidden[:8], weight[:200], None, target[:8] % 200):
+    torch.autograd.grad(values.sum(), [hidden, weight], retain_graph=True)
+before = resident("VmRSS")
+logp, entropy = token_logprobs(hidden, weight, None, target)
+(logp @ of_logp + entropy @ of_entropy).backward()
+extra = resident("VmHWM") - before
+
+mine = hidden.grad, weight.grad
+hidden.grad = weight.grad = None
+# The plain loss is a sum over tokens: an eighth of them at a time, and autograd adds up.
+for part in torch.arange(N).split(N // 8):
+    logp_NV = (hidden[part] @ weight.T).log_softmax(-1)
+    plain_entropy = -(logp_NV.exp() * logp_NV).sum(-1)
+    plain_logp = logp_NV.gather(1, target[part, None])[:, 0]
+    (plain_logp @ of_logp[part] + plain_entropy @ of_entropy[part]).backward()
+    torch.testing.assert_close(logp[part], plain_logp, rtol=1e-5, atol=0)
+    torch.testing.assert_close(entropy[part], plain_entropy, rtol=1e-5, atol=0)
+worst = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(mine, (hidden.grad, weight.grad)))
+print(extra / (4 * V * N), worst)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_4096_tokens_of_a_large_vocabulary_take_15_percent_of_their_logits():
+    """Counted: the growth of resident memory from the inputs alone to the peak of forward and backward, so the
+    chunks, what is saved between the two, and the gradients of hidden states and weight themselves."""
+    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    share, worst = map(float, done.stdout.split())
+    assert 0.02 < share < 0.15
+    assert worst < 1e-5
+
+
+def test_a_target_outside_the_vocabulary_has_no_number(by):
+    hidden, weight, bias, target = head()
+    target[3], target[5] = 53, -100
+    logp, entropy = token_logprobs(hidden, weight, bias, target)
+    assert logp.isnan().nonzero().flatten().tolist() == [3, 5] and torch.isfinite(entropy).all()
+
+
+def test_targets_may_be_strided_and_of_32_bits(by):
+    hidden, weight, bias, target = head()
+    expected, _ = token_logprobs(hidden, weight, bias, target)
+    found, _ = token_logprobs(hidden, weight, bias, target.int().repeat(2, 1).T[:, 1])
+    assert torch.equal(found, expected)
+
+
+def test_no_probability_exceeds_one(by):
+    """A token that is nearly certain, at a temperature by which no division is exact."""
+    hidden = 80 * torch.rand(500, 1, generator=torch.Generator().manual_seed(0)) + 20
+    weight = torch.zeros(64, 1)
+    weight[7] = 1.0
+    logp, entropy = token_logprobs(hidden, weight, None, torch.full((500,), 7), temperature=0.6)
+    assert logp.max() <= 0 and entropy.min() >= 0 and logp.min() > -1e-5

@@ -1,0 +1,240 @@
+"""Adapters: beside a model and merged into it, on their own; then in the engine, on one and on two ranks."""
+
+import subprocess
+import sys
+from copy import deepcopy
+
+import pytest
+import torch
+from launching import make_task, ranks
+from peft import PeftModel
+from safetensors.torch import load_file
+from test_ranks import assert_same_steps
+from tiny_models import build, tiny_config
+from transformers import AutoModelForCausalLM
+
+from hybrid_grpo.config import LoraConfig, SftConfig, TrainConfig
+from hybrid_grpo.config.checks import check_sft, check_train
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.generation import GREEDY, Request, Sampling, generate
+from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.lora import Adapters, check_lora
+from hybrid_grpo.model.view import View, meta_copy
+
+LORA = LoraConfig(rank=4, alpha=8)
+IDS = torch.arange(1, 41).reshape(2, 20)
+
+
+def adapted(architecture, lora=LORA):
+    """A model, the same with adapters whose B is random, and these."""
+    base = build(tiny_config(architecture))
+    model = deepcopy(base)
+    adapters = Adapters(model, lora, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for adapter in adapters.by_layer.values():
+            adapter.up.normal_(std=0.3, generator=generator)
+    return base, model, adapters
+
+
+def view_of(model, adapters):
+    return View(model, meta_copy(model, ATTENTION).eval(), False, torch.device("cpu"), adapters.by_layer)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "qwen3_moe", "gemma2"])
+def test_what_is_decoded_is_the_model_that_peft_merges_from_what_is_saved(architecture, tmp_path):
+    """GPT-2 keeps weights transposed; Gemma's head is its embedding; the experts of the MoE have no adapters."""
+    base, model, adapters = adapted(architecture)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    adapters.save(tmp_path, {p: p.data for p in adapters.parameters})
+    view = view_of(model, adapters)
+    view.gather()
+    requests = [Request(prompt, [0]) for prompt in ([1, 2, 3], [7] * 11, [40])]
+    with torch.no_grad():
+        theirs = PeftModel.from_pretrained(deepcopy(base), tmp_path)
+        assert torch.equal(theirs(IDS).logits, model(IDS).logits)
+        merged = theirs.merge_and_unload()
+        assert not torch.allclose(merged(IDS).logits, base(IDS).logits, atol=0.1)
+    for name, weight in merged.state_dict().items():
+        torch.testing.assert_close(view.module.state_dict()[name], weight, rtol=1e-6, atol=1e-6)
+    merged.set_attn_implementation(ATTENTION)
+    decoded, expected = (generate(m, requests, Sampling(12, temperature=GREEDY))[0] for m in (view.module, merged))
+    assert [g[0].token_ids for g in decoded] == [g[0].token_ids for g in expected]
+    view.release()
+    assert all(p.numel() == 0 for p in view.module.parameters())
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_weight_in_bfloat16_is_rounded_once():
+    _, model, adapters = adapted("qwen2")
+    model.to(torch.bfloat16)
+    view = view_of(model, adapters)
+    view.gather()
+    for path, adapter in adapters.by_layer.items():
+        exact = adapter.linear.weight.double() + 2.0 * adapter.up.double() @ adapter.down.double()
+        ours = view.module.get_submodule(path).weight
+        # Half a unit in the last of 8 bits, and the rounding of the float32 sum.
+        assert ((ours - exact).abs() <= exact.abs() * 2.0**-8 + 1e-6).all()
+
+
+def test_without_its_adapters_a_model_is_its_base_to_the_bit():
+    base, model, adapters = adapted("qwen2")
+    expected = base(IDS).logits
+    with pytest.raises(KeyError), adapters.off():
+        assert torch.equal(model(IDS).logits, expected)
+        raise KeyError
+    assert not torch.allclose(model(IDS).logits, expected, atol=0.1)
+
+
+def test_the_start_is_the_model_itself_and_depends_on_the_seed_alone():
+    base = build(tiny_config("qwen2"))
+    torch.manual_seed(5)
+    first = Adapters(same := deepcopy(base), LORA, seed=1)
+    drawn = torch.rand(1)
+    second, other = (Adapters(deepcopy(base), LORA, seed=seed) for seed in (1, 2))
+    assert torch.equal(same(IDS).logits, base(IDS).logits)
+    downs = [next(iter(a.by_layer.values())).down for a in (first, second, other)]
+    assert torch.equal(downs[0], downs[1]) and not torch.equal(downs[0], downs[2])
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(1), drawn), "nobody else's random numbers are used up"
+
+
+def test_the_head_and_what_is_not_linear_have_no_adapters():
+    _, model, adapters = adapted("qwen2")
+    assert {path.rpartition(".")[2] for path in adapters.by_layer} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }
+    assert {id(p) for p in model.parameters() if p.requires_grad} == {id(p) for p in adapters.parameters}
+    _, _, some = adapted("qwen2", LoraConfig(rank=2, target_modules=["q_proj", "layers.1.mlp.up_proj"]))
+    paths = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"]
+    assert list(some.by_layer) == paths
+    assert str(some) == "448 weights are trained, in adapters of rank 2 beside 3 linear layers"
+
+
+@pytest.mark.parametrize(("targets", "message"), [
+    (["q_prj"], "lora.target_modules q_prj is no layer of policy.model: did you mean q_proj?"),
+    (["proj"], "lora.target_modules proj is no layer of policy.model: did you mean v_proj?"),
+    (["q_proj", "lm_head"], "lora.target_modules lm_head is the output head"),
+    (["embed_tokens"], "lora.target_modules embed_tokens is no linear layer of policy.model: known are down_proj"),
+])  # fmt: skip
+def test_layers_that_cannot_have_one_are_refused_from_the_configuration_alone(targets, message):
+    with pytest.raises(UserError) as caught:
+        check_lora(LoraConfig(rank=2, target_modules=targets), tiny_config("qwen2"))
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_names_that_peft_would_take_for_experts_are_refused():
+    config = tiny_config("qwen3_next")
+    check_lora(LoraConfig(rank=2, target_modules=["q_proj", "o_proj"]), config)
+    with pytest.raises(UserError, match=r"peft would adapt .*experts"), pytest.warns(RuntimeWarning):
+        check_lora(LORA, config)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    (["--lora.rank=-1"], "lora.rank -1 must be 0 or greater"),
+    (["--lora.rank=4", "--lora.alpha=0"], "lora.alpha 0 must be greater than 0"),
+    (["--lora.alpha=16"], "lora.alpha is set, but without lora.rank there are no adapters"),
+    (["--lora.rank=4", "--lora.target_modules=[]"], "lora.target_modules []: name layers"),
+    (["--lora.rank=4", "--lora.target_modules=all"], "lora.target_modules: expected a list or all-linear, got all"),
+])  # fmt: skip
+def test_settings_that_cannot_be_meant_are_refused(settings, message, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n')
+    sound = ["--policy.model", f"{tmp_path}", "--data.path", f"{tmp_path / 'data.jsonl'}"]
+    rewards = ["--rewards", "[{function: exact_match}]"]
+    with pytest.raises(UserError) as caught:
+        check_train(parse(TrainConfig, [*sound, *rewards, *settings], "train").config, 1)
+    assert str(caught.value).startswith(message)
+    with pytest.raises(UserError) as caught:
+        check_sft(parse(SftConfig, [*sound, *settings], "sft").config, 1)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_refreshed_reference_and_a_missing_peft_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n')
+    arguments = ["--policy.model", f"{tmp_path}", "--data.path", f"{tmp_path / 'data.jsonl'}", "--lora.rank=4"]
+    arguments += ["--rewards", "[{function: exact_match}]", "--grpo.beta=0.1"]
+    with pytest.raises(UserError, match=r"grpo.ref_every 2 refreshes .* without adapters"):
+        check_train(parse(TrainConfig, [*arguments, "--grpo.ref_every=2"], "train").config, 1)
+    config = parse(TrainConfig, arguments, "train").config
+    check_train(config, 1)
+    monkeypatch.setattr("hybrid_grpo.config.checks.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"lora.rank 4 needs peft, .* pip install 'hybrid_grpo\[lora\]'"):
+        check_train(config, 1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    (seen,) = ranks(1, "adapted", folder / "stage3", programs="lora_programs.py")
+    return seen
+
+
+def assert_adapters_only(seen, world, folder, stage):
+    weights = 4 * 3 * (128 + 128 + 2 * (128 + 64) + 128 + 128 + 3 * (128 + 256))
+    assert seen["base"] and seen["moved"] and seen["reference"]
+    # Two moments, and, with ZeRO, the float32 weights; padded.
+    assert 2 * weights <= seen["optimizer"] <= 3.1 * weights
+    out = folder / f"stage{stage}.{world}" / "exported"
+    trained = load_file(out / "adapter" / "adapter_model.safetensors")
+    assert sum(weight.numel() for weight in trained.values()) == weights
+    assert all(weight.abs().max() > 0 for weight in trained.values())
+    assert seen["checkpoint_bytes"] < 0.6 * (folder / "model" / "model.safetensors").stat().st_size
+    for name, value in seen["metrics"][1].items():
+        if not name.startswith(("time/", "throughput/", "memory/")):
+            assert seen["resumed"][name] == pytest.approx(value, rel=1e-6, abs=1e-7), name
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", [0, 3])
+def test_alone_only_adapters_are_trained_with_the_gradient_of_peft(folder, alone, stage):
+    seen = alone if stage == 3 else ranks(1, "adapted", folder / "stage0", programs="lora_programs.py")[0]
+    assert_adapters_only(seen, 1, folder, stage)
+    assert_same_steps([seen], alone)
+    for ours, theirs in seen["gradient"].values():
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    for metrics in seen["metrics"]:
+        assert metrics["parity/logp_abs_diff_max"] < 1e-4
+    assert seen["metrics"][0]["policy/kl"] == 0 < seen["metrics"][1]["policy/kl"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_ranks_are_one(folder, alone, stage):
+    both = ranks(2, "adapted", folder / f"stage{stage}", programs="lora_programs.py")
+    assert_same_steps(both, alone)
+    for seen in both:
+        assert seen["adapters"] == pytest.approx(alone["adapters"], rel=1e-4)
+        assert_adapters_only(seen, 2, folder, stage)
+
+
+@pytest.mark.ranks
+def test_the_exported_model_is_the_one_that_was_decoded_and_its_adapter_gives_the_same(folder, alone):
+    out = folder / "stage3.1" / "exported"
+    trained, start, base = (AutoModelForCausalLM.from_pretrained(f) for f in (out, *[folder / "model"] * 2))
+    ids = torch.arange(1, 25).reshape(2, 12)
+    with torch.no_grad():
+        logits = PeftModel.from_pretrained(base, out / "adapter")(ids).logits
+        torch.testing.assert_close(trained(ids).logits, logits, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(start(ids).logits, logits, atol=0.1)
+
+
+@pytest.mark.ranks
+def test_the_supervised_stage_trains_adapters_too(folder):
+    data = ["--policy.model", f"{folder / 'model'}", "--data.path", f"{folder / 'sft.jsonl'}", "--policy.dtype=float32"]
+    run = ["--run.dir", f"{folder / 'runs'}", "--run.steps=2", "--log.wandb=disabled", "--engine.zero_stage=0"]
+    command = [sys.executable, "-m", "hybrid_grpo", "sft", *data, *run, "--lora.rank=2", "--policy.lr=0.01"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "lora: 12,288 weights are trained, in adapters of rank 2 beside 21 linear layers" in done.stdout
+    out = folder / "runs" / "run" / "model"
+    assert len(load_file(out / "adapter" / "adapter_model.safetensors")) == 42
+    start, trained = (load_file(f / "model.safetensors") for f in (folder / "model", out))
+    changed = {name for name in start if not torch.equal(start[name], trained[name])}
+    assert len(changed) == 21 and all(name.endswith("_proj.weight") for name in changed)

@@ -1,0 +1,225 @@
+"""What `rewards` of a configuration may name, and what is said when it names nothing."""
+
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reward_helpers import command_lines, in_time, isolated, rows
+
+from hybrid_grpo.config import RewardConfig
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.importing import describe
+from hybrid_grpo.rewards.builtin import BUILTINS
+from hybrid_grpo.rewards.functions import Function, load_function
+from hybrid_grpo.rewards.loading import _workers, load_rewards
+from hybrid_grpo.rewards.rules import exact_match
+from hybrid_grpo.rewards.workers.pool import Inline
+
+
+def load(function: str, **fields: Any) -> Function:
+    return load_function(RewardConfig(function, **fields), "rewards[1]")
+
+
+def refusal(function: str, **fields: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        load(function, **fields)
+    message = str(caught.value)
+    assert "\n" not in message and message.startswith("rewards[1].")
+    return message
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    (tmp_path / "rules_sibling.py").write_text("BONUS = 2.0\n")
+    (tmp_path / "rules.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from rules_sibling import BONUS\n"
+        "CONSTANT = 3\n"
+        "@dataclass\n"
+        "class Case:\n"
+        "    text: str\n"
+        "def bonus(completions, scale=1.0, **kwargs):\n"
+        "    return [BONUS * scale for _ in completions]\n"
+        "def strict(completions, answer):\n"
+        "    return [1.0 for _ in completions]\n"
+        "def _private():\n"
+        "    pass\n"
+    )
+    return tmp_path / "rules.py"
+
+
+def test_a_builtin_by_its_name() -> None:
+    (reward,) = load_rewards([RewardConfig("exact_match", weight=0.5, name="right")])
+    assert (reward.name, reward.weight, reward.interface.batch_size) == ("right", 0.5, "group")
+    assert reward.interface.required == ["answer", "completions"] == reward.interface.accepted
+    assert isinstance(reward.lane, Inline)
+
+
+SIMPLE = sorted(name for name, builtin in BUILTINS.items() if builtin.place.startswith("hybrid_grpo.rewards.rules:"))
+
+
+@pytest.mark.parametrize("name", SIMPLE)
+def test_every_simple_builtin_loads(name: str) -> None:
+    kwargs = {"format_regex": {"pattern": "a+"}, "length_penalty": {"max_length": 8, "buffer": 4}}.get(name, {})
+    assert load(name, kwargs=kwargs).name == name
+
+
+def test_a_function_of_a_file_with_its_sibling(rules: Path) -> None:
+    path = list(sys.path)
+    bonus, strict = load(f"{rules}:bonus", kwargs={"scale": 3}), load(f"{rules}:strict")
+    assert bonus({"prompts": ["p"], "completions": ["c"]}) == [6.0]
+    assert (bonus.name, bonus.interface.accepted, bonus.interface.required) == ("bonus", None, ["completions"])
+    assert strict({"prompts": ["p"], "completions": ["c"], "answer": ["a"]}) == [1.0]
+    assert sys.path == path
+
+
+def test_it_is_the_same_function_in_a_worker(rules: Path) -> None:
+    before = set(sys.modules)
+    rewards = isolated(RewardConfig(f"{rules}:bonus", kwargs={"scale": 3}), RewardConfig(f"{rules}:strict"))
+    assert rewards.score(*rows("a", answer=["a"])).reward_B.tolist() == [7.0]
+    assert not {name for name in set(sys.modules) - before if "rules" in name}, "it is not imported here"
+
+
+def test_a_relative_path_and_a_module_are_found_in_the_working_folder(rules: Path, monkeypatch) -> None:
+    monkeypatch.chdir(rules.parent)
+    by_path, absolute = load("rules.py:bonus"), load(f"{rules}:bonus")
+    assert by_path.function.func is absolute.function.func  # type: ignore[attr-defined] # one file is one module
+    (rules.parent / "rules_as_module.py").write_text("def one(completions): return [1.0] * len(completions)\n")
+    assert load("rules_as_module:one")({"completions": ["a", "b"]}) == [1.0, 1.0]
+    assert isolated(RewardConfig("rules_as_module:one")).score(*rows("a")).reward_B.tolist() == [1.0]
+
+
+def test_what_a_file_defines_can_be_pickled(rules: Path) -> None:
+    bonus = load(f"{rules}:bonus").function.func  # type: ignore[attr-defined]
+    case = bonus.__globals__["Case"]("x")
+    assert pickle.loads(pickle.dumps(case)) == case
+    assert pickle.loads(pickle.dumps(bonus)) is bonus
+
+
+def test_a_module_of_a_package() -> None:
+    assert load("hybrid_grpo.rewards.rules:exact_match").function.func is exact_match  # type: ignore[attr-defined]
+
+
+def test_no_such_builtin() -> None:
+    assert "exact_mach is no built-in: did you mean exact_match?" in refusal("exact_mach")
+    assert "path/to/file.py:function" in refusal("rules.py")
+    assert "known are exact_match, numeric_answer" in refusal("zzz")
+
+
+def test_no_such_file_or_module(tmp_path: Path) -> None:
+    assert f"there is no file {tmp_path / 'absent.py'}" in refusal(f"{tmp_path}/absent.py:f")
+    assert "there is no module absent_package: install it" in refusal("absent_package.rules:f")
+    assert "there is no module hybrid_grpo.absent" in refusal("hybrid_grpo.absent:f")
+
+
+def test_no_such_function(rules: Path) -> None:
+    assert "bonsu does not exist in" in refusal(f"{rules}:bonsu")
+    assert "did you mean bonus?" in refusal(f"{rules}:bonsu")
+    assert refusal(f"{rules}:zzz").endswith("known are bonus, strict")
+    assert "CONSTANT is not a function" in refusal(f"{rules}:CONSTANT")
+    assert "the name behind the colon does not exist" in refusal(f"{rules}:")
+
+
+@pytest.mark.parametrize(
+    "source, said",
+    [
+        ("def f(:\n", "SyntaxError: "),
+        ("import absent_dependency\n", "ModuleNotFoundError: No module named 'absent_dependency' (broken.py:1)"),
+        ("x = 1\nraise RuntimeError('two\\nlines')\n", "RuntimeError: two lines (broken.py:2)"),
+    ],
+)
+def test_a_file_that_does_not_import(tmp_path: Path, source: str, said: str) -> None:
+    (tmp_path / "broken.py").write_text(source)
+    before = set(sys.modules)
+    assert said in refusal(f"{tmp_path}/broken.py:f")
+    assert not {name for name in set(sys.modules) - before if "broken" in name}
+
+
+def test_a_file_can_be_loaded_once_it_is_mended(tmp_path: Path) -> None:
+    file = tmp_path / "mended.py"
+    file.write_text("raise ValueError\n")
+    assert "raised ValueError (mended.py:1)" in refusal(f"{file}:f")
+    file.write_text("def f(completions):\n    return [4.0]\n")
+    assert load(f"{file}:f")({"completions": ["a"]}) == [4.0]
+
+
+def test_kwargs_that_the_function_does_not_take(rules: Path) -> None:
+    assert "answers: strict has no such parameter: did you mean answer?" in refusal(
+        f"{rules}:strict", kwargs={"answers": 1}
+    )
+    assert "completions of the rollout: leave it out" in refusal(f"{rules}:bonus", kwargs={"completions": []})
+    (reward,) = load_rewards([RewardConfig(f"{rules}:bonus", kwargs={"anything": 1})])
+    assert reward.kwargs == {"anything"}
+
+
+def test_settings_of_a_builtin_are_checked_before_any_row() -> None:
+    assert "kwargs lacks pattern, which format_regex needs" in refusal("format_regex")
+    assert "ValueError: pattern '(' is not a regular expression" in refusal("format_regex", kwargs={"pattern": "("})
+    assert "buffer 9 must be" in refusal("length_penalty", kwargs={"max_length": 8, "buffer": 9})
+    assert "do not suit length_penalty: TypeError" in refusal("length_penalty", kwargs={"max_length": "8", "buffer": 4})
+
+
+def test_a_column_may_be_called_as_a_setting_of_a_builtin() -> None:
+    rewards = isolated(RewardConfig("format_tags", kwargs={"tags": ["think"]}))
+    assert rewards.score(*rows("<think>so</think>", tags=[["algebra"]])).reward_B.tolist() == [1.0]
+
+
+def test_an_object_without_a_signature() -> None:
+    assert "wrap it in a `def`" in refusal("builtins:max")
+
+
+def test_a_batch_size_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "sized.py").write_text("def f(completions): return []\nf.batch_size = 0\n")
+    assert "asks for batch_size 0: group, or 1 or more" in refusal(f"{tmp_path}/sized.py:f")
+    assert load(f"{tmp_path}/sized.py:f", batch_size=2).interface.batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import absent_dependency\n", "raised ModuleNotFoundError: No module named 'absent_dependency' (broken.py:1)"),
+        ("import sys\nsys.exit('no\\nluck')\n", "rewards: importing them raised SystemExit: no luck"),
+        ("import os\nos._exit(0)\n", "rewards: the process that imports the functions died: import them by hand"),
+        ("import time\ntime.sleep(100)\n", "rewards: importing the functions takes longer than 1 s: look for what"),
+        ("def f(): return []\ndef f(completion_id): return []\n", None),
+        ("def g(completions): return []\n", "f does not exist in"),
+    ],
+)
+def test_what_goes_wrong_in_the_importing_process_is_told_in_a_line(monkeypatch, tmp_path, source, said) -> None:
+    monkeypatch.setattr("hybrid_grpo.rewards.workers.processes._IMPORT_SECONDS", 1.0 if "sleep" in source else 60.0)
+    (tmp_path / "broken.py").write_text(source)
+    config = RewardConfig(f"{tmp_path}/broken.py:f")
+    if said is None:
+        with pytest.raises(UserError, match="f needs completion_id, which is neither a column"):
+            isolated(config).check_columns(["answer"])
+        return
+    start = time.perf_counter()
+    with pytest.raises(UserError) as caught:
+        load_rewards([config])
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert time.perf_counter() - start < 20
+    assert in_time(lambda: not any(str(tmp_path) in line for line in command_lines()))
+
+
+def test_describe_is_one_line_that_points_into_the_file() -> None:
+    try:
+        raise KeyError("two\n  lines")
+    except KeyError as error:
+        line = error.__traceback__.tb_lineno  # type: ignore[union-attr]
+        assert describe(error, __file__) == rf"KeyError: 'two\n lines' (test_rewards_loading.py:{line})"
+        assert describe(error, None) == r"KeyError: 'two\n lines'"
+
+
+@pytest.mark.parametrize(
+    "launcher, workers", [({}, 8), ({"LOCAL_SIZE": "4"}, 4), ({"LOCAL_WORLD_SIZE": "4"}, 4), ({"LOCAL_SIZE": "16"}, 2)]
+)
+def test_the_ranks_of_a_machine_share_its_cores(monkeypatch, launcher: dict[str, str], workers: int) -> None:
+    for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(16), raising=False)
+    assert _workers() == workers

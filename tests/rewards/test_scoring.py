@@ -1,0 +1,275 @@
+"""The calling convention, the sum, and what becomes of functions that misbehave."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from foreign_rewards import boxed_equals, longer_is_better, only_maths, slow_length, thinks_then_answers
+from reward_helpers import inline, rows, statuses
+
+from hybrid_grpo.config import ScoringConfig
+from hybrid_grpo.config.errors import RunStopped, UserError
+from hybrid_grpo.data.batch import Scores
+from hybrid_grpo.rewards.functions import CONTEXT
+from hybrid_grpo.rewards.scoring import Rewards
+
+
+def rewards(*functions: Callable[..., Any], weights: list[float] | None = None, **kwargs: Any) -> Rewards:
+    """Given all rows at once."""
+    return Rewards(
+        [inline(function, weight=weights[i] if weights else 1.0, kwargs=kwargs) for i, function in enumerate(functions)]
+    )
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_trl_functions_run_unchanged() -> None:
+    prompts, completions = rows(r"\boxed{4}", r"\boxed{5}x", ground_truth=["4", "4"], task=["math", "code"])
+    scores = rewards(longer_is_better, boxed_equals, only_maths, slow_length).score(prompts, completions)
+    assert scores.by_function["longer_is_better"].tolist() == [9.0, 10.0]
+    assert scores.by_function["boxed_equals"].tolist() == [1.0, 0.0]
+    assert scores.by_function["only_maths"].nan_to_num(-7).tolist() == [1.0, -7.0]
+    assert scores.by_function["slow_length"].tolist() == [9.0, 10.0]
+    assert scores.reward_B.tolist() == [20.0, 20.0]
+
+
+def test_trl_functions_on_chats_run_unchanged() -> None:
+    good = "<think>a</think><answer>b</answer>"
+    scores = rewards(thinks_then_answers).score(*rows(good, "b", chat=True))
+    assert scores.reward_B.tolist() == [1.0, 0.0]
+
+
+def test_what_a_function_is_given() -> None:
+    seen = {}
+
+    def everything(**kwargs):
+        seen.update(kwargs)
+        return [0, 0]
+
+    def named(completions, answer):
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    prompts, completions = rows("a", "bc", answer=["a", "b"], level=[1, None])
+    assert rewards(everything, named).score(prompts, completions).by_function["named"].tolist() == [1.0, 0.0]
+    assert {name: value for name, value in seen.items() if name not in CONTEXT} == {
+        "prompts": ["p0", "p1"],
+        "completions": ["a", "bc"],
+        "completion_ids": [[97], [98, 99]],
+        "answer": ["a", "b"],
+        "level": [1, None],
+    }
+    rewards(everything, setting=5).score(*rows("a", "b", chat=True))
+    assert seen["prompts"] == [[{"role": "user", "content": "p0"}], [{"role": "user", "content": "p1"}]]
+    assert seen["completions"] == [[{"role": "assistant", "content": text}] for text in "ab"]
+    assert seen["setting"] == 5
+
+
+def test_columns_that_some_rows_lack_are_not_given() -> None:
+    def names(**kwargs):
+        return [float("level" in kwargs)] * 2
+
+    prompts, completions = rows("a", "b", level=[1, 2])
+    assert rewards(names).score(prompts, completions).reward_B.tolist() == [1.0, 1.0]
+    del prompts[1].columns["level"]
+    assert rewards(names).score(prompts, completions).reward_B.tolist() == [0.0, 0.0]
+
+
+def test_a_function_may_change_what_it_is_given() -> None:
+    """Popping a token, or appending the completion to the prompt's messages, must not reach the rollout."""
+
+    def spoils(prompts, completions, completion_ids, answer):
+        for prompt, ids in zip(prompts, completion_ids, strict=True):
+            prompt.append("more")
+            prompt[0]["content"] = "spoilt"
+            ids.clear()
+        answer.clear()
+        completions.pop()
+        return [1.0, 2.0]
+
+    def counts(answer, completions):
+        return [float(len(answer)), float(len(completions))]
+
+    prompts, completions = rows("a", "b", chat=True, answer=[1, 2])
+    assert rewards(spoils, counts).score(prompts, completions).reward_B.tolist() == [3.0, 4.0]
+    assert prompts[0].text == [{"role": "user", "content": "p0"}] and completions[0].token_ids == [97]
+
+
+def test_weighted_sum_leaves_out_what_does_not_apply() -> None:
+    def first(completions):
+        return [1.0, None, 3.0]
+
+    def second(completions):
+        return [0.5, 0.25, None]
+
+    scores = rewards(first, second, weights=[2.0, -1.0]).score(*rows("a", "b", "c"))
+    assert scores.reward_B.tolist() == [1.5, -0.25, 6.0]
+    assert scores.reward_B.dtype == torch.float64
+    assert [scores.by_function[n].isnan().tolist() for n in ("first", "second")] == [
+        [False, True, False],
+        [False, False, True],
+    ]
+    unweighted = rewards(first, second, weights=[0.0, 1.0]).score(*rows("a", "b", "c"))
+    assert unweighted.reward_B.tolist() == [0.5, 0.25, 0.0] and unweighted.by_function["first"][2] == 3.0
+
+
+def test_a_row_to_which_nothing_applies_gets_0() -> None:
+    def some(completions):
+        return [None if c == "b" else 1.0 for c in completions]
+
+    scores = rewards(some).score(*rows("a", "b"))
+    assert scores.reward_B.tolist() == [1.0, 0.0]
+    assert statuses(scores, "some") == ["scored", "not_applicable"]
+
+
+def test_values_may_be_any_kind_of_number() -> None:
+    def kinds(completions):
+        return [True, 2, np.float32(0.5), np.int64(3), np.bool_(False), torch.tensor(1.5), None]
+
+    def array(completions):
+        return np.arange(7)
+
+    def tensor(completions):
+        return torch.arange(7) / 2
+
+    scores = rewards(kinds, array, tensor).score(*rows(*"abcdefg"))
+    assert scores.by_function["kinds"].nan_to_num(9).tolist() == [1.0, 2.0, 0.5, 3.0, 0.0, 1.5, 9.0]
+    assert scores.by_function["array"].tolist() == list(range(7))
+    assert scores.by_function["tensor"].tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+
+
+def test_no_rows_call_no_function() -> None:
+    def breaks(completions, answer):
+        return [max(completions)]
+
+    scores = rewards(breaks).score([], [])
+    assert isinstance(scores, Scores) and scores.reward_B.shape == scores.by_function["breaks"].shape == (0,)
+
+
+def inverse(completions, **kwargs):
+    return [1 / float(c) for c in completions]
+
+
+async def inverse_async(completions, **kwargs):
+    return inverse(completions)
+
+
+@pytest.mark.parametrize("function", [inverse, inverse_async])
+def test_a_function_that_raises_leaves_the_row_at_fault_without_a_reward(capfd, function) -> None:
+    scores = rewards(longer_is_better, function).score(*rows("1", "2", "0", "x", "4"))
+    name = function.__name__
+    assert scores.reward_B.nan_to_num(-1).tolist() == [2.0, 1.5, -1.0, -1.0, 1.25]
+    assert statuses(scores, name) == ["scored", "scored", "failed", "failed", "scored"]
+    assert scores.by_function["longer_is_better"].tolist() == [1.0] * 5
+    lines = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(
+        rf"rewards: {name} raised ZeroDivisionError: (float )?division by zero \(test_rewards_scoring.py:\d+\). The"
+        " completion is left without a reward, and counted as failed",
+        lines[0],
+    )
+    assert lines[1] == "Traceback (most recent call last):" and "ZeroDivisionError: " in "".join(lines[-2:])
+
+
+def test_a_batch_that_fails_though_no_row_of_it_does() -> None:
+    def all_alike(completions):
+        assert len(set(completions)) == 1, "they differ"
+        return [1.0] * len(completions)
+
+    assert rewards(all_alike).score(*rows("a", "b")).reward_B.tolist() == [1.0, 1.0]
+
+
+def test_a_wrong_number_of_values() -> None:
+    def forgets(completions):
+        return [1.0 for c in completions if c != "b"]
+
+    def one(completions):
+        return [1.0]
+
+    scores = rewards(forgets, one).score(*rows("a", "b", "c"))
+    assert statuses(scores, "forgets") == ["scored", "failed", "scored"]
+    assert statuses(scores, "one") == ["scored"] * 3, "row by row it is right"
+
+
+@pytest.mark.parametrize("result, kind", [(1.0, "float"), (None, "NoneType"), ("ab", "str"), ({}, "dict")])
+def test_what_is_not_a_list_is_a_failure(capfd, result, kind: str) -> None:
+    def odd(completions):
+        return result
+
+    assert statuses(rewards(odd).score(*rows("a", "b")), "odd") == ["failed"] * 2
+    assert f"odd returned a {kind}, expected a list of 1." in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1.0", [1.0], 1j, 10**400, torch.ones(2), object()])
+def test_what_is_not_a_finite_number_is_a_failure_of_its_row(capfd, value) -> None:
+    def odd(completions):
+        return [1.0, value, None]
+
+    scores = rewards(odd).score(*rows("a", "b", "c"))
+    assert scores.reward_B.nan_to_num(-1).tolist() == [1.0, -1.0, 0.0]
+    assert statuses(scores, "odd") == ["scored", "failed", "not_applicable"]
+    message = capfd.readouterr().err
+    assert message.startswith("rewards: odd returned ") and ": return a finite number" in message
+
+
+def test_one_failure_takes_the_whole_reward() -> None:
+    def fails(completions):
+        return [1.0, math.nan]
+
+    def fine(completions):
+        return [5.0, 5.0]
+
+    for weights in ([1.0, 1.0], [0.0, 1.0]):
+        scores = rewards(fails, fine, weights=weights).score(*rows("a", "b"))
+        assert scores.reward_B.isnan().tolist() == [False, True]
+        assert scores.by_function["fine"].tolist() == [5.0, 5.0]
+
+
+def test_too_many_failures_end_the_run() -> None:
+    def f(completions):
+        return []
+
+    scorer = Rewards([inline(f)], ScoringConfig(max_failed_frac=0.25))
+    scorer.refuse_failures({"f": 25}, 100)
+    with pytest.raises(RunStopped) as caught:
+        scorer.refuse_failures({"f": 26}, 100)
+    assert str(caught.value) == (
+        "rewards: f failed on 26 of 100 completions, more than scoring.max_failed_frac 0.25: the first failures are"
+        " printed above; mend the function and go on with --run.resume auto"
+    )
+    Rewards([inline(f)], ScoringConfig(max_failed_frac=1.0)).refuse_failures({"f": 100}, 100)
+    with pytest.raises(RunStopped):
+        Rewards([inline(f)], ScoringConfig(max_failed_frac=0.0)).refuse_failures({"f": 1}, 100)
+
+
+@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
+def test_a_column_named_as_an_input_is_refused(name: str) -> None:
+    message = refusal(lambda: rewards(longer_is_better).score(*rows("a", **{name: ["x"]})))
+    assert message.startswith(f"data: column {name} ") and message.endswith("rename it")
+
+
+def test_a_column_named_as_a_fixed_argument_is_refused() -> None:
+    message = refusal(lambda: rewards(longer_is_better, level=1).score(*rows("a", level=[2])))
+    assert "longer_is_better has level both in kwargs and as a column" in message
+
+
+def test_missing_columns_are_refused_before_anything_is_called() -> None:
+    scorer = rewards(boxed_equals)
+    assert "boxed_equals needs ground_truth, which is neither a column" in refusal(lambda: scorer.check_columns([]))
+    assert "did you mean ground_truths?" in refusal(lambda: scorer.check_columns(["ground_truths", "task"]))
+    assert "needs ground_truth" in refusal(lambda: scorer.score(*rows("a")))
+    scorer.check_columns(["ground_truth"])
+
+
+def test_names_keep_the_order_of_the_configuration() -> None:
+    scorer = rewards(only_maths, boxed_equals)
+    assert scorer.names == ["only_maths", "boxed_equals"]
+    prompts, completions = rows("4", ground_truth=["4"], task=["math"])
+    assert list(scorer.score(prompts, completions).by_function) == scorer.names

@@ -1,0 +1,336 @@
+"""The plan against counts by hand, its refusals, and its command."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from paths import ROOT
+from tiny_models import tiny_config
+from transformers import Qwen2Config
+
+from hybrid_grpo.config import EngineConfig, GrpoConfig, LoraConfig, PolicyConfig, RolloutConfig, TrainConfig
+from hybrid_grpo.config.checks import batch_plan
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.batch import MicroBatch
+from hybrid_grpo.data.packing import pack
+from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.logprobs import TILE_COLUMNS, LogprobModel
+from hybrid_grpo.run.dry_run import DryRun, Footprint, NeedsData
+from hybrid_grpo.run.hardware import Hardware, host_free_bytes, of_device, of_table
+from hybrid_grpo.run.plan import CUDA_CONTEXT_BYTES, Sizes, largest_micro_batch, lines, measure, plan, shortage
+from hybrid_grpo.run.run import hardware as hardware_module
+
+N = 494_032_768
+"""Parameters of Qwen2-0.5B: 151,936 x 896 of the tied embedding and 24 layers of 14,912,384, and the last norm."""
+SIZES = Sizes(
+    parameters=N,
+    trained=N,
+    largest=151_936 * 896,
+    small=N - 151_936 * 896,
+    active=N,
+    vocabulary=151_936,
+    token_bytes=24 * 2 * 128 * 2,
+    training=Footprint(kept=800, kept_small=700, head=300, layers=200, passing_small=300),
+    scoring=500,
+    prefill=100,
+)
+GPU = Hardware("gpu", True, 80 << 30, 256 << 30, 1 << 30, 1e14, 1e12)
+CPU = Hardware("cpu", False, 64 << 30, 64 << 30, 1 << 30, 1e11, 1e10)
+
+
+def parts(config: TrainConfig, ranks: int, hardware: Hardware = GPU, sizes: Sizes = SIZES) -> dict[str, dict[str, int]]:
+    """Bytes by phase and part, prompts of 512 tokens."""
+    made = plan(config, sizes, batch_plan(config, ranks), 512, hardware)
+    return {phase.name: {part.name: part.bytes for part in phase.parts} for phase in made.phases}
+
+
+def recipe(stage: int = 3, dtype: str = "bfloat16", **sections) -> TrainConfig:
+    return TrainConfig(policy=PolicyConfig(dtype=dtype), engine=EngineConfig(zero_stage=stage), **sections)
+
+
+def test_states_of_qwen2_0_5b_by_stage():
+    for stage, ranks, weights, masters, moments in [
+        (3, 1, 2 * N, 4 * N, 8 * N),
+        (3, 8, 2 * N // 8, 4 * N // 8, 8 * N // 8),
+        (2, 8, 2 * N, 4 * N // 8, 8 * N // 8),
+        (1, 8, 2 * N, 4 * N // 8, 8 * N // 8),
+    ]:
+        seen = parts(recipe(stage), ranks)["optimizer step"]
+        assert (seen["weights"], seen["float32 masters"], seen["Adam's moments"]) == (weights, masters, moments), stage
+        assert seen["runtime"] == CUDA_CONTEXT_BYTES
+    plain = parts(recipe(0, "float32"), 1)["optimizer step"]
+    assert "float32 masters" not in plain
+    assert (plain["weights"], plain["gradients"], plain["Adam's moments"]) == (4 * N, 4 * N, 8 * N)
+
+
+def test_gradients_are_a_shard_and_a_bucket():
+    bucket = 500_000_000
+    assert parts(recipe(3), 8)["loss"]["gradients"] == 2 * bucket + 4 * N // 8
+    assert parts(recipe(1), 8)["loss"]["gradients"] == 4 * bucket + 4 * N // 8
+    small = recipe(3)
+    small = replace(small, engine=EngineConfig(deepspeed={"zero_optimization": {"reduce_bucket_size": "5e7"}}))
+    assert parts(small, 8)["loss"]["gradients"] == 2 * 50_000_000 + 4 * N // 8
+    # A CPU gives memory to what is written to, and the bucket is larger than the model.
+    assert parts(recipe(3), 1, CPU)["loss"]["gradients"] == 2 * N + 4 * N
+
+
+def test_the_gather_is_free_on_one_rank_and_below_stage_3():
+    assert "gathered weights" not in parts(recipe(3), 1)["generation"]
+    assert "gathered weights" not in parts(recipe(2), 8)["generation"]
+    # The whole, and of one bucket (the embedding is larger) the shards of all ranks and this one's.
+    embedding = 151_936 * 896
+    assert parts(recipe(3), 8)["generation"]["gathered weights"] == 2 * (N + embedding + embedding // 8)
+    adapted = recipe(2, lora=LoraConfig(rank=8))
+    assert parts(adapted, 8)["generation"]["gathered weights"] == 2 * N
+
+
+def test_the_cache_is_what_slots_or_settings_or_memory_allow():
+    token = SIZES.token_bytes
+    rollout = RolloutConfig(prompts_per_step=4, num_generations=8, max_completion_tokens=512)
+    # 32 sequences of 1,024 tokens fill four pages of 256, and have one to grow into.
+    assert parts(recipe(rollout=rollout), 1)["generation"]["keys and values"] == (32 * 5 + 2) * 256 * token
+    few = replace(rollout, max_slots=4)
+    assert parts(recipe(rollout=few), 1)["generation"]["keys and values"] == (4 * 5 + 2) * 256 * token
+    bound = replace(rollout, cache_gb=0.25)
+    assert parts(recipe(rollout=bound), 1)["generation"]["keys and values"] == 1 << 28
+    # Pages of 32 on a CPU; a group shares the 16 of its prompt.
+    assert parts(recipe(rollout=rollout), 1, CPU)["generation"]["keys and values"] == (32 * 16 + 4 * 16) * 32 * token
+
+
+def test_offloaded_states_and_the_reference_are_in_host_memory():
+    config = replace(recipe(grpo=GrpoConfig(beta=0.1)), engine=EngineConfig(offload_optimizer=True))
+    made = plan(config, SIZES, batch_plan(config, 8), 512, GPU)
+    host = {part.name: part.bytes for part in made.host}
+    owned = N // 8
+    assert host["reference"] == 2 * owned
+    assert (host["float32 masters"], host["Adam's moments"], host["offloaded gradients"]) == (
+        4 * owned,
+        8 * owned,
+        8 * owned,
+    )
+    for phase in made.phases:
+        assert not {"float32 masters", "Adam's moments", "reference"} & {part.name for part in phase.parts}
+    assert "reference" in {phase.name for phase in made.phases}
+    # Of adapters the reference is the model without them.
+    adapted = replace(config, lora=LoraConfig(rank=8))
+    assert "reference" not in {part.name for part in plan(adapted, SIZES, batch_plan(adapted, 8), 512, GPU).host}
+
+
+def test_gradients_of_stage_0_are_loose_blocks_of_the_heap():
+    """They come and go tensor by tensor: room that training has taken, idle while the model generates."""
+    small = 4 * SIZES.small
+    seen = parts(recipe(0, "float32"), 1, CPU)
+    held, idle = seen["optimizer step"]["heap of training"], seen["generation"]["heap of training"]
+    assert idle - held == small
+    assert seen["loss"]["holes in the heap"] == (1100 + small) // 2
+    assert held == 1000 + seen["loss"]["holes in the heap"]
+    assert "gradients" not in seen["generation"] and seen["optimizer step"]["gradients"] == 4 * N
+
+
+def test_the_heap_of_a_cpu_keeps_what_training_left_and_half_as_much_in_holes():
+    seen = parts(recipe(), 1, CPU)
+    assert seen["generation"]["heap of training"] == seen["optimizer step"]["heap of training"] == 1550
+    # Of 800 that layers keep and 300 small ones that pass.
+    assert seen["loss"]["holes in the heap"] == seen["backward"]["holes in the heap"] == 550
+    assert "heap of training" not in parts(recipe(), 1)["generation"]
+
+
+@pytest.mark.parametrize(
+    "budget, share, tokens",
+    [
+        # A group shares its 512: 512 + 8 * 511 are 4,600, one to a micro-batch, or two.
+        (5000, "auto", 4600),
+        (10000, "auto", 9200),
+        # 32 rows of 1,023 are 32,736: in nine parts the largest has four of them.
+        (4096, "off", 4092),
+        (700, "off", 1023),
+        # All at once, and there are no more.
+        (10**6, "off", 32 * 1023),
+    ],
+)
+def test_the_largest_micro_batch(budget, share, tokens):
+    config = TrainConfig(
+        policy=PolicyConfig(micro_batch_tokens=budget, shared_prefix=share),
+        rollout=RolloutConfig(prompts_per_step=4, num_generations=8),
+    )
+    micro = largest_micro_batch(config, batch_plan(config, 1), 512, packs=True, on_gpu=False, gradients=True)
+    assert micro.input_ids_bS.shape == (1, tokens)
+    scored = largest_micro_batch(config, batch_plan(config, 1), 512, packs=True, on_gpu=False, gradients=False)
+    assert tokens <= scored.input_ids_bS.numel() <= max(4 * budget, tokens)
+    padded = largest_micro_batch(config, batch_plan(config, 1), 512, packs=False, on_gpu=False, gradients=True)
+    assert padded.input_ids_bS.shape == (min(32, max(1, budget // 1023)), 1023)
+
+
+@pytest.mark.parametrize("on_gpu, rows", [(False, 4), (True, 16)])
+def test_micro_batches_are_smaller_on_a_cpu_where_nothing_is_said(on_gpu, rows):
+    config = TrainConfig(rollout=RolloutConfig(prompts_per_step=4, num_generations=8))
+    micro = largest_micro_batch(config, batch_plan(config, 1), 512, packs=False, on_gpu=on_gpu, gradients=True)
+    assert micro.input_ids_bS.shape == (rows, 1023)
+
+
+def micro_batch(rows: int, tokens: int) -> MicroBatch:
+    """Rows of so many tokens, half of them the prompt's."""
+    prompts = [[row] * (tokens // 2) for row in range(rows)]
+    completions = [[0] * (tokens // 2 + 1)] * rows
+    return pack(prompts, completions, range(rows), 10**6, torch.device("cpu"), share="off")[0]
+
+
+def test_a_dry_run_counts_what_a_real_one_keeps():
+    """Against the tensors that autograd saves in a real forward, each storage once."""
+    config = tiny_config("llama", hidden=64, layers=3)
+    dry = DryRun(config, PolicyConfig(dtype="float32"), LoraConfig())
+    seen = dry.training(micro_batch(2, 48))
+    model = LogprobModel(type(dry.model)._from_config(config, attn_implementation=ATTENTION))
+    storages = {}
+
+    def note(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(*micro_batch(2, 48).inputs, 1.0)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    assert seen.kept == pytest.approx(sum(storages.values()), rel=0.1)
+    checkpointing = PolicyConfig(dtype="float32", gradient_checkpointing=True)
+    checkpointed = DryRun(config, checkpointing, LoraConfig()).training(micro_batch(2, 48))
+    assert checkpointed.kept < 0.4 * seen.kept < checkpointed.kept + checkpointed.layers + seen.kept
+    assert dry.cache_bytes(paged=True) == dry.cache_bytes(paged=False) == 3 * 2 * 2 * 16 * 4
+
+
+WINDOWS = ["sliding_attention"] * 3 + ["full_attention"]
+
+
+@pytest.mark.parametrize(
+    "architecture, own", [("llama", {}), ("gemma3_text", {"layer_types": [*WINDOWS, *WINDOWS[:3]]}), ("gpt2", {})]
+)
+def test_one_or_two_layers_of_a_kind_stand_for_all(architecture, own):
+    config = tiny_config(architecture, layers=7, **own)
+    dry = DryRun(config, PolicyConfig(dtype="float32"), LoraConfig())
+    micro = micro_batch(2, 48)
+    whole = dry._training(micro, list(range(7)))
+    assert dry.training(micro) == whole
+
+
+def test_only_adapters_are_trained_of_an_adapted_model():
+    config = tiny_config("qwen2", hidden=64)
+    train = recipe(lora=LoraConfig(rank=4, target_modules=["q_proj"]))
+    sizes = measure(train, config, batch_plan(train, 1), 16, on_gpu=False)
+    assert sizes.trained == 2 * (4 * 64 + 64 * 4)
+    assert sizes.parameters > 20 * sizes.trained
+
+
+def test_experts_are_counted_as_often_as_a_token_goes_to_them():
+    dry = DryRun(tiny_config("qwen3_moe"), PolicyConfig(dtype="float32"), LoraConfig())
+    whole = sum(p.numel() for name, p in dry.model.named_parameters() if ".experts." in name)
+    rest = sum(p.numel() for name, p in dry.model.named_parameters() if ".experts." not in name)
+    embedding = dry.model.get_input_embeddings().weight.numel()
+    assert dry.active_parameters() == whole // 2 + rest - embedding
+    assert dry.training(micro_batch(2, 16)).kept > 0
+
+
+def test_a_model_whose_code_needs_data_is_told_apart(monkeypatch):
+    dry = DryRun(tiny_config("llama"), PolicyConfig(dtype="float32"), LoraConfig())
+    forward = dry.model.base_model.forward
+
+    def peeks(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        assert out.last_hidden_state.sum().item() < 1
+        return out
+
+    monkeypatch.setattr(dry.model.base_model, "forward", peeks)
+    with pytest.raises(NeedsData):
+        dry.training(micro_batch(1, 8))
+
+
+def test_a_run_that_clearly_does_not_fit_is_refused_by_name():
+    config = recipe()
+    batch = batch_plan(config, 1)
+
+    def on(free: float) -> str | None:
+        return shortage(plan(config, SIZES, batch, 512, replace(GPU, device_bytes=int(free))))
+
+    need = max(phase.least for phase in plan(config, SIZES, batch, 512, GPU).phases)
+    assert on(need) is None
+    warning = on(need / 1.1)
+    assert warning is not None and "engine.zero_stage" in warning
+    with pytest.raises(UserError, match=r"the run does not fit: optimizer step needs 13.\d GiB a rank") as error:
+        on(need / 1.2)
+    assert "\n" not in str(error.value)
+    for setting in ("engine.offload_optimizer", "engine.zero_stage", "more ranks"):
+        assert setting in str(error.value)
+
+
+def test_the_cache_that_is_sized_from_free_memory_is_no_reason_to_refuse():
+    config = recipe(rollout=RolloutConfig(max_completion_tokens=8192))
+    tight = replace(GPU, device_bytes=20 << 30)
+    made = plan(config, SIZES, batch_plan(config, 1), 512, tight)
+    assert made.peak.name == "generation" and 19 << 30 < made.peak.bytes <= 20 << 30
+    assert shortage(made) is None
+    wants = replace(config, rollout=replace(config.rollout, cache_gb=16.0))
+    with pytest.raises(UserError, match=r"rollout\.cache_gb"):
+        shortage(plan(wants, SIZES, batch_plan(wants, 1), 512, tight))
+
+
+def test_time_is_products_at_full_speed_or_weights_read_once_a_step():
+    rollout = RolloutConfig(prompts_per_step=1, num_generations=8, max_completion_tokens=100)
+    config = recipe(rollout=rollout, grpo=GrpoConfig(beta=0.1, num_iterations=2))
+    seconds = plan(config, SIZES, batch_plan(config, 1), 512, GPU).seconds
+    product = 2 * N / 1e14
+    step = (2 * N + 8 * (512 + 50) * SIZES.token_bytes) / 1e12
+    assert seconds["generation"] == pytest.approx(512 * product + 100 * step)
+    assert seconds["training"] == pytest.approx(8 * 612 * product * 3 * 2)
+    assert seconds["reference"] == pytest.approx(8 * 612 * product)
+
+
+def test_qwen2_0_5b_is_measured_as_it_is():
+    shape = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+    model = Qwen2Config(vocab_size=151_936, num_hidden_layers=24, tie_word_embeddings=True, **shape)
+    config = replace(recipe(), policy=PolicyConfig(micro_batch_tokens=1024))
+    sizes = measure(config, model, batch_plan(config, 1), 512, on_gpu=False)
+    assert (sizes.parameters, sizes.active, sizes.token_bytes) == (N, N, SIZES.token_bytes)
+    assert sizes.largest == SIZES.largest
+    # The head: its gradient in bfloat16, and of logits a few tiles.
+    tile = 4 * 1024 * TILE_COLUMNS
+    assert 2 * SIZES.largest < sizes.training.head < 2 * SIZES.largest + 4 * tile
+    text = "\n".join(lines(plan(config, sizes, batch_plan(config, 1), 512, of_table("h100"))))
+    assert "494,032,768 parameters" in text and "Adam's moments" in text
+
+
+def test_a_container_s_limit_bounds_what_is_free(monkeypatch, tmp_path):
+    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
+    limit.write_text("1000000\n")
+    used.write_text("400000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 100000\n")
+    monkeypatch.setattr(hardware_module, "_CGROUPS", ((limit, used),))
+    assert host_free_bytes() == 700_000
+    limit.write_text("max\n")
+    assert host_free_bytes() > 1_000_000
+    here = of_device(torch.device("cpu"), "float32")
+    assert here.flops > 1e8 and here.bandwidth > 1e7 and not here.on_gpu
+
+
+def test_the_command_prints_the_plan_of_ranks_and_devices_that_are_not_here(tmp_path: Path):
+    script = ROOT / "training_scripts" / "quickstart_task.py"
+    subprocess.run([sys.executable, script, tmp_path], check=True, capture_output=True)
+    settings = {
+        "policy.model": tmp_path / "model",
+        "data.path": tmp_path / "train.jsonl",
+        "rewards": "[{function: exact_match}]",
+        "rollout.max_completion_tokens": 8,
+        "plan.world_size": 4,
+        "plan.gpu": "l40s",
+    }
+
+    options = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "hybrid_grpo", "plan", *options]
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 0, done.stderr
+    for words in ("batch: 4 ranks x 8 prompts", "on l40s", "optimizer step", "keys and values", "it fits"):
+        assert words in done.stdout
+    assert not list(tmp_path.glob("runs/*")), "a plan leaves no run behind"

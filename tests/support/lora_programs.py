@@ -1,0 +1,170 @@
+"""Programs with adapters that tests start under the launcher: see rank_programs.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank_programs import main
+
+from hybrid_grpo import engine as engines
+from hybrid_grpo.config import (
+    DataConfig,
+    EngineConfig,
+    GrpoConfig,
+    LoraConfig,
+    PolicyConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.data.batch import MicroBatch, Rollout
+from hybrid_grpo.distributed import all_reduce, world_size
+from hybrid_grpo.policy import Policy
+from hybrid_grpo.reference import UnadaptedReference
+from hybrid_grpo.run.checkpoint import Checkpoints
+from hybrid_grpo.run.inputs import Task
+from hybrid_grpo.trainer import Trainer
+
+LORA = LoraConfig(rank=4, alpha=8)
+
+
+def build(folder: Path, stage: int, *, lora: LoraConfig = LORA, gradient_checkpointing: bool = False) -> Trainer:
+    """A trainer of adapters on the quickstart's tiny model and task, held close to the model without them."""
+    config = TrainConfig(
+        policy=PolicyConfig(
+            model=str(folder / "model"),
+            dtype="float32",
+            lr=1e-2,
+            micro_batch_tokens=160,
+            gradient_checkpointing=gradient_checkpointing,
+        ),
+        lora=lora,
+        engine=EngineConfig(zero_stage=stage),  # type: ignore[arg-type]
+        data=DataConfig(path=str(folder / "train.jsonl"), eval_path=str(folder / "heldout.jsonl"), eval_limit=24),
+        rollout=RolloutConfig(prompts_per_step=8, num_generations=4, max_completion_tokens=12, max_slots=16),
+        grpo=GrpoConfig(beta=0.1 if lora.rank else 0.0),
+        rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
+    )
+    device = engines.start()
+    plan = check_train(config, world_size())
+    task = Task.read(config)
+    policy = Policy(config.policy, config.engine, task.tokenizer, total_steps=100, lora=config.lora, seed=1)
+    reference = UnadaptedReference(policy.engine, policy.adapters) if policy.adapters else None
+    return Trainer(config, plan, policy, reference, task, device)
+
+
+def adapted(folder: Path) -> dict[str, Any]:
+    """Two steps of training adapters, everything around them, and the second step again from a checkpoint."""
+    stage = int(folder.name[-1])
+    trainer = build(folder.parent, stage)
+    # Ranks are known once the engine is there.
+    out = folder.with_name(f"{folder.name}.{world_size()}")
+    seen: dict[str, Any] = {"rollouts": [], "metrics": []}
+    checkpoints = Checkpoints(out / "checkpoints", keep=1)
+    for step in (1, 2):
+        trainer.step(step)
+        assert trainer.last_rollout is not None
+        rollout, _scores, advantages = trainer.last_rollout
+        rows = zip(rollout.row_prompts, rollout.completions, advantages.tolist(), strict=True)
+        seen["rollouts"].append([(p.id, c.token_ids, c.logp, a) for p, c, a in rows])
+        seen["metrics"].append(trainer.meter.reduce())
+        if step == 1:
+            checkpoints.save(trainer.policy.engine, 1, {"loader": trainer.loader.state_dict()})
+    trainer.evaluate(0)
+    seen["eval"] = trainer.meter.reduce()
+    greedy = trainer.policy.greedy(trainer.eval_prompts, trainer.config.rollout, trainer.task.stop_ids)
+    seen["greedy"] = [c.token_ids for c in greedy]
+    trainer.policy.export(out / "exported")
+    seen["optimizer"] = int(all_reduce(torch.tensor(_numbers(trainer.policy.engine.engine.optimizer.state_dict()))))
+    seen["checkpoint_bytes"] = sum(p.stat().st_size for p in (out / "checkpoints").rglob("*") if p.is_file())
+    seen["adapters"] = _sums(trainer)
+    seen["base"] = _base_is_untouched(trainer)
+
+    batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
+    base = build(folder.parent, stage, lora=LoraConfig())
+    shape = (len(rollout.completions), max(len(c.token_ids) for c in rollout.completions))
+    assert trainer.reference is not None
+    ref_logp_BT = trainer.reference.logprobs(batches, shape, 1.0)
+    seen["reference"] = all(_equal(base, micro, ref_logp_BT) for micro in batches)
+    seen["moved"] = not all(_equal(trainer, micro, ref_logp_BT) for micro in batches if micro.rows)
+    del base
+
+    if world_size() == 1:
+        seen["gradient"] = _gradient(trainer, batches, rollout, out)
+    again = build(folder.parent, stage, gradient_checkpointing=True)
+    state = checkpoints.load(again.policy.engine)
+    assert state is not None
+    again.loader.load_state_dict(state["loader"])
+    again.step(2)
+    seen["resumed"] = again.meter.reduce()
+    return seen
+
+
+def _numbers(state: Any) -> int:
+    """Elements of all tensors in the state of an optimizer, counters aside."""
+    if isinstance(state, torch.Tensor):
+        return state.numel() if state.numel() > 1 else 0
+    children = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
+    return sum(map(_numbers, children))
+
+
+def _sums(trainer: Trainer) -> list[float]:
+    assert trainer.policy.adapters is not None
+    whole = trainer.policy.engine.whole(trainer.policy.adapters.parameters)
+    return [float(weight.abs().double().sum()) for weight in whole.values()]
+
+
+def _base_is_untouched(trainer: Trainer) -> bool:
+    """Whether every weight that is not an adapter's is the one that was loaded."""
+    from transformers import AutoModelForCausalLM
+
+    policy = trainer.policy
+    start = dict(AutoModelForCausalLM.from_pretrained(policy.config.model).named_parameters())
+    trained = policy.engine.engine.module.named_parameters()
+    ours = {name.removeprefix("model.").replace(".base_layer", ""): p for name, p in trained if not p.requires_grad}
+    whole = policy.engine.whole(list(ours.values()))
+    assert ours.keys() == start.keys()
+    return all(torch.equal(whole[p], start[name].to(whole[p].device)) for name, p in ours.items())
+
+
+def _equal(trainer: Trainer, micro: MicroBatch, ref_logp_BT: torch.Tensor) -> bool:
+    """Whether the policy's log-probabilities are, to the bit, those of the reference."""
+    with torch.no_grad():
+        logp_bT, _ = trainer.policy.logprobs(micro, 1.0)
+    return not micro.rows or torch.equal(logp_bT, ref_logp_BT[micro.rows, : logp_bT.shape[1]])
+
+
+def _gradient(trainer: Trainer, batches: list[MicroBatch], rollout: Rollout, out: Path) -> dict[str, list[float]]:
+    """Loss and gradient norm of the completions' likelihood, here and by peft and autograd on the exported adapter."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    losses = []
+    for micro in batches:
+        logp_bT, _ = trainer.policy.logprobs(micro, 1.0)
+        loss = -logp_bT.sum() / 100
+        trainer.policy.engine.backward(loss)
+        losses.append(loss.detach())
+    norm = trainer.policy.step().grad_norm
+
+    base = AutoModelForCausalLM.from_pretrained(trainer.config.policy.model).to(trainer.device)
+    model = PeftModel.from_pretrained(base, out / "exported" / "adapter", is_trainable=True)
+    theirs = []
+    for prompt, completion in zip(rollout.row_prompts, rollout.completions, strict=True):
+        ids = torch.tensor([*prompt.token_ids, *completion.token_ids], device=trainer.device)
+        logp_SV = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        logp_S = logp_SV.gather(1, ids[1:, None])[:, 0]
+        theirs.append(-logp_S[len(prompt.token_ids) - 1 :].sum() / 100)
+    sum(theirs).backward()  # type: ignore[union-attr]
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    return {
+        "loss": [float(sum(losses)), float(sum(theirs).detach())],
+        "norm": [norm, float(torch.cat([g.flatten() for g in gradients if g is not None]).norm())],
+    }
+
+
+if __name__ == "__main__":
+    main(globals())

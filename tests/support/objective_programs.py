@@ -1,0 +1,172 @@
+"""Programs for several ranks about objectives; see rank_programs.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from paths import SUPPORT
+from rank_programs import build, counted, main
+
+from hybrid_grpo.config import GrpoConfig, RewardConfig
+from hybrid_grpo.config.checks import batch_plan
+from hybrid_grpo.distributed import world_size
+from hybrid_grpo.reference import Reference
+from hybrid_grpo.rewards.loading import load_rewards
+from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.trainer import Trainer
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo", "beta": 0.1},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "dapo": {
+        **{"epsilon_high": 0.28, "mask_truncated": True, "overlong_buffer": 6, "dynamic_sampling": True},
+        **{"max_resamples": 2, "num_minibatches": 2},
+    },
+    "gspo": {"loss_type": "grpo", "importance": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
+    "cispo": {"surrogate": "cispo", "epsilon_high": 4.0, "entropy_coef": 0.01},
+    "rloo": {
+        **{"baseline": "leave_one_out", "scale_rewards": "none", "beta": 0.05, "kl_in": "reward"},
+        **{"kl_estimator": "k1", "loss_type": "dr_grpo", "old_logp": "policy"},
+    },
+    "reinforce++ baseline": {"scale_rewards": "batch", "beta": 0.1, "kl_estimator": "k2"},
+    "gdpo": {"combine_rewards": "normalize", "scale_rewards": "batch"},
+    "deepseek v3.2": {"beta": 0.1, "kl_unbiased": True, "kl_target": 0.5, "sampler_correction": "mask"},
+    "truncated sampling": {"sampler_correction": "truncate", "sampler_ratio_max": 1.0, "dual_clip": 3.0},
+    "process": {"scale_rewards": "batch"},
+    "process, in pieces": {"scale_rewards": "batch"},
+    "process, normalized": {"scale_rewards": "batch", "step_credit": "normalized"},
+}
+
+
+def with_objective(trainer: Trainer, grpo: GrpoConfig, reference: Reference | None) -> Trainer:
+    """A trainer of the same policy and task, at the first prompt again."""
+    config = replace(trainer.config, grpo=grpo)
+    held = reference if grpo.beta else None
+    return Trainer(config, batch_plan(config, world_size()), trainer.policy, held, trainer.task, trainer.device)
+
+
+def frozen(trainer: Trainer) -> Reference:
+    """Optimizer steps that change nothing, and a reference that is not the policy: every KL is greater than 0."""
+    trainer.policy.config = replace(trainer.policy.config, lr=0.0)
+    reference = Reference(trainer.policy.config)
+    for parameter in reference.engine.engine.module.parameters():
+        parameter.ds_tensor.mul_(1.1)
+    return reference
+
+
+def objectives(folder: Path) -> dict[str, Any]:
+    """One step of every objective from the same weights; and what a reference is after a refresh."""
+    trainer = build(folder, prompts_per_step=12)
+    reference = frozen(trainer)
+    task, seen = trainer.task, {}
+    of_wholes, file = trainer.config.rewards, SUPPORT.joinpath("acting_rewards.py")
+    for name, settings in OBJECTIVES.items():
+        rewards = list(of_wholes)
+        if name.startswith("process"):
+            function = "letter_pieces" if name == "process, in pieces" else "letters"
+            rewards.append(RewardConfig(f"{file}:{function}", weight=0.5))
+        trainer.config = replace(trainer.config, rewards=rewards)
+        trainer.task = replace(task, rewards=Rewards(load_rewards(rewards), tokenizer=task.tokenizer))
+        one = with_objective(trainer, GrpoConfig(**settings), reference)
+        one.step(1)
+        assert one.last_rollout is not None
+        rollout, scores, advantages_B = one.last_rollout
+        seen[name] = {
+            "metrics": one.meter.reduce(),
+            "rows": [
+                (p.id, c.token_ids, reward, advantage)
+                for p, c, reward, advantage in zip(
+                    rollout.row_prompts,
+                    rollout.completions,
+                    scores.reward_B.tolist(),
+                    advantages_B.tolist(),
+                    strict=True,
+                )
+            ],
+            "beta": one.kl.beta,
+            "drawn": one.loader.state_dict()["offset"],
+        }
+    if world_size() > 2:
+        return {"objectives": seen}
+    return {
+        "objectives": seen,
+        "refresh": {str(stage): refreshed(folder, stage) for stage in (3, 0)},
+        "iterated": iterated(folder),
+    }
+
+
+def refreshed(folder: Path, stage: int) -> dict[str, Any]:
+    """How far a reference is from the policy it is refreshed from, and what a checkpoint gives back."""
+    trainer = build(folder, stage=stage)
+    policy = trainer.policy
+    reference = Reference(policy.config)
+    rollout = trainer.sample(trainer.draw_prompts(), 1)
+    batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
+    shape = (len(rollout.completions), max(rollout.lengths))
+    before = weights(reference)
+    reference.logprobs(batches, shape, 1.0)
+    for _ in range(2):
+        trainer.step(1)
+    reference.refresh(policy.engine, 0.5)
+    half = weights(reference)
+    half_logp_BT = reference.logprobs(batches, shape, 1.0)
+    reference.save(folder / f"checkpoint.{stage}.{world_size()}")
+    reference.refresh(policy.engine, 1.0)
+    full = weights(reference)
+    seen = {
+        "moved": max(float((a - b).abs().max()) for a, b in zip(full, before, strict=True)),
+        "average": max(float((h - (a + b) / 2).abs().max()) for h, a, b in zip(half, before, full, strict=True)),
+        "apart": 0.0,
+    }
+    ref_logp_BT = reference.logprobs(batches, shape, 1.0)
+    for micro in batches:
+        with torch.no_grad():
+            logp_bT, _ = policy.logprobs(micro, 1.0)
+        if micro.rows:
+            apart = (logp_bT - ref_logp_BT[micro.rows, : logp_bT.shape[1]]).abs().max()
+            seen["apart"] = max(seen["apart"], float(apart))
+    reference.load(folder / f"checkpoint.{stage}.{world_size()}")
+    seen["restored"] = torch.equal(reference.logprobs(batches, shape, 1.0), half_logp_BT)
+    seen["changed"] = not torch.equal(half_logp_BT, ref_logp_BT)
+    return seen
+
+
+def weights(reference: Reference) -> list[torch.Tensor]:
+    """This rank's shards."""
+    return [p.ds_tensor.float().clone() for p in reference.engine.engine.module.parameters()]
+
+
+def iterated(folder: Path) -> dict[str, Any]:
+    """Four passes over one rollout, with the log-probabilities of the policy as `old_logp`, step by step."""
+    trainer = build(folder, num_iterations=4, beta=0.1, prompts_per_step=12)
+    grpo = replace(trainer.config.grpo, old_logp="policy", epsilon_low=1e-3, epsilon_high=1e-3)
+    trainer = with_objective(trainer, grpo, trainer.reference)
+    calls: Counter[str] = Counter()
+    for part in (trainer.reference, trainer.policy):
+        part.logprobs = counted(calls, type(part).__name__, part.logprobs)  # type: ignore[union-attr,method-assign]
+    clipped: list[float] = []
+    step = trainer.policy.step
+
+    def watched() -> Any:
+        added = trainer.meter._added
+        names = ("policy/clip_frac_low", "policy/clip_frac_high")
+        clipped.append(sum(float(value) * count for name in names for value, count in added.pop(name)))
+        return step()
+
+    trainer.policy.step = watched  # type: ignore[method-assign]
+    trainer.step(1)
+    assert trainer.last_rollout is not None
+    rollout, *_ = trainer.last_rollout
+    scored, trained = (
+        len(trainer.micro_batches(rollout, range(48 // world_size()), gradients=gradients))
+        for gradients in (False, True)
+    )
+    return {"calls": dict(calls), "clipped": clipped, "scored": scored, "trained": trained}
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,376 @@
+"""Programs that tests start under the launcher, one function each: `python rank_programs.py NAME FOLDER`.
+
+Every rank writes what it saw to FOLDER/NAME.WORLD.RANK.json; the tests compare the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from reward_helpers import in_time
+
+from hybrid_grpo import engine as engines
+from hybrid_grpo.config import (
+    BatchPlan,
+    DataConfig,
+    EngineConfig,
+    GrpoConfig,
+    PolicyConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.distributed import all_reduce, rank, world_size
+from hybrid_grpo.policy import Policy
+from hybrid_grpo.reference import Reference
+from hybrid_grpo.run.inputs import Task
+from hybrid_grpo.trainer import Trainer
+
+UNPACKED = "mamba"
+"""A folder, where a test made it."""
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "broadcast",
+    "barrier",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "all_to_all_single",
+    "send",
+    "recv",
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "_all_gather_base",
+    "_reduce_scatter_base",
+    "all_gather_coalesced",
+    "all_reduce_coalesced",
+)
+
+
+def count_collectives() -> Counter[str]:
+    """Count every call of a collective from now on, DeepSpeed's included: all end in torch.distributed."""
+    calls: Counter[str] = Counter()
+    for name in COLLECTIVES:
+        for module in (dist, dist.distributed_c10d):
+            if hasattr(module, name):
+                setattr(module, name, counted(calls, name, getattr(module, name)))
+    return calls
+
+
+def counted(calls: Counter[str], name: str, function: Any) -> Any:
+    """`function`, its calls counted."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+def build(
+    folder: Path,
+    *,
+    stage: int = 3,
+    beta: float = 0.0,
+    num_minibatches: int = 1,
+    num_iterations: int = 1,
+    dtype: str = "float32",
+    gradient_checkpointing: bool = False,
+    offload: bool = False,
+    prompts_per_step: int = 8,
+    model: str = "model",
+    decoder: str = "paged",
+    **more: Any,
+) -> Trainer:
+    """A trainer on the quickstart's task and tiny model, or another in the same folder; `more` is of the
+    configuration's section `policy`."""
+    config = TrainConfig(
+        policy=PolicyConfig(
+            model=str(folder / model),
+            dtype=dtype,  # type: ignore[arg-type]
+            lr=1e-3,
+            micro_batch_tokens=160,
+            gradient_checkpointing=gradient_checkpointing,
+            **more,
+        ),
+        engine=EngineConfig(zero_stage=stage, offload_optimizer=offload),  # type: ignore[arg-type]
+        data=DataConfig(path=str(folder / "train.jsonl"), eval_path=str(folder / "heldout.jsonl"), eval_limit=24),
+        rollout=RolloutConfig(
+            prompts_per_step=prompts_per_step,
+            num_generations=4,
+            max_completion_tokens=12,
+            max_slots=16,
+            decoder=decoder,  # type: ignore[arg-type]
+        ),
+        grpo=GrpoConfig(beta=beta, num_minibatches=num_minibatches, num_iterations=num_iterations),
+        rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
+    )
+    device = engines.start()
+    plan: BatchPlan = check_train(config, world_size())
+    task = Task.read(config)
+    policy = Policy(config.policy, config.engine, task.tokenizer, total_steps=100, decoder=config.rollout.decoder)
+    reference = Reference(config.policy) if beta else None
+    return Trainer(config, plan, policy, reference, task, device)
+
+
+def steps(folder: Path, stage: int, beta: float, num_minibatches: int = 1) -> dict[str, Any]:
+    """Two steps: rollouts, and the reduced numbers."""
+    trainer = build(folder, stage=stage, beta=beta, num_minibatches=num_minibatches)
+    seen: dict[str, Any] = {"rollouts": [], "metrics": []}
+    for step in (1, 2):
+        trainer.step(step)
+        assert trainer.last_rollout is not None
+        rollout, _scores, advantages_B = trainer.last_rollout
+        rows = zip(rollout.row_prompts, rollout.completions, advantages_B.tolist(), strict=True)
+        seen["rollouts"].append([(p.id, c.token_ids, c.logp, a) for p, c, a in rows])
+        seen["metrics"].append(trainer.meter.reduce())
+    trainer.evaluate(0)
+    greedy = trainer.policy.greedy(trainer.eval_prompts, trainer.config.rollout, trainer.task.stop_ids)
+    seen["greedy"] = [c.token_ids for c in greedy]
+    seen["eval"] = trainer.meter.reduce()
+    return seen
+
+
+def zero3(folder: Path) -> dict[str, Any]:
+    return steps(folder, stage=3, beta=0.0)
+
+
+def zero3_reference(folder: Path) -> dict[str, Any]:
+    return steps(folder, stage=3, beta=0.1, num_minibatches=2)
+
+
+def zero2(folder: Path) -> dict[str, Any]:
+    return steps(folder, stage=2, beta=0.0)
+
+
+def zero0(folder: Path) -> dict[str, Any]:
+    return steps(folder, stage=0, beta=0.0)
+
+
+def variants(folder: Path) -> dict[str, Any]:
+    """One step each of settings that must not change what is computed, or only by rounding."""
+    seen = {}
+    for name, settings in {
+        "checkpointing": {"gradient_checkpointing": True},
+        "bf16 stage 1": {"dtype": "bfloat16", "stage": 1},
+        "bf16 stage 2": {"dtype": "bfloat16", "stage": 2},
+        "bf16 stage 3, offloaded": {"dtype": "bfloat16", "offload": True, "gradient_checkpointing": True},
+    }.items():
+        trainer = build(folder, **settings)  # type: ignore[arg-type]
+        trainer.step(1)
+        seen[name] = trainer.meter.reduce()
+    return seen
+
+
+def attentions(folder: Path) -> dict[str, Any]:
+    """One step with every way of the training forward, and what its micro-batches computed."""
+    seen = {}
+    for name, settings in {
+        "auto": {},
+        "shared": {"shared_prefix": "on"},
+        "apart": {"shared_prefix": "off"},
+        "sdpa": {"attn_implementation": "sdpa"},
+        "eager": {"attn_implementation": "eager"},
+    }.items():
+        trainer = build(folder, **settings)
+        trainer.step(1)
+        assert trainer.last_rollout is not None
+        rollout, *_ = trainer.last_rollout
+        batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
+        seen[name] = {
+            "metrics": trainer.meter.reduce(),
+            "computed": sum(micro.input_ids_bS.numel() for micro in batches),
+            "real": rollout.num_tokens + sum(len(prompt.token_ids) for prompt in rollout.row_prompts),
+            "rows": len(rollout.completions),
+        }
+    return seen
+
+
+def unpacked(folder: Path) -> dict[str, Any]:
+    """Steps of a model that cannot be packed, on generate()."""
+    trainer = build(folder, model=UNPACKED, decoder="transformers", stage=2)
+    metrics = []
+    for step in (1, 2):
+        trainer.step(step)
+        metrics.append(trainer.meter.reduce())
+    return {"packs": trainer.policy.packs, "metrics": metrics}
+
+
+def iterations(folder: Path) -> dict[str, Any]:
+    """Two passes of two minibatches over one rollout, with a reference that is counted."""
+    trainer = build(folder, beta=0.1, num_minibatches=2, num_iterations=2)
+    assert trainer.reference is not None
+    calls: Counter[str] = Counter()
+    for name, part in (("rollout", trainer.policy), ("logprobs", trainer.reference), ("step", trainer.policy)):
+        setattr(part, name, counted(calls, name, getattr(part, name)))
+    trainer.step(1)
+    return {"calls": dict(calls), "metrics": trainer.meter.reduce()}
+
+
+def export(folder: Path) -> dict[str, Any]:
+    """The reference is the starting policy, and the exported model the trained one, to the bit."""
+    from transformers import AutoModelForCausalLM
+
+    from hybrid_grpo.generation import GREEDY, Request, Sampling, generate
+    from hybrid_grpo.model.attention import ATTENTION
+
+    trainer = build(folder, beta=0.1)
+    assert trainer.reference is not None and build(folder, beta=0.0).reference is None
+    rollout = trainer.sample(trainer.draw_prompts(), 1)
+    batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
+    width = max(len(c.token_ids) for c in rollout.completions)
+    ref_logp_BT = trainer.reference.logprobs(batches, (len(rollout.completions), width), 1.0)
+    apart = 0.0
+    for micro in batches:
+        logp_bT, _ = trainer.policy.logprobs(micro, 1.0)
+        if micro.rows:
+            apart = max(apart, float((logp_bT - ref_logp_BT[micro.rows, : logp_bT.shape[1]]).abs().max()))
+    for step in (1, 2):
+        trainer.step(step)
+    trainer.policy.export(folder / "exported")
+    torch.distributed.barrier()
+
+    requests = [Request(prompt.token_ids, [0]) for prompt in rollout.prompts]
+
+    def decoded(model: Any) -> list[tuple[list[int], list[float]]]:
+        groups, _ = generate(model, requests, Sampling(16, temperature=GREEDY))
+        return [(group[0].token_ids, group[0].logp) for group in groups]
+
+    with trainer.policy.engine.generation() as view:
+        ours = decoded(view)
+    loaded, start = (
+        AutoModelForCausalLM.from_pretrained(folder / name, attn_implementation=ATTENTION).eval().to(trainer.device)
+        for name in ("exported", "model")
+    )
+    return {
+        "reference": apart,
+        "exported": decoded(loaded) == ours,
+        "trained": decoded(start) != ours,
+        "tied": loaded.lm_head.weight is loaded.model.embed_tokens.weight,
+    }
+
+
+def switch(folder: Path) -> dict[str, Any]:
+    """What happens between gather and release, and after an error."""
+    trainer = build(folder)
+    policy, seen = trainer.policy, {}
+    prompts = trainer.draw_prompts()
+    calls = count_collectives()
+
+    with policy.engine.generation() as view:
+        seen["gather"] = dict(calls)
+        calls.clear()
+        # Nothing inside may wait for the other rank: the second begins when the first is done.
+        from hybrid_grpo.generation import Request, Sampling, generate
+
+        requests = [Request(p.token_ids, [0, 1]) for p in prompts]
+        # The first call also finds out which kernels the model can take.
+        generate(view, requests, Sampling(1))
+        done = folder / "first_is_done"
+        seen["in_turn"] = rank() == 0 or in_time(done.exists, 120)
+        generate(view, requests, Sampling(4 if rank() == 0 else 48))
+        done.touch()
+        seen["inside"] = dict(calls)
+        seen["hooks"] = sum(
+            len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in view.modules()
+        )
+        seen["training"] = view.training
+        try:
+            with policy.engine.generation():
+                pass
+        except RuntimeError as error:
+            seen["nested"] = str(error)
+        calls.clear()
+    seen["release"] = dict(calls)
+    seen["empty_after"] = all(p.numel() == 0 for p in policy.engine._view.module.parameters())
+
+    try:
+        with policy.engine.generation():
+            if rank() == 1:
+                raise KeyError("mine")
+    except Exception as error:
+        seen["error"] = f"{type(error).__name__}: {error}"
+    trainer.step(1)
+    seen["after"] = trainer.meter.reduce()["policy/grad_norm"]
+    return seen
+
+
+def losses(folder: Path) -> dict[str, Any]:
+    """Ten training losses, with and without a generation phase between them: the same forwards and backwards."""
+    seen: dict[str, Any] = {}
+    trainer = build(folder)
+    rollout = trainer.sample(trainer.draw_prompts(), 1)
+    batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
+    initial = folder / f"initial.{world_size()}"
+    trainer.policy.engine.save(initial, "start", {})
+    for name in ("without", "with"):
+        trainer.policy.engine.load(initial, "start")
+        seen[name] = []
+        for step in range(10):
+            if name == "with":
+                trainer.policy.rollout(
+                    rollout.prompts, trainer.config.rollout, trainer.task.stop_ids, seed=0, step=step
+                )
+            total = torch.zeros((), device=trainer.device)
+            for micro in batches:
+                logp_bT, _ = trainer.policy.logprobs(micro, 1.0)
+                loss = -logp_bT.sum() / 100 if micro.rows else 0.0 * logp_bT.sum()
+                trainer.policy.engine.backward(loss)
+                total += loss.detach()
+            trainer.policy.step()
+            seen[name].append(float(all_reduce(total)))
+    return seen
+
+
+def nonfinite(folder: Path) -> dict[str, Any]:
+    """A gradient that is not finite on one rank: every stage skips it on all of them, and goes on."""
+    stage = int(folder.name[-1])
+    trainer = build(folder.parent, stage=stage)
+    rollout = trainer.sample(trainer.draw_prompts(), 1)
+    batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
+    seen: dict[str, Any] = {"applied": [], "norms": [], "logp": []}
+    for bad in (False, True, False):
+        for i, micro in enumerate(batches):
+            logp_bT, _ = trainer.policy.logprobs(micro, 1.0)
+            if i == 0:
+                seen["logp"].append(float(logp_bT.detach().sum()))
+            scale = float("inf") if bad and rank() == world_size() - 1 and i == 0 else 1.0
+            loss = -logp_bT.sum() / 100 * scale if micro.rows else 0.0 * logp_bT.sum()
+            trainer.policy.engine.backward(loss)
+        result = trainer.policy.step()
+        seen["applied"].append(result.applied)
+        seen["norms"].append(str(result.grad_norm))
+    micro = batches[0]
+    seen["logp"].append(float(trainer.policy.logprobs(micro, 1.0)[0].detach().sum()))
+    seen["skipped"] = trainer.policy.skipped_steps
+    return seen
+
+
+def main(programs: dict[str, Any]) -> None:
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    seen = programs[name](folder)
+    target = folder if folder.is_dir() else folder.parent
+    suffix = "" if folder.is_dir() else f".{folder.name}"
+    (target / f"{name}{suffix}.{world_size()}.{rank()}.json").write_text(json.dumps(seen))
+    # As the command line does: the interpreter's shutdown is not safe after DeepSpeed.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(globals())

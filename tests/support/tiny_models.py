@@ -1,0 +1,113 @@
+"""Tiny random models, made on the spot: of supported architectures, and of some that only `generate()` can decode."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PretrainedConfig
+
+from hybrid_grpo.model.attention import ATTENTION
+
+# Matrices this small are slower on many threads, and far slower when tests share the processor.
+torch.set_num_threads(1)
+
+VOCABULARY = 61
+WINDOW = 6
+ARCHITECTURES = [
+    *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "gemma2", "gemma3_text", "gpt2"),
+    *("phi3", "olmo2", "granite", "cohere2", "smollm3", "glm4", "starcoder2"),
+]
+"""What the decode loop runs, by transformers' `model_type`."""
+STATEFUL = ["mamba", "jamba", "falcon_h1", "qwen3_next"]
+"""Some that it refuses; all but Mamba have attention too."""
+TIED = ["gemma2", "gpt2", "cohere2", "smollm3", "starcoder2"]
+"""Those whose output head is the embedding."""
+
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+# What each has beside the sizes of all, chosen so that leaving any of it out shows.
+_OWN: dict[str, dict[str, Any]] = {
+    # Not hidden / heads, as in the released models.
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {**_EXPERTS, "head_dim": 8},
+    "mistral": {"sliding_window": WINDOW},
+    "gemma2": {
+        **{**_WINDOWS, "head_dim": 8, "query_pre_attn_scalar": 8},
+        **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 8.0},
+    },
+    # Its rotary embeddings have another base in layers with windows than in those without.
+    "gemma3_text": {**_WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 8, "tie_word_embeddings": False},
+    "phi3": {"sliding_window": WINDOW},
+    "granite": {
+        **{"attention_multiplier": 0.2, "embedding_multiplier": 3.0},
+        **{"residual_multiplier": 0.7, "logits_scaling": 2.0},
+    },
+    "cohere2": {**_WINDOWS, "logit_scale": 0.5},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "glm4": {"head_dim": 16},
+    "starcoder2": {"sliding_window": WINDOW},
+    "mamba": {"state_size": 8, "time_step_rank": 4},
+    "jamba": {
+        **{"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},
+        **{"num_experts": 2, "num_experts_per_tok": 1},
+    },
+    "falcon_h1": {
+        **{"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
+    },
+    "qwen3_next": {
+        **{**_EXPERTS, "shared_expert_intermediate_size": 16, "head_dim": 8},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        **{"layer_types": ["linear_attention", "full_attention"]},
+    },
+}
+_GPT2_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+
+
+def tiny_config(architecture: str, hidden: int = 32, layers: int = 2, **changes: Any) -> PretrainedConfig:
+    """Windows are WINDOW wide, on all layers or on every other one."""
+    if architecture == "gpt2":
+        sizes = {"n_embd": hidden, "n_layer": layers, "n_head": 4, "n_positions": 256}
+        # Dropout off, as loading a policy turns it off: scores in training mode are those of sampling.
+        sizes |= {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None}
+        return GPT2Config(**(sizes | dict.fromkeys(_GPT2_DROPOUT, 0.0) | changes))
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if architecture != "mamba":
+        sizes |= {"intermediate_size": 2 * hidden, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes |= {"max_position_embeddings": 512, "attention_dropout": 0.0}
+    sizes |= dict.fromkeys(("embedding_dropout", "residual_dropout"), 0.0) if architecture == "starcoder2" else {}
+    return AutoConfig.for_model(architecture, **(sizes | _OWN.get(architecture, {}) | changes))
+
+
+def build(config: PretrainedConfig, attention: str = "eager", seed: int = 0) -> Any:
+    """A float32 model in eval mode; the same seed gives the same weights under every attention."""
+    model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Larger than real ones, biases included, so that no term can be dropped without being seen. Norms of
+            # either sign keep tied embeddings from making a model repeat its last token.
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * 2 / parameter.shape[-1] ** 0.5)
+            elif name.endswith("bias"):
+                parameter.copy_(noise * 0.2)
+            else:
+                # Gemma's norms multiply by 1 + weight.
+                parameter.copy_(noise.sign() - float("gemma" in config.model_type))
+    return model
+
+
+def pair(architecture: str, **changes: Any) -> tuple[Any, Any]:
+    """A model with transformers' own attention and its decoding view, of equal weights."""
+    config = tiny_config(architecture, **changes)
+    return build(config), build(config, ATTENTION)
