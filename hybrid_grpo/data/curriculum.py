@@ -6,10 +6,8 @@ The rates are kept in any case. With the defaults of `curriculum` they change no
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,11 +16,9 @@ from torch import Tensor
 
 from hybrid_grpo.config import CurriculumConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean
-from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.data.batch import Numbers, Prompt
 from hybrid_grpo.data.loader import LoaderState, PromptLoader
 from hybrid_grpo.distributed import all_reduce
-from hybrid_grpo.run.files import replace_text
-from hybrid_grpo.run.metrics import Meter
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -127,18 +123,21 @@ class Curriculum(PromptLoader[Prompt]):
             self._weight_N = floor + (1 - floor) * np.where(self._skipped(), 0.0, weight_N)
         return self._weight_N
 
-    def measure(self, meter: Meter) -> None:
-        """What is known of the data."""
-        meter.add("curriculum/success_rate", float(self.rates().mean()))
-        meter.add("curriculum/tried_frac", float((self._count_N2[:, 0] > 0).mean()))
+    def numbers(self) -> Numbers:
+        """How well the prompts are solved, how many were tried, and how many are left out now."""
+        numbers: Numbers = {
+            "curriculum/success_rate": (float(self.rates().mean()), 1),
+            "curriculum/tried_frac": (float((self._count_N2[:, 0] > 0).mean()), 1),
+        }
         if self._follows:
-            meter.add("curriculum/skipped_frac", float(self._skipped().mean()))
+            numbers["curriculum/skipped_frac"] = (float(self._skipped().mean()), 1)
+        return numbers
 
-    def write(self, path: Path) -> None:
-        """Write the prompts that were tried, hardest first, one JSON object a line."""
+    def tried_prompts(self) -> list[dict[str, Any]]:
+        """The prompts that were tried, hardest first, with their tries and estimated success rates."""
         rate_N = self.rates()
         tried = [i for i in np.argsort(rate_N, kind="stable").tolist() if self._count_N2[i, 0]]
-        lines = [
+        return [
             {
                 "prompt_id": self._prompts[i].id,
                 "tries": int(self._count_N2[i, 0]),
@@ -148,7 +147,6 @@ class Curriculum(PromptLoader[Prompt]):
             }
             for i in tried
         ]
-        replace_text(path, "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines))
 
     def state_dict(self) -> CurriculumState:
         """The position after the prompts handed out so far, and the rates after the last update."""

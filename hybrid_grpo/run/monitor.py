@@ -9,7 +9,6 @@ from torch import Tensor
 from hybrid_grpo.config import EvalConfig
 from hybrid_grpo.data.batch import Completion, MicroBatch, Numbers, RewardStatus, Rollout, Scores
 from hybrid_grpo.grpo.advantages import group_stats
-from hybrid_grpo.grpo.loss import CorrectionStats, LossStats
 
 
 def measure_rollout(rollout: Rollout, scores: Scores, outcome: str, threshold: float) -> Numbers:
@@ -77,38 +76,12 @@ def measure_eval(config: EvalConfig, outcome: str, completions: list[Completion]
     }
 
 
-def measure_loss(stats: LossStats, entropy_bT: Tensor, weight_bT: Tensor, with_kl: bool) -> Numbers:
-    """Per-token numbers of one micro-batch of training."""
-    tokens = int(stats.tokens)
-    if not tokens:
-        return {}
-    return {
-        "policy/entropy": (entropy_bT[weight_bT > 0].mean(), tokens),
-        "policy/clip_frac_low": (stats.clipped_low / tokens, tokens),
-        "policy/clip_frac_high": (stats.clipped_high / tokens, tokens),
-        "policy/ratio_max": (stats.ratio_max, 1),
-        **({"policy/kl": (stats.kl / tokens, tokens)} if with_kl else {}),
-    }
-
-
 def measure_parity(micro: MicroBatch, logp_bT: Tensor, old_logp_bT: Tensor) -> Numbers:
     """How far the sampler was from the training forward of the same weights."""
     if not micro.rows:
         return {}
     gap_N = (logp_bT.detach() - old_logp_bT)[micro.mask_bT].abs()
     return {"parity/logp_abs_diff_mean": (gap_N.mean(), len(gap_N)), "parity/logp_abs_diff_max": (gap_N.max(), 1)}
-
-
-def measure_correction(stats: CorrectionStats) -> Numbers:
-    """How far the training forward is from the sampler where the loss corrects for it."""
-    tokens = int(stats.tokens)
-    if not tokens:
-        return {}
-    return {
-        "parity/ratio_mean": (stats.mean, tokens),
-        "parity/ratio_max": (stats.max, 1),
-        "parity/corrected_frac": (stats.fraction, tokens),
-    }
 
 
 def measure_memory() -> Numbers:

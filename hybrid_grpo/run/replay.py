@@ -20,9 +20,7 @@ from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import RewardStatus, Rollout, Scores
 from hybrid_grpo.data.saved import SavedStep
-from hybrid_grpo.grpo.advantages import informative
-from hybrid_grpo.grpo.credit import mean_over_tokens, token_advantages
-from hybrid_grpo.run.metrics import Meter
+from hybrid_grpo.grpo.advantages import informative, mean_over_tokens, token_advantages
 
 NUM_RANGES = 5
 """Ranges of steps that are looked at one by one."""
@@ -199,7 +197,7 @@ def advantages(rollout: Rollout, scores: Scores, config: TrainConfig) -> Tensor:
     But for the KL where it is part of the reward (grpo.kl_in), which only the models know.
     """
     device = torch.device("cpu")
-    advantages_BT = token_advantages(rollout, scores, config, None, Meter(device=device), device)
+    advantages_BT, _ = token_advantages(rollout, scores, config, None, device)
     return mean_over_tokens(advantages_BT, rollout)
 
 

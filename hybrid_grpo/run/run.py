@@ -20,6 +20,7 @@ from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.distributed import barrier, rank, world_size
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.checkpoint import Checkpoints, Shards
+from hybrid_grpo.run.files import replace_text
 from hybrid_grpo.run.health import HeldoutWatch
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.report import read_jsonl, write_report
@@ -76,6 +77,16 @@ class Run:
         """Store the complete DeepSpeed configuration."""
         if rank() == 0:
             (self.folder / "deepspeed.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether a step is the last one, or one of every `every` (0: none but the last)."""
+        return step == self.config.run.steps or bool(every and step % every == 0)
+
+    def write_prompts(self, prompts: list[dict[str, Any]]) -> None:
+        """Write prompts.jsonl: how often each prompt was solved, one JSON object a line."""
+        if rank() == 0:
+            lines = (json.dumps(prompt, ensure_ascii=False, default=str) + "\n" for prompt in prompts)
+            replace_text(self.folder / "prompts.jsonl", "".join(lines))
 
     def loop(
         self,

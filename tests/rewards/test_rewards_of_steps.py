@@ -9,9 +9,8 @@ from reward_helpers import inline, statuses
 from hybrid_grpo.config import GrpoConfig, RewardConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
-from hybrid_grpo.grpo.credit import mean_over_tokens, token_advantages
+from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
 from hybrid_grpo.rewards.scoring import Rewards
-from hybrid_grpo.run.metrics import Meter
 
 
 def rewards(*answers: list, weights=(1.0, 1.0)) -> Rewards:
@@ -42,7 +41,7 @@ def advantages(rollout: Rollout, scores: Scores, kl_cost_B=None, names=("f0",), 
         grpo=GrpoConfig(**grpo),
         rewards=[RewardConfig(name) for name in names],
     )
-    return token_advantages(rollout, scores, config, kl_cost_B, Meter(), torch.device("cpu"))
+    return token_advantages(rollout, scores, config, kl_cost_B, torch.device("cpu"))[0]
 
 
 def test_steps_and_outcomes_stay_apart():
