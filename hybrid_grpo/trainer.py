@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ class Trainer:
                 rollout,
                 scores,
                 group_slots(self.plan.prompts_per_rank, self.plan.num_minibatches),
-                draw=lambda count, wanted: _prompts(self.loader.draw(count, wanted)),
+                draw=self.loader.more_prompts,
                 sample=lambda prompts: self.sample_and_score(prompts, step),
                 max_rounds=self.config.grpo.max_resamples,
                 device=self.device,
@@ -158,8 +158,7 @@ class Trainer:
 
     def draw_prompts(self) -> list[Prompt]:
         """This rank's prompts of the next rollout, minibatch after minibatch."""
-        batches = [_prompts(self.loader.next_batch()) for _ in range(self.plan.num_minibatches)]
-        return [prompt for batch in batches for prompt in batch]
+        return self.loader.next_prompts(self.plan.num_minibatches)
 
     def sample(self, prompts: list[Prompt], step: int, on_finish: OnFinish | None = None) -> Rollout:
         """Complete every prompt `num_generations` times with the policy as it is."""
@@ -280,10 +279,3 @@ class Trainer:
         generated = self.meter.total("completion/sampled_tokens") / self.meter.total("time/generate_s")
         self.meter.add("throughput/generated_tokens_per_s", generated)
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)
-        self.meter.add("data/epoch", self.loader.position / len(self.task.prompts))
-        self.meter.add("progress/completions", self.loader.position * rollout.num_generations)
-
-
-def _prompts(drawn: list[tuple[Prompt, int]]) -> list[Prompt]:
-    """The prompts, each with the epoch that it was drawn in."""
-    return [replace(prompt, epoch=epoch) for prompt, epoch in drawn]
