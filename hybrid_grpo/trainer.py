@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
-from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.data.batch import MicroBatch, Prompt, RewardStatus, Rollout, Scores, TrainBatch
 from hybrid_grpo.data.curriculum import Curriculum
 from hybrid_grpo.data.loader import rank_share
@@ -27,11 +26,10 @@ from hybrid_grpo.run.health import measure_health
 from hybrid_grpo.run.inputs import Task
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.monitor import measure_eval, measure_memory, measure_parity, measure_rollout
-from hybrid_grpo.run.run import Run, Stateful
-from hybrid_grpo.run.sinks import Log
+from hybrid_grpo.run.run import Stage
 
 
-class Trainer:
+class Trainer(Stage):
     """One rank's part of a GRPO run.
 
     Args:
@@ -74,34 +72,9 @@ class Trainer:
         # The filtered distribution is not the policy's: with its log-probabilities no ratio is 1.
         self.starts_on_policy = self.recomputes or not filtered
         self.kl_in_reward = grpo.beta != 0 and grpo.kl_in == "reward"
-        self.last_rollout: tuple[Rollout, Scores, Tensor] | None = None
-
-    def run(self, run: Run) -> None:
-        """Train from the start or the newest checkpoint to the last step, evaluating on the way."""
-        parts: dict[str, Stateful] = {"loader": self.loader, "kl": self.kl}
-        shards = self.reference if self.config.grpo.ref_every else None
-        done = run.restore(self.policy, parts, shards)
-        settings = {**asdict(self.config), "deepspeed": self.policy.deepspeed_config}
-        with Log(self.config.log, run.folder, self.config.run.steps, done if run.resumes else -1, settings) as log:
-            if self.task.eval_prompts and not run.resumes:
-                self.refuse_failures(self.evaluate(0))
-                log.write(0, run.watched(0, self.meter.reduce()))
-
-            def step(k: int) -> None:
-                try:
-                    self.step(k)
-                except RunStopped:
-                    if self.last_rollout is not None:
-                        log.write_rollouts(k, *self.last_rollout, always=True)
-                    raise
-                assert self.last_rollout is not None
-                log.write_rollouts(k, *self.last_rollout)
-                if run.is_due(k, self.config.checkpoint.every):
-                    run.write_prompts(self.loader.tried_prompts())
-                if self.task.eval_prompts and run.is_due(k, self.config.eval.every):
-                    self.evaluate(k)
-
-            run.loop(self.policy, parts, self.meter, step, log, done, shards)
+        self.parts = {"loader": self.loader, "kl": self.kl}
+        self.shards = reference if grpo.ref_every else None
+        self.eval_every = config.eval.every if task.eval_prompts else None
 
     def step(self, step: int) -> None:
         """One GRPO step (DeepSeekMath, arXiv:2402.03300, algorithm 1, inner loop)."""
@@ -262,13 +235,22 @@ class Trainer:
             with self.meter.time("time/reference_s"):
                 self.reference.refresh(self.policy.engine, grpo.ref_mix)
 
-    def evaluate(self, step: int) -> Scores:
-        """Greedy completions of the held-out prompts after a step: accuracy and mean reward. This rank's scores."""
+    def evaluate(self, step: int) -> None:
+        """Greedy completions of the held-out prompts after a step: accuracy and mean reward.
+
+        Raises:
+            RunStopped: a reward function fails too often before the first step.
+        """
         with self.meter.time("time/eval_s"):
             completions = self.policy.greedy(self.eval_prompts, self.config.rollout, self.task.stop_ids)
             scores = self.task.rewards.score(self.eval_prompts, completions, step=step)
         self.meter.update(measure_eval(self.config.eval, self.task.outcome, completions, scores))
-        return scores
+        if step == 0:
+            self.refuse_failures(scores)
+
+    def tried_prompts(self) -> list[dict[str, Any]]:
+        """How often each prompt was solved, hardest first."""
+        return self.loader.tried_prompts()
 
     def measure(self, rollout: Rollout, scores: Scores) -> None:
         """Numbers of the step that its stages did not add."""

@@ -45,5 +45,5 @@ def run(arguments: list[str]) -> None:
     this.write_engine_config(policy.deepspeed_config)
     if policy.adapters is not None:
         this.say(f"lora: {policy.adapters}")
-    SftTrainer(config, policy, pairs, device).run(this)
+    this.train(SftTrainer(config, policy, pairs, device))
     this.say(f"model: {this.folder / 'model'}")

@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> None:
     reference = None
     if config.grpo.beta:
         reference = UnadaptedReference(policy.engine, policy.adapters) if policy.adapters else Reference(config.policy)
-    Trainer(config, plan, policy, reference, task, device).run(this)
+    this.train(Trainer(config, plan, policy, reference, task, device))
     this.say(summary(this.folder, config.eval.name, memory.measurable if memory else None))
 
 

@@ -6,17 +6,19 @@ import copy
 import json
 import platform
 import subprocess
-from collections.abc import Callable
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
+from torch import Tensor
 
 from hybrid_grpo.config import SftConfig, TrainConfig
 from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
+from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.distributed import barrier, rank, world_size
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.checkpoint import Checkpoints, Shards
@@ -33,6 +35,38 @@ class Stateful(Protocol):
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state: Any) -> None: ...
+
+
+class Stage:
+    """A stage of training as a run sees it: something that makes steps, and has a state to save.
+
+    Attributes:
+        policy: what is trained.
+        meter: reduced and logged after every step.
+        parts: what a checkpoint holds beside the policy, by name.
+        shards: tensors beside the policy's that a checkpoint holds.
+        last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
+        eval_every: steps between evaluations, 0: before the first and after the last; None: the stage has none.
+    """
+
+    policy: Policy
+    meter: Meter
+    parts: dict[str, Stateful]
+    shards: Shards | None = None
+    last_rollout: tuple[Rollout, Scores, Tensor] | None = None
+    eval_every: int | None = None
+
+    def step(self, step: int) -> None:
+        """Make step k, counted from 1."""
+        raise NotImplementedError
+
+    def evaluate(self, step: int) -> None:
+        """Measure the policy on held-out data after a step; step 0 is before the first."""
+        raise NotImplementedError
+
+    def tried_prompts(self) -> list[dict[str, Any]]:
+        """Rows of prompts.jsonl; none where a stage keeps no success rates."""
+        return []
 
 
 class Run:
@@ -88,51 +122,58 @@ class Run:
             lines = (json.dumps(prompt, ensure_ascii=False, default=str) + "\n" for prompt in prompts)
             replace_text(self.folder / "prompts.jsonl", "".join(lines))
 
-    def loop(
-        self,
-        policy: Policy,
-        parts: dict[str, Stateful],
-        meter: Meter,
-        step: Callable[[int], None],
-        log: Log,
-        done: int,
-        shards: Shards | None = None,
-    ) -> None:
-        """Run the steps after `done`, with their checkpoints; then export the model and write the report.
+    def train(self, stage: Stage) -> None:
+        """Take a stage from the start or the newest checkpoint to the last step; then export the model and the report.
 
-        Args:
-            policy: what is trained.
-            parts: what a checkpoint holds beside it.
-            meter: reduced and logged after every step.
-            step: does step k, from 1.
-            log: where numbers go.
-            done: steps that were done before.
-            shards: tensors beside the policy's that a checkpoint holds.
+        Raises:
+            RunStopped: a step could not be finished; the run is saved as it was before it.
         """
-        every, saved = self.config.checkpoint.every, done
-
-        def save(k: int, states: dict[str, Any]) -> None:
-            self.checkpoints.save(policy.engine, k, {"policy": policy.state_dict(), **states}, shards)
-
-        for k in range(done + 1, self.config.run.steps + 1):
-            before = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
-            try:
-                step(k)
-            except RunStopped as stop:
-                log.close()
-                if saved < k - 1:
-                    save(k - 1, before)
-                raise RunStopped(f"{stop}; the run is saved as it was after step {k - 1}") from stop
-            # Numbers first: a checkpoint without them would resume behind a gap; lines without one are cut again.
-            log.write(k, self.watched(k, meter.reduce()))
-            if every and (k % every == 0 or k == self.config.run.steps):
-                with meter.time("time/checkpoint_s"):
-                    save(k, {name: part.state_dict() for name, part in parts.items()})
-                saved = k
-        policy.export(self.folder / "model")
-        log.close()
+        done = saved = self.restore(stage)
+        settings = {**asdict(self.config), "deepspeed": stage.policy.deepspeed_config}
+        with Log(self.config.log, self.folder, self.config.run.steps, done if self.resumes else -1, settings) as log:
+            if stage.eval_every is not None and not self.resumes:
+                stage.evaluate(0)
+                log.write(0, self.watched(0, stage.meter.reduce()))
+            for k in range(done + 1, self.config.run.steps + 1):
+                before = {name: copy.deepcopy(part.state_dict()) for name, part in stage.parts.items()}
+                try:
+                    stage.step(k)
+                except RunStopped as stop:
+                    if stage.last_rollout is not None:
+                        log.write_rollouts(k, *stage.last_rollout, always=True)
+                    log.close()
+                    if saved < k - 1:
+                        self._save(stage, k - 1, before)
+                    raise RunStopped(f"{stop}; the run is saved as it was after step {k - 1}") from stop
+                if stage.last_rollout is not None:
+                    log.write_rollouts(k, *stage.last_rollout)
+                if self._is_due(k, self.config.checkpoint.every):
+                    self._write_prompts(stage.tried_prompts())
+                if stage.eval_every is not None and self._is_due(k, stage.eval_every):
+                    stage.evaluate(k)
+                # Numbers before the checkpoint: a checkpoint without them would resume behind a gap, while lines
+                # without a checkpoint are cut again.
+                log.write(k, self.watched(k, stage.meter.reduce()))
+                if self.config.checkpoint.every and self._is_due(k, self.config.checkpoint.every):
+                    with stage.meter.time("time/checkpoint_s"):
+                        self._save(stage, k, {name: part.state_dict() for name, part in stage.parts.items()})
+                    saved = k
+            stage.policy.export(self.folder / "model")
         if rank() == 0:
             write_report(self.folder)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        """Whether a step is the last one, or one of every `every` (0: none but the last)."""
+        return step == self.config.run.steps or bool(every and step % every == 0)
+
+    def _save(self, stage: Stage, step: int, states: dict[str, Any]) -> None:
+        self.checkpoints.save(stage.policy.engine, step, {"policy": stage.policy.state_dict(), **states}, stage.shards)
+
+    def _write_prompts(self, prompts: list[dict[str, Any]]) -> None:
+        """Write prompts.jsonl: how often each prompt was solved, one JSON object a line."""
+        if prompts and rank() == 0:
+            lines = (json.dumps(prompt, ensure_ascii=False, default=str) + "\n" for prompt in prompts)
+            replace_text(self.folder / "prompts.jsonl", "".join(lines))
 
     def watched(self, step: int, values: dict[str, float]) -> dict[str, float]:
         """The numbers of a step with its alarms; the first time one goes off it is also said."""
@@ -154,13 +195,13 @@ class Run:
             self._alarmed.add(alarm)
             self.say(f"ALARM: {message}")
 
-    def restore(self, policy: Policy, parts: dict[str, Stateful], shards: Shards | None = None) -> int:
+    def restore(self, stage: Stage) -> int:
         """Go on from the newest checkpoint, if there is one and it is wanted; return the steps done."""
-        state = self.checkpoints.load(policy.engine, shards) if self.resumes else None
+        state = self.checkpoints.load(stage.policy.engine, stage.shards) if self.resumes else None
         if state is None:
             return 0
-        policy.load_state_dict(state["policy"])
-        for name, part in parts.items():
+        stage.policy.load_state_dict(state["policy"])
+        for name, part in stage.parts.items():
             part.load_state_dict(state[name])
         self._remember(state["step"])
         self.say(f"resumed {self.folder} after step {state['step']}")

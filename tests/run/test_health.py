@@ -14,7 +14,7 @@ from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
 from hybrid_grpo.rewards.rules import repetition_penalty
 from hybrid_grpo.run.health import HeldoutWatch, group_correlation, measure_health, repeated_share
 from hybrid_grpo.run.metrics import Meter
-from hybrid_grpo.run.run import Run
+from hybrid_grpo.run.run import Run, Stage
 
 NAN = math.nan
 
@@ -127,7 +127,8 @@ def test_a_resumed_run_knows_its_best_evaluation(tmp_path, capsys):
     run.resumes = True
     # Its checkpoint is of the step before the last line.
     run.checkpoints = SimpleNamespace(load=lambda engine, shards: {"policy": {}, "step": 1})
-    policy = SimpleNamespace(engine=None, load_state_dict=lambda state: None)
-    assert run.restore(policy, {}) == 1
+    stage = Stage()
+    stage.policy, stage.parts = SimpleNamespace(engine=None, load_state_dict=lambda state: None), {}
+    assert run.restore(stage) == 1
     assert run.watched(2, line(0.6, 0.4))["health/alarm"] == 1.0
     assert "held-out accuracy is 0.400 after 0.500 at step 0" in capsys.readouterr().out
