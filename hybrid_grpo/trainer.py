@@ -21,8 +21,7 @@ from hybrid_grpo.grpo.kl import KlController
 from hybrid_grpo.grpo.loss import policy_loss, reward_kl, sampler_correction
 from hybrid_grpo.grpo.minibatches import Signals, counting_rows, totals, train_batches
 from hybrid_grpo.grpo.resampling import resample
-from hybrid_grpo.policy import Policy
-from hybrid_grpo.reference import Reference
+from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.rewards.scoring import Stream
 from hybrid_grpo.run.health import measure_health
 from hybrid_grpo.run.inputs import Task

@@ -20,8 +20,7 @@ def run(arguments: list[str]) -> None:
 
     # The settings are sound: now the imports that take seconds.
     from hybrid_grpo import engine
-    from hybrid_grpo.policy import Policy
-    from hybrid_grpo.reference import Reference, UnadaptedReference
+    from hybrid_grpo.policy import Policy, Reference, UnadaptedReference
     from hybrid_grpo.run.hardware import of_device
     from hybrid_grpo.run.inputs import Task
     from hybrid_grpo.run.plan import foresee, shortage

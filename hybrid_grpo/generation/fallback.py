@@ -18,9 +18,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hybrid_grpo.data.batch import Completion
-from hybrid_grpo.generation.endings import text_ends
 from hybrid_grpo.generation.loop import OnFinish, Request, Stats
-from hybrid_grpo.generation.sampler import Sampler, Sampling
+from hybrid_grpo.generation.sampler import Sampler, Sampling, text_ends
 
 
 @dataclass

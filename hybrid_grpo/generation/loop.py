@@ -18,11 +18,9 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation import scheduler
 from hybrid_grpo.generation.attention import Prefill
-from hybrid_grpo.generation.cache import Geometry, PagedCache
+from hybrid_grpo.generation.cache import Geometry, PagedCache, budget_bytes
 from hybrid_grpo.generation.decoder import decoder_for
-from hybrid_grpo.generation.endings import text_ends
-from hybrid_grpo.generation.memory import budget_bytes
-from hybrid_grpo.generation.sampler import Sampling
+from hybrid_grpo.generation.sampler import Sampling, text_ends
 from hybrid_grpo.model.kernels.decoding import adopt
 
 OnFinish = Callable[[int, int, Completion], None]

@@ -7,14 +7,10 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from hybrid_grpo import generation
-from hybrid_grpo.config import PolicyConfig, RolloutConfig
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation import OnFinish, Request, Sampling, Stats, fallback, stream_key
-from hybrid_grpo.generation.support import unsupported
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.loading import plain_attention
-from hybrid_grpo.model.pretrained import load_config
 
 
 def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: bool = False) -> Sampling:
@@ -57,32 +53,6 @@ def requests_of(prompts: Sequence[Prompt], num_generations: int, seed: int, step
 def attention_of(decoder: Literal["paged", "transformers"]) -> str | None:
     """The attention implementation that a model needs for `complete`; None: its own."""
     return ATTENTION if decoder == "paged" else None
-
-
-def training_attention(policy: PolicyConfig, config: Any = None) -> str:
-    """The attention implementation of the training forward.
-
-    Args:
-        config: of the model; not given: it is loaded.
-
-    Raises:
-        UserError: it is `packed`, which the architecture does not allow.
-    """
-    config = load_config(policy.model) if config is None else config
-    if policy.attn_implementation in ("auto", "packed"):
-        reason = unsupported(config)
-        if reason is None:
-            return ATTENTION
-        if policy.attn_implementation == "packed":
-            raise UserError(
-                f"policy.attn_implementation packed does not fit policy.model {policy.model}: {reason}: set it to auto"
-            )
-        if policy.shared_prefix == "on":
-            raise UserError(
-                f"policy.shared_prefix on does not fit policy.model {policy.model}, which cannot be packed:"
-                f" {reason}: set it to auto"
-            )
-    return plain_attention(config, policy.attn_implementation)
 
 
 def complete(
