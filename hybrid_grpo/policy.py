@@ -173,7 +173,7 @@ class Reference:
         def read() -> LogprobModel:
             return LogprobModel(load_model(policy, training_attention(policy)))
 
-        self.engine = engines.Frozen.of(read, policy.dtype)
+        self.engine = engines.Frozen(read, policy.dtype)
 
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
         """Score every completion; collective, each rank with the same number of micro-batches.

@@ -36,7 +36,7 @@ def run(arguments: list[str]) -> None:
     this = Run(parsed, {"batch": str(plan), "memory": foreseen, **task.facts})
     if warning:
         this.say(f"WARNING: it may not fit: {warning}")
-    task.rewards.load_models(engine.Frozen.of)
+    task.rewards.load_models(engine.Frozen)
     policy = Policy(
         config.policy,
         config.engine,

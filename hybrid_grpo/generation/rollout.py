@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from hybrid_grpo import generation
@@ -85,15 +86,8 @@ def complete(
         if on_finish is not None:
             on_finish(request, sample, completion)
 
-    decoder = generation.generate if config.decoder == "paged" else fallback.generate
-    _, stats = decoder(
-        model,
-        requests,
-        sampling,
-        max_slots=config.max_slots,
-        prefill_tokens=config.prefill_tokens,
-        cache_gb=config.cache_gb,
-        on_finish=finished,
-        decode=text,
-    )
+    decoder: Callable[..., Any] = fallback.generate
+    if config.decoder == "paged":
+        decoder = partial(generation.generate, prefill_tokens=config.prefill_tokens, cache_gb=config.cache_gb)
+    _, stats = decoder(model, requests, sampling, max_slots=config.max_slots, on_finish=finished, decode=text)
     return [[completions[i, k] for k in range(len(r.keys))] for i, r in enumerate(requests)], stats
