@@ -26,8 +26,7 @@ from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.model import logprobs
-from hybrid_grpo.policy import Policy
-from hybrid_grpo.reference import Reference
+from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.run.inputs import Task
 from hybrid_grpo.trainer import Trainer
 

@@ -334,18 +334,14 @@ class Engine:
 class Frozen:
     """A model under ZeRO-3 that is only run forward, its parameters in host memory."""
 
-    def __init__(self, module: nn.Module, config: dict[str, Any]) -> None:
-        self.engine, *_ = deepspeed.initialize(model=module.requires_grad_(False), config=config)
-        self.engine.module.eval()
-        self.device = torch.device(get_accelerator().current_device_name())
-
-    @classmethod
-    def of(cls, read: Callable[[], nn.Module], dtype: str) -> Frozen:
-        """The model that `read` loads, straight into shards; `dtype` is that of its weights, by name. Collective."""
+    def __init__(self, read: Callable[[], nn.Module], dtype: str) -> None:
+        """`read` loads the model, straight into shards; `dtype` is that of its weights, by name. Collective."""
         config = frozen_config(dtype)
         with sharded_loading(config):
             module = read()
-        return cls(module, config)
+        self.engine, *_ = deepspeed.initialize(model=module.requires_grad_(False), config=config)
+        self.engine.module.eval()
+        self.device = torch.device(get_accelerator().current_device_name())
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,8 +20,8 @@ from hybrid_grpo.grpo.kl import KlController
 from hybrid_grpo.grpo.loss import micro_batch_loss, reward_kl
 from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
 from hybrid_grpo.grpo.resampling import group_slots, resample
-from hybrid_grpo.policy import Policy
-from hybrid_grpo.reference import Reference
+from hybrid_grpo.policy import Policy, Reference
+
 from hybrid_grpo.run.health import measure_health
 from hybrid_grpo.run.inputs import Task
 from hybrid_grpo.run.metrics import Meter

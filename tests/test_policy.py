@@ -10,8 +10,8 @@ from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation import GREEDY, Sampling
-from hybrid_grpo.generation.rollout import training_attention
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.loading import training_attention
 from hybrid_grpo.policy import Policy, learning_rate, sampling_of
 
 

@@ -31,7 +31,7 @@ def run(arguments: list[str]) -> None:
 
     device = engine.start()
     task = Task.read(config)
-    task.rewards.load_models(engine.Frozen.of)
+    task.rewards.load_models(engine.Frozen)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()
     prompts = rank_share(task.eval_prompts, rank(), world_size())
     requests = [Request(prompt.token_ids, [0]) for prompt in prompts]

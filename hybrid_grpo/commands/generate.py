@@ -48,9 +48,15 @@ def _generate(config: GenerateConfig, rank: int, ranks: int) -> None:
     from hybrid_grpo.data.loader import rank_share
     from hybrid_grpo.data.prompts import read_prompts
     from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
-    from hybrid_grpo.generation.support import check_architecture
-    from hybrid_grpo.model.loading import check_lengths, check_token_ids, load_model, stop_ids
-    from hybrid_grpo.model.pretrained import load_config, load_tokenizer
+    from hybrid_grpo.model.architectures import check_architecture
+    from hybrid_grpo.model.loading import (
+        check_lengths,
+        check_token_ids,
+        load_config,
+        load_model,
+        load_tokenizer,
+        stop_ids,
+    )
     from hybrid_grpo.run.inputs import sampling_line
 
     rollout, count = config.rollout, config.rollout.num_generations

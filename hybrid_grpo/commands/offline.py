@@ -49,7 +49,7 @@ def tokenizer_for(rewards: Sequence[Reward], place: str, whose: str, *, steps: b
     if not place:
         raise UserError(f"{why}: set policy.model")
 
-    from hybrid_grpo.model.pretrained import load_tokenizer
+    from hybrid_grpo.model.loading import load_tokenizer
 
     try:
         return load_tokenizer(place)

@@ -18,9 +18,8 @@ def run(arguments: list[str]) -> None:
     # The settings are sound: now the imports that take seconds.
     from hybrid_grpo import engine
     from hybrid_grpo.data.pairs import read_pairs
-    from hybrid_grpo.model.loading import check_lengths
+    from hybrid_grpo.model.loading import check_lengths, load_config, load_tokenizer
     from hybrid_grpo.model.lora import check_lora
-    from hybrid_grpo.model.pretrained import load_config, load_tokenizer
     from hybrid_grpo.policy import Policy
     from hybrid_grpo.run.run import Run
     from hybrid_grpo.sft import SftTrainer

@@ -20,8 +20,7 @@ def run(arguments: list[str]) -> None:
 
     # The settings are sound: now the imports that take seconds.
     from hybrid_grpo import engine
-    from hybrid_grpo.policy import Policy
-    from hybrid_grpo.reference import Reference, UnadaptedReference
+    from hybrid_grpo.policy import Policy, Reference, UnadaptedReference
     from hybrid_grpo.run.hardware import of_device
     from hybrid_grpo.run.inputs import Task
     from hybrid_grpo.run.plan import foresee, shortage
@@ -37,7 +36,7 @@ def run(arguments: list[str]) -> None:
     this = Run(parsed, {"batch": str(plan), "memory": foreseen, **task.facts})
     if warning:
         this.say(f"WARNING: it may not fit: {warning}")
-    task.rewards.load_models(engine.Frozen.of)
+    task.rewards.load_models(engine.Frozen)
     policy = Policy(
         config.policy,
         config.engine,

@@ -148,7 +148,7 @@ def _packed(
         rows,
         torch.tensor([tokens], device=device),
         torch.from_numpy(np.concatenate(positions))[None].to(device),
-        _all_of(np.concatenate(source), device),
+        Selection(np.concatenate(source), device),
         *_targets([completion_ids[row] for row in rows], device),
         Segments(own, prefix, device),
     )
@@ -198,14 +198,10 @@ def _padded(
         rows,
         torch.tensor([text + [0] * (width - len(text)) for text in texts], device=device),
         torch.arange(width, device=device).expand(len(rows), -1),
-        _all_of(np.concatenate(source), device),
+        Selection(np.concatenate(source), device),
         *_targets([completion_ids[row] for row in rows], device),
         None,
     )
-
-
-def _all_of(index: np.ndarray, device: torch.device) -> Selection:
-    return Selection(index, np.ones(len(index), dtype=bool), device)
 
 
 def _targets(completions: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -220,5 +216,5 @@ def _fillers(count: int, device: torch.device, *, packed: bool = True) -> list[M
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     segments = Segments([(0, 1)], [(0, 0)], device) if packed else None
     return [
-        MicroBatch([], zero, zero, _all_of(np.array([0]), device), zero[0], zero == 0, segments) for _ in range(count)
+        MicroBatch([], zero, zero, Selection(np.array([0]), device), zero[0], zero == 0, segments) for _ in range(count)
     ]

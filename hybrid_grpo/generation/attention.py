@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_grpo.generation.cache import PagedCache
-from hybrid_grpo.model.attention import Segments
+from hybrid_grpo.model.attention import Segments, attend
 from hybrid_grpo.model.kernels import decoding
 
 try:
@@ -45,12 +45,12 @@ class Prefill:
         device = cache.keys[0].device
         self._cache = cache
         self._start = start
-        places = [(own[i // cache.page], i % cache.page) for own, n in zip(pages, lengths, strict=True)
-                  for i in range(start, start + n)]  # fmt: skip
-        self._page_N = torch.tensor([page for page, _ in places], dtype=torch.int64, device=device)
-        self._offset_N = torch.tensor([offset for _, offset in places], dtype=torch.int64, device=device)
+        position_N = torch.cat([torch.arange(start, start + n) for n in lengths])
+        page_N = [own[i // cache.page] for own, n in zip(pages, lengths, strict=True) for i in range(start, start + n)]
+        self._page_N = torch.tensor(page_N, device=device)
+        self._offset_N = (position_N % cache.page).to(device)
         self._past = torch.tensor(pages[0][: cache.pages_for(start)], dtype=torch.int64, device=device)
-        self.position_1N = torch.cat([torch.arange(start, start + n, device=device) for n in lengths])[None]
+        self.position_1N = position_N[None].to(device)
         begins = accumulate(lengths, initial=0)
         self._segments = Segments(list(zip(begins, lengths, strict=False)), [(0, 0)] * len(lengths), device)
 
@@ -75,7 +75,7 @@ class Prefill:
         return self._segments.attend(query, key, value, scale, window, softcap)
 
 
-class Step:
+class DecodeStep:
     """One new token for every sequence in decoding.
 
     Args:
@@ -167,19 +167,16 @@ def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, position_nq: Tensor, scale: float, window: int, softcap: float
 ) -> Tensor:
     """Attention of queries at `position_nq` (int64 [n, q]) over entries j = 0, 1, ... of their own sequence."""
-    n, heads, q, head_dim = query.shape
-    groups = heads // key.shape[1]
     entry = torch.arange(key.shape[2], device=key.device)
     allowed = entry <= position_nq[:, :, None]
     if window:
         allowed &= entry > position_nq[:, :, None] - window
+    if softcap:
+        return attend(query, key, value, allowed[:, None], scale, softcap).transpose(1, 2).contiguous()
+    n, heads, q, head_dim = query.shape
+    groups = heads // key.shape[1]
     # The heads of one key-value group become more queries of the same key: nothing is repeated in memory.
     query = query.reshape(n, key.shape[1], groups * q, head_dim)
     allowed = allowed.repeat(1, groups, 1)[:, None]
-    if softcap:
-        logits = torch.tanh(query @ key.transpose(2, 3) * (scale / softcap)) * softcap
-        weights = logits.masked_fill(~allowed, float("-inf")).softmax(-1, dtype=torch.float32)
-        out = weights.to(value.dtype) @ value
-    else:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale)
     return out.reshape(n, heads, q, value.shape[3]).transpose(1, 2).contiguous()

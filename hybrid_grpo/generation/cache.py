@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
 from hybrid_grpo.config.errors import UserError
+
+_GPU_SHARE = 0.9
+"""Of the free memory; the rest is for activations of prefills and logits."""
+_HOST_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -140,3 +145,14 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     size = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def budget_bytes(cache_gb: float | None, device: torch.device) -> int:
+    """Bytes for the cache: `cache_gb` GiB, or a share of what is free on the device now."""
+    if cache_gb is not None:
+        return int(cache_gb * 2**30)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(_GPU_SHARE * (free + held))
+    return int(_HOST_SHARE * psutil.virtual_memory().available)

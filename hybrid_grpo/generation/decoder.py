@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from hybrid_grpo.generation.attention import Step, follows_lengths
+from hybrid_grpo.generation.attention import DecodeStep, follows_lengths
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.fused import fused
 from hybrid_grpo.generation.graphs import Capture, Graphs, on_cuda, size_for
@@ -94,17 +94,17 @@ class Decoder:
             self._table_nw[grown, columns] = torch.tensor(pages, dtype=torch.int32).to(self._device)
         n, read = len(active), self._cache.pages_for(max(s.position for s in active) + 1)
         if self._graphs is None:
-            return self._advance(n, read)
+            return _to_host(self._advance(n, read))
         slots, width = self._table_nw.shape
         size = size_for(n, slots)
         # Rows that only fill up the graph write to page 0.
         self._state_4n[:, n:size] = 0
         self._table_nw[n:size] = 0
         read = width if follows_lengths(self._cache.keys[0]) else min(1 << (read - 1).bit_length(), width)
-        packed = self._graphs.run((size, read), lambda: torch.stack([t.double() for t in self._advance(size, read)]))
-        return _to_host(packed[:, :n])
+        return _to_host(self._graphs.run((size, read), lambda: self._advance(size, read))[:, :n])
 
-    def _advance(self, n: int, read: int) -> tuple[Tensor, Tensor]:
+    def _advance(self, n: int, read: int) -> Tensor:
+        """Advance the first n slots by a token; tokens and log-probabilities, float64 [2, n], exact for both."""
         state_4n = self._state_4n[:, :n]
         logits_nV = self._logits(state_4n[_TOKEN], self._table_nw[:n], state_4n[_POSITION], read)
         seen_nV = None if self._seen_nV is None else self._seen_nV[:n]
@@ -113,13 +113,13 @@ class Decoder:
             seen_nV.scatter_(1, token_n[:, None], True)
         state_4n[_TOKEN] = token_n
         state_4n[_POSITION : _COUNT + 1] += 1
-        return token_n, logp_n
+        return torch.stack([token_n.double(), logp_n.double()])
 
     def _logits(self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int) -> Tensor:
         if self._fused is not None:
             return self._fused(token_n, table_nw, position_n, read)
         position_n = position_n.clone()
-        batch = Step(self._cache, table_nw, position_n, read)
+        batch = DecodeStep(self._cache, table_nw, position_n, read)
         out = self._model(
             input_ids=token_n[:, None],
             position_ids=position_n[:, None],
@@ -133,9 +133,6 @@ class Decoder:
     @staticmethod
     def read(outcome: Any) -> tuple[list[int], list[float]]:
         """Tokens and log-probabilities of a step, by slot; waits for it."""
-        tokens, logp = outcome
-        if isinstance(logp, Tensor):
-            return tokens.tolist(), logp.tolist()
         packed, copied = outcome
         if copied is not None:
             copied.synchronize()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from hybrid_grpo.generation.attention import Step
+from hybrid_grpo.generation.attention import DecodeStep
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.model.kernels.build import run, usable
 from hybrid_grpo.model.kernels.decoding import fits
@@ -66,13 +66,11 @@ class Fused:
     def __init__(self, model: Any, cache: PagedCache, asked: list[tuple[float, int, float]]) -> None:
         base, head = model.base_model, model.get_output_embeddings()
         self._rotary, self._cache = base.rotary_emb, cache
+        layers = zip(base.layers, cache.keys, cache.values, asked, strict=True)
         self._layers = (_Layer * len(asked))(
             *(
-                _Layer(*(None if w is None else w.data_ptr() for w in (*_weights(layer), keys, values)), window, *rest)
-                for layer, keys, values, (scale, window, softcap) in zip(
-                    base.layers, cache.keys, cache.values, asked, strict=True
-                )
-                for rest in [(scale, softcap)]
+                _Layer(*_addresses(*_weights(layer), keys, values), window, scale, softcap)
+                for layer, keys, values, (scale, window, softcap) in layers
             )
         )
         attention, mlp = base.layers[0].self_attn, base.layers[0].mlp
@@ -80,8 +78,7 @@ class Fused:
         d, inner = attention.head_dim, len(mlp.up_proj.weight)
         heads, kv = len(attention.q_proj.weight) // d, len(attention.k_proj.weight) // d
         self._model = _Model(
-            *(None if w is None else w.data_ptr() for w in (base.embed_tokens.weight, base.norm.weight, head.weight)),
-            None if head.bias is None else head.bias.data_ptr(),
+            *_addresses(base.embed_tokens.weight, base.norm.weight, head.weight, head.bias),
             ctypes.addressof(self._layers),
             *(len(asked), self._vocabulary, hidden, heads, kv, d, inner, cache.page),
             base.norm.variance_epsilon,
@@ -133,6 +130,10 @@ def fused(model: Any, cache: PagedCache) -> Fused | None:
         _asked[model] = _proven(model, cache)
     asked = _asked[model]
     return None if asked is None else Fused(model, cache, asked)
+
+
+def _addresses(*tensors: Tensor | None) -> list[int | None]:
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _weights(layer: Any) -> tuple[Tensor | None, ...]:
@@ -188,7 +189,7 @@ def _layer_looks_right(layer: Any, norm: Any) -> bool:
     )
 
 
-class _Noted(Step):
+class _Noted(DecodeStep):
     """A step that notes what each layer's attention asks for."""
 
     asked: dict[int, tuple[float, int, float]]

@@ -18,10 +18,8 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation import scheduler
 from hybrid_grpo.generation.attention import Prefill
-from hybrid_grpo.generation.cache import Geometry, PagedCache
+from hybrid_grpo.generation.cache import Geometry, PagedCache, budget_bytes
 from hybrid_grpo.generation.decoder import decoder_for
-from hybrid_grpo.generation.endings import text_ends
-from hybrid_grpo.generation.memory import budget_bytes
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.model.kernels.decoding import adopt
 
@@ -84,7 +82,6 @@ class _Loop:
         model: Any,
         requests: Sequence[Request],
         sampling: Sampling,
-        *,
         max_slots: int,
         prefill_tokens: int | None,
         cache_gb: float | None,
@@ -95,13 +92,15 @@ class _Loop:
         self.sampling = sampling
         self.on_finish = on_finish
         self.decode = decode
-        self.stop_ids = frozenset(sampling.stop_ids)
         self.finished: list[list[Completion | None]] = [[None] * len(request.keys) for request in requests]
         self.stats = Stats()
         self.device = next(model.parameters()).device
         self.prefill_tokens = prefill_tokens or PREFILL_TOKENS[self.device.type]
         geometry = _prepared(model)
-        groups = [_group(index, request, sampling) for index, request in enumerate(requests)]
+        groups = [
+            scheduler.Group(request.prompt_ids, deque(sequences))
+            for request, sequences in zip(requests, sequences_of(requests, sampling), strict=True)
+        ]
         slots = min(max_slots, sum(len(group.sequences) for group in groups))
         page = PAGE[self.device.type]
         cache = PagedCache(geometry, _pages(groups, slots, page, geometry, cache_gb, self.device), page, self.device)
@@ -183,17 +182,8 @@ class _Loop:
         for sequence, token, logp in zip(sequences, *self.decoder.read(outcome), strict=False):
             if sequence.done:
                 continue
-            sequence.tokens.append(token)
-            sequence.logp.append(logp)
-            count = len(sequence.logp)
-            stopped = token in self.stop_ids
-            if self.sampling.stop_strings and not stopped:
-                stopped = text_ends(sequence.tokens[sequence.prompt :], self.sampling, self.decode)
-            if stopped or count >= sequence.limit:
-                sequence.done = any_done = True
-                completion = Completion(
-                    sequence.tokens[sequence.prompt :], sequence.logp, "stop" if stopped else "length"
-                )
+            if completion := sequence.add(token, logp, self.sampling, self.decode):
+                any_done = True
                 self.finished[sequence.request][sequence.sample] = completion
                 if self.on_finish is not None:
                     self.on_finish(sequence.request, sequence.sample, completion)
@@ -202,13 +192,18 @@ class _Loop:
             self.decoder.move(*self.schedule.retire(done))
 
 
-def _group(index: int, request: Request, sampling: Sampling) -> scheduler.Group:
-    limits = [sampling.max_tokens] * len(request.keys) if request.limits is None else request.limits
-    sequences = (
-        scheduler.Sequence(index, sample, key, list(request.prompt_ids), len(request.prompt_ids), limit)
-        for sample, (key, limit) in enumerate(zip(request.keys, limits, strict=True))
-    )
-    return scheduler.Group(request.prompt_ids, deque(sequences))
+def sequences_of(requests: Sequence[Request], sampling: Sampling) -> list[list[scheduler.Sequence]]:
+    """The sequences that each request wants, with nothing sampled yet."""
+    assert all(request.prompt_ids and request.keys for request in requests), "a prompt has tokens, a request keys"
+    groups = []
+    for index, request in enumerate(requests):
+        prompt = request.prompt_ids
+        limits = [sampling.max_tokens] * len(request.keys) if request.limits is None else request.limits
+        streams = enumerate(zip(request.keys, limits, strict=True))
+        groups.append(
+            [scheduler.Sequence(index, k, key, list(prompt), len(prompt), most) for k, (key, most) in streams]
+        )
+    return groups
 
 
 def _pages(
@@ -269,15 +264,5 @@ def generate(
     """
     if not requests:
         return [], Stats()
-    assert all(request.prompt_ids and request.keys for request in requests), "a prompt has tokens, a request keys"
-    loop = _Loop(
-        model,
-        requests,
-        sampling,
-        max_slots=max_slots,
-        prefill_tokens=prefill_tokens,
-        cache_gb=cache_gb,
-        on_finish=on_finish,
-        decode=decode,
-    )
+    loop = _Loop(model, requests, sampling, max_slots, prefill_tokens, cache_gb, on_finish, decode)
     return loop.run(), loop.stats

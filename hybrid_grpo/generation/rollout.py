@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from hybrid_grpo import generation
-from hybrid_grpo.config import PolicyConfig, RolloutConfig
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation import OnFinish, Request, Sampling, Stats, fallback, stream_key
-from hybrid_grpo.generation.support import unsupported
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.loading import plain_attention
-from hybrid_grpo.model.pretrained import load_config
 
 
 def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: bool = False) -> Sampling:
@@ -59,32 +56,6 @@ def attention_of(decoder: Literal["paged", "transformers"]) -> str | None:
     return ATTENTION if decoder == "paged" else None
 
 
-def training_attention(policy: PolicyConfig, config: Any = None) -> str:
-    """The attention implementation of the training forward.
-
-    Args:
-        config: of the model; not given: it is loaded.
-
-    Raises:
-        UserError: it is `packed`, which the architecture does not allow.
-    """
-    config = load_config(policy.model) if config is None else config
-    if policy.attn_implementation in ("auto", "packed"):
-        reason = unsupported(config)
-        if reason is None:
-            return ATTENTION
-        if policy.attn_implementation == "packed":
-            raise UserError(
-                f"policy.attn_implementation packed does not fit policy.model {policy.model}: {reason}: set it to auto"
-            )
-        if policy.shared_prefix == "on":
-            raise UserError(
-                f"policy.shared_prefix on does not fit policy.model {policy.model}, which cannot be packed:"
-                f" {reason}: set it to auto"
-            )
-    return plain_attention(config, policy.attn_implementation)
-
-
 def complete(
     model: Any,
     tokenizer: Any,
@@ -115,15 +86,8 @@ def complete(
         if on_finish is not None:
             on_finish(request, sample, completion)
 
-    decoder = generation.generate if config.decoder == "paged" else fallback.generate
-    _, stats = decoder(
-        model,
-        requests,
-        sampling,
-        max_slots=config.max_slots,
-        prefill_tokens=config.prefill_tokens,
-        cache_gb=config.cache_gb,
-        on_finish=finished,
-        decode=text,
-    )
+    decoder: Callable[..., Any] = fallback.generate
+    if config.decoder == "paged":
+        decoder = partial(generation.generate, prefill_tokens=config.prefill_tokens, cache_gb=config.cache_gb)
+    _, stats = decoder(model, requests, sampling, max_slots=config.max_slots, on_finish=finished, decode=text)
     return [[completions[i, k] for k in range(len(r.keys))] for i, r in enumerate(requests)], stats

@@ -8,10 +8,12 @@ that came last goes back to the pending ones, to be read again with all its toke
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation.cache import PagedCache
+from hybrid_grpo.generation.sampler import Sampling, text_ends
 
 _READ_AHEAD = 4
 """One forward reads for one slot in so many, at least."""
@@ -36,6 +38,18 @@ class Sequence:
     position: int = 0
     """Where the next step writes; ahead of `tokens` by the steps whose outcome is not read yet."""
     done: bool = False
+
+    def add(
+        self, token: int, logp: float, sampling: Sampling, decode: Callable[[list[int]], str] | None
+    ) -> Completion | None:
+        """Append a sampled token; the completion, if it ends with this token."""
+        self.tokens.append(token)
+        self.logp.append(logp)
+        stopped = token in sampling.stop_ids
+        if sampling.stop_strings and not stopped:
+            stopped = text_ends(self.tokens[self.prompt :], sampling, decode)
+        self.done = stopped or len(self.logp) >= self.limit
+        return Completion(self.tokens[self.prompt :], self.logp, "stop" if stopped else "length") if self.done else None
 
 
 @dataclass(eq=False)

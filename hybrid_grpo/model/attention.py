@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -134,8 +135,8 @@ class Selection:
         real: places that count; the others only fill up, and get no gradient.
     """
 
-    def __init__(self, index: np.ndarray, real: np.ndarray, device: torch.device) -> None:
-        places = np.flatnonzero(real)
+    def __init__(self, index: np.ndarray, device: torch.device, real: np.ndarray | None = None) -> None:
+        places = np.arange(len(index)) if real is None else np.flatnonzero(real)
         order = places[np.argsort(index[places], kind="stable")]
         rows, first, counts = np.unique(index[order], return_index=True, return_counts=True)
         self._index = _tensor(index, device)
@@ -176,38 +177,34 @@ class Segments:
 
     def __init__(self, own: Sequence[tuple[int, int]], prefix: Sequence[tuple[int, int]], device: torch.device) -> None:
         self._own, self._prefix, self._device = list(own), list(prefix), device
-        self._buckets: list[_Bucket] | None = None
-        self._restore: Selection | None = None
-        self._ragged: tuple[Selection | None, tuple[Tensor, Tensor], tuple[int, int]] | None = None
-        self._table: tuple[Tensor, int, int] | None = None
-        self._allowed: dict[tuple[int, int], Tensor | None] = {}
+        self._allowed: dict[tuple[int, int], Tensor] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
         """See `routed_attention`; n is 1."""
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         if k.shape == v.shape and usable(q, k, v):
             return self._native(q, k, v, scale, window, softcap)[None]
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            if flash_attn_varlen_func is not None:
-                return self._flash(q, k, v, scale, window, softcap)[None]
-            if _VARLEN and not softcap:
-                return self._varlen(q, k, v, scale, window)[None]
+        half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+        if half and (flash_attn_varlen_func is not None or (_VARLEN and not softcap)):
+            return self._ragged(q, k, v, scale, window, softcap)[None]
         return self._bucketed(q, k, v, scale, window, softcap)[None]
 
     def _native(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        if self._table is None:
-            rows = [(*own, *prefix) for own, prefix in zip(self._own, self._prefix, strict=True)]
-            longest = max(length + before for _, length, _, before in rows)
-            before = sum(before for *_, before in rows)
-            self._table = _tensor(np.array(rows, dtype=np.int64), self._device), longest, before
         out: Tensor = SegmentAttention.apply(query, key, value, *self._table, scale, window, softcap)
         return out
 
+    @cached_property
+    def _table(self) -> tuple[Tensor, int, int]:
+        """What `SegmentAttention` takes: the segments, the keys of the longest, and the tokens of all prefixes."""
+        rows = [(*own, *prefix) for own, prefix in zip(self._own, self._prefix, strict=True)]
+        longest = max(length + before for _, length, _, before in rows)
+        before = sum(before for *_, before in rows)
+        return _tensor(np.array(rows, dtype=np.int64), self._device), longest, before
+
     def _bucketed(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        if self._buckets is None:
-            self._buckets, self._restore = self._plan()
+        buckets, restore = self._buckets
         parts = []
-        for number, bucket in enumerate(self._buckets):
+        for number, bucket in enumerate(buckets):
             b, q, k = bucket.shape
             out = attend(
                 bucket.query(query).view(b, q, *query.shape[1:]).transpose(1, 2),
@@ -218,8 +215,7 @@ class Segments:
                 softcap,
             )
             parts.append(out.transpose(1, 2).flatten(0, 1))
-        assert self._restore is not None
-        return self._restore(torch.cat(parts))
+        return restore(torch.cat(parts))
 
     def _mask(self, number: int, bucket: _Bucket, window: int) -> Tensor | None:
         """Who may be seen in a bucket, bool [b, 1, q, k]; None where causality says it all."""
@@ -234,7 +230,8 @@ class Segments:
             self._allowed[number, window] = allowed[:, None]
         return self._allowed[number, window]
 
-    def _plan(self) -> tuple[list[_Bucket], Selection]:
+    @cached_property
+    def _buckets(self) -> tuple[list[_Bucket], Selection]:
         """Buckets, longest segments first, and where each token of the row stands in their outputs."""
         parts: list[list[int]] = []
         for i in sorted(range(len(self._own)), key=lambda i: (self._prefix[i][1] > 0, -self._own[i][1])):
@@ -263,64 +260,44 @@ class Segments:
             buckets.append(
                 _Bucket(
                     (b, q, p + q),
-                    Selection(np.where(real_bq, own_bq, 0).ravel(), real_bq.ravel(), self._device),
-                    Selection(index_bk.ravel(), real_bk.ravel(), self._device),
+                    Selection(np.where(real_bq, own_bq, 0).ravel(), self._device, real_bq.ravel()),
+                    Selection(index_bk.ravel(), self._device, real_bk.ravel()),
                     _tensor(position_bq, self._device),
                     _tensor(np.concatenate([before_bp, position_bq], axis=1), self._device),
                     p == 0,
                 )
             )
-        return buckets, Selection(place_N, np.ones(len(place_N), dtype=bool), self._device)
+        return buckets, Selection(place_N, self._device)
 
+    @cached_property
     def _lengths(self) -> tuple[Selection | None, tuple[Tensor, Tensor], tuple[int, int]]:
         """For kernels that take lengths: the keys to gather (None: the row as it is), where the queries and the keys
         of each segment begin (int32 [segments + 1]), and the longest of both."""
-        if self._ragged is None:
-            queries = [length for _, length in self._own]
-            keys = [p + length for (_, p), length in zip(self._prefix, queries, strict=True)]
-            begins = tuple(
-                _tensor(np.cumsum([0, *lengths]).astype(np.int32), self._device) for lengths in (queries, keys)
+        queries = [length for _, length in self._own]
+        keys = [p + length for (_, p), length in zip(self._prefix, queries, strict=True)]
+        query_begins, key_begins = (
+            _tensor(np.cumsum([0, *lengths]).astype(np.int32), self._device) for lengths in (queries, keys)
+        )
+        gathered = None
+        if keys != queries:
+            index = np.concatenate(
+                [start + np.arange(n) for pair in zip(self._prefix, self._own, strict=True) for start, n in pair]
             )
-            gathered = None
-            if keys != queries:
-                index = np.concatenate(
-                    [start + np.arange(n) for pair in zip(self._prefix, self._own, strict=True) for start, n in pair]
-                )
-                gathered = Selection(index, np.ones(len(index), dtype=bool), self._device)
-            self._ragged = gathered, (begins[0], begins[1]), (max(queries), max(keys))
-        return self._ragged
+            gathered = Selection(index, self._device)
+        return gathered, (query_begins, key_begins), (max(queries), max(keys))
 
-    def _flash(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        gathered, begins, longest = self._lengths()
+    def _ragged(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+        gathered, begins, longest = self._lengths
         if gathered is not None:
             key, value = gathered(key), gathered(value)
-        out: Tensor = flash_attn_varlen_func(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
-            *begins,
-            *longest,
-            softmax_scale=scale,
-            causal=True,
-            window_size=(window - 1, 0) if window else (-1, -1),
-            softcap=softcap,
-        )
-        return out
-
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
-        gathered, begins, longest = self._lengths()
-        if gathered is not None:
-            key, value = gathered(key), gathered(value)
-        out: Tensor = varlen_attn(  # type: ignore[assignment]
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
-            *begins,
-            *longest,
-            scale=scale,
-            window_size=(window - 1, 0) if window else (-1, 0),
-            enable_gqa=True,
-        )
+        given = (query.contiguous(), key.contiguous(), value.contiguous(), *begins, *longest)
+        out: Tensor
+        if flash_attn_varlen_func is not None:
+            seen = (window - 1, 0) if window else (-1, -1)
+            out = flash_attn_varlen_func(*given, softmax_scale=scale, causal=True, window_size=seen, softcap=softcap)
+        else:
+            seen = (window - 1, 0) if window else (-1, 0)
+            out = varlen_attn(*given, scale=scale, window_size=seen, enable_gqa=True)  # type: ignore[assignment]
         return out
 
 

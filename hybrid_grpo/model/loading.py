@@ -5,16 +5,56 @@ A sharded load happens inside `engine.sharded_loading`; nothing here knows the e
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import logging as transformers_logging
 
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.model.pretrained import first_line, load_config
+from hybrid_grpo.model.architectures import unsupported
+from hybrid_grpo.model.attention import ATTENTION
+
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
+
+
+def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
+    """The tokenizer of a model folder or hub name; `setting` begins the messages.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise UserError(f"{setting} {name}: its tokenizer does not load: {first_line(error)}") from error
+    # Where a folder has no tokenizer files, transformers makes one that knows its special tokens only.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UserError(f"{setting} {name} has no tokenizer: save the one of the model in the same folder")
+    return tokenizer
+
+
+def load_config(name: str, setting: str = "policy.model") -> Any:
+    """The model's configuration, as it is; `setting` begins the messages.
+
+    Raises:
+        UserError: there is none, or it is not one that transformers knows.
+    """
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise UserError(f"{setting} {name} does not load: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """What it says, in one line; its type where it says nothing."""
+    text = repr(error) if isinstance(error, KeyError) else str(error).strip()
+    return (text.splitlines() or [type(error).__name__])[0]
 
 
 def check_lengths(config: Any, longest: int) -> None:
@@ -59,6 +99,32 @@ def plain_attention(config: Any, attn_implementation: str) -> str:
             f"policy.attn_implementation sdpa: {model.__name__} has no attention of this kind: set it to eager"
         )
     return attn_implementation
+
+
+def training_attention(policy: PolicyConfig, config: Any = None) -> str:
+    """The attention implementation of the training forward.
+
+    Args:
+        config: of the model; not given: it is loaded.
+
+    Raises:
+        UserError: it is `packed`, which the architecture does not allow.
+    """
+    config = load_config(policy.model) if config is None else config
+    if policy.attn_implementation in ("auto", "packed"):
+        reason = unsupported(config)
+        if reason is None:
+            return ATTENTION
+        if policy.attn_implementation == "packed":
+            raise UserError(
+                f"policy.attn_implementation packed does not fit policy.model {policy.model}: {reason}: set it to auto"
+            )
+        if policy.shared_prefix == "on":
+            raise UserError(
+                f"policy.shared_prefix on does not fit policy.model {policy.model}, which cannot be packed:"
+                f" {reason}: set it to auto"
+            )
+    return plain_attention(config, policy.attn_implementation)
 
 
 def without_dropout(config: Any) -> Any:

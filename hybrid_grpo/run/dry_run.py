@@ -25,9 +25,8 @@ from transformers import AutoModelForCausalLM
 from hybrid_grpo.config import LoraConfig, PolicyConfig
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.generation.cache import Geometry
-from hybrid_grpo.generation.rollout import training_attention
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.loading import without_dropout
+from hybrid_grpo.model.loading import training_attention, without_dropout
 from hybrid_grpo.model.logprobs import LogitShape, token_logprobs
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.view import meta_copy

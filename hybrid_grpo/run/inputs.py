@@ -11,10 +11,9 @@ from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.curriculum import classes
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import evaluation_source
-from hybrid_grpo.generation.support import check_architecture
-from hybrid_grpo.model.loading import check_lengths, check_token_ids, stop_ids
+from hybrid_grpo.model.architectures import check_architecture
+from hybrid_grpo.model.loading import check_lengths, check_token_ids, load_config, load_tokenizer, stop_ids
 from hybrid_grpo.model.lora import check_lora
-from hybrid_grpo.model.pretrained import load_config, load_tokenizer
 from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.scoring import Rewards
 

@@ -18,7 +18,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.generation.loop import PAGE, PREFILL_TOKENS
-from hybrid_grpo.model.pretrained import load_config
+from hybrid_grpo.model.loading import load_config
 from hybrid_grpo.model.view import BUCKET_ELEMENTS
 from hybrid_grpo.rewards.models.reward import RewardModel
 from hybrid_grpo.run.dry_run import MALLOC_KEEPS, DryRun, Footprint, NeedsData

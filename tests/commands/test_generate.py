@@ -41,7 +41,7 @@ from hybrid_grpo import engine
 from hybrid_grpo.config import DataConfig, EngineConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.model.loading import stop_ids
-from hybrid_grpo.model.pretrained import load_tokenizer
+from hybrid_grpo.model.loading import load_tokenizer
 from hybrid_grpo.policy import Policy
 
 engine.start()

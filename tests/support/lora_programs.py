@@ -22,8 +22,7 @@ from hybrid_grpo.config import (
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.data.batch import MicroBatch, Rollout
 from hybrid_grpo.distributed import all_reduce, world_size
-from hybrid_grpo.policy import Policy
-from hybrid_grpo.reference import UnadaptedReference
+from hybrid_grpo.policy import Policy, UnadaptedReference
 from hybrid_grpo.run.checkpoint import Checkpoints
 from hybrid_grpo.run.inputs import Task
 from hybrid_grpo.trainer import Trainer

@@ -14,7 +14,7 @@ from rank_programs import build, counted, main
 from hybrid_grpo.config import GrpoConfig, RewardConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.distributed import world_size
-from hybrid_grpo.reference import Reference
+from hybrid_grpo.policy import Reference
 from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.trainer import Trainer

@@ -29,8 +29,7 @@ from hybrid_grpo.config import (
 )
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.distributed import all_reduce, rank, world_size
-from hybrid_grpo.policy import Policy
-from hybrid_grpo.reference import Reference
+from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.run.inputs import Task
 from hybrid_grpo.trainer import Trainer
 

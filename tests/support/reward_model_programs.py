@@ -28,7 +28,7 @@ def rewards(folder: Path, zero_stage: int, **kwargs: Any) -> Rewards:
     kwargs = {"model": str(folder / "rm"), "zero_stage": zero_stage, **kwargs}
     model = RewardConfig("reward_model", weight=0.5, kwargs=kwargs)
     made = Rewards(load_rewards([RewardConfig("exact_match"), model], ScoringConfig()))
-    made.load_models(engines.Frozen.of)
+    made.load_models(engines.Frozen)
     return made
 
 

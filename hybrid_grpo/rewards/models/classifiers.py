@@ -19,7 +19,7 @@ def find_config(name: str) -> Any:
     """
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-    from hybrid_grpo.model.pretrained import load_config
+    from hybrid_grpo.model.loading import load_config
 
     if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
         raise ValueError(f"model {name}: there is no such folder")
@@ -44,7 +44,7 @@ def load_classifier(name: str, config: Any, dtype: str) -> Any:
     from safetensors import SafetensorError
     from transformers import AutoModelForSequenceClassification
 
-    from hybrid_grpo.model.pretrained import first_line
+    from hybrid_grpo.model.loading import first_line
 
     try:
         model, loaded = AutoModelForSequenceClassification.from_pretrained(

@@ -82,7 +82,7 @@ class RewardModel:
     """
 
     def __init__(self, settings: Settings) -> None:
-        from hybrid_grpo.model.pretrained import load_tokenizer
+        from hybrid_grpo.model.loading import load_tokenizer
 
         self.settings = settings
         self._config = find_config(settings.model)

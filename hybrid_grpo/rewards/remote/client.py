@@ -152,7 +152,7 @@ def _rendered(chat: list[dict[str, Any]], tokenizer: str | None) -> tuple[str, s
 
 @functools.cache
 def _tokenizer(name: str) -> Any:
-    from hybrid_grpo.model.pretrained import load_tokenizer
+    from hybrid_grpo.model.loading import load_tokenizer
 
     return load_tokenizer(name, "tokenizer")
 

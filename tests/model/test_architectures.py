@@ -3,7 +3,7 @@ from tiny_models import ARCHITECTURES, STATEFUL, tiny_config
 from transformers import AutoConfig
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.generation.support import check_architecture, undecodable, unsupported
+from hybrid_grpo.model.architectures import check_architecture, undecodable, unsupported
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
