@@ -306,7 +306,7 @@ def test_the_token_goes_to_the_service_and_nowhere_else(monkeypatch, caplog):
             assert TOKEN.encode() not in pickle.dumps(caught.value)
             assert TOKEN not in str(caught.value) + repr(caught.value)
             # What a debugger would print of our frames and of those of the libraries; the tests' own hold the token.
-            frames = [frame for frame in shown.stack if "test_rewards_remote" not in frame.filename]
+            frames = [frame for frame in shown.stack if "test_client" not in frame.filename]
             assert frames and TOKEN not in str([frame.locals for frame in frames])
     assert "Using selector" in caplog.text
     assert TOKEN not in caplog.text
