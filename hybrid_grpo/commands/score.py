@@ -29,7 +29,7 @@ from hybrid_grpo.run.wandb_sink import json_safe
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.completed import Completed
-    from hybrid_grpo.rewards.functions import Failure, Request
+    from hybrid_grpo.rewards.functions import Failure, RewardCall
     from hybrid_grpo.rewards.scoring import Rewards
     from hybrid_grpo.rewards.workers.pool import Lane, Outcome
 
@@ -91,9 +91,9 @@ class _Summary:
         self._none = self._timeouts = self._failed = 0
         self.first_failure = ""
 
-    def start(self, request: Request) -> Future[Outcome]:
+    def start(self, call: RewardCall) -> Future[Outcome]:
         """Call the function."""
-        self._calls.append(self._lane.start(request))
+        self._calls.append(self._lane.start(call))
         return self._calls[-1]
 
     def failures(self) -> list[Failure | None]:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.config.importing import describe
-from hybrid_grpo.rewards.functions import Failure, Function, Reply, Request, failed
+from hybrid_grpo.rewards.functions import Failure, Function, Reply, RewardCall, failed
 from hybrid_grpo.rewards.workers.processes import Nursery, Worker
 from hybrid_grpo.rewards.workers.worker import timed_out
 
@@ -46,7 +46,7 @@ class Outcome:
 class Lane(Protocol):
     """One way to call a function."""
 
-    def start(self, request: Request) -> Future[Outcome]:
+    def start(self, request: RewardCall) -> Future[Outcome]:
         """Call it; nothing is waited for or raised here."""
         ...
 
@@ -57,7 +57,7 @@ class Inline:
     def __init__(self, function: Function) -> None:
         self._function = function
 
-    def start(self, request: Request) -> Future[Outcome]:
+    def start(self, request: RewardCall) -> Future[Outcome]:
         start_s = time.perf_counter()
         reply = self._function.score(request)
         spans = [(start_s, time.perf_counter())]
@@ -74,10 +74,10 @@ class Together:
     It is given up for nothing, and what it raises ends the run: other ranks wait for this one.
     """
 
-    def __init__(self, score: Callable[[Request], Reply]) -> None:
+    def __init__(self, score: Callable[[RewardCall], Reply]) -> None:
         self._score = score
 
-    def start(self, request: Request) -> Future[Outcome]:
+    def start(self, request: RewardCall) -> Future[Outcome]:
         start_s = time.perf_counter()
         reply = self._score(request)
         done: Future[Outcome] = Future()
@@ -85,7 +85,7 @@ class Together:
         return done
 
 
-Call = Callable[[Request], Coroutine[Any, Any, Reply]]
+Call = Callable[[RewardCall], Coroutine[Any, Any, Reply]]
 
 
 class Pool:
@@ -115,7 +115,7 @@ class Pool:
         interface = self.interfaces[index]
         calls: Workers | Tasks = Tasks(self._nursery, self._workers) if interface.is_async else self._workers
 
-        async def call(request: Request) -> Reply:
+        async def call(request: RewardCall) -> Reply:
             return await calls.call(index, request, timeout_s)
 
         return _Looped(self, call, splits=interface.batch_size != "group")
@@ -124,7 +124,7 @@ class Pool:
         """The lane of a function of this process; `enter` is called first in its thread."""
         threads = Threads(enter)
 
-        async def call(request: Request) -> Reply:
+        async def call(request: RewardCall) -> Reply:
             return await threads.call(function, request, timeout_s)
 
         return _Looped(self, call, splits=function.interface.batch_size != "group")
@@ -169,14 +169,14 @@ class _Looped:
         self._call = call
         self._splits = splits
 
-    def start(self, request: Request) -> Future[Outcome]:
+    def start(self, request: RewardCall) -> Future[Outcome]:
         return self._pool.run(_outcome(self._call, request, self._splits))
 
 
-async def _outcome(call: Call, request: Request, splits: bool) -> Outcome:
+async def _outcome(call: Call, request: RewardCall, splits: bool) -> Outcome:
     spans: list[tuple[float, float]] = []
 
-    async def timed(part: Request) -> Reply:
+    async def timed(part: RewardCall) -> Reply:
         start_s = time.perf_counter()
         try:
             reply = await call(part)
@@ -208,7 +208,7 @@ class Workers:
         self._turn = asyncio.Lock()
         self._idle: list[Worker] = []
 
-    async def call(self, index: int, request: Request, timeout_s: float, kind: str = "sync") -> Reply:
+    async def call(self, index: int, request: RewardCall, timeout_s: float, kind: str = "sync") -> Reply:
         """Call a function as soon as a process is free; `timeout_s` counts from then.
 
         Args:
@@ -224,7 +224,7 @@ class Workers:
                 reply = await self._ask(index, request, timeout_s, kind)
         return reply or _death(None, len(request.lengths))
 
-    async def _ask(self, index: int, request: Request, timeout_s: float, kind: str) -> Reply | None:
+    async def _ask(self, index: int, request: RewardCall, timeout_s: float, kind: str) -> Reply | None:
         """None where the nursery is gone as well as the process."""
         rows = len(request.lengths)
         worker = await self._free(kind)
@@ -268,13 +268,13 @@ class Tasks:
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._listener: asyncio.Task[None] | None = None
 
-    async def call(self, index: int, request: Request, timeout_s: float) -> Reply:
+    async def call(self, index: int, request: RewardCall, timeout_s: float) -> Reply:
         """Call the function; `timeout_s` counts from when fewer than 64 calls are under way."""
         async with self._slots:
             reply = await self._ask(index, request, timeout_s)
         return reply or await self._workers.call(index, request, timeout_s, "async")
 
-    async def _ask(self, index: int, request: Request, timeout_s: float) -> Reply | None:
+    async def _ask(self, index: int, request: RewardCall, timeout_s: float) -> Reply | None:
         """None where the process is lost, and other calls with it."""
         worker = await self._running()
         number = worker.number()
@@ -331,7 +331,7 @@ class Threads:
         self._turn = asyncio.Semaphore(1)
         self._jobs: SimpleQueue[Any] | None = None
 
-    async def call(self, function: Function, request: Request, timeout_s: float) -> Reply:
+    async def call(self, function: Function, request: RewardCall, timeout_s: float) -> Reply:
         """Call the function; `timeout_s` counts from its turn."""
         async with self._turn:
             if self._jobs is None:

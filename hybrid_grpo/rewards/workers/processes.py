@@ -17,7 +17,7 @@ from typing import Any
 
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.rewards.functions import Interface, Reply, Request
+from hybrid_grpo.rewards.functions import Interface, Reply, RewardCall
 from hybrid_grpo.rewards.workers.worker import HEADER, decode_reply, entries_message, receive
 
 _IMPORT_SECONDS = 300.0
@@ -142,7 +142,7 @@ class Worker:
         """Whether it was ended, or has ended."""
         return self._ended or self._reader.at_eof()
 
-    async def ask(self, index: int, request: Request, timeout_s: float) -> Reply:
+    async def ask(self, index: int, request: RewardCall, timeout_s: float) -> Reply:
         """Send a request, and wait for the only reply that is due."""
         number = self.number()
         await self.send(number, index, request, timeout_s)
@@ -151,7 +151,7 @@ class Worker:
             raise EOFError("a reply to something else")
         return reply
 
-    async def send(self, number: int, index: int, request: Request, timeout_s: float) -> None:
+    async def send(self, number: int, index: int, request: RewardCall, timeout_s: float) -> None:
         """Send a request; it needs a number of its own."""
         message = pickle.dumps((number, index, request, timeout_s))
         self._writer.write(HEADER.pack(len(message)) + message)

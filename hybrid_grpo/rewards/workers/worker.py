@@ -31,7 +31,7 @@ import psutil
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.importing import describe
-from hybrid_grpo.rewards.functions import Failure, Function, Reply, Request, failed, load_function
+from hybrid_grpo.rewards.functions import Failure, Function, Reply, RewardCall, failed, load_function
 
 HEADER = struct.Struct(">I")
 """Length of the message that follows."""
@@ -228,7 +228,7 @@ async def _work_async(connection: socket.socket, functions: list[Function]) -> N
     reader, writer = await asyncio.open_connection(sock=connection)
     tasks: set[asyncio.Task[None]] = set()
 
-    async def answer(number: int, index: int, request: Request, timeout_s: float) -> None:
+    async def answer(number: int, index: int, request: RewardCall, timeout_s: float) -> None:
         try:
             reply = await asyncio.wait_for(functions[index].score_async(request), timeout_s)
         except asyncio.TimeoutError:
@@ -244,7 +244,7 @@ async def _work_async(connection: socket.socket, functions: list[Function]) -> N
             task.add_done_callback(tasks.discard)
 
 
-def _read(message: bytes) -> tuple[int, int, Request, float]:
+def _read(message: bytes) -> tuple[int, int, RewardCall, float]:
     number, index, request, timeout_s = pickle.loads(message)
     return number, index, request, timeout_s
 

@@ -20,12 +20,12 @@ HERE = SUPPORT
 RANK = """
 import os, sys
 from hybrid_grpo.config import RewardConfig
-from hybrid_grpo.rewards.functions import Request
+from hybrid_grpo.rewards.functions import RewardCall
 from hybrid_grpo.rewards.workers.pool import Pool
 
 pool = Pool([("rewards[0]", RewardConfig(sys.argv[1]))], 2, 1 << 32)
 lane = pool.isolated(0, 60.0)
-calls = [lane.start(Request({"completions": [text]}, [1])) for text in ("hangs with children", "1")]
+calls = [lane.start(RewardCall({"completions": [text]}, [1])) for text in ("hangs with children", "1")]
 calls[1].result()
 print("at work", flush=True)
 sys.stdin.readline()
