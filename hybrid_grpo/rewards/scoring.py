@@ -294,7 +294,7 @@ class Stream:
 
     def _start(self, reward: Reward, rows: list[int]) -> None:
         if rows or reward.together:
-            self._calls[reward.name].append(_Call(rows, reward.lane.start(self._call(reward, rows))))
+            self._calls[reward.name].append(_Call(rows, reward.caller.start(self._call(reward, rows))))
 
     def _call(self, reward: Reward, rows: list[int]) -> RewardCall:
         prompts = [self._prompts[row // self._num_generations] for row in rows]
