@@ -20,7 +20,6 @@ setup(
         "deepspeed>=0.19.8",
         "transformers>=5.17",
         "datasets>=4.0",
-        "h11>=0.16",
         "httpx>=0.28",
         "jsonargparse[signatures]>=4.40",
         "jinja2>=3.1",
@@ -29,6 +28,9 @@ setup(
         "pyarrow>=16",
         "pyyaml>=6.0",
         "rich>=13.7",
+        "starlette>=1.0",
+        "tenacity>=9.0",
+        "uvicorn>=0.54",
         "wandb>=0.19",
     ],
     extras_require={

@@ -29,9 +29,9 @@ from hybrid_grpo.run.wandb_sink import json_safe
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.completed import Completed
-    from hybrid_grpo.rewards.functions import Failure, Request
+    from hybrid_grpo.rewards.functions import Failure, RewardCall
     from hybrid_grpo.rewards.scoring import Rewards
-    from hybrid_grpo.rewards.workers.pool import Lane, Outcome
+    from hybrid_grpo.rewards.workers.pool import Caller, Outcome
 
 COMMAND = "score FILE"
 _ROWS = 256
@@ -59,8 +59,8 @@ def _score(config: ScoreConfig, source: str) -> None:
     loaded = load_rewards(config.rewards, config.scoring)
     tokenizer = tokenizer_for(loaded, config.policy.model, "the tokenizer of policy.model")
     rows = read_completed(source, config.data, sys.stdin.buffer, tokenizer)
-    summaries = {reward.name: _Summary(reward.lane) for reward in loaded}
-    rewards = Rewards([replace(reward, lane=summaries[reward.name]) for reward in loaded], patient(config.scoring))
+    summaries = {reward.name: _Summary(reward.caller) for reward in loaded}
+    rewards = Rewards([replace(reward, caller=summaries[reward.name]) for reward in loaded], patient(config.scoring))
     rewards.load_models()
     batches = [rows[first : first + _ROWS] for first in range(0, len(rows), _ROWS)]
     bar = Console(stderr=True)
@@ -81,19 +81,19 @@ def _score(config: ScoreConfig, source: str) -> None:
 
 
 class _Summary:
-    """What one function says of all rows, and how long it takes: a lane that calls another."""
+    """What one function says of all rows, and how long it takes: a caller that calls another."""
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
         self._calls: list[Future[Outcome]] = []
         self._told = 0
         self._values: list[float] = []
         self._none = self._timeouts = self._failed = 0
         self.first_failure = ""
 
-    def start(self, request: Request) -> Future[Outcome]:
+    def start(self, call: RewardCall) -> Future[Outcome]:
         """Call the function."""
-        self._calls.append(self._lane.start(request))
+        self._calls.append(self._caller.start(call))
         return self._calls[-1]
 
     def failures(self) -> list[Failure | None]:

@@ -69,7 +69,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Request:
+class RewardCall:
     """One call of a function."""
 
     inputs: Inputs
@@ -78,10 +78,10 @@ class Request:
     step: int = 0
     """Of the run."""
 
-    def rows(self, rows: list[int]) -> Request:
+    def rows(self, rows: list[int]) -> RewardCall:
         """The same of some of the rows."""
         inputs = {name: [values[row] for row in rows] for name, values in self.inputs.items()}
-        return Request(inputs, [self.lengths[row] for row in rows], self.step)
+        return RewardCall(inputs, [self.lengths[row] for row in rows], self.step)
 
 
 @dataclass(frozen=True)
@@ -142,30 +142,30 @@ class Function:
         given = {name: list(values) for name, values in inputs.items()} | (context or {})
         return self.function(**{name: value for name, value in given.items() if self.interface.accepts(name)})
 
-    def score(self, request: Request) -> Reply:
+    def score(self, call: RewardCall) -> Reply:
         """Call it, and check what it returns; never raises what the function does."""
         extra: dict[str, Any] = {}
         try:
-            result = self(request.inputs, self._context(request, extra))
+            result = self(call.inputs, self._context(call, extra))
             if inspect.isawaitable(result):
                 result = asyncio.run(_awaited(result))
-            return self._reply(result, request, extra)
+            return self._reply(result, call, extra)
         except BaseException as error:  # a SystemExit of the function is no reason to end the process
-            return self._raised(error, request)
+            return self._raised(error, call)
 
-    async def score_async(self, request: Request) -> Reply:
+    async def score_async(self, call: RewardCall) -> Reply:
         """The same, of an `async def` function."""
         extra: dict[str, Any] = {}
         try:
-            return self._reply(await self(request.inputs, self._context(request, extra)), request, extra)
+            return self._reply(await self(call.inputs, self._context(call, extra)), call, extra)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            return self._raised(error, request)
+            return self._raised(error, call)
 
-    def _context(self, request: Request, extra: dict[str, Any]) -> dict[str, Any]:
-        rows = len(request.lengths)
-        state = SimpleNamespace(global_step=request.step)
+    def _context(self, call: RewardCall, extra: dict[str, Any]) -> dict[str, Any]:
+        rows = len(call.lengths)
+        state = SimpleNamespace(global_step=call.step)
         return {
             name: value
             for name, value in (
@@ -176,13 +176,13 @@ class Function:
             if self.interface.accepts(name)
         }
 
-    def _raised(self, error: BaseException, request: Request) -> Reply:
+    def _raised(self, error: BaseException, call: RewardCall) -> Reply:
         trace = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
         failure = Failure("raised", f"raised {describe(error, self.file)}", trace)
-        return failed(failure, len(request.lengths), spent=isinstance(error, MemoryError))
+        return failed(failure, len(call.lengths), spent=isinstance(error, MemoryError))
 
-    def _reply(self, result: Any, request: Request, extra: dict[str, Any]) -> Reply:
-        rows = len(request.lengths)
+    def _reply(self, result: Any, call: RewardCall, extra: dict[str, Any]) -> Reply:
+        rows = len(call.lengths)
         result = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(result, list | tuple):
             return failed(Failure("invalid", f"returned a {type(result).__name__}, expected a list of {rows}"), rows)
@@ -190,7 +190,7 @@ class Function:
             return failed(Failure("invalid", f"returned {len(result)} values, expected {rows}"), rows)
         values: list[Value] = []
         failures: list[Failure | None] = []
-        for value, length in zip(result, request.lengths, strict=True):
+        for value, length in zip(result, call.lengths, strict=True):
             try:
                 values.append(_checked(value, length))
                 failures.append(None)

@@ -15,7 +15,7 @@ from hybrid_grpo.distributed import local_ranks
 from hybrid_grpo.rewards.builtin import BUILTINS
 from hybrid_grpo.rewards.functions import Interface, load_function
 from hybrid_grpo.rewards.models.reward import RewardModel, held
-from hybrid_grpo.rewards.workers.pool import Inline, Lane, Pool, Together
+from hybrid_grpo.rewards.workers.pool import Caller, CollectiveCaller, InlineCaller, Pool
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Reward:
     kwargs: frozenset[str]
     """Names of its fixed arguments."""
     interface: Interface
-    lane: Lane
+    caller: Caller
     """How it is called."""
     model: RewardModel | None = None
     """That the rank holds for it."""
@@ -54,24 +54,24 @@ def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None 
     order = {entry: index for index, (entry, _) in enumerate(isolated)}
     rewards = []
     for entry, config in entries:
-        lane: Lane
+        caller: Caller
         model = None
         if entry in order:
             interface = pool.interfaces[order[entry]]
-            lane = pool.isolated(order[entry], config.timeout_s)
+            caller = pool.isolated(order[entry], config.timeout_s)
         else:
             function = load_function(config, entry)
             interface, called = function.interface, _called(config)
             model = held(config.kwargs) if called == "thread" else None
             if called == "inline":
                 # It looks at each row by itself, so that the number of rows of a call is only a matter of speed.
-                interface, lane = replace(interface, batch_size="group"), Inline(function)
+                interface, caller = replace(interface, batch_size="group"), InlineCaller(function)
             elif model is not None and model.sharded:
-                lane = Together(model.reply)
+                caller = CollectiveCaller(model.reply)
             else:
-                lane = pool.threaded(function, config.timeout_s, _enter_gpu())
+                caller = pool.threaded(function, config.timeout_s, _enter_gpu())
         name, kwargs = reward_name(config), frozenset(config.kwargs)
-        rewards.append(Reward(name, config.weight, kwargs, interface, lane, model))
+        rewards.append(Reward(name, config.weight, kwargs, interface, caller, model))
     return rewards
 
 

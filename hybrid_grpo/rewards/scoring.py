@@ -23,7 +23,7 @@ from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import RunStopped, UserError, did_you_mean
 from hybrid_grpo.data.batch import Completion, Prompt, Scores
 from hybrid_grpo.rewards.combining import combined
-from hybrid_grpo.rewards.functions import INPUTS, Failure, Inputs, Reply, Request, Value, failed
+from hybrid_grpo.rewards.functions import INPUTS, Failure, Inputs, Reply, RewardCall, Value, failed
 from hybrid_grpo.rewards.loading import Reward
 from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
@@ -294,9 +294,9 @@ class Stream:
 
     def _start(self, reward: Reward, rows: list[int]) -> None:
         if rows or reward.together:
-            self._calls[reward.name].append(_Call(rows, reward.lane.start(self._request(reward, rows))))
+            self._calls[reward.name].append(_Call(rows, reward.caller.start(self._call(reward, rows))))
 
-    def _request(self, reward: Reward, rows: list[int]) -> Request:
+    def _call(self, reward: Reward, rows: list[int]) -> RewardCall:
         prompts = [self._prompts[row // self._num_generations] for row in rows]
         completions = [self._completions[row] for row in rows]
         inputs: Inputs = {}
@@ -312,7 +312,7 @@ class Stream:
             inputs["completion_ids"] = [list(completion.token_ids) for completion in completions]
         for name in filter(reward.interface.accepts, self._columns):
             inputs[name] = [prompt.columns[name] for prompt in prompts]
-        return Request(inputs, [len(completion.token_ids) for completion in completions], self._step)
+        return RewardCall(inputs, [len(completion.token_ids) for completion in completions], self._step)
 
     def _reply(self, name: str, until_s: float) -> Reply:
         """What the function said of all rows, if it said it by then; steps by their ends in tokens."""

@@ -16,7 +16,7 @@ from hybrid_grpo.rewards.builtin import BUILTINS
 from hybrid_grpo.rewards.functions import Function, load_function
 from hybrid_grpo.rewards.loading import _workers, load_rewards
 from hybrid_grpo.rewards.rules import exact_match
-from hybrid_grpo.rewards.workers.pool import Inline
+from hybrid_grpo.rewards.workers.pool import InlineCaller
 
 
 def load(function: str, **fields: Any) -> Function:
@@ -55,7 +55,7 @@ def test_a_builtin_by_its_name() -> None:
     (reward,) = load_rewards([RewardConfig("exact_match", weight=0.5, name="right")])
     assert (reward.name, reward.weight, reward.interface.batch_size) == ("right", 0.5, "group")
     assert reward.interface.required == ["answer", "completions"] == reward.interface.accepted
-    assert isinstance(reward.lane, Inline)
+    assert isinstance(reward.caller, InlineCaller)
 
 
 SIMPLE = sorted(name for name, builtin in BUILTINS.items() if builtin.place.startswith("hybrid_grpo.rewards.rules:"))

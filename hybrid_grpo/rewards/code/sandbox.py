@@ -3,7 +3,7 @@
     with Sandbox() as sandbox:
         sandbox.run("print(input()[::-1])", "abc", limits=Limits(), timeout_s=2.0).stdout  # "cba\n"
 
-A program is a process of its own, forked from a small template (warden.py) that holds none of the caller's memory,
+A program is a process of its own, forked from a small template (template.py) that holds none of the caller's memory,
 files or environment, and shut in by containment.py before its first line is run. It can start no other process; it is
 killed when its time is over, and when its caller or the template ends. What holds on this machine is
 `Sandbox.protections`, also printed by `python -m hybrid_grpo.rewards.code.sandbox`.
@@ -46,7 +46,7 @@ _SLACK_S = 30.0
 
 
 @dataclass(frozen=True)
-class Run:
+class ProgramResult:
     """What became of a program."""
 
     end: str
@@ -152,7 +152,9 @@ class Sandbox:
         missing = ", ".join(name for name in PROTECTIONS if name not in self.protections)
         return f"sandbox: {held or 'nothing'}" + (f"; NOT IN FORCE: {missing}" if missing else "")
 
-    def run(self, source: str, stdin: str = "", *, limits: Limits | None = None, timeout_s: float = 10.0) -> Run:
+    def run(
+        self, source: str, stdin: str = "", *, limits: Limits | None = None, timeout_s: float = 10.0
+    ) -> ProgramResult:
         """Run a program, as `python program.py` does.
 
         Args:
@@ -168,9 +170,9 @@ class Sandbox:
         with _files(source, stdin, "", "") as files:
             reply = self._request(files.numbers, limits, timeout_s, judged=False)
             stdout, stderr = (files.read(index, limits.output_kb << 10) for index in (2, 3))
-            return Run(**reply, stdout=stdout, stderr=stderr)
+            return ProgramResult(**reply, stdout=stdout, stderr=stderr)
 
-    def test(self, source: str, tests: str, *, limits: Limits | None = None, timeout_s: float = 10.0) -> Run:
+    def test(self, source: str, tests: str, *, limits: Limits | None = None, timeout_s: float = 10.0) -> ProgramResult:
         """Run tests against a program, each of the two in a process of its own; see judging.py.
 
         Args:
@@ -186,7 +188,7 @@ class Sandbox:
         with _files(source, "", tests, "") as files:
             reply = self._request(files.numbers, limits, timeout_s, judged=True)
             verdicts = tuple(letter == "1" for letter in files.read(3, 1 << 20))
-            return Run(**reply, stderr=files.read(1, limits.output_kb << 10), verdicts=verdicts)
+            return ProgramResult(**reply, stderr=files.read(1, limits.output_kb << 10), verdicts=verdicts)
 
     def _request(self, files: list[int], limits: Limits, timeout_s: float, *, judged: bool) -> dict[str, Any]:
         request = {"limits": asdict(limits), "timeout_s": timeout_s, "judged": judged}

@@ -56,16 +56,16 @@ def main(descriptor: int, without: list[str]) -> None:
     for module in MODULES.split():
         importlib.import_module(module)
     warnings.simplefilter("ignore")
-    warden = Warden(Kernel.find(without), control)
+    template = SandboxTemplate(Kernel.find(without), control)
     gc.collect()
     gc.freeze()
     try:
-        warden.serve()
+        template.serve()
     finally:
-        remove(warden.folder)
+        remove(template.folder)
 
 
-class Warden:
+class SandboxTemplate:
     """Runs programs one after the other, all in one folder that is emptied in between."""
 
     def __init__(self, kernel: Kernel, control: socket.socket) -> None:
@@ -140,7 +140,7 @@ class Warden:
 
     def _fork(self, files: list[int], limits: Limits, writing: bool, main: Callable[[], None]) -> _Child:
         """A process that has these files, from number 0, and no others, and contains itself before it runs `main`."""
-        warden = os.getpid()
+        template = os.getpid()
         ready, tell = os.pipe()
         pid = os.fork()
         if pid:
@@ -157,7 +157,7 @@ class Warden:
             tell = len(files) - 1
             try:
                 self._containment.enter(limits, writing=writing)
-                assert os.getppid() == warden, "the warden is gone"
+                assert os.getppid() == template, "the template is gone"
             except BaseException as error:
                 os.write(tell, f"{type(error).__name__}: {error}".encode())
                 os._exit(1)
@@ -273,7 +273,7 @@ def _read(descriptor: int) -> str:
 
 
 def _new_folder(parent: str) -> str:
-    """A folder in `parent`, from which those of wardens that were killed are removed."""
+    """A folder in `parent`, from which the folders of templates that were killed are removed."""
     with suppress(FileExistsError):
         os.mkdir(parent, 0o711)
     state = os.lstat(parent)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from hybrid_grpo.rewards.functions import Failure, Reply, Request
+from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall
 from hybrid_grpo.rewards.models.classifiers import find_config, load_classifier, weight_bytes
 from hybrid_grpo.rewards.rules import Completions, completion_texts
 
@@ -243,10 +243,10 @@ class RewardModel:
         mask_bS = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in ids_b], device=self._device)
         return input_ids_bS, mask_bS
 
-    def reply(self, request: Request) -> Reply:
+    def reply(self, call: RewardCall) -> Reply:
         """The scores of a rank's rows, for a model that all ranks call together: a row that makes no text fails alone,
         and anything else that is raised ends the run, since others wait."""
-        prompts, completions = request.inputs["prompts"], completion_texts(request.inputs["completions"])
+        prompts, completions = call.inputs["prompts"], completion_texts(call.inputs["completions"])
         read: dict[int, list[int]] = {}
         cut, failures = [0] * len(prompts), [None] * len(prompts)  # type: tuple[list[int], list[Failure | None]]
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):

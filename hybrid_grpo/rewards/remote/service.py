@@ -20,10 +20,11 @@ import math
 from http import HTTPStatus
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from hybrid_grpo.config import ServeOptionsConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus
-from hybrid_grpo.rewards.remote.server import RefusedError
 from hybrid_grpo.rewards.scoring import Rewards
 
 _MOST_ROWS = 10_000
@@ -47,7 +48,7 @@ class RewardService:
         """Score the rows of a question.
 
         Raises:
-            RefusedError: the question is not one of the two forms, or lacks what a function needs.
+            HTTPException: the question is not one of the two forms, or lacks what a function needs.
         """
         columns = _columns(question)
         if "completions" in columns:
@@ -114,8 +115,8 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _refused(reason: str) -> RefusedError:
-    return RefusedError(HTTPStatus.UNPROCESSABLE_ENTITY, reason)
+def _refused(reason: str) -> HTTPException:
+    return HTTPException(HTTPStatus.UNPROCESSABLE_ENTITY, reason)
 
 
 def _columns(question: Any) -> dict[str, list[Any]]:

@@ -1,7 +1,7 @@
 """Calling reward functions without ever waiting for them longer than they may take.
 
-    Inline    here and now: built-ins that are fast and cannot hang
-    Together  here and now, by all ranks at the same time: models that are sharded over them
+    InlineCaller    here and now: built-ins that are fast and cannot hang
+    CollectiveCaller  here and now, by all ranks at the same time: models that are sharded over them
     Threads   in a thread of the rank, one call at a time: functions that hold a GPU
     Workers   in processes, as many calls at the same time as there are processes
     Tasks     `async def` functions: in one process, many calls at the same time
@@ -26,8 +26,8 @@ from typing import Any, Protocol
 
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.config.importing import describe
-from hybrid_grpo.rewards.functions import Failure, Function, Reply, Request, failed
-from hybrid_grpo.rewards.workers.processes import Nursery, Worker
+from hybrid_grpo.rewards.functions import Failure, Function, Reply, RewardCall, failed
+from hybrid_grpo.rewards.workers.processes import ForkServer, Worker
 from hybrid_grpo.rewards.workers.worker import timed_out
 
 _ASYNC_CALLS = 64
@@ -43,21 +43,21 @@ class Outcome:
     """When functions ran, by `time.perf_counter`."""
 
 
-class Lane(Protocol):
+class Caller(Protocol):
     """One way to call a function."""
 
-    def start(self, request: Request) -> Future[Outcome]:
+    def start(self, request: RewardCall) -> Future[Outcome]:
         """Call it; nothing is waited for or raised here."""
         ...
 
 
-class Inline:
+class InlineCaller:
     """Calls at once, in the thread that asks."""
 
     def __init__(self, function: Function) -> None:
         self._function = function
 
-    def start(self, request: Request) -> Future[Outcome]:
+    def start(self, request: RewardCall) -> Future[Outcome]:
         start_s = time.perf_counter()
         reply = self._function.score(request)
         spans = [(start_s, time.perf_counter())]
@@ -68,16 +68,16 @@ class Inline:
         return done
 
 
-class Together:
+class CollectiveCaller:
     """Calls at once, with all completions of the rank, of which there may be none: every rank has to call as often.
 
     It is given up for nothing, and what it raises ends the run: other ranks wait for this one.
     """
 
-    def __init__(self, score: Callable[[Request], Reply]) -> None:
+    def __init__(self, score: Callable[[RewardCall], Reply]) -> None:
         self._score = score
 
-    def start(self, request: Request) -> Future[Outcome]:
+    def start(self, request: RewardCall) -> Future[Outcome]:
         start_s = time.perf_counter()
         reply = self._score(request)
         done: Future[Outcome] = Future()
@@ -85,7 +85,7 @@ class Together:
         return done
 
 
-Call = Callable[[Request], Coroutine[Any, Any, Reply]]
+Call = Callable[[RewardCall], Coroutine[Any, Any, Reply]]
 
 
 class Pool:
@@ -101,30 +101,30 @@ class Pool:
     """
 
     def __init__(self, entries: list[tuple[str, RewardConfig]], workers: int, memory_bytes: int) -> None:
-        self._nursery = Nursery(entries, memory_bytes) if entries else None
-        self.interfaces = self._nursery.interfaces if self._nursery else []
+        self._fork_server = ForkServer(entries, memory_bytes) if entries else None
+        self.interfaces = self._fork_server.interfaces if self._fork_server else []
         self._loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=_serve, args=(self._loop, self._nursery), name="rewards", daemon=True)
+        thread = threading.Thread(target=_serve, args=(self._loop, self._fork_server), name="rewards", daemon=True)
         thread.start()
-        self._workers = Workers(self._nursery, workers) if self._nursery else None
+        self._workers = Workers(self._fork_server, workers) if self._fork_server else None
         self._finalizer = weakref.finalize(self, _close, self._loop, thread)
 
-    def isolated(self, index: int, timeout_s: float) -> Lane:
-        """The lane of the isolated function with this index."""
-        assert self._nursery is not None and self._workers is not None
+    def isolated(self, index: int, timeout_s: float) -> Caller:
+        """The caller of the isolated function with this index."""
+        assert self._fork_server is not None and self._workers is not None
         interface = self.interfaces[index]
-        calls: Workers | Tasks = Tasks(self._nursery, self._workers) if interface.is_async else self._workers
+        calls: Workers | Tasks = Tasks(self._fork_server, self._workers) if interface.is_async else self._workers
 
-        async def call(request: Request) -> Reply:
+        async def call(request: RewardCall) -> Reply:
             return await calls.call(index, request, timeout_s)
 
         return _Looped(self, call, splits=interface.batch_size != "group")
 
-    def threaded(self, function: Function, timeout_s: float, enter: Callable[[], None]) -> Lane:
-        """The lane of a function of this process; `enter` is called first in its thread."""
+    def threaded(self, function: Function, timeout_s: float, enter: Callable[[], None]) -> Caller:
+        """The caller of a function of this process; `enter` is called first in its thread."""
         threads = Threads(enter)
 
-        async def call(request: Request) -> Reply:
+        async def call(request: RewardCall) -> Reply:
             return await threads.call(function, request, timeout_s)
 
         return _Looped(self, call, splits=function.interface.batch_size != "group")
@@ -161,7 +161,7 @@ def joined(replies: Sequence[Reply]) -> Reply:
 
 
 class _Looped:
-    """A lane whose calls are coroutines of a pool. A call of several rows that fails as a whole is made again, row by
+    """A caller whose calls are coroutines of a pool. A call of several rows that fails as a whole is made again, row by
     row, unless the function looks at the whole group."""
 
     def __init__(self, pool: Pool, call: Call, splits: bool) -> None:
@@ -169,14 +169,14 @@ class _Looped:
         self._call = call
         self._splits = splits
 
-    def start(self, request: Request) -> Future[Outcome]:
+    def start(self, request: RewardCall) -> Future[Outcome]:
         return self._pool.run(_outcome(self._call, request, self._splits))
 
 
-async def _outcome(call: Call, request: Request, splits: bool) -> Outcome:
+async def _outcome(call: Call, request: RewardCall, splits: bool) -> Outcome:
     spans: list[tuple[float, float]] = []
 
-    async def timed(part: Request) -> Reply:
+    async def timed(part: RewardCall) -> Reply:
         start_s = time.perf_counter()
         try:
             reply = await call(part)
@@ -201,14 +201,14 @@ def _death(status: int | None, rows: int) -> Reply:
 class Workers:
     """Processes that take one call at a time. The first calls start them."""
 
-    def __init__(self, nursery: Nursery, count: int) -> None:
-        self._nursery = nursery
+    def __init__(self, fork_server: ForkServer, count: int) -> None:
+        self._fork_server = fork_server
         self._count = count
         self._slots = asyncio.Semaphore(count)
         self._turn = asyncio.Lock()
         self._idle: list[Worker] = []
 
-    async def call(self, index: int, request: Request, timeout_s: float, kind: str = "sync") -> Reply:
+    async def call(self, index: int, request: RewardCall, timeout_s: float, kind: str = "sync") -> Reply:
         """Call a function as soon as a process is free; `timeout_s` counts from then.
 
         Args:
@@ -217,15 +217,15 @@ class Workers:
         async with self._slots:
             reply = await self._ask(index, request, timeout_s, kind)
         if reply is None:
-            # The nursery was killed, and every worker with it. Whose deed that was shows when each works alone.
+            # The fork server was killed, and every worker with it. Whose deed that was shows when each works alone.
             async with self._turn, AsyncExitStack() as slots:
                 for _ in range(self._count):
                     await slots.enter_async_context(self._slots)
                 reply = await self._ask(index, request, timeout_s, kind)
         return reply or _death(None, len(request.lengths))
 
-    async def _ask(self, index: int, request: Request, timeout_s: float, kind: str) -> Reply | None:
-        """None where the nursery is gone as well as the process."""
+    async def _ask(self, index: int, request: RewardCall, timeout_s: float, kind: str) -> Reply | None:
+        """None where the fork_server is gone as well as the process."""
         rows = len(request.lengths)
         worker = await self._free(kind)
         grace_s = _ASYNC_GRACE_SECONDS if kind == "async" else 0.0
@@ -252,15 +252,15 @@ class Workers:
             if not worker.is_gone():
                 return worker
             worker.end()
-        return await Worker.hire(self._nursery, kind)
+        return await Worker.hire(self._fork_server, kind)
 
 
 class Tasks:
     """One process for the many calls of an `async def` function. Where it dies or stands still, those under way are
     made again, each in a process of its own: so that one cannot spoil the others."""
 
-    def __init__(self, nursery: Nursery, workers: Workers) -> None:
-        self._nursery = nursery
+    def __init__(self, fork_server: ForkServer, workers: Workers) -> None:
+        self._fork_server = fork_server
         self._workers = workers
         self._slots = asyncio.Semaphore(_ASYNC_CALLS)
         self._hiring = asyncio.Lock()
@@ -268,13 +268,13 @@ class Tasks:
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._listener: asyncio.Task[None] | None = None
 
-    async def call(self, index: int, request: Request, timeout_s: float) -> Reply:
+    async def call(self, index: int, request: RewardCall, timeout_s: float) -> Reply:
         """Call the function; `timeout_s` counts from when fewer than 64 calls are under way."""
         async with self._slots:
             reply = await self._ask(index, request, timeout_s)
         return reply or await self._workers.call(index, request, timeout_s, "async")
 
-    async def _ask(self, index: int, request: Request, timeout_s: float) -> Reply | None:
+    async def _ask(self, index: int, request: RewardCall, timeout_s: float) -> Reply | None:
         """None where the process is lost, and other calls with it."""
         worker = await self._running()
         number = worker.number()
@@ -299,7 +299,7 @@ class Tasks:
     async def _running(self) -> Worker:
         async with self._hiring:
             if self._worker is None:
-                self._worker = await Worker.hire(self._nursery, "async")
+                self._worker = await Worker.hire(self._fork_server, "async")
                 self._listener = asyncio.create_task(self._listen(self._worker))
             return self._worker
 
@@ -331,7 +331,7 @@ class Threads:
         self._turn = asyncio.Semaphore(1)
         self._jobs: SimpleQueue[Any] | None = None
 
-    async def call(self, function: Function, request: Request, timeout_s: float) -> Reply:
+    async def call(self, function: Function, request: RewardCall, timeout_s: float) -> Reply:
         """Call the function; `timeout_s` counts from its turn."""
         async with self._turn:
             if self._jobs is None:
@@ -365,10 +365,10 @@ def _run_jobs(enter: Callable[[], None], jobs: SimpleQueue[Any]) -> None:
                 answer.set_exception(error)
 
 
-def _serve(loop: asyncio.AbstractEventLoop, nursery: Nursery | None) -> None:
+def _serve(loop: asyncio.AbstractEventLoop, fork_server: ForkServer | None) -> None:
     loop.run_forever()
-    if nursery is not None:
-        nursery.close()
+    if fork_server is not None:
+        fork_server.close()
     for task in asyncio.all_tasks(loop):
         task.cancel()
     loop.run_until_complete(asyncio.sleep(0))

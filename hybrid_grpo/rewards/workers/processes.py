@@ -1,4 +1,4 @@
-"""The rank's side of worker.py: a nursery, its workers, and the connections to them."""
+"""The rank's side of worker.py: a fork_server, its workers, and the connections to them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any
 
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.rewards.functions import Interface, Reply, Request
+from hybrid_grpo.rewards.functions import Interface, Reply, RewardCall
 from hybrid_grpo.rewards.workers.worker import HEADER, decode_reply, entries_message, receive
 
 _IMPORT_SECONDS = 300.0
 _LARGEST_REPLY = 1 << 28
 
 
-class Nursery:
+class ForkServer:
     """The process that workers are forked from; see worker.py. Used by one thread at a time.
 
     Raises:
@@ -42,7 +42,7 @@ class Nursery:
         package = str(Path(__file__).parents[3])
         code = (
             f"import sys; sys.path.insert(0, {package!r});"
-            f" from hybrid_grpo.rewards.workers.worker import nursery; nursery({theirs.fileno()})"
+            f" from hybrid_grpo.rewards.workers.worker import serve_forks; serve_forks({theirs.fileno()})"
         )
         with theirs:
             process = subprocess.Popen(
@@ -93,7 +93,7 @@ class Nursery:
         return int(self._answer()), ours
 
     def end(self, pid: int) -> int | None:
-        """Kill a worker; its exit status, negative for the signal that ended it. None where its nursery is gone."""
+        """Kill a worker; its exit status, negative for the signal that ended it. None where its fork_server is gone."""
         try:
             self._control.sendall(f"end {pid}".encode())
             answer = self._answer()
@@ -119,8 +119,10 @@ class Nursery:
 class Worker:
     """One worker process and the connection to it."""
 
-    def __init__(self, nursery: Nursery, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._nursery = nursery
+    def __init__(
+        self, fork_server: ForkServer, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._fork_server = fork_server
         self._pid = pid
         self._reader = reader
         self._writer = writer
@@ -128,11 +130,11 @@ class Worker:
         self._ended = False
 
     @classmethod
-    async def hire(cls, nursery: Nursery, kind: str) -> Worker:
-        pid, connection = nursery.fork(kind)
+    async def hire(cls, fork_server: ForkServer, kind: str) -> Worker:
+        pid, connection = fork_server.fork(kind)
         reader, writer = await asyncio.open_connection(sock=connection)
-        nursery.connections.add(writer)
-        return cls(nursery, pid, reader, writer)
+        fork_server.connections.add(writer)
+        return cls(fork_server, pid, reader, writer)
 
     def number(self) -> int:
         """For the next request."""
@@ -142,7 +144,7 @@ class Worker:
         """Whether it was ended, or has ended."""
         return self._ended or self._reader.at_eof()
 
-    async def ask(self, index: int, request: Request, timeout_s: float) -> Reply:
+    async def ask(self, index: int, request: RewardCall, timeout_s: float) -> Reply:
         """Send a request, and wait for the only reply that is due."""
         number = self.number()
         await self.send(number, index, request, timeout_s)
@@ -151,7 +153,7 @@ class Worker:
             raise EOFError("a reply to something else")
         return reply
 
-    async def send(self, number: int, index: int, request: Request, timeout_s: float) -> None:
+    async def send(self, number: int, index: int, request: RewardCall, timeout_s: float) -> None:
         """Send a request; it needs a number of its own."""
         message = pickle.dumps((number, index, request, timeout_s))
         self._writer.write(HEADER.pack(len(message)) + message)
@@ -173,8 +175,8 @@ class Worker:
             raise EOFError("no reply") from error
 
     def end(self) -> int | None:
-        """Kill it; its exit status, see `Nursery.end`."""
+        """Kill it; its exit status, see `ForkServer.end`."""
         self._ended = True
-        self._nursery.connections.discard(self._writer)
+        self._fork_server.connections.discard(self._writer)
         self._writer.transport.abort()
-        return self._nursery.end(self._pid)
+        return self._fork_server.end(self._pid)

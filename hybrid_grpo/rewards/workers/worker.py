@@ -1,9 +1,9 @@
 """The processes that call reward functions: started by pool.py, and talked to over sockets.
 
-A *nursery* imports the functions of a run once, says what their signatures are, and forks a *worker* whenever it is
+A *fork server* imports the functions of a run once, says what their signatures are, and forks a *worker* whenever it is
 asked to: a new worker is there in milliseconds, whatever the functions import. A worker calls functions with what comes
 over its socket until the socket closes, or until it is killed with everything it has started. It does not outlive the
-nursery, and the nursery does not outlive the rank. None of them needs torch.
+fork_server, and the fork server does not outlive the rank. None of them needs torch.
 
 Requests are pickled; replies are JSON, so that nothing of a worker is run in the rank.
 """
@@ -31,7 +31,7 @@ import psutil
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.importing import describe
-from hybrid_grpo.rewards.functions import Failure, Function, Reply, Request, failed, load_function
+from hybrid_grpo.rewards.functions import Failure, Function, Reply, RewardCall, failed, load_function
 
 HEADER = struct.Struct(">I")
 """Length of the message that follows."""
@@ -75,8 +75,8 @@ def decode_reply(message: bytes) -> tuple[int, Reply]:
     return number, Reply(values, [known.get(row) for row in range(len(values))], extra, spent, whole)
 
 
-def nursery(descriptor: int) -> None:
-    """Main of the nursery: import, describe, then fork and kill on demand.
+def serve_forks(descriptor: int) -> None:
+    """Main of the fork_server: import, describe, then fork and kill on demand.
 
     Args:
         descriptor: of the socket to the rank. What to import comes on standard input.
@@ -119,7 +119,7 @@ def nursery(descriptor: int) -> None:
                 send(control, json.dumps(pid).encode())
             else:
                 pid = int(argument)
-                status = _end(pid) if pid in workers else None  # it was of a nursery that was killed
+                status = _end(pid) if pid in workers else None  # it was of a fork server that was killed
                 workers.discard(pid)
                 _end_orphans(workers | helpers)
                 send(control, json.dumps(status).encode())
@@ -161,7 +161,7 @@ def _end(pid: int) -> int:
 
 
 def _end_orphans(ours: set[int]) -> None:
-    """Kill what dead workers have left: the nursery has inherited it."""
+    """Kill what dead workers have left: the fork server has inherited it."""
     while orphans := [child for child in _children(os.getpid()) if child not in ours]:
         _kill(orphans)
         for orphan in orphans:
@@ -228,7 +228,7 @@ async def _work_async(connection: socket.socket, functions: list[Function]) -> N
     reader, writer = await asyncio.open_connection(sock=connection)
     tasks: set[asyncio.Task[None]] = set()
 
-    async def answer(number: int, index: int, request: Request, timeout_s: float) -> None:
+    async def answer(number: int, index: int, request: RewardCall, timeout_s: float) -> None:
         try:
             reply = await asyncio.wait_for(functions[index].score_async(request), timeout_s)
         except asyncio.TimeoutError:
@@ -244,7 +244,7 @@ async def _work_async(connection: socket.socket, functions: list[Function]) -> N
             task.add_done_callback(tasks.discard)
 
 
-def _read(message: bytes) -> tuple[int, int, Request, float]:
+def _read(message: bytes) -> tuple[int, int, RewardCall, float]:
     number, index, request, timeout_s = pickle.loads(message)
     return number, index, request, timeout_s
 
@@ -255,5 +255,5 @@ def timed_out(timeout_s: float, rows: int) -> Reply:
 
 
 def entries_message(entries: list[tuple[str, Any]], memory_bytes: int) -> bytes:
-    """What a nursery reads first: where to import from, the entries of `rewards` with their names, and the limit."""
+    """What a fork server reads first: where to import from, the entries of `rewards` by name, and the limit."""
     return pickle.dumps((sys.path, entries, memory_bytes))

@@ -15,7 +15,7 @@ from reward_helpers import command_lines, completion, inline, isolated, rows, st
 
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.data.batch import Scores
-from hybrid_grpo.rewards.functions import Reply, Request
+from hybrid_grpo.rewards.functions import Reply, RewardCall
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.rewards.workers.pool import Outcome, busy_seconds
 
@@ -256,7 +256,7 @@ def test_whatever_is_raised_here_and_now_comes_back_as_a_failure(error: BaseExce
         raise error
 
     reward = inline(raises, batch_size=1)
-    outcome = reward.lane.start(Request({"completions": ["a"]}, [1])).result()
+    outcome = reward.caller.start(RewardCall({"completions": ["a"]}, [1])).result()
     (failure,) = outcome.reply.failures
     assert failure is not None and failure.kind == "raised" and type(error).__name__ in failure.message
 
@@ -274,8 +274,8 @@ def test_a_group_is_scored_in_torch_s_normal_modes() -> None:
     from hybrid_grpo.rewards.workers.pool import Pool
 
     pool = Pool([], 1, 0)
-    lane = pool.threaded(inline(modes).lane._function, 5.0, lambda: None)  # type: ignore[attr-defined]
+    caller = pool.threaded(inline(modes).caller._function, 5.0, lambda: None)  # type: ignore[attr-defined]
     with torch.inference_mode():
-        assert lane.start(Request({"completions": ["a"]}, [1])).result().reply.values == [1.0]
+        assert caller.start(RewardCall({"completions": ["a"]}, [1])).result().reply.values == [1.0]
     assert seen[0][:2] == (False, True) and seen[0][2] != threading.get_ident()
     pool.close()
