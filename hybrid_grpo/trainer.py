@@ -21,7 +21,6 @@ from hybrid_grpo.grpo.loss import micro_batch_loss, reward_kl
 from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
 from hybrid_grpo.grpo.resampling import group_slots, resample
 from hybrid_grpo.policy import Policy, Reference
-
 from hybrid_grpo.run.health import measure_health
 from hybrid_grpo.run.inputs import Task
 from hybrid_grpo.run.metrics import Meter

@@ -442,45 +442,31 @@ class PlanConfig(TrainConfig):
 
 
 @dataclass(frozen=True)
-class ReplayOptionsConfig:
-    """Which rollouts are scored again, and what is kept of it."""
-
-    steps: str | None = None
-    """Steps, as in `100-200`, `100-`, `-200` or `100`; not given: all that were saved."""
-    threshold: float | None = None
-    """A completion is right when its new reward is at least this; not given: eval.threshold, as for the old one."""
-    limit: int = 50
-    """Disagreements of each function that are written, the largest first."""
-    output: str | None = None
-    """Name of the two files in RUN_FOLDER/replay, NAME.json and NAME.disagreements.jsonl; not given: of the functions.
-    Those of an earlier replay of this name are replaced."""
-
-
-@dataclass(frozen=True)
-class ReplayConfig(TrainConfig):
-    """Score a run's rollouts with other reward functions, without a model. RUN_FOLDER is that of a training run; its
-    settings are where this starts from: those of `grpo` say how advantages are made, `rewards` are scored again."""
-
-    replay: ReplayOptionsConfig = field(default_factory=ReplayOptionsConfig)
-    """Which rollouts are scored again, and what is kept of it."""
-
-
-@dataclass(frozen=True)
 class ScoreOptionsConfig:
-    """Where rewards go."""
+    """Where rewards go, and how a run's saved rollouts are compared."""
 
-    output: str = "-"
-    """File of JSON lines, written anew; `-` is standard output."""
+    output: str | None = None
+    """A file of completions: JSON lines are written here, anew; default: standard output, `-`. A run: the report of the
+    comparison; default: RUN_FOLDER/score/NAMES_OF_FUNCTIONS.json. Disagreements stand beside it."""
+    steps: str | None = None
+    """A run: steps to score, as in `100-200`, `100-`, `-200` or `100`; default: all that were saved."""
+    threshold: float | None = None
+    """A run: a completion is right when its new reward is at least this; default: `eval.threshold`, as for the old
+    reward."""
+    limit: int = 50
+    """A run: disagreements that are written for each function, the largest first."""
 
 
 @dataclass(frozen=True)
 class ScoreConfig(TrainConfig):
-    """Try reward functions on rows that have completions. FILE is a source as in `data.path`, or `-` for JSON lines
-    from standard input: a row has a prompt, the column of `data.completion_column` with a text, or one with an `s`
-    behind it with a list of them, and columns for the functions. Takes the recipe of a training run."""
+    """Try reward functions on completions that exist already, without a model. SOURCE is a file of rows with
+    completions (anything that `data.path` takes, or `-` for JSON lines from standard input), or the folder of a run.
+    A row of a file has a prompt, the column of `data.completion_column` with a text, or one with an `s` behind that
+    name with a list of texts, and columns for the functions; any recipe can be given. For a run, the settings start
+    from the run's own, its saved rollouts are scored, and the new rewards are compared with the run's."""
 
     score: ScoreOptionsConfig = field(default_factory=ScoreOptionsConfig)
-    """Where rewards go."""
+    """Where rewards go, and how a run's saved rollouts are compared."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_du
 from hybrid_grpo.config import (
     GenerateConfig,
     PlanConfig,
-    ReplayConfig,
     RewardConfig,
     ScoreConfig,
     ServeRewardConfig,
@@ -29,9 +28,7 @@ from hybrid_grpo.data.tasks import task_settings
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
-ConfigT = TypeVar(
-    "ConfigT", TrainConfig, SftConfig, GenerateConfig, PlanConfig, ReplayConfig, ScoreConfig, ServeRewardConfig
-)
+ConfigT = TypeVar("ConfigT", TrainConfig, SftConfig, GenerateConfig, PlanConfig, ScoreConfig, ServeRewardConfig)
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def _with_task(parser: ArgumentParser, cls: type[Any], command: str, arguments: 
     settings = task_settings(
         data.task,
         # What is scored takes the place of the task's source.
-        "FILE" if cls is ScoreConfig else data.path,
+        "SOURCE" if cls is ScoreConfig else data.path,
         own_eval=data.eval_path is not None,
         own_rewards=bool(rewards),
         trains="eval" in get_type_hints(cls),

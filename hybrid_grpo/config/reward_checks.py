@@ -6,46 +6,43 @@ import math
 import re
 from pathlib import Path
 
-from hybrid_grpo.config import ReplayConfig, RewardConfig, ScoreConfig, ServeRewardConfig, reward_name
+from hybrid_grpo.config import RewardConfig, ScoreConfig, ServeRewardConfig, reward_name
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.field_checks import check_fields, check_name, check_output, check_source
 from hybrid_grpo.config.grpo_checks import check_grpo
 from hybrid_grpo.config.network import bearer_token, is_loopback
 
 
-def check_score(config: ScoreConfig, source: str) -> None:
-    """Refuse what cannot work, before anything is loaded; `source` is scored.
+def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
+    """Refuse settings that cannot work, before anything is loaded.
+
+    Args:
+        source: a file of completions, or the folder of a run.
 
     Raises:
         UserError: one line that names the settings and the way out.
     """
     check_rewards(config.rewards)
     check_fields("scoring", config.scoring)
-    limit, output = config.data.limit, config.score.output
-    refuse(limit is not None and limit < 1, f"data.limit {limit} must be 1 or greater")
-    refuse(not output, "score.output is empty: give a file, or take it out")
-    if source != "-":
-        check_source("FILE", source)
-    check_output("score.output", output, "the completions that are scored", source)
-
-
-def check_replay(config: ReplayConfig) -> None:
-    """Refuse what cannot work, before anything is loaded.
-
-    Raises:
-        UserError: one line that names the settings and the way out.
-    """
-    check_rewards(config.rewards)
-    check_fields("scoring", config.scoring)
-    check_grpo(config)
-    replay = config.replay
+    limit, score = config.data.limit, config.score
     refuse(
-        replay.steps is not None and not re.fullmatch(r"\d+|\d+-\d*|-\d+", replay.steps),
-        f"replay.steps {replay.steps!r} is no range of steps: give one as in 100-200, 100-, -200 or 100",
+        score.steps is not None and not re.fullmatch(r"\d+|\d+-\d*|-\d+", score.steps),
+        f"score.steps {score.steps!r} is no range of steps: give one as in 100-200, 100-, -200 or 100",
     )
-    refuse(replay.limit < 0, f"replay.limit {replay.limit} must be 0 or greater")
-    if replay.output is not None:
-        check_name("replay.output", replay.output, "it names files")
+    refuse(score.limit < 0, f"score.limit {score.limit} must be 0 or greater")
+    refuse(score.output == "", "score.output is empty: give a file, or take it out")
+    if score.output is not None:
+        check_output("score.output", score.output, "the completions that are scored", source)
+    if is_run:
+        refuse(score.output == "-", "score.output -: the report of a run is a file: give one, or take it out")
+        check_grpo(config)
+        return
+    for name in ("steps", "threshold"):
+        value = getattr(score, name)
+        refuse(value is not None, f"score.{name} {value}: {source} is not the folder of a run: take it out")
+    refuse(limit is not None and limit < 1, f"data.limit {limit} must be 1 or greater")
+    if source != "-":
+        check_source("SOURCE", source)
 
 
 def check_serve(config: ServeRewardConfig) -> None:

@@ -16,7 +16,7 @@ from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.prompts import DataReport, drop_over_long, tokenize_prompts
-from hybrid_grpo.data.sources import Row, Source
+from hybrid_grpo.data.sources import Row, Source, same_columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,8 +35,7 @@ def read_lines(
     rows = [_row(number, line, config) for number, line in islice(filled, source.limit)]
     if not rows:
         raise UserError("data.path is standard input, and that is empty: write one prompt a line")
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    rows = [{column: row.get(column) for column in columns} for row in rows]
+    rows = same_columns(rows)
     prompts = tokenize_prompts(rows, source, config, tokenizer)
     kept = drop_over_long(prompts, source, config)
     report = DataReport.of(source, rows, kept, over_long_prompts=len(prompts) - len(kept))
