@@ -279,7 +279,7 @@ def _tokenizer(rewards: Sequence[Reward], model: str) -> Any:
     if not needing and not (model and Path(model).is_dir()):
         return None
 
-    from hybrid_grpo.model.pretrained import load_tokenizer
+    from hybrid_grpo.model.loading import load_tokenizer
 
     try:
         return load_tokenizer(model)

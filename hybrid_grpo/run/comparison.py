@@ -18,9 +18,7 @@ from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import RewardStatus, Rollout, Scores
 from hybrid_grpo.data.completions import SavedStep
-from hybrid_grpo.grpo.advantages import informative
-from hybrid_grpo.grpo.credit import mean_over_tokens, token_advantages
-from hybrid_grpo.run.metrics import Meter
+from hybrid_grpo.grpo.advantages import informative, mean_over_tokens, token_advantages
 
 
 def compare_rewards(before_B: Tensor, now_B: Tensor, length_B: Tensor) -> dict[str, float]:
@@ -106,7 +104,7 @@ def new_advantages(rollout: Rollout, scores: Scores, config: TrainConfig) -> Ten
     They lack the KL where it is part of the reward (grpo.kl_in), since only the models know it.
     """
     device = torch.device("cpu")
-    advantages_BT = token_advantages(rollout, scores, config, None, Meter(device=device), device)
+    advantages_BT, _ = token_advantages(rollout, scores, config, None, device)
     return mean_over_tokens(advantages_BT, rollout)
 
 
