@@ -15,9 +15,9 @@ from rich.progress import track
 
 from hybrid_grpo.commands.offline import Line, patient, table, tokenizer_for
 from hybrid_grpo.config import ReplayConfig, TrainConfig, reward_name
+from hybrid_grpo.config.checks import check_replay
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
-from hybrid_grpo.config.reward_checks import check_replay
 from hybrid_grpo.run.files import replace_text
 from hybrid_grpo.run.wandb_sink import json_safe
 

@@ -22,9 +22,9 @@ from rich.progress import track
 
 from hybrid_grpo.commands.offline import Line, patient, table, tokenizer_for
 from hybrid_grpo.config import ScoreConfig
+from hybrid_grpo.config.checks import check_score
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import leading_argument, parse
-from hybrid_grpo.config.reward_checks import check_score
 from hybrid_grpo.run.wandb_sink import json_safe
 
 if TYPE_CHECKING:
