@@ -24,9 +24,9 @@ from rich.progress import track
 from rich.table import Table
 
 from hybrid_grpo.config import ScoreConfig, TrainConfig, reward_name
+from hybrid_grpo.config.checks import check_score
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
-from hybrid_grpo.config.reward_checks import check_score
 from hybrid_grpo.run.files import replace_text
 from hybrid_grpo.run.wandb_sink import json_safe
 

@@ -6,10 +6,10 @@ import ssl
 import sys
 
 from hybrid_grpo.config import ServeOptionsConfig, ServeRewardConfig
+from hybrid_grpo.config.checks import check_serve
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.network import bearer_token, is_loopback
 from hybrid_grpo.config.parsing import parse
-from hybrid_grpo.config.reward_checks import check_serve
 
 PATH = "/get_reward"
 """Where OpenRLHF's reward models are asked."""

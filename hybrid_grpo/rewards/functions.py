@@ -277,7 +277,8 @@ def load_function(config: RewardConfig, entry: str) -> Function:
     Raises:
         UserError: the entry names nothing that can be imported and called, or its `kwargs` do not fit.
     """
-    return bind(_find(config.function, f"{entry}.function {config.function}"), config, entry)
+    given = config.function
+    return bind(_find(given, f"{entry}.function {given}") if isinstance(given, str) else given, config, entry)
 
 
 def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> Function:

@@ -110,7 +110,7 @@ def test_truncated_importance_sampling(limit):
     assert stats.fraction > 0 or limit == 2.0
 
 
-@pytest.mark.parametrize("low, high", [(0.9, 1.1), (0.5, 1.2), (0.0, 1e9)])
+@pytest.mark.parametrize("low, high", [(0.9, 1.1), (0.5, 1.2), (1e-30, 1e9)])
 def test_sequences_outside_the_bounds_are_masked_whole(low, high):
     batch = Batch(3)
     options = {"sampler_correction": "mask", "sampler_ratio_min": low, "sampler_ratio_max": high}

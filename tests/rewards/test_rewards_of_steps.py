@@ -166,7 +166,7 @@ def test_pieces_that_are_not_those_of_the_text_are_a_failure(capfd, pieces):
 def test_normalizing_each_reward_is_refused_for_steps():
     rollout, scores = scored([1.0, 0.0], [[(1, 1.0)], []], lengths=[3, 2])
     with pytest.raises(UserError, match=r"grpo.combine_rewards normalize is not defined for rewards of steps: set"):
-        advantages(rollout, scores, combine_rewards="normalize")
+        advantages(rollout, scores, names=("f0", "f1"), combine_rewards="normalize", scale_rewards="none")
 
 
 def test_length_and_kl_are_taken_off_the_reward_and_not_off_the_scores():

@@ -22,8 +22,8 @@ from paths import ROOT
 from reward_helpers import in_time
 
 from hybrid_grpo.config import RewardConfig, ServeOptionsConfig, ServeRewardConfig
+from hybrid_grpo.config.checks import check_serve
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.reward_checks import check_serve
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.remote import server as http_server
