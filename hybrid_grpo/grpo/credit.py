@@ -18,7 +18,7 @@ from hybrid_grpo.grpo.advantages import (
     reward_to_go_advantages,
     step_advantages,
 )
-from hybrid_grpo.rewards.rules import overlong_penalty
+from hybrid_grpo.grpo.length import overlong_penalty
 from hybrid_grpo.run.metrics import Meter
 
 _LENGTH = "length/penalty"
