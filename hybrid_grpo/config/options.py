@@ -548,4 +548,6 @@ class BatchPlan:
 
 def reward_name(reward: RewardConfig) -> str:
     """The name of a reward in the metrics."""
-    return reward.name or reward.function.rpartition(":")[2].rpartition(".")[2]
+    function = reward.function
+    name = getattr(function, "__name__", type(function).__name__) if callable(function) else function.rpartition(":")[2]
+    return reward.name or name.rpartition(".")[2]
