@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
-from hybrid_grpo.data.batch import Completion, Step
+from hybrid_grpo.data.batch import Completion, RewardStep
 from hybrid_grpo.rewards.functions import TextStep
 
 _UNFINISHED = "\ufffd"
@@ -60,7 +60,7 @@ class TokenEnds:
         return str(self._tokenizer.decode([t for t in token_ids if t >= 0], skip_special_tokens=True))
 
 
-def token_steps(text_steps: list[TextStep], completion: Completion, token_ends: TokenEnds | None) -> list[Step]:
+def token_steps(text_steps: list[TextStep], completion: Completion, token_ends: TokenEnds | None) -> list[RewardStep]:
     """Steps given as texts, by their ends in tokens: a step ends with the token that has its last character.
 
     The rewards of steps that end with the same token are added up, and an empty step ends where the step before it
