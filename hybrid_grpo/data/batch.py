@@ -27,7 +27,7 @@ from hybrid_grpo.model.attention import Segments, Selection
 Message = dict[str, Any]
 """One chat message: `{"role": ..., "content": ...}`."""
 
-Step = tuple[int, float]
+RewardStep = tuple[int, float]
 """The reward of one step of a completion: the number of its tokens up to the end of the step, and the reward."""
 
 Numbers = dict[str, tuple[float | Tensor, float]]
@@ -136,7 +136,7 @@ class Scores:
     scores steps it is the sum of the steps."""
     status: dict[str, Tensor]
     """int8 [B] by function name, a `RewardStatus`."""
-    steps: list[list[Step]] | None = None
+    steps: list[list[RewardStep]] | None = None
     """[B], weighted rewards of the steps of each completion, in rising order of their ends; None where no function
     scores steps."""
     whole_B: Tensor | None = None
@@ -182,7 +182,7 @@ class Scores:
         none, nor = [None] * len(self.reward_B), [None] * len(more.reward_B)
         return {name: ours.get(name, none) + theirs.get(name, nor) for name in {**ours, **theirs}}
 
-    def _no_steps(self) -> list[list[Step]]:
+    def _no_steps(self) -> list[list[RewardStep]]:
         return [[] for _ in self.reward_B]
 
 

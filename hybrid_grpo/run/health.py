@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import chain
 from statistics import fmean
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hybrid_grpo.data.batch import Numbers, Rollout, Scores
+from hybrid_grpo.rewards.rules import repeated_share
 
 _NGRAM = 3
 """As in the built-in reward `repetition_penalty`."""
@@ -22,7 +21,8 @@ def measure_health(rollout: Rollout, scores: Scores) -> Numbers:
     """What the rewards of a rollout go along with. Groups whose rewards are equal say nothing."""
     shape = (len(rollout.prompts), rollout.num_generations)
     reward_PG = scores.reward_B.view(shape)
-    repetition_B = repeated_share([completion.token_ids for completion in rollout.completions], _NGRAM)
+    shares = [repeated_share(completion.token_ids, _NGRAM) for completion in rollout.completions]
+    repetition_B = torch.tensor(shares, dtype=torch.float64)
     numbers: Numbers = {"health/repetition_mean": (repetition_B.mean(), len(repetition_B))}
     for name, value_B in (
         ("length", torch.tensor(rollout.lengths, dtype=torch.float64)),
@@ -56,27 +56,6 @@ def group_correlation(reward_PG: Tensor, value_PG: Tensor) -> Tensor:
     one_PG, other_PG = centred
     correlation_P = (one_PG * other_PG).sum(1) / (one_PG.square().sum(1) * other_PG.square().sum(1)).sqrt()
     return torch.where(varies_P, correlation_P, torch.nan)
-
-
-def repeated_share(token_ids: list[list[int]], ngram: int) -> Tensor:
-    """float64 [B], the share of each completion's n-grams that repeat an earlier one; 0 where it is shorter than one.
-
-    N-grams are told apart by a 64-bit hash.
-    """
-    lengths = np.array([len(ids) for ids in token_ids], dtype=np.int64)
-    token_N = np.fromiter(chain.from_iterable(token_ids), dtype=np.uint64, count=int(lengths.sum()))
-    row_N = np.repeat(np.arange(len(lengths)), lengths)
-    count = max(len(token_N) - ngram + 1, 0)
-    hash_K = np.zeros(count, dtype=np.uint64)
-    for number_K in (row_N[:count].astype(np.uint64), *(token_N[k : k + count] for k in range(ngram))):
-        # Multiplied and shifted as in splitmix64, modulo 2^64.
-        hash_K = (hash_K + number_K + np.uint64(1)) * np.uint64(0xBF58476D1CE4E5B9)
-        hash_K ^= hash_K >> np.uint64(29)
-    whole_K = row_N[:count] == row_N[ngram - 1 : ngram - 1 + count]
-    _, first = np.unique(hash_K[whole_K], return_index=True)
-    ngrams_B = np.bincount(row_N[:count][whole_K], minlength=len(lengths))
-    different_B = np.bincount(row_N[:count][whole_K][first], minlength=len(lengths))
-    return torch.from_numpy(np.where(ngrams_B > 0, 1 - different_B / np.maximum(ngrams_B, 1), 0.0))
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import torch
 from hybrid_grpo.config import RunConfig, TrainConfig
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
-from hybrid_grpo.rewards.rules import repetition_penalty
-from hybrid_grpo.run.health import HeldoutWatch, group_correlation, measure_health, repeated_share
+from hybrid_grpo.run.health import HeldoutWatch, group_correlation, measure_health
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.run import Run, Stage
 
@@ -42,15 +41,6 @@ def test_correlations_are_numpy_s_and_leave_out_what_says_nothing():
     assert found[0] == pytest.approx(np.corrcoef(reward[0], value[0])[0, 1])
     assert found[3] == pytest.approx(np.corrcoef(reward[3, 2:], value[3, 2:])[0, 1])
     assert all(math.isnan(found[p]) for p in (1, 2, 4)), "equal rewards, equal values, a single completion"
-
-
-@pytest.mark.parametrize("ngram", [1, 3])
-def test_the_repeated_share_is_that_of_the_built_in_reward(ngram):
-    rng = np.random.default_rng(0)
-    ids = [rng.integers(0, 5, size=length).tolist() for length in rng.integers(0, 40, size=200)]
-    ids += [[], [3], [7] * 30, [151_935, 2, 3] * 5]
-    assert (-repeated_share(ids, ngram)).tolist() == pytest.approx(repetition_penalty(ids, ngram=ngram))
-    assert repeated_share([[], [1]], 3).tolist() == [0.0, 0.0]
 
 
 def test_a_reward_of_length_and_repetition_shows():
