@@ -275,8 +275,6 @@ class Tasks:
         self._slots = asyncio.Semaphore(_ASYNC_CALLS)
         self._starting = asyncio.Lock()
         self._worker: Worker | None = None
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
-        self._listener: asyncio.Task[None] | None = None
 
     async def score(self, index: int, call: RewardCall, timeout_s: float) -> Reply:
         """Call the function; `timeout_s` counts from when fewer than 64 calls are under way."""
@@ -286,51 +284,28 @@ class Tasks:
 
     async def _ask(self, index: int, call: RewardCall, timeout_s: float) -> Reply | None:
         """The reply; None where the process is lost, and other calls with it."""
-        worker = await self._running()
-        number = worker.number()
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        async with self._starting:
+            worker = self._worker = self._worker or await self._fork_server.start_worker("async")
+        worker.calls += 1
         try:
-            await worker.send(number, index, call, timeout_s)
-            reply = await asyncio.wait_for(answer, timeout_s + _ASYNC_GRACE_SECONDS)
+            reply = await asyncio.wait_for(worker.ask(index, call, timeout_s), timeout_s + _ASYNC_GRACE_SECONDS)
         except asyncio.TimeoutError:
-            alone = list(self._waiting.values()) == [answer]
+            is_culprit = worker is self._worker and worker.calls == 1
             self._lose(worker)
-            return timed_out(timeout_s, len(call.lengths)) if alone else None
+            return timed_out(timeout_s, len(call.lengths)) if is_culprit else None
         except (EOFError, OSError):
             self._lose(worker)
             return None
         finally:
-            if self._waiting.get(number) is answer:
-                del self._waiting[number]
+            worker.calls -= 1
         if reply.spent:
             self._lose(worker)
         return reply
 
-    async def _running(self) -> Worker:
-        async with self._starting:
-            if self._worker is None:
-                self._worker = await self._fork_server.start_worker("async")
-                self._listener = asyncio.create_task(self._listen(self._worker))
-            return self._worker
-
-    async def _listen(self, worker: Worker) -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                number, reply = await worker.receive()
-                answer = self._waiting.pop(number, None)
-                if answer is not None and not answer.done():
-                    answer.set_result(reply)
-        self._lose(worker)
-
     def _lose(self, worker: Worker) -> None:
-        if worker is not self._worker:
-            return
-        worker.end()
-        self._worker = None
-        waiting, self._waiting = self._waiting, {}
-        for answer in waiting.values():
-            if not answer.done():
-                answer.set_exception(EOFError())
+        if worker is self._worker:
+            self._worker = None
+            worker.end()
 
 
 class Threads:

@@ -133,45 +133,49 @@ class Worker:
         self._reader = reader
         self._writer = writer
         self._numbers = itertools.count()
-        self._ended = False
-
-    def number(self) -> int:
-        """A new number, for the next call."""
-        return next(self._numbers)
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self.calls = 0
+        """Calls under way, as the pool counts them."""
+        self._listener = asyncio.create_task(self._listen())
 
     def is_gone(self) -> bool:
         """Whether the process was ended, or has ended."""
-        return self._ended or self._reader.at_eof()
+        return self._listener.done() or self._reader.at_eof()
 
     async def ask(self, index: int, call: RewardCall, timeout_s: float) -> Reply:
-        """Send a call, and wait for its reply; no other call may be under way."""
-        number = self.number()
-        await self.send(number, index, call, timeout_s)
-        answered, reply = await self.receive()
-        if answered != number or len(reply.values) != len(call.lengths):
-            raise EOFError("a reply to something else")
-        return reply
-
-    async def send(self, number: int, index: int, call: RewardCall, timeout_s: float) -> None:
-        """Send a call under a number of its own."""
-        self._writer.write(framed(pickle.dumps((number, index, call, timeout_s))))
-        await self._writer.drain()
-
-    async def receive(self) -> tuple[int, Reply]:
-        """The next reply, and the number of its call.
+        """Send a call, and wait for its reply. Several calls can be under way if the worker is `async`.
 
         Raises:
             EOFError, OSError: the process is gone, or what it sends is no reply.
         """
-        message = await read_frame(self._reader)
+        if self._listener.done():
+            raise EOFError
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            return decode_reply(message)
-        except (ValueError, TypeError) as error:  # a function may write to whatever descriptor it finds
-            raise EOFError("no reply") from error
+            self._writer.write(framed(pickle.dumps((number, index, call, timeout_s))))
+            await self._writer.drain()
+            reply = await answer
+        finally:
+            del self._waiting[number]
+        if len(reply.values) != len(call.lengths):
+            raise EOFError("a reply to something else")
+        return reply
+
+    async def _listen(self) -> None:
+        # ValueError, TypeError: no reply. A function may write to whatever descriptor it finds.
+        with suppress(EOFError, OSError, ValueError, TypeError):
+            while True:
+                number, reply = decode_reply(await read_frame(self._reader))
+                answer = self._waiting.get(number)
+                if answer is not None and not answer.done():
+                    answer.set_result(reply)
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(EOFError())
 
     def end(self) -> int | None:
         """Kill the process; its exit status, see `ForkServer.end`."""
-        self._ended = True
         self._fork_server.connections.discard(self._writer)
         self._writer.transport.abort()
         return self._fork_server.end(self._pid)
