@@ -47,12 +47,8 @@ def code_tests(
 
     Args:
         completions: [B], text or chats.
-        tests: [B]. Python as text, or a list of such texts: every assert at the top level is a test. Without such
-            asserts the tests are `check(entry_point)` (HumanEval), or every function `test_...` and every method of a
-            unittest.TestCase. Names that they use and do not define are the program's, which is also importable as
-            `solution`. Or `{"inputs": [...], "outputs": [...]}`, also as JSON text: standard input and the expected
-            standard output, or, with `fn_name` or `entry_point`, arguments and value of that function, of the program
-            or of its class `Solution` (APPS, TACO, LiveCodeBench).
+        tests: [B], in one of the forms of docs/rewards/code.md. Names that tests in Python use and do not define are
+            the program's, which is also importable as `solution`.
         entry_point: [B], name of the tested function, if the tests need it.
         score: `share`, or `all`: 1.0 if all tests are passed, else 0.0.
         fence: `optional` takes the whole completion if nothing is fenced.
