@@ -76,24 +76,10 @@ async def remote(
     """Ask a service for the rewards of B completions, in one request.
 
     Args:
-        prompts: [B], text or chat messages.
-        completions: [B], text or chat messages.
+        prompts, completions: [B], text or chat messages.
         completion_ids: [B], the tokens of each completion, which the service may be sent.
-        url: where to post, as in http://127.0.0.1:8000/get_reward.
-        format: `openrlhf` sends texts: query, prompts and labels. `full`, our own format, sends what a local function
-            is called with: prompts as the data has them, completions, completion_ids and columns.
-        label_column: the column sent as `labels`. Default: empty texts.
-        columns: further columns to send, `completions` and `completion_ids` among them. Default: none with openrlhf,
-            all with full.
-        tokenizer: folder or hub name of the model whose chat template turns chat prompts into text for openrlhf.
-            Default: the contents of the messages, one below the other.
-        token_env: name of the environment variable with the bearer token.
-        timeout_s: seconds of one attempt, from connecting to the last byte.
-        retries: attempts after the first.
-        backoff_s: before attempt n + 1 the client waits between half of and all of `backoff_s` * 2^(n - 1) seconds,
-            or as long as Retry-After says, at most 60 s.
-        verify: True, or a file of the certificates of authorities to trust (PEM).
-        max_connections: requests of one worker process that may be under way at the same time.
+        url, and the settings after it: see docs/rewards/remote.md. `columns` defaults to none with the format
+            openrlhf, and to all with full, our own.
         log_extra: receives the lists in the answer's `extra_logs`.
         log_metric, trainer_state: not used; named so that they are not taken for columns.
         row_columns: the columns of the data set.

@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any
 
-import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -37,7 +36,7 @@ _LONGEST_HEAD = 16 * 2**10
 _GRACE_S = 10
 """For requests that are being answered when the server is told to end."""
 _GOODBYE_S = 1.0
-"""For idle clients to take leave when the server ends: over TLS that needs an answer of theirs."""
+"""For idle clients to close their side when the server ends: TLS waits for that."""
 
 
 def application(
@@ -47,11 +46,10 @@ def application(
 
     Args:
         path: as in /get_reward.
-        answer: makes an answer, which JSON can hold, of a question, which is parsed JSON; called in threads, several
-            at a time. An HTTPException that it raises becomes the answer's status and text; any other exception is
-            printed, and is a 500.
+        answer: from a question to an answer, both as Python has JSON; called in several threads at a time. An
+            HTTPException becomes status and text of the response; any other exception is printed, and becomes a 500.
         config: limits of what clients may ask.
-        token: bearer token that questions must carry; None: none is asked for.
+        token: bearer token that questions must carry; None: they need none.
     """
     question = _Endpoint(answer, config, token)
     return Starlette(
@@ -89,7 +87,7 @@ def serve(app: Starlette, listener: socket.socket, config: ServeOptionsConfig, t
         )
     )
     for number in (signal.SIGINT, signal.SIGTERM):
-        # When it has ended, uvicorn raises the signal again, for the handler from before: that must not end us.
+        # After its end uvicorn restores these handlers and raises the signal again: that must do nothing.
         signal.signal(number, server.handle_exit)
     server.run([listener])
 
@@ -169,9 +167,9 @@ async def _nobody(request: Request, error: Exception) -> Response:
 
 
 class _Connection(H11Protocol):
-    """uvicorn's connection, with a deadline for a request's head to arrive, and for an answer to be taken.
+    """uvicorn's connection, closed unless a request's head arrives, or an answer is taken, within a deadline.
 
-    The deadline is for all of it: what a slow client sends in the meantime gives it no more time.
+    Slow clients gain no time by sending or reading a few bytes now and then.
     """
 
     _deadline: asyncio.TimerHandle | None = None
@@ -188,6 +186,7 @@ class _Connection(H11Protocol):
             self._stop_waiting()
 
     def on_response_complete(self) -> None:
+        self._stop_waiting()
         self._wait()
         super().on_response_complete()
 
@@ -201,17 +200,8 @@ class _Connection(H11Protocol):
             self.loop.call_later(_GOODBYE_S, self.transport.abort)
 
     def _wait(self) -> None:
-        self._stop_waiting()
-        self._deadline = self.loop.call_later(self.timeout_keep_alive, self._give_up)
+        self._deadline = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
 
     def _stop_waiting(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-
-    def _give_up(self) -> None:
-        has_begun = self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]
-        if not has_begun or self.transport.is_closing() or self.transport.get_write_buffer_size():
-            self.transport.abort()
-            return
-        self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-        self.transport.close()

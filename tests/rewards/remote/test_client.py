@@ -122,7 +122,7 @@ TRANSIENT: dict[str, tuple[Behaviour, str]] = {
 
 
 @pytest.mark.parametrize("name", TRANSIENT)
-def test_what_may_pass_is_asked_again(name):
+def test_temporary_trouble_is_tried_again(name):
     behaviour, says_what = TRANSIENT[name]
     with Service(behaviour, behaviour, lengths) as service:
         assert ask(service.url, retries=2) == [4.0]
@@ -135,7 +135,7 @@ def test_what_may_pass_is_asked_again(name):
 
 
 @pytest.mark.parametrize("status", ["400 Bad Request", "401 Unauthorized", "404 Not Found", "422 No", "204 No Content"])
-def test_what_will_not_pass_is_asked_once(status):
+def test_a_final_status_is_not_tried_again(status):
     with Service(answer("", status)) as service:
         assert f"answered {status}" in refusal(service.url)
         assert len(service.asked) == 1
@@ -305,7 +305,7 @@ def test_the_token_goes_to_the_service_and_nowhere_else(monkeypatch, caplog):
             shown = traceback.TracebackException.from_exception(caught.value, capture_locals=True)
             assert TOKEN.encode() not in pickle.dumps(caught.value)
             assert TOKEN not in str(caught.value) + repr(caught.value)
-            # What a debugger would print of our frames and of those of the libraries; the tests' own hold the token.
+            # The variables of all frames but the test's own, as a debugger would print them.
             frames = [frame for frame in shown.stack if "test_client" not in frame.filename]
             assert frames and TOKEN not in str([frame.locals for frame in frames])
     assert "Using selector" in caplog.text

@@ -66,7 +66,7 @@ def names_of_children() -> set[str]:
     return {line for line in command_lines() if line in ("sleep 271", "sleep 272", "sleep 273", "sleep 274")}
 
 
-def test_every_act_is_foreseen() -> None:
+def test_every_act_has_an_expected_result() -> None:
     assert ACTS.keys() == FAILED.keys() | set(HANGS) | SCORED.keys() | {"does not apply"}
 
 

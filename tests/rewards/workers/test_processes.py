@@ -42,12 +42,12 @@ def foreign(function: str, **fields: Any) -> RewardConfig:
 
 
 def family(pid: int | None = None) -> list[psutil.Process]:
-    """All processes below one: nurseries, workers and what functions have started."""
+    """All descendants of a process: fork servers, workers and programs that functions have started."""
     return psutil.Process(pid).children(recursive=True)
 
 
 def wait_for_end(processes: list[psutil.Process]) -> None:
-    """A process that nobody waits for is at its end as well."""
+    """A zombie counts as ended."""
 
     def alive(process: psutil.Process) -> bool:
         try:
@@ -126,7 +126,7 @@ def test_processes_end_with_the_rewards() -> None:
     def mine() -> list[psutil.Process]:
         return [process for process in family() if process.pid not in before]
 
-    assert in_time(lambda: len(mine()) >= 5), "a fork_server, two workers, two programs"
+    assert in_time(lambda: len(mine()) >= 5), "a fork server, two workers, two programs"
     ended = mine()
     del rewards, stream
     gc.collect()
