@@ -13,9 +13,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from hybrid_grpo.config import DataConfig
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.data.prompts import DataReport, drop_over_long, tokenize_prompts
+from hybrid_grpo.data.prompts import DataReport, prompts_of
 from hybrid_grpo.data.sources import Row, Source, same_columns
 
 if TYPE_CHECKING:
@@ -32,14 +32,10 @@ def read_lines(
     """
     source = Source("standard input", split=None, limit=config.limit)
     filled = ((number, line) for number, line in enumerate(lines, start=first + 1) if line.strip())
-    rows = [_row(number, line, config) for number, line in islice(filled, source.limit)]
-    if not rows:
-        raise UserError("data.path is standard input, and that is empty: write one prompt a line")
-    rows = same_columns(rows)
-    prompts = tokenize_prompts(rows, source, config, tokenizer)
-    kept = drop_over_long(prompts, source, config)
-    report = DataReport.of(source, rows, kept, over_long_prompts=len(prompts) - len(kept))
-    return [replace(prompt, id=first + prompt.id) for prompt in kept], report
+    rows = same_columns([_row(number, line, config) for number, line in islice(filled, source.limit)])
+    refuse(not rows, "data.path is standard input, and that is empty: write one prompt a line")
+    kept = prompts_of(rows, source, config, tokenizer)
+    return [replace(prompt, id=first + prompt.id) for prompt in kept], DataReport.of(source, rows, kept)
 
 
 def typed(stdin: BinaryIO, read: Callable[[bytes, int], Prompt]) -> Iterator[Prompt]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.data.prompts import DataReport, drop_over_long, require_column, tokenize_prompts
+from hybrid_grpo.data.prompts import DataReport, prompts_of, require_column
 from hybrid_grpo.data.sources import read_rows, training_source
 
 if TYPE_CHECKING:
@@ -45,11 +45,9 @@ def read_pairs(
     source = training_source(config)
     rows = read_rows(source)
     require_column("data.completion_column", config.completion_column, rows, source)
-    prompts = tokenize_prompts(rows, source, config, tokenizer)
-    short = drop_over_long(prompts, source, config)
     pairs = [
         Pair(prompt, _completion_ids(rows[prompt.id][config.completion_column], prompt.id, config, tokenizer))
-        for prompt in short
+        for prompt in prompts_of(rows, source, config, tokenizer)
     ]
     kept = [pair for pair in pairs if len(pair.completion_ids) <= max_completion_tokens]
     if not kept:
@@ -58,10 +56,7 @@ def read_pairs(
             f"sft.max_completion_tokens {max_completion_tokens}: all {len(pairs)} completions of {source} are longer,"
             f" the shortest has {shortest} tokens: raise the limit"
         )
-    report = DataReport.of(
-        source, rows, [pair.prompt for pair in kept], len(prompts) - len(short), len(pairs) - len(kept)
-    )
-    return kept, report
+    return kept, DataReport.of(source, rows, [pair.prompt for pair in kept], len(pairs) - len(kept))
 
 
 def _completion_ids(value: Any, number: int, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -38,8 +38,8 @@ def compare_rewards(before_B: Tensor, now_B: Tensor, length_B: Tensor) -> dict[s
         "mean_now": now_N.mean().item(),
         "pearson": pearson(before_N, now_N),
         "spearman": pearson(ranks(before_N), ranks(now_N)),
-        "length_pearson_before": pearson(before_N, length_N),
-        "length_pearson_now": pearson(now_N, length_N),
+        "length_before": pearson(before_N, length_N),
+        "length_now": pearson(now_N, length_N),
     }
 
 

@@ -51,8 +51,8 @@ def test_rewards_are_compared_on_the_completions_to_which_both_apply():
     made = compare_rewards(f64(1, 0, NAN, 1, 2), f64(0, 1, 1, NAN, 5), f64(10, 20, 30, 40, 50))
     assert (made["rows"], made["mean_before"], made["mean_now"]) == (3, 1.0, 2.0)
     assert made["spearman"] == 0.5
-    assert made["length_pearson_before"] == pytest.approx(np.corrcoef([1, 0, 2], [10, 20, 50])[0, 1])
-    assert made["length_pearson_now"] == pytest.approx(np.corrcoef([0, 1, 5], [10, 20, 50])[0, 1])
+    assert made["length_before"] == pytest.approx(np.corrcoef([1, 0, 2], [10, 20, 50])[0, 1])
+    assert made["length_now"] == pytest.approx(np.corrcoef([0, 1, 5], [10, 20, 50])[0, 1])
 
 
 def test_what_becomes_of_advantages():
