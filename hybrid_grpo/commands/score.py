@@ -43,19 +43,6 @@ _SHOWN = 3
 """Disagreements that are printed."""
 _TEXT_SHOWN = 300
 """Characters of a prompt or completion that are printed, from its end."""
-_LABELS = {
-    "rows": "completions compared",
-    "none_now": "does not apply now",
-    "only_before": "right before only",
-    "only_now": "right now only",
-    "length_before": "length and reward before, Pearson",
-    "length_now": "length and reward now, Pearson",
-    "zero_std_before": "teach nothing before",
-    "zero_std_now": "teach nothing now",
-    "equal_frac": "same advantage",
-    "sign_flips_frac": "advantage of other sign",
-}
-"""How keys of the report are shown that do not speak for themselves."""
 _FOREVER_S = 1e9
 """Replaces scoring.max_wait_s, since no model waits for the rewards; a call keeps its own time limit."""
 
@@ -268,8 +255,7 @@ def _table(columns: dict[str, dict[str, Any]]) -> Table:
     for name in columns:
         table.add_column(name, justify="right", overflow="fold")
     for key in dict.fromkeys(key for column in columns.values() for key in column):
-        label = _LABELS.get(key, key.replace("_", " "))
-        table.add_row(label, *(_shown(column.get(key)) for column in columns.values()))
+        table.add_row(key.replace("_", " "), *(_shown(column.get(key)) for column in columns.values()))
     return table
 
 
