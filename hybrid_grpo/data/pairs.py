@@ -1,6 +1,6 @@
 """From rows to pairs of a prompt and the completion to learn, for the supervised stage.
 
-The prompt is read as for GRPO, so what is learned here is what the policy later samples from.
+Prompts are read as for GRPO, so that they are the same tokens that the policy later samples from.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Pair:
 def read_pairs(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, max_completion_tokens: int
 ) -> tuple[list[Pair], DataReport]:
-    """The pairs to train on and their report; completions over the limit, end-of-sequence counted, are dropped.
+    """The pairs to train on, with their report. Completions over the limit are dropped; end-of-sequence counts.
 
     Raises:
-        UserError: as `read_prompts`, and for the completions alike.
+        UserError: see `read_prompts`; or a completion is missing, or all are over-long.
     """
     if tokenizer.eos_token_id is None:
         raise UserError(
@@ -60,7 +60,7 @@ def read_pairs(
 
 
 def _completion_ids(value: Any, number: int, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The target of a row: text, or a chat of one assistant message, and one end-of-sequence token."""
+    """The target tokens, ended by one end-of-sequence token, of text or of a chat of one assistant message."""
     match value:
         case str(text) | [{"role": "assistant", "content": str(text)}]:
             token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]

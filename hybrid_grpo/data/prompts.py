@@ -1,6 +1,6 @@
 """From rows to prompts: the columns, the system message, the chat template, the length limit, the report.
 
-Does not read files (`sources`), and does not decide the order of prompts (`loader`).
+Files are read in `sources`, and the order of prompts is decided in `loader`.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class DataReport:
 def read_prompts(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool = False
 ) -> tuple[list[Prompt], DataReport]:
-    """The prompts to train on, or the held-out ones (only where `evaluation_source` gives one), with their report.
+    """The prompts to train on, or the held-out prompts (only if `evaluation_source` is not None), with their report.
 
     Raises:
-        UserError: the source, the prompt column, a row, the chat template or the length limit does not do.
+        UserError: the source cannot be read, or its rows do not make prompts; see `prompts_of`.
     """
     source = evaluation_source(config) if evaluation else training_source(config)
     assert source is not None
@@ -84,7 +84,7 @@ def read_prompts(
 
 
 def require_column(setting: str, column: str, rows: list[Row], source: Source) -> None:
-    """Refuse a column that the rows do not have, with those they have."""
+    """Refuse a column that the rows do not have; the message names one that they have."""
     if column not in rows[0]:
         raise UserError(f"{setting} {column}: {source} has no such column: {did_you_mean(column, rows[0])}")
 
@@ -124,10 +124,10 @@ def prompts_of(rows: list[Row], source: Source, config: DataConfig, tokenizer: P
 
 
 def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]:
-    """The prompt of a row as reward functions are given it; `where` names the row.
+    """The prompt of a row as reward functions receive it; `where` names the row in messages.
 
     Raises:
-        UserError: it is neither text nor a chat.
+        UserError: the prompt is neither text nor a chat, or contradicts the settings.
     """
     value = row[config.prompt_column]
     text = value if isinstance(value, str) else _messages(value, where, config)
@@ -165,12 +165,12 @@ def _messages(value: Any, where: str, config: DataConfig) -> list[Message]:
             f"data.chat_template never: {where} has chat messages, which need a template: set it to auto, or choose"
             " a data.prompt_column with text"
         )
-    # Arrow gives every message every key that any has; templates take a key with None for one that is set.
+    # Arrow gives every message all keys that any message has, with None; templates would take such a key as set.
     return [{key: part for key, part in message.items() if part is not None or key == "content"} for message in value]
 
 
 def _is_message(value: Any) -> bool:
-    """Text or a list of parts under a role; the assistant's may have tool calls in place of content."""
+    """Whether it has a role and content: text or a list of parts. The assistant may have tool calls instead."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
     return isinstance(value.get("content"), str | list) or value["role"] == "assistant"
