@@ -1,7 +1,7 @@
 """`generate`: prompts in, completions out, one JSON object a line. No engine: every rank holds the whole model.
 
 The completions are those that step 0 of a training run with the same settings would sample. Each is written as soon as
-it is finished, so lines stand in the order of finishing: `id`, the number of the prompt, and `sample` name them.
+it is finished, so lines are in the order of finishing; `id` (the number of the prompt) and `sample` identify them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, load and complete; a reader of the output who has had enough ends it quietly."""
+    """Parse, load and complete; ends quietly when the reader of the output has closed it."""
     config = parse(GenerateConfig, arguments, "generate").config
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     check_generate(config, ranks)
     try:
         _generate(config, rank, ranks)
     except BrokenPipeError:
-        # What is still buffered would fail once more when the process ends.
+        # Buffered output would fail once more when the process ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -95,7 +95,7 @@ def _generate(config: GenerateConfig, rank: int, ranks: int) -> None:
 
 
 def _device() -> torch.device:
-    """That of this rank, without a process group."""
+    """The device of this rank; there is no process group to ask."""
     import torch
 
     if not torch.cuda.is_available():
@@ -107,7 +107,7 @@ def _device() -> torch.device:
 
 @contextmanager
 def _output(name: str, rank: int, ranks: int) -> Iterator[BinaryIO]:
-    """The file of this rank, opened anew."""
+    """The file of this rank, overwritten, or standard output."""
     if name == "-":
         yield sys.stdout.buffer
         return
@@ -123,11 +123,11 @@ def _output(name: str, rank: int, ranks: int) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _progress(total: int, shown: bool) -> Iterator[Callable[[], None]]:
-    """A bar over the completions; where standard error is no terminal there is none."""
+    """A progress bar over the completions, shown only where standard error is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("completions"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     disable = not (shown and console.is_terminal)
-    # Redirected, the lines on standard output would go through the console of the bar.
+    # Otherwise the lines on standard output would be printed through the console of the bar.
     with Progress(*columns, console=console, disable=disable, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("completions", total=total)
         yield lambda: bar.advance(task)

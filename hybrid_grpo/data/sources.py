@@ -62,7 +62,7 @@ def training_source(config: DataConfig) -> Source:
 
 
 def evaluation_source(config: DataConfig) -> Source | None:
-    """The held-out rows; None where neither `eval_path` nor `eval_split` is set. `subset` belongs to `path` alone."""
+    """The held-out rows; None if neither `eval_path` nor `eval_split` is set. `subset` applies to `path` only."""
     if config.eval_path is not None:
         settings = {"path_setting": "data.eval_path", "split_setting": "data.eval_split"}
         return Source(config.eval_path, config.eval_split, limit=config.eval_limit, task=config.task, **settings)
@@ -234,7 +234,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     import datasets
     from pyarrow.parquet import ParquetFile
 
-    # Dataset decodes the column types that `datasets` adds to Arrow's (mixed JSON among them).
+    # Dataset decodes the column types that `datasets` adds to Arrow, for example mixed JSON.
     with ParquetFile(path) as file:
         yield from datasets.Dataset(file.read())
 

@@ -25,13 +25,13 @@ def compare_rewards(before_B: Tensor, now_B: Tensor, length_B: Tensor) -> dict[s
     """Compare old and new rewards, float64 [B], of the completions for which neither is missing (NaN).
 
     Returns:
-        `rows`, the completions compared; the mean of either reward; Pearson's and Spearman's correlation of the two;
-        Pearson's correlation of either with the length. A correlation with a constant is NaN.
+        `compared`, how many completions those are; the mean of either reward; Pearson's and Spearman's correlation of
+        the two; Pearson's correlation of either with the length. A correlation with a constant is NaN.
     """
     both_B = ~(before_B.isnan() | now_B.isnan())
     before_N, now_N, length_N = before_B[both_B], now_B[both_B], length_B[both_B]
     return {
-        "rows": len(before_N),
+        "compared": len(before_N),
         "mean_before": before_N.mean().item(),
         "mean_now": now_N.mean().item(),
         "pearson": pearson(before_N, now_N),
@@ -47,10 +47,10 @@ def agreement_table(before_B: Tensor, now_B: Tensor, thresholds: tuple[float, fl
     both_B = ~(before_B.isnan() | now_B.isnan())
     was_B, is_B = before_B[both_B] >= thresholds[0], now_B[both_B] >= thresholds[1]
     return {
-        "both_right": int((was_B & is_B).sum()),
-        "only_before": int((was_B & ~is_B).sum()),
-        "only_now": int((is_B & ~was_B).sum()),
-        "both_wrong": int((~was_B & ~is_B).sum()),
+        "right_by_both": int((was_B & is_B).sum()),
+        "right_before_only": int((was_B & ~is_B).sum()),
+        "right_now_only": int((is_B & ~was_B).sum()),
+        "wrong_by_both": int((~was_B & ~is_B).sum()),
         "agreement": _share(was_B == is_B),
     }
 
@@ -208,7 +208,7 @@ class Comparison:
         functions = {
             name: {
                 "compared_with": old,
-                "none_now": int((now.status[name] == RewardStatus.NOT_APPLICABLE).sum()),
+                "not_applicable_now": int((now.status[name] == RewardStatus.NOT_APPLICABLE).sum()),
                 "failed_now": int((now.status[name] >= RewardStatus.FAILED).sum()),
                 **compare_rewards(before.by_function[name], now.by_function[name], length_B),
                 **agreement_table(before.by_function[name], now.by_function[name], self._thresholds),

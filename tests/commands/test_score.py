@@ -241,16 +241,16 @@ def test_the_runs_own_rewards_say_again_what_they_said(run_there: Path, capsys: 
     report = report_of(run, "early+length_penalty")
     assert report["completions"] == 48 and report["steps"] == [1, 3, 3]
     for function in report["functions"].values():
-        assert function["agreement"] == 1.0 and function["only_before"] == function["only_now"] == 0
+        assert function["agreement"] == 1.0 and function["right_before_only"] == function["right_now_only"] == 0
         assert function["mean_before"] == function["mean_now"]
     early = report["functions"]["early"]
-    assert early["failed_now"] > 0 and early["rows"] + early["failed_now"] + early["none_now"] == 48
+    assert early["failed_now"] > 0 and early["compared"] + early["failed_now"] + early["not_applicable_now"] == 48
     assert early["pearson"] == early["spearman"] == 1.0
     assert report["advantages"]["equal_frac"] == 1.0 and report["advantages"]["sign_flips_frac"] == 0.0
     assert report["advantages"]["zero_std_before"] == report["advantages"]["zero_std_now"]
     assert (run / "score" / "early+length_penalty.disagreements.jsonl").read_text() == ""
     assert {path: path.read_bytes() for path in before} == before
-    assert "runs/run: 48 completions of 3 steps, 1 to 3" in said and "both right" in said
+    assert "runs/run: 48 completions of 3 steps, 1 to 3" in said and "right by both" in said
 
 
 def test_other_rewards_for_some_steps(run_there: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,8 @@ def f64(*values: float) -> torch.Tensor:
 
 def test_the_table_of_agreement_has_a_threshold_on_either_side():
     table = agreement_table(f64(1, 1, 0, 0, NAN, 1), f64(0.3, 0.2, 0.3, 0.2, 0.3, NAN), (1.0, 0.3))
-    assert table == {"both_right": 1, "only_before": 1, "only_now": 1, "both_wrong": 1, "agreement": 0.5}
+    assert table.pop("agreement") == 0.5
+    assert table == {"right_by_both": 1, "right_before_only": 1, "right_now_only": 1, "wrong_by_both": 1}
     assert math.isnan(agreement_table(f64(NAN), f64(1), (1.0, 1.0))["agreement"])
 
 
@@ -49,7 +50,7 @@ def test_equal_rewards_are_perfectly_correlated_to_the_last_digit():
 
 def test_rewards_are_compared_on_the_completions_to_which_both_apply():
     made = compare_rewards(f64(1, 0, NAN, 1, 2), f64(0, 1, 1, NAN, 5), f64(10, 20, 30, 40, 50))
-    assert (made["rows"], made["mean_before"], made["mean_now"]) == (3, 1.0, 2.0)
+    assert (made["compared"], made["mean_before"], made["mean_now"]) == (3, 1.0, 2.0)
     assert made["spearman"] == 0.5
     assert made["length_pearson_before"] == pytest.approx(np.corrcoef([1, 0, 2], [10, 20, 50])[0, 1])
     assert made["length_pearson_now"] == pytest.approx(np.corrcoef([0, 1, 5], [10, 20, 50])[0, 1])
@@ -99,5 +100,5 @@ def test_the_largest_disagreements_are_kept_and_ties_go_by_the_change_of_the_adv
     assert worst[0]["prompt"] == "p1" and worst[0]["completion"] == "c2" and worst[0]["extra"] == {"why": "w1"}
     assert worst[0]["reason"] == "wrong before, right now" and worst[0]["advantage_now"] == 0.5
     report = comparison.report()
-    assert report["functions"]["new"]["failed_now"] == 1 and report["functions"]["new"]["rows"] == 11
+    assert report["functions"]["new"]["failed_now"] == 1 and report["functions"]["new"]["compared"] == 11
     assert report["steps"] == [1, 2, 3] and report["completions"] == 12
