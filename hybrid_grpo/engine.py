@@ -35,13 +35,7 @@ from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_conf
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.distributed import (
-    all_reduce,
-    check_shared_memory,
-    rank,
-    release_shared_memory,
-    world_size,
-)
+from hybrid_grpo.distributed import all_reduce, check_shared_memory, rank, release_shared_memory, world_size
 from hybrid_grpo.model.lora import Adapter
 from hybrid_grpo.model.view import View
 
@@ -84,22 +78,16 @@ def _wait_for_compilers() -> None:
     start = time.time()
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root()))
     said = False
-    while locks := [(path, age) for path in root.glob("**/deepspeed_*/lock") if (age := _age(path)) is not None]:
-        for path, age in locks:
-            if age > _COMPILE_SECONDS:
-                path.unlink(missing_ok=True)
-            elif not said and time.time() - start > 5:
-                print(f"hybrid-grpo: another process compiles DeepSpeed's kernels ({path}): waiting", flush=True)
-                said = True
+    while locks := list(root.glob("**/deepspeed_*/lock")):
+        for path in locks:
+            # Whoever made the lock may remove it at any moment.
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _COMPILE_SECONDS:
+                    path.unlink()
+        if not said and time.time() - start > 5:
+            print(f"hybrid-grpo: another process compiles DeepSpeed's kernels ({locks[0]}): waiting", flush=True)
+            said = True
         time.sleep(0.2)
-
-
-def _age(path: Path) -> float | None:
-    """Seconds since it was written; None where it is gone."""
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return None
 
 
 def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
@@ -145,11 +133,7 @@ def frozen_config(dtype: str) -> dict[str, Any]:
 
 
 def _common(dtype: str) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "steps_per_print": 10**9,
-    }
+    return {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": dtype == "bfloat16"}, "steps_per_print": 10**9}
 
 
 def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:

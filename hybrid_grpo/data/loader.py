@@ -81,13 +81,9 @@ class PromptLoader(Generic[ItemT]):
     def state_dict(self) -> LoaderState:
         """The position after the batches handed out so far."""
         epoch, offset = divmod(self._position, len(self._prompts))
-        return {
-            "epoch": epoch,
-            "offset": offset,
-            "length": len(self._prompts),
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-        }
+        return LoaderState(
+            epoch=epoch, offset=offset, length=len(self._prompts), seed=self._seed, shuffle=self._shuffle
+        )
 
     def load_state_dict(self, state: LoaderState) -> None:
         """Go on from a saved position.

@@ -108,8 +108,9 @@ class _Source:
         self.attentions = [
             _Attention(node, call)
             for node in nodes
-            if isinstance(node, ast.FunctionDef) and _updates(node)
-            for call in _calls(node, "attention_interface")
+            if isinstance(node, ast.FunctionDef) and any(map(_is_update, _assignments(node)))
+            for call in ast.walk(node)
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "attention_interface"
         ]
         self.options = {word for attention in self.attentions for word in attention.options}
         self.methods = {
@@ -155,11 +156,6 @@ class _Attention:
         self.is_over_the_cache = all(_is_last_set_by_update(name, before) for name in arguments[2:4])
 
 
-def _calls(function: ast.FunctionDef, name: str) -> list[ast.Call]:
-    calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
-    return [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == name]
-
-
 def _assignments(function: ast.FunctionDef) -> list[ast.Assign]:
     nodes = (node for node in ast.walk(function) if isinstance(node, ast.Assign))
     return sorted(nodes, key=lambda node: node.lineno)
@@ -169,15 +165,7 @@ def _is_update(node: ast.Assign) -> bool:
     return isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith(".update")
 
 
-def _updates(function: ast.FunctionDef) -> bool:
-    return any(map(_is_update, _assignments(function)))
-
-
 def _is_last_set_by_update(name: str, assignments: list[ast.Assign]) -> bool:
-    setting = [node for node in assignments if name in map(ast.unparse, _targets(node))]
+    # One target, as `key` or as `key, value`.
+    setting = [node for node in assignments if name in ast.unparse(node.targets[0]).strip("()").split(", ")]
     return bool(setting) and _is_update(setting[-1])
-
-
-def _targets(node: ast.Assign) -> list[ast.expr]:
-    [target] = node.targets
-    return target.elts if isinstance(target, ast.Tuple) else [target]
