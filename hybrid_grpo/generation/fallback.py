@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -58,49 +58,6 @@ class _Ends(StoppingCriteria):
         return torch.tensor([row.done for row in self.rows], device=ids_nS.device)
 
 
-class _Fallback:
-    """One call of `generate`."""
-
-    def __init__(
-        self,
-        model: Any,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        on_finish: OnFinish | None,
-        decode: Callable[[list[int]], str] | None,
-    ) -> None:
-        self.model = model
-        self.device = next(model.parameters()).device
-        self.sampling = sampling
-        self.sampler = Sampler(sampling, self.device)
-        self.on_finish = on_finish
-        self.decode = decode
-        self.finished: list[list[Completion | None]] = [[None] * len(request.keys) for request in requests]
-        self.stats = Stats()
-
-    def complete(self, rows: list[scheduler.Sequence]) -> None:
-        """Decode rows whose prompts have the same length until all have ended."""
-        choice = _Choice(rows, self.sampler, self._record)
-        self.model.generate(
-            torch.tensor([row.tokens for row in rows], device=self.device),
-            generation_config=GenerationConfig(max_new_tokens=max(row.limit for row in rows), do_sample=False),
-            logits_processor=LogitsProcessorList([choice]),
-            stopping_criteria=StoppingCriteriaList([_Ends(rows)]),
-            # Each rank decodes at its own pace.
-            synced_gpus=False,
-        )
-        self.stats.steps += choice.steps
-        self.stats.prefills += len(rows)
-
-    def _record(self, row: scheduler.Sequence, token: int, logp: float) -> None:
-        self.stats.rows += 1
-        self.stats.context += len(row.tokens)
-        if completion := row.add(token, logp, self.sampling, self.decode):
-            self.finished[row.request][row.sample] = completion
-            if self.on_finish is not None:
-                self.on_finish(row.request, row.sample, completion)
-
-
 @contextmanager
 def _no_defaults(model: Any) -> Iterator[None]:
     """Inside, the model has an empty generation config: its own would add stop tokens, penalties and forbidden tokens
@@ -129,13 +86,33 @@ def generate(
             implementations and without hooks that communicate.
         max_slots: most completions decoded at the same time; fewer where fewer prompts have the same length.
     """
-    fallback = _Fallback(model, requests, sampling, on_finish, decode)
+    device, stats = next(model.parameters()).device, Stats()
+    sampler = Sampler(sampling, device)
+    finished: list[list[Completion | None]] = [[None] * len(request.keys) for request in requests]
+
+    def record(row: scheduler.Sequence, token: int, logp: float) -> None:
+        stats.rows += 1
+        stats.context += len(row.tokens)
+        if completion := row.add(token, logp, sampling, decode):
+            finished[row.request][row.sample] = completion
+            if on_finish is not None:
+                on_finish(row.request, row.sample, completion)
+
     # Longest prompts first, so that a lack of memory shows at once.
     rows = [row for group in sequences_of(requests, sampling) for row in group]
     rows.sort(key=lambda row: row.prompt, reverse=True)
     with _no_defaults(model):
         for _, alike in groupby(rows, key=lambda row: row.prompt):
-            same_length = list(alike)
-            for first in range(0, len(same_length), max_slots):
-                fallback.complete(same_length[first : first + max_slots])
-    return [[c for c in group if c is not None] for group in fallback.finished], fallback.stats
+            while batch := list(islice(alike, max_slots)):
+                choice = _Choice(batch, sampler, record)
+                model.generate(
+                    torch.tensor([row.tokens for row in batch], device=device),
+                    generation_config=GenerationConfig(max_new_tokens=max(row.limit for row in batch), do_sample=False),
+                    logits_processor=LogitsProcessorList([choice]),
+                    stopping_criteria=StoppingCriteriaList([_Ends(batch)]),
+                    # Each rank decodes at its own pace.
+                    synced_gpus=False,
+                )
+                stats.steps += choice.steps
+                stats.prefills += len(batch)
+    return [[c for c in group if c is not None] for group in finished], stats

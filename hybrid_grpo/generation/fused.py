@@ -21,10 +21,12 @@ from hybrid_grpo.model.kernels.build import run, usable
 from hybrid_grpo.model.kernels.decoding import fits
 
 _MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_NORMS = {"q_norm", "k_norm"}
-_MLP = {"gate_proj", "up_proj", "down_proj"}
+_LAYER = {
+    *("self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.act_fn"),
+    *("input_layernorm", "post_attention_layernorm"),
+}
+_HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}
 _ROPE = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings that depend on the position only; other kinds look at the whole batch."""
 _FAR = 1 << 17
@@ -164,25 +166,17 @@ def _looks_right(model: Any, cache: PagedCache) -> bool:
 
 
 def _layer_looks_right(layer: Any, norm: Any) -> bool:
-    if {name for name, _ in layer.named_children()} != _LAYER:
-        return False
-    attention, mlp = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())
-    linears = [attention.get(name) for name in _ATTENTION] + [mlp.get(name) for name in _MLP]
-    norms = [
-        layer.input_layernorm,
-        layer.post_attention_layernorm,
-        *(attention[name] for name in _NORMS & set(attention)),
-    ]
-    epsilon = getattr(norm, "variance_epsilon", None)
+    parts = {name: part for name, part in layer.named_modules() if name}
+    linears = [part for name, part in parts.items() if name.endswith("_proj")]
+    norms = [part for name, part in parts.items() if name.endswith("norm")]
     return (
-        attention.keys() - _NORMS == _ATTENTION
-        and mlp.keys() - {"act_fn"} == _MLP
+        parts.keys() - _HEAD_NORMS == _LAYER
         and all(type(linear) is nn.Linear for linear in linears)
-        and all(mlp[name].bias is None for name in _MLP)
+        and layer.mlp.gate_proj.bias is layer.mlp.up_proj.bias is layer.mlp.down_proj.bias is None
         and isinstance(layer.mlp.act_fn, (nn.SiLU, SiLUActivation))
         and hasattr(layer.self_attn, "head_dim")
-        and epsilon is not None
-        and all(getattr(module, "variance_epsilon", None) == epsilon for module in norms)
+        and hasattr(norm, "variance_epsilon")
+        and all(getattr(part, "variance_epsilon", None) == norm.variance_epsilon for part in norms)
     )
 
 

@@ -107,22 +107,18 @@ class View:
         whole: dict[Any, Tensor] = {}
         for dtype in sorted({p.ds_tensor.dtype for p in every}, key=str):
             parameters = [p for p in every if p.ds_tensor.dtype == dtype]
-            flat = torch.empty(sum(p.ds_numel for p in parameters), dtype=dtype, device=self._device)
-            offset = 0
+            sizes = [p.ds_numel for p in parameters]
+            flat = torch.empty(sum(sizes), dtype=dtype, device=self._device)
+            targets = dict(zip(parameters, flat.split(sizes), strict=True))
             for bucket in _buckets(parameters):
                 local = torch.cat([p.ds_tensor.to(self._device).view(-1) for p in bucket])
                 # gloo accepts a flat output only.
                 ranks = torch.empty(world_size() * len(local), dtype=dtype, device=self._device)
                 torch.distributed.all_gather_into_tensor(ranks, local)
-                ranks = ranks.view(world_size(), -1)
-                start = 0
-                for p in bucket:
-                    shards = ranks[:, start : start + p.ds_tensor.numel()].reshape(-1)
-                    start += p.ds_tensor.numel()
-                    target = flat[offset : offset + p.ds_numel]
-                    offset += p.ds_numel
+                shards = ranks.view(world_size(), -1).split([p.ds_tensor.numel() for p in bucket], dim=1)
+                for p, shard in zip(bucket, shards, strict=True):
                     # The last ranks' shards may end in padding.
-                    whole[p] = target.copy_(shards[: p.ds_numel]).view(p.ds_shape)
+                    whole[p] = targets[p].copy_(shard.reshape(-1)[: p.ds_numel]).view(p.ds_shape)
         return whole
 
 
