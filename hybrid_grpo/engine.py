@@ -119,19 +119,6 @@ def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
     return _merged(config, engine.deepspeed)
 
 
-def frozen_config(dtype: str) -> dict[str, Any]:
-    """The DeepSpeed configuration of a model that is not trained: each rank keeps its shard in host memory."""
-    on_gpu = get_accelerator().device_name() != "cpu"
-    return {
-        **_common(dtype),
-        "zero_optimization": {
-            "stage": 3,
-            "memory_efficient_linear": False,
-            "offload_param": {"device": "cpu", "pin_memory": on_gpu},
-        },
-    }
-
-
 def _common(dtype: str) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": dtype == "bfloat16"}, "steps_per_print": 10**9}
 
@@ -321,7 +308,9 @@ class Frozen:
     """
 
     def __init__(self, read: Callable[[], nn.Module], dtype: str) -> None:
-        config = frozen_config(dtype)
+        offload = {"device": "cpu", "pin_memory": get_accelerator().device_name() != "cpu"}
+        zero = {"stage": 3, "memory_efficient_linear": False, "offload_param": offload}
+        config = {**_common(dtype), "zero_optimization": zero}
         with sharded_loading(config):
             module = read()
         self.engine, *_ = deepspeed.initialize(model=module.requires_grad_(False), config=config)

@@ -159,8 +159,6 @@ class _Bucket:
     key: Selection
     query_position_bq: Tensor
     key_position_bk: Tensor
-    causal: bool
-    """No segment has a prefix, so plain causal attention is enough."""
 
 
 class Segments:
@@ -215,8 +213,9 @@ class Segments:
 
     def _mask(self, number: int, bucket: _Bucket, window: int) -> Tensor | None:
         """Which keys of a bucket its queries attend to, bool [b, 1, q, k]; None: plain causal attention."""
-        _, q, _ = bucket.shape
-        if bucket.causal and (not window or q <= window):
+        _, q, k = bucket.shape
+        # Without prefixes there are as many keys as queries.
+        if q == k and (not window or q <= window):
             return None
         if (number, window) not in self._allowed:
             query, key = bucket.query_position_bq[:, :, None], bucket.key_position_bk[:, None]
@@ -261,7 +260,6 @@ class Segments:
                     Selection(index_bk.ravel(), self._device, real_bk.ravel()),
                     _tensor(position_bq, self._device),
                     _tensor(np.concatenate([before_bp, position_bq], axis=1), self._device),
-                    p == 0,
                 )
             )
         return buckets, Selection(output_N, self._device)
