@@ -1,4 +1,4 @@
-"""The policy: one set of weights that samples, scores and is trained."""
+"""The policy: one set of weights that samples, scores and is trained; and the frozen reference beside it."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Policy:
         policy, engine: what to load and how to train it.
         tokenizer: decodes completions.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        decoder: what will decode it; see `RolloutConfig`.
+        decoder: which decoder will sample from it; see `RolloutConfig`.
         lora: adapters to train instead of the weights, if its rank is not 0.
-        seed: what adapters start from.
+        seed: initialises the adapters.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Policy:
         *,
         gradients: bool = True,
     ) -> list[MicroBatch]:
-        """Rows (all, when not given) in micro-batches within `token_budget`; as many on every rank. Collective."""
+        """Rows (default: all) in micro-batches within `token_budget`, equally many on every rank. Collective."""
         rows = range(len(prompt_ids)) if rows is None else rows
         budget = token_budget(self.config, on_gpu=self.engine.device.type != "cpu", gradients=gradients)
         if self.packs:
@@ -118,8 +118,8 @@ class Policy:
         return micro.unflatten(logp_N), micro.unflatten(entropy_N)
 
     def step(self) -> StepResult:
-        """One optimizer step over what was given to `engine.backward`; skipped on all ranks, and counted, when the
-        gradient is not finite."""
+        """One optimizer step with the gradients of `engine.backward`. If they are not finite, all ranks skip the step
+        and count it."""
         result = self.engine.step(self.lr)
         self.optimizer_steps += 1
         self.skipped_steps += not result.applied
@@ -131,22 +131,22 @@ class Policy:
         return learning_rate(self.config, self.optimizer_steps, self.total_steps)
 
     def state_dict(self) -> dict[str, int]:
-        """What the engine's own checkpoint does not hold."""
+        """The state that the engine's checkpoint does not contain."""
         return {"optimizer_steps": self.optimizer_steps, "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         self.optimizer_steps, self.skipped_steps = state["optimizer_steps"], state["skipped_steps"]
 
     def export(self, folder: Path) -> None:
         """Write weights, configuration and tokenizer in Hugging Face format. Collective.
 
-        Adapters are merged into these weights, and also written by themselves, in peft's format, to `adapter/` below.
+        Adapters are merged into the weights, and also written separately, in peft's format, to the folder `adapter/`.
         """
         with self.engine.generation() as view:
             if rank() == 0:
                 view.save_pretrained(folder, state_dict=_untangled(view.state_dict()))
-                # As it came, dropout included, but for the type of the weights.
+                # The configuration as it was loaded, dropout included, except for the type of the weights.
                 config = load_config(self.config.model)
                 config.dtype = getattr(torch, self.config.dtype)
                 config.save_pretrained(folder)
@@ -158,7 +158,7 @@ class Policy:
 
 
 def _untangled(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies with a memory of their own each: gathered weights are slices of one buffer. Tied ones stay one."""
+    """Copies in separate memory, since gathered weights are slices of one buffer; tied weights stay tied."""
     copies: dict[int, Tensor] = {}
     return {
         name: copies.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", copy=True))
@@ -167,7 +167,8 @@ def _untangled(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Reference:
-    """A frozen copy of the policy, sharded over the ranks and offloaded to host memory (ZeRO-3)."""
+    """The reference policy: the starting weights, or later ones of the policy, scored once per rollout. A frozen copy,
+    sharded over the ranks and kept in host memory (ZeRO-3)."""
 
     def __init__(self, policy: PolicyConfig) -> None:
         def read() -> LogprobModel:
@@ -176,15 +177,12 @@ class Reference:
         self.engine = engines.Frozen(read, policy.dtype)
 
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
-        """Score every completion; collective, each rank with the same number of micro-batches.
+        """ref_logp_BT of every completion, float32, 0 on padding. Collective: ranks have equally many micro-batches.
 
         Args:
             batches: micro-batches that cover all rows.
             shape: (B, T) of the result.
-            temperature: that of sampling.
-
-        Returns:
-            ref_logp_BT, float32, 0 on padding.
+            temperature: of sampling.
         """
         device = batches[0].input_ids_bS.device
         ref_logp_BT = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -195,26 +193,22 @@ class Reference:
         return ref_logp_BT
 
     def _score(self, micro: MicroBatch, temperature: float) -> Tensor:
-        """logp_N of the tokens under the mask; collective."""
+        """logp_N of the completion tokens. Collective."""
         logp_N, _ = self.engine(*micro.inputs, temperature)
         return logp_N
 
     def refresh(self, policy: engines.Engine, mix: float) -> None:
-        """Make the weights `mix` of the policy's and the rest of what they were (iterative GRPO: DeepSeekMath,
-        arXiv:2402.03300, algorithm 1, with mix 1)."""
+        """Move the weights towards the policy's: to `mix` times the policy's plus (1 - `mix`) times their own (mix 1 is
+        iterative GRPO: DeepSeekMath, arXiv:2402.03300, algorithm 1)."""
         self.engine.blend(policy, mix)
 
     def save(self, folder: Path) -> None:
-        """Write this rank's weights into a checkpoint's folder."""
+        """Write this rank's shards into a checkpoint's folder."""
         folder.mkdir(parents=True, exist_ok=True)
         self.engine.save(_shards(folder))
 
     def load(self, folder: Path) -> None:
-        """Go on with the weights of a checkpoint.
-
-        Raises:
-            UserError: it holds none for this rank.
-        """
+        """Read this rank's shards from a checkpoint's folder; raises `UserError` if there are none."""
         if not _shards(folder).is_file():
             raise UserError(
                 f"run.resume: checkpoint {folder} holds no reference for rank {rank()}: it was written with another"
@@ -224,8 +218,8 @@ class Reference:
 
 
 class UnadaptedReference(Reference):
-    """The model under a policy's adapters, which it started as: the policy's own engine without them, and no second
-    copy of the weights. It stays what it is: nothing refreshes, saves or loads it."""
+    """The model under a policy's adapters: the policy's own engine with the adapters off, without a second copy of the
+    weights. It never changes, so it is never refreshed, saved or loaded."""
 
     def __init__(self, policy: engines.Engine, adapters: Adapters) -> None:
         self._policy = policy

@@ -1,4 +1,4 @@
-"""Completions by a plain model, as the configuration's `rollout` section says: decoded, and handed on one by one."""
+"""Sampling as the configuration's `rollout` section says: its settings as `Sampling` and requests, texts decoded."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hybrid_grpo.model.attention import ATTENTION
 def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: bool = False) -> Sampling:
     """How tokens are chosen and completions end.
 
-    Greedy completions end by the same rules, and nothing else is kept: they measure the model, on which filters have
-    no effect then, and a penalty or a bias would measure the settings.
+    Greedy completions end by the same rules but ignore all other settings, since they measure the model: filters would
+    have no effect, and with a penalty or a bias they would measure the settings.
 
     Args:
-        stop_ids: tokens that end a completion, those of `config` among them.
+        stop_ids: all tokens that end a completion, including those of `config`.
     """
     ends = Sampling(
         max_tokens=config.max_completion_tokens,
@@ -44,7 +44,7 @@ def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: boo
 
 
 def requests_of(prompts: Sequence[Prompt], num_generations: int, seed: int, step: int) -> list[Request]:
-    """Completions wanted of each prompt; their random streams know neither ranks nor the order of prompts."""
+    """Requests for completions, whose random streams depend neither on ranks nor on the order of prompts."""
     return [
         Request(p.token_ids, [stream_key(seed, step, p.epoch, p.id, k) for k in range(num_generations)])
         for p in prompts
@@ -52,7 +52,7 @@ def requests_of(prompts: Sequence[Prompt], num_generations: int, seed: int, step
 
 
 def attention_of(decoder: Literal["paged", "transformers"]) -> str | None:
-    """The attention implementation that a model needs for `complete`; None: its own."""
+    """The attention implementation that a model needs for `complete`; None: one of transformers' own."""
     return ATTENTION if decoder == "paged" else None
 
 
@@ -64,16 +64,9 @@ def complete(
     config: RolloutConfig,
     on_finish: OnFinish | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
-    """Complete every request; texts are filled in.
+    """Complete every request with the decoder that `config` names; see `generation.generate`.
 
-    Args:
-        model: in eval mode, with the attention that `attention_of` says, without hooks that communicate.
-        tokenizer: decodes completions, special tokens left out.
-        config: which decoder, and its limits.
-        on_finish: is given each completion as soon as it is finished.
-
-    Raises:
-        UserError: see `generation.generate`.
+    Texts are filled in, without special tokens. The model needs the attention that `attention_of` returns.
     """
     completions: dict[tuple[int, int], Completion] = {}
 

@@ -1,8 +1,9 @@
-"""Which architectures `generate` decodes exactly: said from a configuration, before any weights are read.
+"""Which architectures can be packed and decoded exactly, judged from a configuration before any weights are read.
 
-The decode loop keeps the keys and values that attention layers give it and makes the mask itself, from positions and
-windows. An architecture that keeps anything else, or whose attention asks for more, is refused by name. Half of that
-no attribute tells: it is read from the source of the model's class, and what cannot be read there is refused too.
+Packed training and the paged decoder store the keys and values of attention layers, and derive masks from positions
+and windows. An architecture that keeps other state, or whose attention needs more, is refused with the reason. Not all
+of this shows in a configuration: the rest is read from the source of the model's class, and what cannot be found there
+is refused too.
 """
 
 from __future__ import annotations
@@ -24,33 +25,26 @@ _TRANSFORMING_HEADS = (
 _IN_ITS_MODULES = {
     "recurrent_gemma": "it carries a state from one prompt over to the next",
     "rwkv": "it divides weights in place to decode, and training has the same ones",
-    # Training makes logits of the last hidden state, the weight of the head, a scale and a soft cap: see LogitShape.
+    # Training computes logits from the last hidden state, the head's weight, a scale and a soft cap: see LogitShape.
     **dict.fromkeys(_TRANSFORMING_HEADS, "its head transforms hidden states before it multiplies them by its weight"),
     "hyperclovax": "it multiplies logits by the logits_scaling that other models divide them by",
     "inkling_text": "it divides hidden states before its head, and leaves out the end of the vocabulary",
     "inkling2_text": "it leaves out the end of the vocabulary",
     "xlstm": "it caps its logits by a setting that other models do not have",
 }
-"""What would go wrong unseen."""
+"""Why models of these types would be trained or decoded wrongly without an error."""
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 _ATTENTION_OPTIONS = {"attention_mask", "dropout", "position_ids", "scaling", "sliding_window", "softcap"}
-"""Keywords of an attention call that the paged attention honours, or that change nothing in it: masks are causal,
-dropout is off, and flash attention alone looks at positions."""
+"""Keywords of an attention call that `ATTENTION` honours or may ignore: masks are causal, dropout is off, and only
+flash attention looks at positions."""
 _CACHE_METHODS = {"update", "get_seq_length", "is_sliding"}
 _CROSS_ATTENTION_METHODS = {"cross_attention_cache", "is_updated", "layers", "self_attention_cache"}
-"""Touched by classes that can also attend to an encoder, which without one they do not."""
+"""Used by classes that can also attend to an encoder; without an encoder they do not."""
 
 
 def check_architecture(config: Any, decoder: Literal["paged", "transformers"]) -> None:
-    """Refuse a model that cannot be decoded as the configuration asks.
-
-    Args:
-        config: transformers configuration of the policy.
-        decoder: `paged` is the decode loop, `transformers` is `generate()`.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Raise `UserError` if a model, given its transformers configuration, cannot be decoded by `decoder`: `paged` is
+    the decode loop, `transformers` is the fallback `generate()`."""
     model = _causal_lm(config)
     name = f"policy.model {config.name_or_path}: {model.__name__ if model else type(config).__name__}"
     if reason := undecodable(config):
@@ -60,7 +54,7 @@ def check_architecture(config: Any, decoder: Literal["paged", "transformers"]) -
 
 
 def undecodable(config: Any) -> str | None:
-    """Why neither the decode loop nor `generate()` can run the architecture of a configuration, or None."""
+    """Why neither the decode loop nor the fallback can run an architecture, or None."""
     if _causal_lm(config) is None:
         return "transformers has no causal language model of this kind"
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
@@ -69,12 +63,12 @@ def undecodable(config: Any) -> str | None:
 
 
 def unsupported(config: Any) -> str | None:
-    """Why the decode loop cannot run the architecture of a transformers configuration exactly, or None where it can."""
+    """Why the decode loop and packed training cannot run an architecture exactly, or None."""
     return undecodable(config) or next(_reasons(config), None)
 
 
 def _causal_lm(config: Any) -> Any:
-    """The class that `AutoModelForCausalLM` takes, or None."""
+    """The class that `AutoModelForCausalLM` selects, or None."""
     return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
@@ -87,7 +81,7 @@ def _reasons(config: Any) -> Iterator[str]:
         yield "its layers keep a state beside keys and values"
     if getattr(text, "num_kv_shared_layers", 0):
         yield "its layers share keys and values"
-    # "vision": among the tokens of an image, of which there are none.
+    # "vision" is fine: it means the tokens of images, and there are no images here.
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         yield "its attention looks ahead"
     if not model._supports_attention_backend:
@@ -100,16 +94,17 @@ def _reasons(config: Any) -> Iterator[str]:
 
 
 class _Source:
-    """What the module of a model does around its attention."""
+    """What the source of a model's module does around its attention."""
 
     def __init__(self, text: str) -> None:
         nodes = list(ast.walk(ast.parse(text)))
-        # Attention that keeps nothing belongs to encoders of images or sound, which text does not run.
+        # Attention without a cache belongs to encoders of images or sound, which do not run on text.
         self.attentions = [
             _Attention(node, call)
             for node in nodes
-            if isinstance(node, ast.FunctionDef) and _updates(node)
-            for call in _calls(node, "attention_interface")
+            if isinstance(node, ast.FunctionDef) and any(map(_is_update, _assignments(node)))
+            for call in ast.walk(node)
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "attention_interface"
         ]
         self.options = {word for attention in self.attentions for word in attention.options}
         self.methods = {
@@ -155,11 +150,6 @@ class _Attention:
         self.is_over_the_cache = all(_is_last_set_by_update(name, before) for name in arguments[2:4])
 
 
-def _calls(function: ast.FunctionDef, name: str) -> list[ast.Call]:
-    calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
-    return [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == name]
-
-
 def _assignments(function: ast.FunctionDef) -> list[ast.Assign]:
     nodes = (node for node in ast.walk(function) if isinstance(node, ast.Assign))
     return sorted(nodes, key=lambda node: node.lineno)
@@ -169,15 +159,7 @@ def _is_update(node: ast.Assign) -> bool:
     return isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith(".update")
 
 
-def _updates(function: ast.FunctionDef) -> bool:
-    return any(map(_is_update, _assignments(function)))
-
-
 def _is_last_set_by_update(name: str, assignments: list[ast.Assign]) -> bool:
-    setting = [node for node in assignments if name in map(ast.unparse, _targets(node))]
+    # The target of an assignment is `key`, or `key, value`.
+    setting = [node for node in assignments if name in ast.unparse(node.targets[0]).strip("()").split(", ")]
     return bool(setting) and _is_update(setting[-1])
-
-
-def _targets(node: ast.Assign) -> list[ast.expr]:
-    [target] = node.targets
-    return target.elts if isinstance(target, ast.Tuple) else [target]
