@@ -62,4 +62,4 @@ class SftTrainer:
         self.meter.add("time/step_s", step_s)
         read = tokens + sum(len(pair.prompt.token_ids) for pair in pairs)
         self.meter.add("throughput/trained_tokens_per_s", read / step_s)
-        measure_memory(self.meter)
+        self.meter.update(measure_memory())

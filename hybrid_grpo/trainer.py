@@ -259,7 +259,7 @@ class Trainer:
                 self.policy.engine.backward(loss)
                 self.meter.add("policy/loss", loss / len(passes))
                 if number == 0:
-                    measure_parity(self.meter, batch.micro, logp_bT, batch.sampler_logp_bT)
+                    self.meter.update(measure_parity(batch.micro, logp_bT, batch.sampler_logp_bT))
             self.meter.add("policy/lr", self.policy.lr)
             self.meter.add("policy/grad_norm", self.policy.step().grad_norm)
         train_s = time.perf_counter() - start
@@ -290,7 +290,7 @@ class Trainer:
             correction_bT, correction = sampler_correction(
                 old_logp_bT, batch.sampler_logp_bT, batch.weight_bT > 0, grpo
             )
-            measure_correction(self.meter, correction)
+            self.meter.update(measure_correction(correction))
         loss, stats = policy_loss(
             logp_bT,
             old_logp_bT,
@@ -303,7 +303,8 @@ class Trainer:
             correction_bT=correction_bT,
         )
         self.kl.add(stats)
-        measure_loss(self.meter, stats, entropy_bT.detach(), batch.weight_bT, with_kl=batch.ref_logp_bT is not None)
+        with_kl = batch.ref_logp_bT is not None
+        self.meter.update(measure_loss(stats, entropy_bT.detach(), batch.weight_bT, with_kl))
         return loss, logp_bT
 
     def refresh_reference(self, step: int) -> None:
@@ -339,14 +340,14 @@ class Trainer:
         with self.meter.time("time/eval_s"):
             completions = self.policy.greedy(self.eval_prompts, self.config.rollout, self.task.stop_ids)
             scores = self.task.rewards.score(self.eval_prompts, completions, step=step)
-        measure_eval(self.meter, self.config.eval, self.task.outcome, completions, scores)
+        self.meter.update(measure_eval(self.config.eval, self.task.outcome, completions, scores))
         return scores
 
     def measure(self, rollout: Rollout, scores: Scores) -> None:
         """Numbers of the step that its stages did not add."""
-        measure_rollout(self.meter, rollout, scores, self.task.outcome, self.config.eval.threshold)
-        measure_health(self.meter, rollout, scores)
-        measure_memory(self.meter)
+        self.meter.update(measure_rollout(rollout, scores, self.task.outcome, self.config.eval.threshold))
+        self.meter.update(measure_health(rollout, scores))
+        self.meter.update(measure_memory())
         generated = self.meter.total("completion/sampled_tokens") / self.meter.total("time/generate_s")
         self.meter.add("throughput/generated_tokens_per_s", generated)
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)

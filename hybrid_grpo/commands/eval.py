@@ -39,7 +39,8 @@ def run(arguments: list[str]) -> None:
     groups, _ = complete(model, task.tokenizer, requests, sampling, config.rollout)
     completions = [group[0] for group in groups]
     meter = Meter(task.rewards.names, [config.eval.name], device)
-    measure_eval(meter, config.eval, task.outcome, completions, task.rewards.score(prompts, completions))
+    scores = task.rewards.score(prompts, completions)
+    meter.update(measure_eval(config.eval, task.outcome, completions, scores))
     values = meter.reduce()
     if rank() == 0:
         print(json.dumps(values))

@@ -27,6 +27,10 @@ from hybrid_grpo.model.attention import Segments, Selection
 Message = dict[str, Any]
 """One chat message: `{"role": ..., "content": ...}`."""
 
+Numbers = dict[str, tuple[float | Tensor, float]]
+"""What a stage measured: value and count by the metric's name. The count is how many items the value averages; a value
+of count 0 is left out. Tensors have no dimension and are read later, so that nothing waits for the GPU."""
+
 Step = tuple[int, float]
 """The reward of one step of a completion: the number of its tokens up to the end of the step, and the reward."""
 

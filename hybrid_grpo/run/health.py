@@ -12,31 +12,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_grpo.data.batch import Rollout, Scores
-from hybrid_grpo.run.metrics import Meter
+from hybrid_grpo.data.batch import Numbers, Rollout, Scores
 
 _NGRAM = 3
 """As in the built-in reward `repetition_penalty`."""
 
 
-def measure_health(meter: Meter, rollout: Rollout, scores: Scores) -> None:
+def measure_health(rollout: Rollout, scores: Scores) -> Numbers:
     """What the rewards of a rollout go along with. Groups whose rewards are equal say nothing."""
     shape = (len(rollout.prompts), rollout.num_generations)
     reward_PG = scores.reward_B.view(shape)
     repetition_B = repeated_share([completion.token_ids for completion in rollout.completions], _NGRAM)
-    meter.add("health/repetition_mean", repetition_B.mean(), len(repetition_B))
+    numbers: Numbers = {"health/repetition_mean": (repetition_B.mean(), len(repetition_B))}
     for name, value_B in (
         ("length", torch.tensor(rollout.lengths, dtype=torch.float64)),
         ("repetition", repetition_B),
     ):
         correlation_P = group_correlation(reward_PG, value_B.view(shape))
-        meter.add(f"health/reward_{name}_corr", correlation_P.nanmean(), int((~correlation_P.isnan()).sum()))
+        numbers[f"health/reward_{name}_corr"] = correlation_P.nanmean(), int((~correlation_P.isnan()).sum())
     highest_P1 = reward_PG.nan_to_num(-math.inf).amax(1, keepdim=True)
     lowest_P1 = reward_PG.nan_to_num(math.inf).amin(1, keepdim=True)
     best_PG = (reward_PG == highest_P1) & (highest_P1 > lowest_P1)
     clipped_B = torch.tensor([completion.finish == "length" for completion in rollout.completions])
     clipped_N = clipped_B.view(shape)[best_PG].double()
-    meter.add("health/best_clipped_frac", clipped_N.mean(), len(clipped_N))
+    numbers["health/best_clipped_frac"] = clipped_N.mean(), len(clipped_N)
+    return numbers
 
 
 def group_correlation(reward_PG: Tensor, value_PG: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -215,6 +215,11 @@ class Meter:
         if count:
             kept = value.detach().clone() if isinstance(value, Tensor) else value
             self._added.setdefault(name, []).append((kept, count))
+
+    def update(self, numbers: Mapping[str, tuple[float | Tensor, float]]) -> None:
+        """Add what a stage measured: value and count by name."""
+        for name, (value, count) in numbers.items():
+            self.add(name, value, count)
 
     def total(self, name: str) -> float:
         """What was added under a name on this rank since the last `reduce`."""

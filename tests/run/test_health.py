@@ -28,7 +28,7 @@ def measured(groups: list[list[tuple[float, list[int], str]]], meters: int = 1) 
         completions = [Completion(ids, [0.0] * len(ids), finish) for _, ids, finish in rows]
         reward_B = torch.tensor([reward for reward, _, _ in rows], dtype=torch.float64)
         rollout = Rollout([Prompt(i, "p", [1], {}) for i in range(len(mine))], completions, len(groups[0]))
-        measure_health(meter, rollout, Scores(reward_B, {"f": reward_B}, {"f": torch.zeros(len(rows))}))
+        meter.update(measure_health(rollout, Scores(reward_B, {"f": reward_B}, {"f": torch.zeros(len(rows))})))
     return meter.reduce()
 
 

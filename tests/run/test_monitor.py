@@ -23,7 +23,7 @@ def scores_of(values: list[float], statuses: list[int]) -> Scores:
 def test_rewards_are_those_of_completions_that_have_one():
     meter = Meter(["f"])
     values = [4.0, 2.0, NAN, NAN, NAN, 9.0, NAN, NAN, NAN]
-    measure_rewards(meter, scores_of(values, [0, 0, 2, 3, 1, 0, 2, 2, 2]), 3)
+    meter.update(measure_rewards(scores_of(values, [0, 0, 2, 3, 1, 0, 2, 2, 2]), 3))
     assert meter.reduce() == {
         "reward/mean": pytest.approx(15 / 4),
         "reward/max": 9.0,
@@ -39,14 +39,15 @@ def test_rewards_are_those_of_completions_that_have_one():
 
 def test_without_any_reward_the_shares_are_all_there_is():
     meter = Meter(["f"])
-    measure_rewards(meter, scores_of([NAN] * 4, [2, 2, 3, 3]), 2)
+    meter.update(measure_rewards(scores_of([NAN] * 4, [2, 2, 3, 3]), 2))
     assert meter.reduce() == {"reward/f/none_frac": 0.0, "reward/f/failed_frac": 1.0, "reward/f/timeout_frac": 0.5}
 
 
 def test_a_failure_in_an_evaluation_counts_as_wrong():
     meter = Meter(["f"], ["heldout"])
     completions = [Completion([1], [0.0], "stop")] * 4
-    measure_eval(meter, EvalConfig(threshold=0.5), "f", completions, scores_of([1.0, 0.25, NAN, NAN], [0, 0, 2, 1]))
+    scores = scores_of([1.0, 0.25, NAN, NAN], [0, 0, 2, 1])
+    meter.update(measure_eval(EvalConfig(threshold=0.5), "f", completions, scores))
     values = meter.reduce()
     assert values["eval/heldout/accuracy"] == 0.25 and values["eval/heldout/failed_frac"] == 0.25
     assert values["eval/heldout/reward_mean"] == pytest.approx(1.25 / 3)
