@@ -18,8 +18,7 @@ from hybrid_grpo.config import ReplayConfig, TrainConfig, reward_name
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.config.reward_checks import check_replay
-from hybrid_grpo.run.files import replace_text
-from hybrid_grpo.run.wandb_sink import json_safe
+from hybrid_grpo.run.files import json_safe, replace_text
 
 if TYPE_CHECKING:
     from hybrid_grpo.rewards.loading import Reward

@@ -25,7 +25,7 @@ from hybrid_grpo.config import ScoreConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.config.reward_checks import check_score
-from hybrid_grpo.run.wandb_sink import json_safe
+from hybrid_grpo.run.files import json_safe
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.completed import Completed
