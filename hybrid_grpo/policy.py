@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers.utils import cached_file
 
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
@@ -150,11 +152,29 @@ class Policy:
                 config = load_config(self.config.model)
                 config.dtype = getattr(torch, self.config.dtype)
                 config.save_pretrained(folder)
-                self.tokenizer.save_pretrained(folder)
+                save_tokenizer(self.tokenizer, folder)
         if self.adapters is not None:
             whole = self.engine.whole(self.adapters.parameters)
             if rank() == 0:
                 self.adapters.save(folder / "adapter", whole)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer with the very files it was loaded from, where they can be found.
+
+    transformers 5 chooses a tokenizer's class by the model's, and the class rebuilds the tokenizer: beside a Qwen2
+    model a WordLevel vocabulary is loaded, and would be saved, as BPE.
+    """
+    tokenizer.save_pretrained(folder)
+    names = {*tokenizer.vocab_files_names.values(), *_TOKENIZER_FILES}
+    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    for name in sorted(names) if tokenizer.name_or_path else ():
+        source = cached_file(tokenizer.name_or_path, name, **quietly)
+        if source is not None:
+            shutil.copyfile(source, folder / name)
+
+
+_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 def _untangled(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from hybrid_grpo.config import GenerateConfig
 from hybrid_grpo.config.checks import check_generate
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
-from hybrid_grpo.run.wandb_sink import json_safe
+from hybrid_grpo.run.files import json_safe
 
 if TYPE_CHECKING:
     import torch

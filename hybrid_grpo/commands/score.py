@@ -27,8 +27,7 @@ from hybrid_grpo.config import ScoreConfig, TrainConfig, reward_name
 from hybrid_grpo.config.checks import check_score
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
-from hybrid_grpo.run.files import replace_text
-from hybrid_grpo.run.wandb_sink import json_safe
+from hybrid_grpo.run.files import json_safe, replace_text
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.batch import Rollout, Scores

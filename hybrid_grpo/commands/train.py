@@ -23,17 +23,17 @@ def run(arguments: list[str]) -> None:
     from hybrid_grpo.policy import Policy, Reference, UnadaptedReference
     from hybrid_grpo.run.hardware import of_device
     from hybrid_grpo.run.inputs import Task
-    from hybrid_grpo.run.plan import foresee, shortage
+    from hybrid_grpo.run.plan import estimate, shortage
     from hybrid_grpo.run.run import Run
     from hybrid_grpo.trainer import Trainer
 
     device = engine.start()
     task = Task.read(config)
     hardware = of_device(device, config.policy.dtype)
-    memory = foresee(config, plan, task.longest_prompt, hardware, task.rewards.models)
+    memory = estimate(config, plan, task.longest_prompt, hardware, task.rewards.models)
     warning = shortage(memory) if memory else None
-    foreseen = str(memory) if memory else "not foreseen: the model's code cannot run without data"
-    this = Run(parsed, {"batch": str(plan), "memory": foreseen, **task.facts})
+    estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"
+    this = Run(parsed, {"batch": str(plan), "memory": estimated, **task.facts})
     if warning:
         this.say(f"WARNING: it may not fit: {warning}")
     task.rewards.load_models(engine.Frozen)
@@ -79,7 +79,7 @@ def _memory(rows: list[dict[str, float]], planned_bytes: int | None) -> str:
     """The most on the GPU, or of this process on a CPU."""
     peaks = [row["memory/peak_gb"] for row in rows if "memory/peak_gb" in row]
     peak = max(peaks) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    planned = "" if planned_bytes is None else f", {planned_bytes / 1e9:.2f} GB foreseen"
+    planned = "" if planned_bytes is None else f", {planned_bytes / 1e9:.2f} GB estimated"
     return f"{peak:.2f} GB{planned}"
 
 

@@ -182,6 +182,16 @@ def describe(name: str) -> Metric:
     return metric
 
 
+def duration(seconds: float) -> str:
+    """Readable seconds: under 1 ms, 12 ms, 4.2 s, 3 min 20 s, 2 h 05 min."""
+    if seconds < 0.1:
+        return f"{seconds * 1000:.0f} ms" if seconds >= 0.001 else "under 1 ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds) // 60
+    return f"{minutes} min {round(seconds) % 60:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
 class Meter:
     """Collects the numbers of one step on this rank and reduces them over all ranks.
 

@@ -7,7 +7,6 @@ decides how. Whatever the folder does not have is left out of the page. Nothing 
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import statistics
 from collections.abc import Iterable
@@ -21,8 +20,8 @@ import jinja2
 import yaml
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.run.files import replace_text
-from hybrid_grpo.run.metrics import describe, find
+from hybrid_grpo.run.files import read_jsonl, replace_text
+from hybrid_grpo.run.metrics import describe, duration, find
 
 Line = dict[str, Any]
 """One line of metrics.jsonl."""
@@ -109,14 +108,6 @@ def write_report(run_dir: Path) -> Path:
     path = run_dir / "report.html"
     replace_text(path, page)
     return path
-
-
-def read_jsonl(path: Path) -> list[Line]:
-    """The objects of a JSON-lines file, none where there is no file; an incomplete last line is left out."""
-    if not path.exists():
-        return []
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line, parse_constant=lambda _: None) for line in file if line.endswith("\n")]
 
 
 def thin(lines: list[Line], limit: int) -> list[Line]:
@@ -214,14 +205,6 @@ def time_shares(lines: list[Line]) -> list[dict[str, Any]]:
         for color, (part, seconds) in enumerate(totals.items())
         if seconds
     ]
-
-
-def duration(seconds: float) -> str:
-    """Readable seconds: 4.2 s, 3 min 20 s, 2 h 05 min."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes = round(seconds) // 60
-    return f"{minutes} min {round(seconds) % 60:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def key_numbers(lines: list[Line]) -> list[dict[str, str]]:

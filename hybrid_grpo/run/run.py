@@ -22,10 +22,10 @@ from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.distributed import barrier, rank, world_size
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.checkpoint import Checkpoints, Shards
-from hybrid_grpo.run.files import replace_text
+from hybrid_grpo.run.files import read_jsonl, replace_text
 from hybrid_grpo.run.health import HeldoutWatch
 from hybrid_grpo.run.metrics import Meter
-from hybrid_grpo.run.report import read_jsonl, write_report
+from hybrid_grpo.run.report import write_report
 from hybrid_grpo.run.sinks import Log
 
 

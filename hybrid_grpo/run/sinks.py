@@ -23,9 +23,9 @@ from torch import Tensor
 from hybrid_grpo import distributed
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.data.batch import Rollout, Scores
-from hybrid_grpo.run.files import replace_text
+from hybrid_grpo.run.files import json_safe, replace_text
 from hybrid_grpo.run.metrics import describe
-from hybrid_grpo.run.wandb_sink import WandbSink, json_safe, resolve_wandb_mode
+from hybrid_grpo.run.wandb_sink import WandbSink, resolve_wandb_mode
 
 
 class Sink(Protocol):
