@@ -13,8 +13,10 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
@@ -34,6 +36,8 @@ _ENVIRONMENT = {
     # That compiler would keep threads and processes ready, and a process with threads cannot safely be forked.
     "TORCH_WARM_POOL": "0",
 }
+_context = multiprocessing.get_context("forkserver")
+_starting = threading.Lock()
 _SECONDS_TO_FOLLOW = 10.0
 """For the other ranks to end by themselves once one has failed."""
 
@@ -60,14 +64,13 @@ def run(
     With one rank the program is not told of any; the output of several is one after the other.
     """
     start = time.monotonic()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
     variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     variables |= {
         **_ENVIRONMENT,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
-    with mock.patch.dict(os.environ, variables, clear=True):
+    with _starting, mock.patch.dict(os.environ, variables, clear=True):
+        _context.set_forkserver_preload(_IMPORTED)
         forkserver.ensure_running()
     port = free_port()
     shared = {"WORLD_SIZE": str(world), "LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -78,13 +81,15 @@ def run(
             of_ranks = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
             told = {**variables, **of_ranks, **(environment or {})}
             call = ([str(a) for a in arguments], cwd or Path.cwd(), told, outputs[rank])
-            processes.append(context.Process(target=_main, args=call))
+            processes.append(_context.Process(target=_main, args=call))
             processes[-1].start()
         try:
             status = _first_to_fail(processes, start + timeout)
         finally:
             for process in processes:
                 if process.is_alive():
+                    process.kill()
+                with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.join()
         out, err = ("".join(path.read_text(errors="replace") for path in paths) for paths in zip(*outputs, strict=True))
