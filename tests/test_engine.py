@@ -1,7 +1,7 @@
 """The engine on one and on two ranks: what the design promises of the switch, and of independence from the layout."""
 
 import pytest
-from launching import make_task, ranks
+from launching import assert_same_steps, make_task, ranks
 from rank_programs import UNPACKED
 from tiny_models import build, tiny_config
 from transformers import AutoTokenizer
@@ -16,25 +16,6 @@ def folder(tmp_path_factory):
 def alone(folder):
     (seen,) = ranks(1, "zero3", folder)
     return seen
-
-
-def assert_same_steps(ours: list[dict], alone: dict, minibatches: int = 1) -> None:
-    """Rollouts are identical, and losses and gradient norms agree to 1e-5 relative."""
-    for step in range(2):
-        theirs = alone["rollouts"][step]
-        # Every minibatch is shared out over the ranks, each with a contiguous part.
-        parts = [seen["rollouts"][step] for seen in ours]
-        share = len(theirs) // len(ours) // minibatches
-        merged = [row for m in range(minibatches) for part in parts for row in part[m * share : (m + 1) * share]]
-        assert [(row[0], row[1]) for row in merged] == [(row[0], row[1]) for row in theirs]
-        assert [row[3] for row in merged] == [row[3] for row in theirs]
-        for row, other in zip(merged, theirs, strict=True):
-            assert row[2] == pytest.approx(other[2], abs=1e-5)
-        for name in ("policy/loss", "policy/grad_norm", "reward/mean", "policy/entropy"):
-            for seen in ours:
-                assert seen["metrics"][step][name] == pytest.approx(alone["metrics"][step][name], rel=1e-5)
-    assert [tokens for seen in ours for tokens in seen["greedy"]] == alone["greedy"]
-    assert all(seen["eval"] == ours[0]["eval"] for seen in ours)
 
 
 @pytest.mark.ranks

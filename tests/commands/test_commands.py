@@ -1,128 +1,21 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from paths import ROOT
+from forks import Done
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from workshop import Workshop
 
 from hybrid_grpo.run.metrics import describe
-
-TASK = ROOT / "training_scripts" / "quickstart_task.py"
-REWARDS = """
-import os
-
-def early_letters(completions, **columns):
-    return [sum("a" <= letter <= "m" for letter in text) / max(len(text), 1) for text in completions]
-
-def raises(completions, **columns):
-    if os.environ["RANK"] == os.environ["BAD_RANK"]:
-        raise ValueError("no luck\\nwith this")
-    return [0.0] * len(completions)
-
-def early_letters_unless_broken(completions, trainer_state):
-    if trainer_state.global_step == 3 and os.path.exists("broken"):
-        raise OSError("no service")
-    return early_letters(completions)
-"""
-BROKEN_REWARDS = "import a_module_that_is_not_there\n\ndef reward(completions):\n    return [0.0] * len(completions)\n"
-
-
-@dataclass(frozen=True)
-class Done:
-    """A command that has ended."""
-
-    status: int
-    out: str
-    err: str
-    seconds: float
-
-
-class Workshop:
-    """A folder with a tiny model, a task and a recipe; commands run in it, two at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._pool = ThreadPoolExecutor(2)
-        spec = spec_from_file_location("quickstart_task", TASK)
-        assert spec is not None and spec.loader is not None
-        task = module_from_spec(spec)
-        spec.loader.exec_module(task)
-        tokenizer = task.make_tokenizer()
-        task.make_model(tokenizer, seed=0).save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
-        words = ["dcab", "zxy", "hello", "qrs", "tac", "god", "mnbv", "lkj", "poiu", "ytr", "ewq", "asdf"]
-        rows = [{"prompt": f"{word}=", "answer": "".join(sorted(word))} for word in words]
-        self.write("train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        self.write("heldout.jsonl", "".join(json.dumps(row) + "\n" for row in rows[:5]))
-        pairs = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
-        self.write("pairs.jsonl", "".join(json.dumps(pair) + "\n" for pair in pairs))
-        self.write("my_rewards.py", REWARDS)
-        self.write("broken_rewards.py", BROKEN_REWARDS)
-        shared: dict[str, Any] = {
-            "policy": {"model": "model", "dtype": "float32", "lr": 1e-2},
-            "engine": {"zero_stage": 0, "adam": "torch"},
-            "log": {"wandb": "disabled"},
-        }
-        train = {
-            "run": {"steps": 4},
-            **shared,
-            "data": {"path": "train.jsonl", "eval_path": "heldout.jsonl"},
-            "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_tokens": 8},
-            "rewards": [{"function": "my_rewards.py:early_letters"}, {"function": "exact_match", "weight": 0.5}],
-            "eval": {"threshold": 0.5},
-        }
-        sft = {"run": {"steps": 2}, **shared, "data": {"path": "pairs.jsonl"}, "sft": {"batch_size": 4}}
-        self.write("train.yaml", yaml.safe_dump(train))
-        self.write("sft.yaml", yaml.safe_dump(sft))
-
-    def write(self, name: str, text: str) -> Path:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        return path
-
-    def run(self, *arguments: str, ranks: int = 0, **environment: str) -> Done:
-        """One command; `ranks` processes under the launcher, or, if 0, one without it."""
-        python = [sys.executable, "-m"]
-        launcher = ["deepspeed.launcher.runner", "--num_accelerators", str(ranks), "--no_local_rank"]
-        # The rendezvous of a launch of another test must not be met.
-        launcher += ["--master_port", str(29_600 + os.getpid() % 300), "--module"]
-        variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        variables |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        path = [str(TASK.parent.parent), str(Path(sys.executable).parent), os.environ.get("PYTHONPATH", "")]
-        variables |= {"PYTHONPATH": os.pathsep.join(filter(None, [path[0], path[2]]))}
-        variables |= {"PATH": os.pathsep.join([path[1], os.environ["PATH"]]), "HF_HUB_OFFLINE": "1", **environment}
-        start = time.monotonic()
-        done = subprocess.run(
-            [*python, *(launcher if ranks else []), "hybrid_grpo", *arguments],
-            cwd=self.folder,
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        return Done(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
-
-    def later(self, work: Callable[[], Any]) -> Future[Any]:
-        return self._pool.submit(work)
-
-    def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="session")
@@ -253,22 +146,31 @@ def test_help_of_a_command_has_status_0(workshop: Workshop) -> None:
     assert "--sft.batch_size" in workshop.run("sft", "--help").out
 
 
-# Mistakes under the launcher ------------------------------------------------------------------------------------------
+# Mistakes on several ranks --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["a group of one", "no prompt column", "a reward that does not import"])
-def test_under_the_launcher_every_rank_says_it(
-    workshop: Workshop, mistakes: dict[str, Future[Done]], name: str
-) -> None:
+def test_every_rank_says_it(workshop: Workshop, mistakes: dict[str, Future[Done]], name: str) -> None:
     mistakes[name].result()
-    done = workshop.run(*MISTAKES[name].arguments, "--run.name=launched", ranks=2)
+    done = workshop.run(*MISTAKES[name].arguments, "--run.name=ranks", ranks=2)
+    assert done.status == 2
+    lines = done.err.splitlines()
+    assert sorted(line.partition(": error: ")[0] for line in lines) == ["hybrid-grpo", "hybrid-grpo [rank 1]"]
+    for words in MISTAKES[name].says:
+        assert all(words in line for line in lines)
+
+
+@pytest.mark.ranks
+def test_the_launcher_ends_with_the_line_about_a_mistake(workshop: Workshop) -> None:
+    mistake = MISTAKES["no prompt column"]
+    done = workshop.launch(*mistake.arguments, "--run.name=launched", ranks=2)
     assert done.status != 0
     lines = [line for line in done.err.splitlines() if "error:" in line]
     # A rank seconds behind the other is killed by the launcher before it can speak; on a busy machine one may be.
     speakers = {line.partition(": error: ")[0] for line in lines}
     assert speakers and speakers <= {"hybrid-grpo", "hybrid-grpo [rank 1]"} and len(lines) == len(speakers)
-    for words in MISTAKES[name].says:
+    for words in mistake.says:
         assert all(words in line for line in lines)
     assert "Traceback" not in done.err
 

@@ -6,10 +6,9 @@ from copy import deepcopy
 
 import pytest
 import torch
-from launching import make_task, ranks
+from launching import assert_same_steps, make_task, ranks
 from peft import PeftModel
 from safetensors.torch import load_file
-from test_ranks import assert_same_steps
 from tiny_models import build, tiny_config
 from transformers import AutoModelForCausalLM
 

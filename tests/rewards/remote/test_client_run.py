@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from hostile_service import Asked, Behaviour, Service, after, answer, drops, hangs_up, says
-from test_commands import Workshop
+from workshop import Workshop
 
 TOKEN = "t0ken-0f-a-run"
 FLAWS: list[Behaviour] = [

@@ -1,0 +1,139 @@
+"""Programs in processes of their own, forked from one process that has already imported what they need.
+
+A new interpreter spends some six seconds of processor time on importing torch, transformers and DeepSpeed; a fork has
+them at once. Modules aside, a program starts as if it were alone: nothing has run in the process that is forked.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from pathlib import Path
+from unittest import mock
+
+from paths import ROOT
+
+_IMPORTED = [
+    *("hybrid_grpo.trainer", "hybrid_grpo.sft", "datasets", "peft", "transformers.models.qwen2.modeling_qwen2"),
+    # It imports the compiler of torch, which takes as long as all of DeepSpeed.
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+]
+# Some of these are read when a module is imported, so they hold for every program.
+_ENVIRONMENT = {
+    **{"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+    # That compiler would keep threads and processes ready, and a process with threads cannot safely be forked.
+    "TORCH_WARM_POOL": "0",
+}
+_context = multiprocessing.get_context("forkserver")
+_starting = threading.Lock()
+_SECONDS_TO_FOLLOW = 10.0
+"""For the other ranks to end by themselves once one has failed."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A program that has ended: its exit status, its output, and how long it took."""
+
+    status: int
+    out: str
+    err: str
+    seconds: float
+
+
+def run(
+    *arguments: str | Path,
+    world: int = 1,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 240.0,
+) -> Done:
+    """Run `python ARGUMENTS` (a script, or -m and a module) as `world` ranks; the status is that of the first to fail.
+
+    With one rank the program is not told of any; the output of several is one after the other.
+    """
+    start = time.monotonic()
+    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    variables |= {
+        **_ENVIRONMENT,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    with _starting, mock.patch.dict(os.environ, variables, clear=True):
+        _context.set_forkserver_preload(_IMPORTED)
+        forkserver.ensure_running()
+    port = free_port()
+    shared = {"WORLD_SIZE": str(world), "LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(world)]
+        processes = []
+        for rank in range(world):
+            of_ranks = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
+            told = {**variables, **of_ranks, **(environment or {})}
+            call = ([str(a) for a in arguments], cwd or Path.cwd(), told, outputs[rank])
+            processes.append(_context.Process(target=_main, args=call))
+            processes[-1].start()
+        try:
+            status = _first_to_fail(processes, start + timeout)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.join()
+        out, err = ("".join(path.read_text(errors="replace") for path in paths) for paths in zip(*outputs, strict=True))
+    assert status or not list(Path("/dev/shm").glob(f"deepspeed_*_{port}_*")), "memory that outlives its ranks"
+    return Done(status, out, err, time.monotonic() - start)
+
+
+def free_port() -> str:
+    """A port that nothing listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def _first_to_fail(processes: Sequence[multiprocessing.process.BaseProcess], deadline: float) -> int:
+    """Wait until all have ended, or a while after one has failed."""
+    status = 0
+    running = list(processes)
+    while running and time.monotonic() < deadline:
+        wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic()))
+        for process in [process for process in running if process.exitcode is not None]:
+            running.remove(process)
+            if process.exitcode and not status:
+                status, deadline = process.exitcode, min(deadline, time.monotonic() + _SECONDS_TO_FOLLOW)
+    if running and not status:
+        raise TimeoutError(f"{len(running)} of {len(processes)} processes have not ended in time")
+    return status
+
+
+def _main(arguments: list[str], cwd: Path, environment: dict[str, str], outputs: tuple[Path, Path]) -> None:
+    """Be the program: called in the fork."""
+    os.setpgid(0, 0)
+    for number, path in enumerate(outputs, 1):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, "")
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).parent))
+        runpy.run_path(arguments[0], run_name="__main__")
