@@ -19,6 +19,17 @@ from hybrid_grpo.config.parsing import parse
 def run(arguments: list[str]) -> None:
     """Parse, load, complete and score; print one JSON object with the model that was measured and its numbers."""
     config = parse(TrainConfig, with_trained_models(arguments), "eval").config
+    values = evaluate(config)
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps({"model": config.policy.model, **values}))
+
+
+def evaluate(config: TrainConfig) -> dict[str, float]:
+    """The numbers of the evaluation by name, the same on every rank.
+
+    Raises:
+        UserError: one line that names the setting and the way out.
+    """
     check_train(config, int(os.environ.get("WORLD_SIZE", "1")))
     if config.data.eval_path is None and config.data.eval_split is None:
         raise UserError("data.eval_path and data.eval_split are not set: name the prompts to evaluate on")
@@ -48,9 +59,7 @@ def run(arguments: list[str]) -> None:
     meter = Meter(task.rewards.names, [config.eval.name], device)
     scores = task.rewards.score(prompts, completions)
     meter.update(measure_eval(config.eval, task.outcome, completions, scores))
-    values = meter.reduce()
-    if rank() == 0:
-        print(json.dumps({"model": config.policy.model, **values}))
+    return meter.reduce()
 
 
 def with_trained_models(arguments: list[str]) -> list[str]:

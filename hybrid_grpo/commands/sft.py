@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from hybrid_grpo.config import SftConfig
 from hybrid_grpo.config.checks import check_sft
-from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.config.parsing import Parsed, parse
 
 
 def run(arguments: list[str]) -> None:
     """Parse, build and train."""
-    parsed = parse(SftConfig, arguments, "sft")
+    sft(parse(SftConfig, arguments, "sft"))
+
+
+def sft(parsed: Parsed[SftConfig]) -> Path:
+    """Train as the configuration says; return the folder of the run.
+
+    Raises:
+        UserError: one line that names the setting and the way out.
+    """
     config = parsed.config
     check_sft(config, int(os.environ.get("WORLD_SIZE", "1")))
 
@@ -46,3 +55,4 @@ def run(arguments: list[str]) -> None:
         this.say(f"lora: {policy.adapters}")
     this.train(SftTrainer(config, policy, pairs, device))
     this.say(f"model: {this.folder / 'model'}")
+    return this.folder

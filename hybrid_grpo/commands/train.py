@@ -9,12 +9,20 @@ from pathlib import Path
 
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.checks import check_train
-from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.config.parsing import Parsed, parse
 
 
 def run(arguments: list[str]) -> None:
     """Parse, build and train."""
-    parsed = parse(TrainConfig, arguments, "train")
+    train(parse(TrainConfig, arguments, "train"))
+
+
+def train(parsed: Parsed[TrainConfig]) -> Path:
+    """Train as the configuration says; return the folder of the run.
+
+    Raises:
+        UserError: one line that names the setting and the way out.
+    """
     config = parsed.config
     plan = check_train(config, int(os.environ.get("WORLD_SIZE", "1")))
 
@@ -54,6 +62,7 @@ def run(arguments: list[str]) -> None:
         reference = UnadaptedReference(policy.engine, policy.adapters) if policy.adapters else Reference(config.policy)
     this.train(Trainer(config, plan, policy, reference, task, device))
     this.say(summary(this.folder, config.eval.name, memory.measurable if memory else None))
+    return this.folder
 
 
 def summary(folder: Path, eval_name: str, planned_bytes: int | None = None) -> str:

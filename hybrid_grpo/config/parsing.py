@@ -61,12 +61,21 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
             given = overlay(given, read_recipe(Path(text), known))
         else:
             given = _with_option(cls, given, name, text)
-    config = build(cls, with_task(cls, given))
-    text = dump(config)
+    parsed = configure(cls, given)
     if print_config:
-        print(text, end="")
+        print(parsed.yaml, end="")
         sys.exit(0)
-    return Parsed(config, text)
+    return parsed
+
+
+def configure(cls: type[ConfigT], given: Settings) -> Parsed[ConfigT]:
+    """The configuration of nested mappings, over the recipe of the task that they name.
+
+    Raises:
+        UserError: one line that names the setting and the nearest valid one.
+    """
+    config = build(cls, with_task(cls, given))
+    return Parsed(config, dump(config))
 
 
 def leading_argument(arguments: list[str], usage: str) -> tuple[str, list[str]]:
