@@ -151,8 +151,8 @@ class GenerateConfig(TrainConfig):
     @property
     def reads_stdin(self) -> bool:
         """Whether prompts come from standard input."""
-        given = isinstance(self.data.path, str) and self.data.path
-        return given == "-" or not (given or self.data.task)
+        path = self.data.path
+        return isinstance(path, str) and (path == "-" or (path == "" and self.data.task is None))
 
     @model_validator(mode="after")
     def _check_sections(self) -> GenerateConfig:
