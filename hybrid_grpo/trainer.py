@@ -24,17 +24,17 @@ from hybrid_grpo.grpo.resampling import resample
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.reference import Reference
 from hybrid_grpo.rewards.scoring import Stream
-from hybrid_grpo.run.health import measure_health
 from hybrid_grpo.run.inputs import Task
-from hybrid_grpo.run.metrics import Meter
-from hybrid_grpo.run.monitor import (
+from hybrid_grpo.run.measure import (
     measure_correction,
     measure_eval,
+    measure_health,
     measure_loss,
     measure_memory,
     measure_parity,
     measure_rollout,
 )
+from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.run import Run, Stateful
 from hybrid_grpo.run.sinks import Log
 

@@ -26,8 +26,8 @@ def run(arguments: list[str]) -> None:
     from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
     from hybrid_grpo.model.loading import load_model
     from hybrid_grpo.run.inputs import Task
+    from hybrid_grpo.run.measure import measure_eval
     from hybrid_grpo.run.metrics import Meter
-    from hybrid_grpo.run.monitor import measure_eval
 
     device = engine.start()
     task = Task.read(config)

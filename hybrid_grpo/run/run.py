@@ -19,9 +19,9 @@ from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.distributed import barrier, rank, world_size
 from hybrid_grpo.policy import Policy
+from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.checkpoint import Checkpoints, Shards
 from hybrid_grpo.run.files import read_jsonl
-from hybrid_grpo.run.health import HeldoutWatch
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.report import write_report
 from hybrid_grpo.run.sinks import Log
@@ -50,8 +50,7 @@ class Run:
         self.config = parsed.config
         run = parsed.config.run
         self.folder = Path(run.dir) / run.name
-        self._alarmed: set[str] = set()
-        self._heldout = HeldoutWatch(parsed.config.log.heldout_alarm)
+        self._alarms = Alarms(parsed.config.log)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", parsed.config.checkpoint.keep)
         self.resumes = run.resume == "auto" and self.checkpoints.latest() is not None
         if run.resume == "never" and (self.folder / "metrics.jsonl").exists():
@@ -125,24 +124,10 @@ class Run:
             write_report(self.folder)
 
     def watched(self, step: int, values: dict[str, float]) -> dict[str, float]:
-        """The numbers of a step with its alarms; the first time one goes off it is also said."""
-        self._say_once("heldout", self._heldout.watch(step, values))
-        if "parity/logp_abs_diff_mean" in values:
-            gap, limit = values["parity/logp_abs_diff_mean"], self.config.log.parity_alarm
-            # Not `>`: a gap that is not a number is an alarm too.
-            values["parity/alarm"] = 0.0 if gap <= limit else 1.0
-            if values["parity/alarm"]:
-                self._say_once(
-                    "parity",
-                    f"sampler and training forward differ by {gap:.4f} nats a token on average, more than"
-                    f" log.parity_alarm {limit}: old_logp is not the policy's, so ratios and clipping are off",
-                )
-        return values
-
-    def _say_once(self, alarm: str, message: str | None) -> None:
-        if message and alarm not in self._alarmed:
-            self._alarmed.add(alarm)
+        """The numbers of a step with its alarms; an alarm that goes off for the first time is also said."""
+        for message in self._alarms.watch(step, values):
             self.say(f"ALARM: {message}")
+        return values
 
     def restore(self, policy: Policy, parts: dict[str, Stateful], shards: Shards | None = None) -> int:
         """Go on from the newest checkpoint, if there is one and it is wanted; return the steps done."""
@@ -152,17 +137,12 @@ class Run:
         policy.load_state_dict(state["policy"])
         for name, part in parts.items():
             part.load_state_dict(state[name])
-        self._remember(state["step"])
+        # Only rank 0 has the metrics.
+        for line in read_jsonl(self.folder / "metrics.jsonl") if rank() == 0 else ():
+            if (step := line.pop("step")) <= state["step"]:
+                self._alarms.remember(step, {name: value for name, value in line.items() if value is not None})
         self.say(f"resumed {self.folder} after step {state['step']}")
         return int(state["step"])
-
-    def _remember(self, done: int) -> None:
-        """The evaluations up to a step, which later ones are compared with. Of rank 0, which has the metrics."""
-        for line in read_jsonl(self.folder / "metrics.jsonl") if rank() == 0 else ():
-            if line["step"] <= done:
-                known = {name: value for name, value in line.items() if name != "step" and value is not None}
-                if self._heldout.watch(line["step"], known):
-                    self._alarmed.add("heldout")
 
 
 def _origin() -> dict[str, str]:
