@@ -24,7 +24,7 @@ from hybrid_grpo.grpo.resampling import resample
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.reference import Reference
 from hybrid_grpo.rewards.scoring import Stream
-from hybrid_grpo.run.inputs import Task
+from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.measure import (
     measure_correction,
     measure_eval,
@@ -56,7 +56,7 @@ class Trainer:
         plan: BatchPlan,
         policy: Policy,
         reference: Reference | None,
-        task: Task,
+        task: RunInputs,
         device: torch.device,
     ) -> None:
         self.config = config

@@ -20,7 +20,7 @@ from hybrid_grpo.rewards.scoring import Rewards
 
 
 @dataclass(frozen=True)
-class Task:
+class RunInputs:
     """The parts of a run that do not need the model's weights."""
 
     tokenizer: Any
@@ -42,7 +42,7 @@ class Task:
         return max(len(prompt.token_ids) for prompt in self.prompts + self.eval_prompts)
 
     @classmethod
-    def read(cls, config: TrainConfig) -> Task:
+    def read(cls, config: TrainConfig) -> RunInputs:
         """Read everything that the configuration names.
 
         Raises:

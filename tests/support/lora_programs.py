@@ -25,7 +25,7 @@ from hybrid_grpo.distributed import all_reduce, world_size
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.reference import UnadaptedReference
 from hybrid_grpo.run.checkpoint import Checkpoints
-from hybrid_grpo.run.inputs import Task
+from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
 
 LORA = LoraConfig(rank=4, alpha=8)
@@ -50,7 +50,7 @@ def build(folder: Path, stage: int, *, lora: LoraConfig = LORA, gradient_checkpo
     )
     device = engines.start()
     plan = check_train(config, world_size())
-    task = Task.read(config)
+    task = RunInputs.read(config)
     policy = Policy(config.policy, config.engine, task.tokenizer, total_steps=100, lora=config.lora, seed=1)
     reference = UnadaptedReference(policy.engine, policy.adapters) if policy.adapters else None
     return Trainer(config, plan, policy, reference, task, device)

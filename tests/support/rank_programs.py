@@ -31,7 +31,7 @@ from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.distributed import all_reduce, rank, world_size
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.reference import Reference
-from hybrid_grpo.run.inputs import Task
+from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
 
 UNPACKED = "mamba"
@@ -123,7 +123,7 @@ def build(
     )
     device = engines.start()
     plan: BatchPlan = check_train(config, world_size())
-    task = Task.read(config)
+    task = RunInputs.read(config)
     policy = Policy(config.policy, config.engine, task.tokenizer, total_steps=100, decoder=config.rollout.decoder)
     reference = Reference(config.policy) if beta else None
     return Trainer(config, plan, policy, reference, task, device)
