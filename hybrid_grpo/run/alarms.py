@@ -57,7 +57,7 @@ class Evaluation:
     step: int
     accuracy: float
     reward: float
-    """Training reward, averaged over the steps since the evaluation before; of step 0 that of the first step."""
+    """Training reward, averaged over the steps since the last evaluation; at step 0, the reward of the first step."""
 
 
 class HeldoutWatch:
@@ -73,7 +73,7 @@ class HeldoutWatch:
         self._best: Evaluation | None = None
 
     def watch(self, step: int, values: dict[str, float]) -> str | None:
-        """Add what follows from the numbers of a step to them; what there is to warn of."""
+        """Add the held-out gap and the alarm to the numbers of a step; return the warning, if there is one."""
         reward = values.get("reward/mean")
         if reward is not None:
             self._rewards.append(reward)

@@ -1,4 +1,4 @@
-"""The life of a run around its steps: its folder, where it goes on from, what it leaves behind."""
+"""The life of a run around its steps: its folder, resuming, checkpoints, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hybrid_grpo.run.sinks import Log
 
 
 class Stateful(Protocol):
-    """Something a checkpoint holds."""
+    """Something whose state a checkpoint holds."""
 
     def state_dict(self) -> Any: ...
 
@@ -58,7 +58,7 @@ class Run:
                 f"run.name {run.name}: {self.folder} holds a run already: pass --run.resume auto to go on with it,"
                 " or another --run.name"
             )
-        # Rank 0 makes the folder that the others have just looked for.
+        # Every rank has looked for the folder before rank 0 makes it.
         barrier()
         if rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ class Run:
 
         Args:
             policy: what is trained.
-            parts: what a checkpoint holds beside it.
+            parts: what a checkpoint holds beside the policy.
             meter: reduced and logged after every step.
             step: does step k, from 1.
             log: where numbers go.
@@ -112,7 +112,8 @@ class Run:
                 if saved < k - 1:
                     save(k - 1, before)
                 raise RunStopped(f"{stop}; the run is saved as it was after step {k - 1}") from stop
-            # Numbers first: a checkpoint without them would resume behind a gap; lines without one are cut again.
+            # Numbers first: a run resumed from a checkpoint without them would have a gap in its metrics, while lines
+            # after the last checkpoint are cut when the run resumes.
             log.write(k, self.watched(k, meter.reduce()))
             if every and (k % every == 0 or k == self.config.run.steps):
                 with meter.time("time/checkpoint_s"):
@@ -156,7 +157,7 @@ def _origin() -> dict[str, str]:
 
 
 def _git_commit() -> str:
-    """Of the checkout that the package runs from, if it is one."""
+    """Commit of the git checkout that the package runs from; "none" where there is no checkout."""
     here = Path(__file__).parent
     commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
     try:
