@@ -78,9 +78,9 @@ def loss_of(run: Trainer, batch: TrainBatch) -> torch.Tensor:
 
 def test_rewards_run_while_others_are_sampled(tmp_path):
     run = trainer(Sampler())
-    run.task.rewards = isolated(replace(SLOW, kwargs={"folder": str(tmp_path)}))
+    run.inputs.rewards = isolated(replace(SLOW, kwargs={"folder": str(tmp_path)}))
     prompts = run.draw_prompts()
-    with run.task.rewards.stream(prompts, G) as stream:
+    with run.inputs.rewards.stream(prompts, G) as stream:
 
         def finish(group, k, completion):
             stream.add(group, k, completion)

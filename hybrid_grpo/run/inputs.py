@@ -1,4 +1,4 @@
-"""What a GRPO run is about: prompts, how completions end, and what they are worth. Read before any model loads."""
+"""What a GRPO run reads before any model loads: prompts, tokenizer, stop tokens and reward functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybrid_grpo.rewards.scoring import Rewards
 
 
 @dataclass(frozen=True)
-class Task:
+class RunInputs:
     """The parts of a run that do not need the model's weights."""
 
     tokenizer: Any
@@ -37,11 +37,11 @@ class Task:
 
     @property
     def longest_prompt(self) -> int:
-        """Its tokens."""
+        """Tokens of the longest prompt, to train on or held out."""
         return max(len(prompt.token_ids) for prompt in self.prompts + self.eval_prompts)
 
     @classmethod
-    def read(cls, config: TrainConfig) -> Task:
+    def read(cls, config: TrainConfig) -> RunInputs:
         """Read everything that the configuration names.
 
         Raises:
@@ -78,7 +78,7 @@ class Task:
 
 
 _SAMPLING = ("temperature", "top_p", "top_k")
-"""Settings that are always shown; those of `_SAMPLING_IF_SET` where they are not the default."""
+"""Settings that are always shown. The ones below are shown where they are not the default."""
 _SAMPLING_IF_SET = (
     "min_p",
     "repetition_penalty",
@@ -91,7 +91,7 @@ _SAMPLING_IF_SET = (
 
 
 def sampling_line(rollout: RolloutConfig, ends: tuple[int, ...], tokenizer: Any) -> str:
-    """The effective settings: nothing else, the model's own generation config included, changes them."""
+    """The sampling settings in force. Nothing else changes them, not even the model's own generation config."""
     default = RolloutConfig()
     names = [*_SAMPLING, *(n for n in _SAMPLING_IF_SET if getattr(rollout, n) != getattr(default, n))]
     values = (getattr(rollout, name) for name in names)
