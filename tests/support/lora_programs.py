@@ -42,7 +42,9 @@ def build(folder: Path, stage: int, *, lora: LoraConfig = LORA, gradient_checkpo
         ),
         lora=lora,
         engine=EngineConfig(zero_stage=stage),  # type: ignore[arg-type]
-        data=DataConfig(path=str(folder / "train.jsonl"), eval_path=str(folder / "heldout.jsonl"), eval_limit=24),
+        data=DataConfig(
+            path=str(folder / "train.jsonl"), limit=200, eval_path=str(folder / "heldout.jsonl"), eval_limit=24
+        ),
         rollout=RolloutConfig(prompts_per_step=8, num_generations=4, max_completion_tokens=12, max_slots=16),
         grpo=GrpoConfig(beta=0.1 if lora.rank else 0.0),
         rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],

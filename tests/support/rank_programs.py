@@ -1,4 +1,4 @@
-"""Programs that tests start under the launcher, one function each: `python rank_programs.py NAME FOLDER`.
+"""Programs that tests run on one rank or more, one function each: `python rank_programs.py NAME FOLDER`.
 
 Every rank writes what it saw to FOLDER/NAME.WORLD.RANK.json; the tests compare the files.
 """
@@ -109,7 +109,9 @@ def build(
             **more,
         ),
         engine=EngineConfig(zero_stage=stage, offload_optimizer=offload),  # type: ignore[arg-type]
-        data=DataConfig(path=str(folder / "train.jsonl"), eval_path=str(folder / "heldout.jsonl"), eval_limit=24),
+        data=DataConfig(
+            path=str(folder / "train.jsonl"), limit=200, eval_path=str(folder / "heldout.jsonl"), eval_limit=24
+        ),
         rollout=RolloutConfig(
             prompts_per_step=prompts_per_step,
             num_generations=4,
@@ -313,7 +315,7 @@ def switch(folder: Path) -> dict[str, Any]:
 def losses(folder: Path) -> dict[str, Any]:
     """Ten training losses, with and without a generation phase between them: the same forwards and backwards."""
     seen: dict[str, Any] = {}
-    trainer = build(folder)
+    trainer = build(folder, prompts_per_step=4)
     rollout = trainer.sample(trainer.draw_prompts(), 1)
     batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
     initial = folder / f"initial.{world_size()}"
