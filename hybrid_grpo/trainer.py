@@ -50,7 +50,7 @@ class Trainer(Stage):
         plan: BatchPlan,
         policy: Policy,
         reference: Reference | None,
-        task: RunInputs,
+        inputs: RunInputs,
         device: torch.device,
     ) -> None:
         self.config, self.plan, self.device = config, plan, device

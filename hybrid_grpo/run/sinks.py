@@ -84,7 +84,7 @@ class Log:
     def write_rollouts(
         self, step: int, rollout: Rollout, scores: Scores, advantages_B: Tensor, always: bool = False
     ) -> None:
-        """Write the completions of all ranks, after the first, the last and every n-th step, or `always`. Collective."""
+        """Write the completions of all ranks after the first, the last and every n-th step, or `always`. Collective."""
         due = self._every and (step % self._every == 0 or step in (1, self._steps))
         if not (due or always):
             return
