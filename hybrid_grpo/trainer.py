@@ -198,7 +198,9 @@ class Trainer(Stage):
         for number, batches in enumerate(self.optimizer_steps(rollout, signals)):
             for batch in batches:
                 logp_bT, entropy_bT = self.policy.logprobs(batch.micro, self.config.rollout.temperature)
-                loss, numbers = micro_batch_loss(batch, logp_bT, entropy_bT, self.config.grpo, self.kl.beta)
+                loss, numbers = micro_batch_loss(
+                    batch, logp_bT, entropy_bT, self.config.grpo, self.kl.beta, self.inputs.objective
+                )
                 self.policy.engine.backward(loss)
                 self.kl.add(numbers)
                 self.meter.update(numbers)

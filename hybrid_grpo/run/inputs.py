@@ -11,6 +11,7 @@ from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.curriculum import classes
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import evaluation_source
+from hybrid_grpo.grpo.loss import Objective, load_objective
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.loading import check_lengths, check_token_ids, load_config, load_tokenizer, stop_ids
 from hybrid_grpo.model.lora import check_lora
@@ -30,6 +31,8 @@ class RunInputs:
     """To train on; the same on every rank."""
     eval_prompts: list[Prompt]
     """Held out; empty where there is no evaluation."""
+    objective: Objective | None
+    """The user's own loss; None where the built-in one is used."""
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
     facts: dict[str, str]
@@ -48,6 +51,7 @@ class RunInputs:
             UserError: something is not there, or does not fit together.
         """
         loaded = load_rewards(config.rewards, config.scoring)
+        objective = load_objective(config.grpo.objective)
         model_config = load_config(config.policy.model)
         check_architecture(model_config, config.rollout.decoder)
         check_lora(config.lora, model_config)
@@ -74,7 +78,7 @@ class RunInputs:
         outcome = config.eval.outcome or reward_name(config.rewards[0])
         facts["sampling"] = sampling_line(config.rollout, ends, tokenizer)
         facts["rewards"] = ", ".join(f"{reward.weight:g} {reward_name(reward)}" for reward in config.rewards)
-        return cls(tokenizer, rewards, outcome, prompts, eval_prompts, ends, facts)
+        return cls(tokenizer, rewards, outcome, prompts, eval_prompts, objective, ends, facts)
 
 
 _SAMPLING = ("temperature", "top_p", "top_k")
