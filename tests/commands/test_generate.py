@@ -30,6 +30,8 @@ REWARDS = """
 import json
 from pathlib import Path
 
+pytestmark = pytest.mark.process
+
 def kept(prompts, completions, **columns):
     Path("kept.json").write_text(json.dumps(dict(zip(prompts, completions))))
     return [0.0] * len(completions)

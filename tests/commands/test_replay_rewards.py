@@ -34,6 +34,8 @@ from hybrid_grpo.run.replay import (
 )
 from hybrid_grpo.run.sinks import rollout_lines
 
+pytestmark = pytest.mark.process
+
 NAN = math.nan
 
 

@@ -21,6 +21,8 @@ from hybrid_grpo.data.completed import read_completed
 REWARDS = """
 import time
 
+pytestmark = pytest.mark.process
+
 def picky(completions, answer):
     (text,), (answer,) = completions, answer
     if text == "boom":

@@ -85,6 +85,7 @@ def settings(*arguments: str, cls=TrainConfig):
 
 
 @pytest.mark.parametrize("name", RIGHT_AND_WRONG)
+@pytest.mark.process
 def test_a_right_completion_is_worth_1_and_a_wrong_one_0(name, tmp_path):
     row, right, wrong = RIGHT_AND_WRONG[name]
     path = jsonl(tmp_path / "rows.jsonl", row, row)
@@ -196,6 +197,7 @@ def own(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.process
 def test_a_task_of_one_s_own(own):
     config = settings("--data.task", "my_task.py:shouting", "--data.chat_template", "never")
     assert config.rewards == [RewardConfig("my_task.py:shout", weight=2.0)] and config.eval.threshold == 0.5
@@ -310,6 +312,7 @@ def test_the_supervised_stage_learns_the_solutions_of_a_task(model):
 
 
 @pytest.mark.parametrize("task", ["letters", "countdown"])
+@pytest.mark.process
 def test_a_run_of_a_task_starts_and_steps(task, model, tmp_path):
     arguments = [
         *(

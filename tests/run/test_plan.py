@@ -314,6 +314,7 @@ def test_a_container_s_limit_bounds_what_is_free(monkeypatch, tmp_path):
     assert here.flops > 1e8 and here.bandwidth > 1e7 and not here.on_gpu
 
 
+@pytest.mark.process
 def test_the_command_prints_the_plan_of_ranks_and_devices_that_are_not_here(tmp_path: Path):
     script = ROOT / "training_scripts" / "quickstart_task.py"
     subprocess.run([sys.executable, script, tmp_path], check=True, capture_output=True)

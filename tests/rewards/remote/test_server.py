@@ -37,6 +37,8 @@ import os
 import tempfile
 import time
 
+pytestmark = pytest.mark.process
+
 def moody(completions, prompts, level=None, **columns):
     text = completions[0] if isinstance(completions[0], str) else completions[0][-1]["content"]
     if text == "slow":
