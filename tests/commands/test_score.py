@@ -18,10 +18,9 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.data.completed import read_completed
 
+pytestmark = pytest.mark.process
 REWARDS = """
 import time
-
-pytestmark = pytest.mark.process
 
 def picky(completions, answer):
     (text,), (answer,) = completions, answer

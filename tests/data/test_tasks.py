@@ -1,16 +1,13 @@
 """Ready-made tasks: their rows, prompts and rewards, and how they become settings."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import forks
 import pytest
 import yaml
 from char_tokenizer import IDS, TEMPLATE, char_tokenizer
-from paths import ROOT
 from reward_helpers import completion
 from tiny_models import build, tiny_config
 
@@ -328,11 +325,9 @@ def test_a_run_of_a_task_starts_and_steps(task, model, tmp_path):
         *("--engine.adam", "torch", "--data.task", task, "--data.limit", "8", "--data.eval_limit", "4"),
         *("--rollout.prompts_per_step", "4", "--rollout.num_generations", "2", "--rollout.max_completion_tokens", "6"),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     for command, more in (("plan", []), ("train", ["--run.steps", "2", "--run.dir", str(tmp_path)])):
-        start = [sys.executable, "-m", "hybrid_grpo", command, *arguments, *more]
-        done = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr
+        done = forks.run("-m", "hybrid_grpo", command, *arguments, *more, cwd=tmp_path)
+        assert done.status == 0, done.err
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics if "policy/loss" in row] == [1, 2]
     assert "eval/heldout/accuracy" in metrics[0] and metrics[-1]["progress/completions"] == 16

@@ -30,14 +30,13 @@ from hybrid_grpo.rewards.remote.client import remote
 from hybrid_grpo.rewards.remote.server import Limits, Server
 from hybrid_grpo.rewards.scoring import Rewards
 
+pytestmark = pytest.mark.process
 TOKEN = "t0ken-of-the-tests"
 TIMEOUT_S = 4.0
 FUNCTIONS = """
 import os
 import tempfile
 import time
-
-pytestmark = pytest.mark.process
 
 def moody(completions, prompts, level=None, **columns):
     text = completions[0] if isinstance(completions[0], str) else completions[0][-1]["content"]
