@@ -1,4 +1,4 @@
-"""The memory that `train` foresees against what it takes, on CPU ranks, for models made on the spot.
+"""The memory that `train` estimates against the memory that it takes, on CPU ranks, for models made on the spot.
 
     python benchmarks/plan.py [CASE ...] [--json benchmarks/results/plan.json]
 
@@ -121,22 +121,22 @@ def make(case: Case, folder: Path) -> list[str]:
 
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:
-    """Foreseen and measured peak of rank 0 in GB, the first over the second, and the plan's own words."""
+    """Estimated and measured peak of rank 0 in GB, the first over the second, and the plan's own words."""
     launcher = ["deepspeed.launcher.runner", "--num_accelerators", str(case.ranks), "--no_local_rank"]
     launcher += ["--master_port", "29633", "--module"]
     command = [sys.executable, "-m", *(launcher if case.ranks > 1 else []), "hybrid_grpo", "train", *make(case, folder)]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = re.search(r"peak memory of a rank +([\d.]+) GB, ([\d.]+) GB foreseen", done.stdout)
+    found = re.search(r"peak memory of a rank +([\d.]+) GB, ([\d.]+) GB estimated", done.stdout)
     words = re.search(r"^memory: (.*)", done.stdout, re.MULTILINE)
     assert found and words, done.stdout
-    measured, foreseen = map(float, found.groups())
+    measured, estimated = map(float, found.groups())
     return {
         "ranks": case.ranks,
         "measured GB": measured,
-        "foreseen GB": foreseen,
-        "ratio": round(foreseen / measured, 3),
+        "estimated GB": estimated,
+        "ratio": round(estimated / measured, 3),
         "plan": words[1],
     }
 

@@ -2,7 +2,7 @@
 
     python benchmarks/rewards.py [--parts hostile,throughput,overlap] [--json FILE]
 
-hostile     200 steps on two ranks with tests/hostile_rewards.py, which raises (5 %), hangs for ever (2 %), returns None
+hostile     200 steps on two ranks with hostile_rewards.py, which raises (5 %), hangs for ever (2 %), returns None
             (5 %) or NaN (2 %), allocates 8 GiB (1 %) or ends its process (1 %), and the same run without faults:
             counts in the metrics against those foreseen from the completions, rewards, seconds of a step. `unhidden_s`
             is what the slower rank must wait for its calls that hang, were there nothing else.
@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 from hostile_rewards import FAILURES, fate, reward
 
@@ -40,7 +40,7 @@ def train(folder: Path, name: str, steps: int, faults: bool) -> list[dict[str, f
     """The metrics of a run on two ranks, 16 prompts x 8."""
     rewards = [
         {
-            "function": f"{ROOT / 'tests/hostile_rewards.py'}:hostile",
+            "function": f"{ROOT / 'tests/support/hostile_rewards.py'}:hostile",
             "timeout_s": TIMEOUT,
             "kwargs": {"faults": faults},
         }

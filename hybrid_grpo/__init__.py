@@ -1,3 +1,22 @@
-"""GRPO post-training of Hugging Face causal language models inside one DeepSpeed engine."""
+"""hybrid_grpo: GRPO post-training inside one DeepSpeed engine.
+
+`train`, `sft`, `evaluate` and `generate` are the commands as functions; see `commands/api.py`. They are imported when
+they are first used, so that importing a room imports nothing else.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybrid_grpo.commands.api import FinishedRun, evaluate, generate, sft, train
+    from hybrid_grpo.config.errors import UserError
 
 __version__ = "0.1.0"
+__all__ = ["FinishedRun", "UserError", "evaluate", "generate", "sft", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module hybrid_grpo has no attribute {name}")
+    from hybrid_grpo.commands import api
+
+    return getattr(api, name)

@@ -1,6 +1,6 @@
-"""Ranks, the few collectives that are not DeepSpeed's own, and the memory that DeepSpeed's take on one machine.
+"""Ranks, the few collectives that DeepSpeed does not do itself, and the shared memory of DeepSpeed's collectives.
 
-The collectives are the identity on one process, initialised or not.
+On one process the collectives are the identity, whether or not a process group exists.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybrid_grpo.config.errors import UserError
 
 _SHARED_MEMORY = Path("/dev/shm")
 _BUFFER_BYTES = 66 * 2**20 + 4096
-"""Shared memory that a rank's collectives take in DeepSpeed's CPU backend."""
+"""Shared memory that DeepSpeed's CPU backend uses for each rank."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -32,41 +32,36 @@ def world_size() -> int:
 
 
 def local_ranks() -> int:
-    """Ranks on this machine, as the launcher says it: DeepSpeed's by LOCAL_SIZE, torchrun by LOCAL_WORLD_SIZE."""
+    """Ranks on this machine: DeepSpeed's launcher sets LOCAL_SIZE, torchrun sets LOCAL_WORLD_SIZE."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 
 def check_shared_memory() -> None:
-    """Whether the ranks' buffers fit: DeepSpeed would write less than it maps, and the ranks would crash.
-
-    Raises:
-        UserError: they do not fit.
-    """
-    # Ranks on several machines, or of another launcher, do not take any.
+    """Raise `UserError` if the ranks' buffers do not fit: DeepSpeed would map more than there is, and ranks crash."""
+    # Only DeepSpeed's launcher, with all ranks on one machine, uses these buffers.
     if os.environ.get("LOCAL_SIZE") != os.environ["WORLD_SIZE"]:
         return
-    # In this order: what another rank takes in between counts twice rather than not at all.
+    # In this order, memory that another rank takes in between is counted twice rather than not at all.
     free = shutil.disk_usage(_SHARED_MEMORY).free
-    ours = sum(path.stat().st_size for path in _buffers("*"))
-    if free + ours < (needed := local_ranks() * _BUFFER_BYTES):
+    taken = sum(path.stat().st_size for path in _buffers("*"))
+    if free + taken < (needed := local_ranks() * _BUFFER_BYTES):
         raise UserError(
             f"{_SHARED_MEMORY} has {free >> 20} MiB free, {local_ranks()} ranks on one machine take"
-            f" {(needed >> 20) + 1}: make it larger (docker run --shm-size=1g), or remove what runs that are over have"
-            " left there"
+            f" {(needed >> 20) + 1}: make it larger (docker run --shm-size=1g), or remove files that ended runs left"
+            " there"
         )
 
 
 def release_shared_memory() -> None:
-    """Remove the name of this rank's buffer, once all ranks have mapped it: it would stay when they end, however they
-    end, until the machine is started again."""
+    """Unlink this rank's buffer once all ranks have mapped it, since it would outlive them until the next boot."""
     barrier()
     for path in _buffers(str(rank())):
         path.unlink(missing_ok=True)
 
 
 def _buffers(of_rank: str) -> list[Path]:
-    place = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
-    return list(_SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_{place}_{of_rank}"))
+    address = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
+    return list(_SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{of_rank}"))
 
 
 def all_reduce(tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:

@@ -1,13 +1,13 @@
-"""Everything DeepSpeed: its configuration, the engine around the policy, and the switch to generation.
+"""Everything about DeepSpeed: its configuration, the engine around the policy, and the switch to generation.
 
-No other module imports deepspeed. What was found out the hard way:
+No other module imports deepspeed. Three hazards decide how it is used here:
 
-- The injected inference kernels of the hybrid engine do not run on transformers 5; it is told to know none, and
-  decoding reads the shards through a view (view.py) instead.
-- `memory_efficient_linear` would replace `torch.nn.functional.linear` for the whole process, slow decoding
-  several times and round differently from it; it is off.
-- The engine averages gradients over ranks. Losses here are already divided by global counts, so `backward`
-  multiplies by the number of ranks.
+- The inference kernels that the hybrid engine injects do not run on transformers 5. The engine is told that it has
+  none, and decoding reads the weights through a view (model/view.py).
+- `memory_efficient_linear` would replace `torch.nn.functional.linear` in the whole process, make decoding several times
+  slower and round differently. It is off.
+- The engine averages gradients over ranks. Losses here are already divided by global counts, so `backward` multiplies
+  by the number of ranks.
 """
 
 from __future__ import annotations
@@ -35,27 +35,21 @@ from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_conf
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.distributed import (
-    all_reduce,
-    check_shared_memory,
-    rank,
-    release_shared_memory,
-    world_size,
-)
+from hybrid_grpo.distributed import all_reduce, check_shared_memory, rank, release_shared_memory, world_size
 from hybrid_grpo.model.lora import Adapter
 from hybrid_grpo.model.view import View
 
 _COMPILE_SECONDS = 300
-"""No kernel takes longer to compile than this; the slowest seen took 40 s on two cores."""
+"""Longer than any kernel takes to compile; the slowest took 40 s on two cores."""
 
 
 def start() -> torch.device:
-    """Join the process group that the launcher describes, or be a group of one; return this rank's device."""
-    # torch renames collectives that DeepSpeed still calls by their old names, at every call.
+    """Join the process group that the launcher describes, or form a group of one; returns this rank's device."""
+    # torch warns at every call that DeepSpeed uses the old names of collectives.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed.runtime.hybrid_engine.replace_policies = []
-    # Of which it would warn on every rank.
+    # Every rank would warn that there are no inference kernels.
     deepspeed.utils.logger.addFilter(lambda record: "No compatible DeepSpeed inference" not in record.getMessage())
     if "RANK" not in os.environ:
         with socket.socket() as probe:
@@ -63,8 +57,8 @@ def start() -> torch.device:
             port = probe.getsockname()[1]
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in alone.items()})
-    # Kernels are compiled with the ninja of this environment, also where it was not activated: two versions of it
-    # disagree on what is up to date, and would compile everything again in turns.
+    # Compile kernels with this environment's ninja even if the environment is not activated: two versions of ninja
+    # disagree on what is up to date, and would each compile everything again.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     _wait_for_compilers()
     accelerator = get_accelerator()
@@ -80,30 +74,25 @@ def start() -> torch.device:
 
 
 def _wait_for_compilers() -> None:
-    """Kernels are compiled under a lock file that a killed process leaves behind, and torch would wait for ever."""
+    """Wait until no other process compiles kernels, and remove the lock files that killed processes left behind, for
+    which torch would wait for ever."""
     start = time.time()
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root()))
     said = False
-    while locks := [(path, age) for path in root.glob("**/deepspeed_*/lock") if (age := _age(path)) is not None]:
-        for path, age in locks:
-            if age > _COMPILE_SECONDS:
-                path.unlink(missing_ok=True)
-            elif not said and time.time() - start > 5:
-                print(f"hybrid-grpo: another process compiles DeepSpeed's kernels ({path}): waiting", flush=True)
-                said = True
+    while locks := list(root.glob("**/deepspeed_*/lock")):
+        for path in locks:
+            # Its owner may remove the lock at any moment.
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _COMPILE_SECONDS:
+                    path.unlink()
+        if not said and time.time() - start > 5:
+            print(f"hybrid-grpo: another process compiles DeepSpeed's kernels ({locks[0]}): waiting", flush=True)
+            said = True
         time.sleep(0.2)
 
 
-def _age(path: Path) -> float | None:
-    """Seconds since it was written; None where it is gone."""
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return None
-
-
 def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
-    """The complete DeepSpeed configuration of the policy, the user's sections merged in."""
+    """The DeepSpeed configuration of the policy, with the user's sections merged in."""
     on_gpu = get_accelerator().device_name() != "cpu"
     torch_adam = engine.adam == "torch" or (engine.adam == "auto" and not (on_gpu and engine.offload_optimizer))
     config: dict[str, Any] = {
@@ -130,30 +119,12 @@ def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
     return _merged(config, engine.deepspeed)
 
 
-def frozen_config(dtype: str) -> dict[str, Any]:
-    """The DeepSpeed configuration of a model that is not trained: parameters live in host memory, a shard on each
-    rank."""
-    on_gpu = get_accelerator().device_name() != "cpu"
-    return {
-        **_common(dtype),
-        "zero_optimization": {
-            "stage": 3,
-            "memory_efficient_linear": False,
-            "offload_param": {"device": "cpu", "pin_memory": on_gpu},
-        },
-    }
-
-
 def _common(dtype: str) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "steps_per_print": 10**9,
-    }
+    return {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": dtype == "bfloat16"}, "steps_per_print": 10**9}
 
 
 def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
-    """`override` over `base`, section by section; text (from the command line) is read as YAML."""
+    """`base` with the values of `override`, section by section; text (from the command line) is read as YAML."""
     merged = dict(base)
     for key, value in override.items():
         below = merged.get(key)
@@ -165,7 +136,7 @@ def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_text(text: str) -> Any:
-    """A number, a truth value or text. YAML alone would keep 5e7 as text; what DeepSpeed counts is whole."""
+    """A number, a truth value or text. YAML alone would keep 5e7 as text; DeepSpeed's counts are integers."""
     try:
         number = float(text)
     except ValueError:
@@ -175,7 +146,7 @@ def _from_text(text: str) -> Any:
 
 @contextlib.contextmanager
 def sharded_loading(config: dict[str, Any]) -> Iterator[None]:
-    """Inside, `from_pretrained` builds models as `config` says: under ZeRO-3 straight into shards."""
+    """Inside, under a ZeRO-3 `config`, `from_pretrained` loads weights straight into shards."""
     if config["zero_optimization"]["stage"] < 3:
         yield
         return
@@ -189,7 +160,7 @@ def sharded_loading(config: dict[str, Any]) -> Iterator[None]:
 
 @dataclass
 class SwitchTime:
-    """Seconds of the last switch, without the waiting of ranks for each other at its end."""
+    """Seconds that the last switch took, without the wait for other ranks at its end."""
 
     gather_s: float = 0.0
     release_s: float = 0.0
@@ -197,23 +168,23 @@ class SwitchTime:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an optimizer step did."""
+    """The outcome of an optimizer step."""
 
     grad_norm: float
-    """Global gradient norm before clipping; not finite when the step was skipped."""
+    """Global gradient norm before clipping; not finite if the step was skipped."""
     applied: bool
-    """False when the gradient was not finite: no rank stepped."""
+    """False if the gradient was not finite: then no rank stepped."""
 
 
 class Engine:
     """The policy in training, and the switch to generation.
 
     Args:
-        module: what is trained; its parameters may be sharded already.
-        source: the submodule that generates.
+        module: the module to train; its parameters may be sharded already.
+        source: its submodule that generates.
         view: a module of the same class and structure as `source`, on the meta device.
         config: see `policy_config`.
-        adapters: those in `source`, if it has any, by the path of their layer in `view`.
+        adapters: the adapters in `source`, by the path of their layer in `view`.
     """
 
     def __init__(
@@ -242,17 +213,17 @@ class Engine:
         self.switch_time = SwitchTime()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of the module; collective under ZeRO-3."""
+        """Forward of the module. Collective under ZeRO-3."""
         assert not self._generating, "the training forward is closed while the policy generates"
         return self.engine(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss`, this rank's share of a sum over all ranks."""
-        # Undoes the engine's averaging over ranks; see the module's docstring.
+        """Add the gradient of `loss`, which is this rank's part of a sum over all ranks."""
+        # The factor undoes the engine's averaging over ranks; see the module's docstring.
         self.engine.backward(loss * world_size(), scale_wrt_gas=False)
 
     def step(self, lr: float) -> StepResult:
-        """Update the weights with what `backward` gathered, at learning rate `lr`."""
+        """Update the weights with the gradients of all `backward` calls since the last step, at learning rate `lr`."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
@@ -260,28 +231,28 @@ class Engine:
         return StepResult(float("nan") if norm is None else float(norm), self.engine.was_step_applied())
 
     def _clip_gradients(self) -> None:
-        """Without ZeRO, in float32, the engine neither reports the norm nor looks whether it is finite."""
+        """Clips and checks gradients: without ZeRO, in float32, the engine neither reports the norm nor checks it."""
         parameters = [p for p in self.engine.module.parameters() if p.grad is not None]
         norm = nn.utils.clip_grad_norm_(parameters, self.engine.gradient_clipping())
         self.engine._global_grad_norm = norm
         self.engine.optimizer.overflow = not bool(torch.isfinite(norm))
         if self.engine.optimizer.overflow:
-            # The gradients are reduced, so all ranks are here; without gradients AdamW leaves everything as it is.
+            # Gradients are reduced, so all ranks take this branch. Without gradients AdamW changes nothing.
             self.engine.module.zero_grad(set_to_none=True)
 
     @contextlib.contextmanager
     def generation(self) -> Iterator[Any]:
-        """The policy for decoding: a plain module with whole weights, no hooks, in eval mode.
+        """Yields the policy for decoding: a plain module with whole weights, without hooks, in eval mode.
 
-        All ranks enter and leave together; nothing in between waits for another rank. An error on one rank is
-        an error on all of them at the end.
+        All ranks enter and leave together; nothing in between waits for another rank. An error on one rank becomes an
+        error on all ranks at the end.
         """
         if self._generating:
             raise RuntimeError("generation() is already open: it does not nest")
         start = time.perf_counter()
         if self.stage == 3:
-            # What prefetching left gathered is memory that the cache can use. (The engine's own method of this
-            # name also collects garbage, which costs more than a whole decode of a small model.)
+            # Free parameters that prefetching left gathered: the cache can use the memory. (The engine's own method of
+            # this name also collects garbage, which costs more than a whole rollout of a small model.)
             self.engine.optimizer.empty_partition_cache()
             get_accelerator().empty_cache()
         self._generating = True
@@ -304,23 +275,20 @@ class Engine:
                 raise RuntimeError("generation failed on another rank; its own message says why")
 
     def whole(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """Whole weights of the module's parameters, on this rank's device; not to be written to. Collective."""
+        """Whole weights of parameters, on this rank's device; not to be written to. Collective."""
         return self._view.whole(parameters)
 
     def save(self, folder: Path, tag: str, state: dict[str, Any]) -> None:
-        """Write a checkpoint `folder/tag`; `state` is this rank's own. The caller moves `latest`.
-
-        What is not trained is not in it: it is where it was loaded from.
-        """
+        """Write the checkpoint `folder/tag` without frozen weights; `state` is this rank's. `latest` does not move."""
         self.engine.save_checkpoint(
             str(folder), tag=tag, client_state=state, save_latest=False, exclude_frozen_parameters=True
         )
 
     def load(self, folder: Path, tag: str) -> dict[str, Any]:
-        """Read the checkpoint `folder/tag`; return this rank's state.
+        """Read the checkpoint `folder/tag` and return this rank's state.
 
         Raises:
-            UserError: it was written by another number of ranks.
+            UserError: it cannot be read, for instance because another number of ranks wrote it.
         """
         try:
             path, state = self.engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not self._frozen)
@@ -332,44 +300,46 @@ class Engine:
 
 
 class Frozen:
-    """A model under ZeRO-3 that is only run forward, its parameters in host memory."""
+    """A model under ZeRO-3 that is only run forward, with its parameters in host memory. Creating one is collective.
 
-    def __init__(self, module: nn.Module, config: dict[str, Any]) -> None:
+    Args:
+        read: loads the model, straight into shards.
+        dtype: type of the weights, by name.
+    """
+
+    def __init__(self, read: Callable[[], nn.Module], dtype: str) -> None:
+        offload = {"device": "cpu", "pin_memory": get_accelerator().device_name() != "cpu"}
+        zero = {"stage": 3, "memory_efficient_linear": False, "offload_param": offload}
+        config = {**_common(dtype), "zero_optimization": zero}
+        with sharded_loading(config):
+            module = read()
         self.engine, *_ = deepspeed.initialize(model=module.requires_grad_(False), config=config)
         self.engine.module.eval()
         self.device = torch.device(get_accelerator().current_device_name())
 
-    @classmethod
-    def of(cls, read: Callable[[], nn.Module], dtype: str) -> Frozen:
-        """The model that `read` loads, straight into shards; `dtype` is that of its weights, by name. Collective."""
-        config = frozen_config(dtype)
-        with sharded_loading(config):
-            module = read()
-        return cls(module, config)
-
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of the module; collective."""
+        """Forward of the module. Collective."""
         return self.engine(*args, **kwargs)
 
     @torch.no_grad()
     def blend(self, source: Engine, mix: float) -> None:
-        """Make the weights `mix` times those of `source` plus the rest of what they are.
+        """Set the weights to `mix` times those of `source` plus (1 - `mix`) times their own.
 
-        Each rank does so with its own shards: nothing is gathered, and nobody is waited for. `source` is a module of
-        the same class, at any ZeRO stage; the sum is rounded to the type of the weights.
+        Each rank updates its own shards, without communication. `source` is a module of the same class, at any ZeRO
+        stage; the sum is rounded to the type of the weights.
         """
         sources = dict(source.engine.module.named_parameters())
         self._release()
         for name, parameter in self.engine.module.named_parameters():
             shard = parameter.ds_tensor
-            theirs = _shard_of(sources[name], shard.numel()).to(shard.device, torch.float32)
-            ours = shard[: len(theirs)]
-            ours.copy_(torch.lerp(ours.float(), theirs, mix))
+            target = _shard_of(sources[name], shard.numel()).to(shard.device, torch.float32)
+            own = shard[: len(target)]
+            own.copy_(torch.lerp(own.float(), target, mix))
 
     def save(self, path: Path) -> None:
         """Write this rank's shards."""
-        # Copies: with a shard itself, what DeepSpeed has hung on it would be written.
+        # Copies, because attributes that DeepSpeed adds to a shard would be written with it.
         shards = {name: p.ds_tensor.to("cpu", copy=True) for name, p in self.engine.module.named_parameters()}
         torch.save(shards, path)
 
@@ -382,12 +352,12 @@ class Frozen:
             parameter.ds_tensor.copy_(shards[name])
 
     def _release(self) -> None:
-        """Let go of small weights, which stay gathered from forward to forward and would not follow their shards."""
+        """Drop small weights that stay gathered between forwards, and would not follow a change of their shards."""
         self.engine.optimizer.empty_partition_cache()
 
 
 def _shard_of(parameter: Any, size: int) -> Tensor:
-    """This rank's part of a parameter, flat, where ZeRO-3 makes shards of `size` elements; no padding below stage 3."""
+    """This rank's flat part of a parameter, where ZeRO-3 makes shards of `size` elements; unpadded below stage 3."""
     if hasattr(parameter, "ds_tensor"):
         assert parameter.ds_tensor.numel() == size, "both are sharded over the same ranks"
         return parameter.ds_tensor

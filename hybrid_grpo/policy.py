@@ -1,28 +1,30 @@
-"""The policy: one set of weights that samples, scores and is trained."""
+"""The policy: one set of weights that samples, scores and is trained; and the frozen reference beside it."""
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers.utils import cached_file
 
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.distributed import rank
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import OnFinish, Request, Stats
-from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of, training_attention
+from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.loading import load_model, plain_attention
+from hybrid_grpo.model.loading import load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.lora import Adapters
-from hybrid_grpo.model.pretrained import load_config
 from hybrid_grpo.model.view import meta_copy
 
 
@@ -42,9 +44,9 @@ class Policy:
         policy, engine: what to load and how to train it.
         tokenizer: decodes completions.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        decoder: what will decode it; see `RolloutConfig`.
+        decoder: which decoder will sample from it; see `RolloutConfig`.
         lora: adapters to train instead of the weights, if its rank is not 0.
-        seed: what adapters start from.
+        seed: initialises the adapters.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Policy:
         *,
         gradients: bool = True,
     ) -> list[MicroBatch]:
-        """Rows (all, when not given) in micro-batches within `token_budget`; as many on every rank. Collective."""
+        """Rows (default: all) in micro-batches within `token_budget`, equally many on every rank. Collective."""
         rows = range(len(prompt_ids)) if rows is None else rows
         budget = token_budget(self.config, on_gpu=self.engine.device.type != "cpu", gradients=gradients)
         if self.packs:
@@ -118,8 +120,8 @@ class Policy:
         return micro.unflatten(logp_N), micro.unflatten(entropy_N)
 
     def step(self) -> StepResult:
-        """One optimizer step over what was given to `engine.backward`; skipped on all ranks, and counted, when the
-        gradient is not finite."""
+        """One optimizer step with the gradients of `engine.backward`. If they are not finite, all ranks skip the step
+        and count it."""
         result = self.engine.step(self.lr)
         self.optimizer_steps += 1
         self.skipped_steps += not result.applied
@@ -131,36 +133,124 @@ class Policy:
         return learning_rate(self.config, self.optimizer_steps, self.total_steps)
 
     def state_dict(self) -> dict[str, int]:
-        """What the engine's own checkpoint does not hold."""
+        """The state that the engine's checkpoint does not contain."""
         return {"optimizer_steps": self.optimizer_steps, "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         self.optimizer_steps, self.skipped_steps = state["optimizer_steps"], state["skipped_steps"]
 
     def export(self, folder: Path) -> None:
         """Write weights, configuration and tokenizer in Hugging Face format. Collective.
 
-        Adapters are merged into these weights, and also written by themselves, in peft's format, to `adapter/` below.
+        Adapters are merged into the weights, and also written separately, in peft's format, to the folder `adapter/`.
         """
         with self.engine.generation() as view:
             if rank() == 0:
                 view.save_pretrained(folder, state_dict=_untangled(view.state_dict()))
-                # As it came, dropout included, but for the type of the weights.
+                # The configuration as it was loaded, dropout included, except for the type of the weights.
                 config = load_config(self.config.model)
                 config.dtype = getattr(torch, self.config.dtype)
                 config.save_pretrained(folder)
-                self.tokenizer.save_pretrained(folder)
+                save_tokenizer(self.tokenizer, folder)
         if self.adapters is not None:
             whole = self.engine.whole(self.adapters.parameters)
             if rank() == 0:
                 self.adapters.save(folder / "adapter", whole)
 
 
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer with the very files it was loaded from, where they can be found.
+
+    transformers 5 chooses a tokenizer's class by the model's, and the class rebuilds the tokenizer: beside a Qwen2
+    model a WordLevel vocabulary is loaded, and would be saved, as BPE.
+    """
+    tokenizer.save_pretrained(folder)
+    names = {*tokenizer.vocab_files_names.values(), *_TOKENIZER_FILES}
+    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    for name in sorted(names) if tokenizer.name_or_path else ():
+        source = cached_file(tokenizer.name_or_path, name, **quietly)
+        if source is not None:
+            shutil.copyfile(source, folder / name)
+
+
+_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+
+
 def _untangled(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies with a memory of their own each: gathered weights are slices of one buffer. Tied ones stay one."""
+    """Copies in separate memory, since gathered weights are slices of one buffer; tied weights stay tied."""
     copies: dict[int, Tensor] = {}
     return {
         name: copies.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", copy=True))
         for name, tensor in state.items()
     }
+
+
+class Reference:
+    """The reference policy: the starting weights, or later ones of the policy, scored once per rollout. A frozen copy,
+    sharded over the ranks and kept in host memory (ZeRO-3)."""
+
+    def __init__(self, policy: PolicyConfig) -> None:
+        def read() -> LogprobModel:
+            return LogprobModel(load_model(policy, training_attention(policy)))
+
+        self.engine = engines.Frozen(read, policy.dtype)
+
+    def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
+        """ref_logp_BT of every completion, float32, 0 on padding. Collective: ranks have equally many micro-batches.
+
+        Args:
+            batches: micro-batches that cover all rows.
+            shape: (B, T) of the result.
+            temperature: of sampling.
+        """
+        device = batches[0].input_ids_bS.device
+        ref_logp_BT = torch.zeros(shape, dtype=torch.float32, device=device)
+        for micro in batches:
+            logp_N = self._score(micro, temperature)
+            if micro.rows:
+                ref_logp_BT[micro.rows, : micro.mask_bT.shape[1]] = micro.unflatten(logp_N)
+        return ref_logp_BT
+
+    def _score(self, micro: MicroBatch, temperature: float) -> Tensor:
+        """logp_N of the completion tokens. Collective."""
+        logp_N, _ = self.engine(*micro.inputs, temperature)
+        return logp_N
+
+    def refresh(self, policy: engines.Engine, mix: float) -> None:
+        """Move the weights towards the policy's: to `mix` times the policy's plus (1 - `mix`) times their own (mix 1 is
+        iterative GRPO: DeepSeekMath, arXiv:2402.03300, algorithm 1)."""
+        self.engine.blend(policy, mix)
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's shards into a checkpoint's folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.engine.save(_shards(folder))
+
+    def load(self, folder: Path) -> None:
+        """Read this rank's shards from a checkpoint's folder; raises `UserError` if there are none."""
+        if not _shards(folder).is_file():
+            raise UserError(
+                f"run.resume: checkpoint {folder} holds no reference for rank {rank()}: it was written with another"
+                " number of ranks, or with grpo.ref_every 0: resume with the same"
+            )
+        self.engine.load(_shards(folder))
+
+
+class UnadaptedReference(Reference):
+    """The model under a policy's adapters: the policy's own engine with the adapters off, without a second copy of the
+    weights. It never changes, so it is never refreshed, saved or loaded."""
+
+    def __init__(self, policy: engines.Engine, adapters: Adapters) -> None:
+        self._policy = policy
+        self._adapters = adapters
+
+    @torch.no_grad()
+    def _score(self, micro: MicroBatch, temperature: float) -> Tensor:
+        with self._adapters.off():
+            logp_N, _ = self._policy(*micro.inputs, temperature)
+        return logp_N
+
+
+def _shards(folder: Path) -> Path:
+    return folder / f"reference_rank_{rank()}.pt"

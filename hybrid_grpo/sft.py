@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 
 import torch
 
@@ -12,13 +11,12 @@ from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.data.pairs import Pair
 from hybrid_grpo.distributed import all_reduce, rank, world_size
 from hybrid_grpo.policy import Policy
+from hybrid_grpo.run.measure import measure_memory
 from hybrid_grpo.run.metrics import Meter
-from hybrid_grpo.run.monitor import measure_memory
-from hybrid_grpo.run.run import Run
-from hybrid_grpo.run.sinks import Log
+from hybrid_grpo.run.run import Stage
 
 
-class SftTrainer:
+class SftTrainer(Stage):
     """One rank's part of a supervised run: next-token cross-entropy on the completions, averaged over tokens."""
 
     def __init__(self, config: SftConfig, policy: Policy, pairs: list[Pair], device: torch.device) -> None:
@@ -29,13 +27,7 @@ class SftTrainer:
         self.loader = PromptLoader(
             pairs, config.sft.batch_size, rank(), world_size(), config.run.seed, config.data.shuffle
         )
-
-    def run(self, run: Run) -> None:
-        """Train from the start or the newest checkpoint to the last step."""
-        done = run.restore(self.policy, {"loader": self.loader})
-        settings = {**asdict(self.config), "deepspeed": self.policy.deepspeed_config}
-        with Log(self.config.log, run.folder, self.config.run.steps, done if run.resumes else -1, settings) as log:
-            run.loop(self.policy, {"loader": self.loader}, self.meter, self.step, log, done)
+        self.parts = {"loader": self.loader}
 
     def step(self, step: int) -> None:
         """One optimizer step."""
@@ -62,4 +54,4 @@ class SftTrainer:
         self.meter.add("time/step_s", step_s)
         read = tokens + sum(len(pair.prompt.token_ids) for pair in pairs)
         self.meter.add("throughput/trained_tokens_per_s", read / step_s)
-        measure_memory(self.meter)
+        self.meter.update(measure_memory())

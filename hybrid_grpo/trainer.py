@@ -4,50 +4,44 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
-from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.data.batch import MicroBatch, Prompt, RewardStatus, Rollout, Scores, TrainBatch
 from hybrid_grpo.data.curriculum import Curriculum
 from hybrid_grpo.data.loader import rank_share
 from hybrid_grpo.distributed import all_reduce, rank, world_size
 from hybrid_grpo.generation import OnFinish
-from hybrid_grpo.grpo.credit import mean_over_tokens, token_advantages
+from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
 from hybrid_grpo.grpo.kl import KlController
-from hybrid_grpo.grpo.loss import policy_loss, reward_kl, sampler_correction
-from hybrid_grpo.grpo.minibatches import Signals, counting_rows, totals, train_batches
-from hybrid_grpo.grpo.resampling import resample
-from hybrid_grpo.policy import Policy
-from hybrid_grpo.reference import Reference
-from hybrid_grpo.rewards.scoring import Stream
-from hybrid_grpo.run.health import measure_health
-from hybrid_grpo.run.inputs import Task
-from hybrid_grpo.run.metrics import Meter
-from hybrid_grpo.run.monitor import (
-    measure_correction,
+from hybrid_grpo.grpo.loss import micro_batch_loss, reward_kl
+from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
+from hybrid_grpo.grpo.resampling import group_slots, resample
+from hybrid_grpo.policy import Policy, Reference
+from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.run.measure import (
     measure_eval,
-    measure_loss,
+    measure_health,
     measure_memory,
     measure_parity,
     measure_rollout,
 )
-from hybrid_grpo.run.run import Run, Stateful
-from hybrid_grpo.run.sinks import Log
+from hybrid_grpo.run.metrics import Meter
+from hybrid_grpo.run.run import Stage
 
 
-class Trainer:
+class Trainer(Stage):
     """One rank's part of a GRPO run.
 
     Args:
         config, plan: the run's settings and batch equation.
         policy: what is trained.
-        reference: what it is held close to; None where beta is 0.
-        task: prompts and rewards.
-        device: this rank's.
+        reference: what the policy is held close to; None where beta is 0.
+        inputs: prompts and rewards.
+        device: the device of this rank.
     """
 
     def __init__(
@@ -56,20 +50,16 @@ class Trainer:
         plan: BatchPlan,
         policy: Policy,
         reference: Reference | None,
-        task: Task,
+        inputs: RunInputs,
         device: torch.device,
     ) -> None:
-        self.config = config
-        self.plan = plan
-        self.policy = policy
-        self.reference = reference
-        self.task = task
-        self.device = device
-        self.eval_prompts = rank_share(task.eval_prompts, rank(), world_size())
-        self.meter = Meter(task.rewards.names, [config.eval.name], device)
+        self.config, self.plan, self.device = config, plan, device
+        self.policy, self.reference, self.inputs = policy, reference, inputs
+        self.eval_prompts = rank_share(inputs.eval_prompts, rank(), world_size())
+        self.meter = Meter(inputs.rewards.names, [config.eval.name], device)
         # A minibatch is a batch of the loader, so that its prompts do not depend on the number of ranks.
         self.loader = Curriculum(
-            task.prompts,
+            inputs.prompts,
             config.rollout.prompts_per_step // plan.num_minibatches,
             rank(),
             world_size(),
@@ -86,34 +76,9 @@ class Trainer:
         # The filtered distribution is not the policy's: with its log-probabilities no ratio is 1.
         self.starts_on_policy = self.recomputes or not filtered
         self.kl_in_reward = grpo.beta != 0 and grpo.kl_in == "reward"
-        self.last_rollout: tuple[Rollout, Scores, Tensor] | None = None
-
-    def run(self, run: Run) -> None:
-        """Train from the start or the newest checkpoint to the last step, evaluating on the way."""
-        parts: dict[str, Stateful] = {"loader": self.loader, "kl": self.kl}
-        shards = self.reference if self.config.grpo.ref_every else None
-        done = run.restore(self.policy, parts, shards)
-        settings = {**asdict(self.config), "deepspeed": self.policy.deepspeed_config}
-        with Log(self.config.log, run.folder, self.config.run.steps, done if run.resumes else -1, settings) as log:
-            if self.task.eval_prompts and not run.resumes:
-                self.refuse_failures(self.evaluate(0))
-                log.write(0, run.watched(0, self.meter.reduce()))
-
-            def step(k: int) -> None:
-                try:
-                    self.step(k)
-                except RunStopped:
-                    if self.last_rollout is not None:
-                        log.write_rollouts(k, *self.last_rollout, always=True)
-                    raise
-                assert self.last_rollout is not None
-                log.write_rollouts(k, *self.last_rollout)
-                self.write_prompts(run, k)
-                every = self.config.eval.every
-                if self.task.eval_prompts and (k == self.config.run.steps or (every and k % every == 0)):
-                    self.evaluate(k)
-
-            run.loop(self.policy, parts, self.meter, step, log, done, shards)
+        self.parts = {"loader": self.loader, "kl": self.kl}
+        self.shards = reference if grpo.ref_every else None
+        self.eval_every = config.eval.every if inputs.eval_prompts else None
 
     def step(self, step: int) -> None:
         """One GRPO step (DeepSeekMath, arXiv:2402.03300, algorithm 1, inner loop)."""
@@ -131,18 +96,18 @@ class Trainer:
         """The step's groups and their scores; with dynamic sampling, groups that teach nothing are replaced."""
         rollout, scores = self.sample_and_score(self.draw_prompts(), step)
         if self.config.grpo.dynamic_sampling:
-            rollout, scores = resample(
+            rollout, scores, numbers = resample(
                 rollout,
                 scores,
-                self.places(),
-                draw=lambda count, wanted: _prompts(self.loader.draw(count, wanted)),
+                group_slots(self.plan.prompts_per_rank, self.plan.num_minibatches),
+                draw=self.loader.more_prompts,
                 sample=lambda prompts: self.sample_and_score(prompts, step),
                 max_rounds=self.config.grpo.max_resamples,
-                meter=self.meter,
                 device=self.device,
             )
+            self.meter.update(numbers)
         self.loader.update()
-        # Before anything is learned from it. It has no advantages yet.
+        # Kept before anything is learned from it, in case the run stops here. It has no advantages yet.
         self.last_rollout = (rollout, scores, torch.full_like(scores.reward_B, torch.nan))
         self.refuse_failures(scores)
         return rollout, scores
@@ -151,59 +116,39 @@ class Trainer:
         """End the run, on all ranks alike, where a reward function fails too often. Collective.
 
         Raises:
-            RunStopped: it does.
+            RunStopped: a function failed on more than `scoring.max_failed_frac` of the completions.
         """
         counts = [int((status_B >= RewardStatus.FAILED).sum()) for status_B in scores.status.values()]
         *failures, rows = all_reduce(torch.tensor([*counts, len(scores.reward_B)], device=self.device)).tolist()
-        self.task.rewards.refuse_failures(dict(zip(scores.status, failures, strict=True)), rows)
-
-    def places(self) -> list[int]:
-        """Where the groups of this rank stand among those of all ranks, minibatch after minibatch."""
-        share = self.plan.prompts_per_rank // self.plan.num_minibatches
-        return [
-            (minibatch * world_size() + rank()) * share + group
-            for minibatch in range(self.plan.num_minibatches)
-            for group in range(share)
-        ]
+        self.inputs.rewards.refuse_failures(dict(zip(scores.status, failures, strict=True)), rows)
 
     def sample_and_score(self, prompts: list[Prompt], step: int) -> tuple[Rollout, Scores]:
         """A rollout and what the reward functions say of it; there may be no prompts on this rank."""
-        with self.task.rewards.stream(prompts, self.plan.num_generations, step) as stream:
+        with self.inputs.rewards.stream(prompts, self.plan.num_generations, step) as stream:
             rollout = self.sample(prompts, step, stream.add)
-            scores = self.score(stream)
-        self.loader.note(prompts, scores.by_function[self.task.outcome], self.config.eval.threshold)
+            with self.meter.time("time/reward_wait_s"):
+                # Most functions have given their scores during sampling.
+                scores = stream.scores()
+            self.meter.add("time/reward_s", stream.seconds)
+        self.loader.note(prompts, scores.by_function[self.inputs.outcome], self.config.eval.threshold)
         return rollout, scores
 
     def draw_prompts(self) -> list[Prompt]:
         """This rank's prompts of the next rollout, minibatch after minibatch."""
-        batches = [_prompts(self.loader.next_batch()) for _ in range(self.plan.num_minibatches)]
-        return [prompt for batch in batches for prompt in batch]
+        return self.loader.next_prompts(self.plan.num_minibatches)
 
     def sample(self, prompts: list[Prompt], step: int, on_finish: OnFinish | None = None) -> Rollout:
         """Complete every prompt `num_generations` times with the policy as it is."""
-        start = time.perf_counter()
+        start, seed = time.perf_counter(), self.config.run.seed
         rollout, _ = self.policy.rollout(
-            prompts,
-            self.config.rollout,
-            self.task.stop_ids,
-            seed=self.config.run.seed,
-            step=step,
-            on_finish=on_finish,
+            prompts, self.config.rollout, self.inputs.stop_ids, seed=seed, step=step, on_finish=on_finish
         )
         switch = self.policy.engine.switch_time
-        generate_s = time.perf_counter() - start - switch.gather_s - switch.release_s
-        self.meter.add("time/generate_s", generate_s)
+        self.meter.add("time/generate_s", time.perf_counter() - start - switch.gather_s - switch.release_s)
         self.meter.add("time/gather_s", switch.gather_s)
         self.meter.add("time/switch_s", switch.gather_s + switch.release_s)
         self.meter.add("completion/sampled_tokens", rollout.num_tokens)
         return rollout
-
-    def score(self, stream: Stream) -> Scores:
-        """What the reward functions say of every completion; of most they have said it during sampling."""
-        with self.meter.time("time/reward_wait_s"):
-            scores = stream.scores()
-        self.meter.add("time/reward_s", stream.seconds)
-        return scores
 
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:
         """[B, T], of the policy that sampled, once per rollout; None where nothing asks for them.
@@ -212,10 +157,10 @@ class Trainer:
         """
         if not self.recomputes:
             return rollout.logp_BT.to(self.device)
-        if len(self.passes(rollout)) == 1 and not self.kl_in_reward:
+        if self.plan.num_iterations * self.plan.num_minibatches == 1 and not self.kl_in_reward:
             return None
         with self.meter.time("time/old_logp_s"), torch.no_grad():
-            logp_BT = torch.zeros(len(rollout.completions), max(rollout.lengths), device=self.device)
+            logp_BT = torch.zeros(rollout.mask_BT.shape, device=self.device)
             for micro in self.micro_batches(rollout, range(len(rollout.completions)), gradients=False):
                 logp_bT, _ = self.policy.logprobs(micro, self.config.rollout.temperature)
                 if micro.rows:
@@ -240,26 +185,28 @@ class Trainer:
             assert old_logp_BT is not None and ref_logp_BT is not None
             mask_BT, estimator = rollout.mask_BT.to(self.device), self.config.grpo.kl_estimator
             kl_cost_B = self.kl.beta * reward_kl(old_logp_BT, ref_logp_BT, mask_BT, estimator).double().cpu()
-        return token_advantages(rollout, scores, self.config, kl_cost_B, self.meter, self.device).to(self.device)
+        advantages_BT, numbers = token_advantages(rollout, scores, self.config, kl_cost_B, self.device)
+        self.meter.update(numbers)
+        return advantages_BT.to(self.device)
 
     def improve(
         self, rollout: Rollout, advantages_BT: Tensor, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None
     ) -> None:
         """`num_iterations` passes of `num_minibatches` optimizer steps; `old_logp` stays that of the sampler."""
         start = time.perf_counter()
-        passes = self.passes(rollout)
-        counts_B = counting_rows(rollout, self.config.grpo.mask_truncated).to(self.device)
-        signals = Signals(rollout.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT, counts_B)
-        micro_batches = {rows: self.micro_batches(rollout, rows) for rows in dict.fromkeys(passes)}
-        for number, rows in enumerate(passes):
-            own = number == 0 and self.starts_on_policy
-            given = replace(signals, old_logp_BT=None) if own else signals
-            for batch in self.train_batches(rollout, rows, micro_batches[rows], given):
-                loss, logp_bT = self.loss(batch)
+        signals = Signals(rollout.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT)
+        for number, batches in enumerate(self.optimizer_steps(rollout, signals)):
+            for batch in batches:
+                logp_bT, entropy_bT = self.policy.logprobs(batch.micro, self.config.rollout.temperature)
+                loss, numbers = micro_batch_loss(
+                    batch, logp_bT, entropy_bT, self.config.grpo, self.kl.beta, self.inputs.objective
+                )
                 self.policy.engine.backward(loss)
-                self.meter.add("policy/loss", loss / len(passes))
+                self.kl.add(numbers)
+                self.meter.update(numbers)
+                self.meter.add("policy/loss", loss / (self.plan.num_iterations * self.plan.num_minibatches))
                 if number == 0:
-                    measure_parity(self.meter, batch.micro, logp_bT, batch.sampler_logp_bT)
+                    self.meter.update(measure_parity(batch.micro, logp_bT, batch.sampler_logp_bT))
             self.meter.add("policy/lr", self.policy.lr)
             self.meter.add("policy/grad_norm", self.policy.step().grad_norm)
         train_s = time.perf_counter() - start
@@ -270,41 +217,22 @@ class Trainer:
             self.meter.add("policy/kl_coef", self.kl.beta)
             self.kl.update()
 
-    def passes(self, rollout: Rollout) -> list[range]:
-        """The rows of every optimizer step on a rollout."""
-        rows = len(rollout.completions) // self.plan.num_minibatches
-        minibatches = [range(first, first + rows) for first in range(0, len(rollout.completions), rows)]
-        return minibatches * self.plan.num_iterations
-
-    def loss(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """This micro-batch's share of the objective, and the log-probabilities it was made of.
-
-        Before the first optimizer step on a rollout the policy is the one that sampled, so its ratio is 1 by
-        construction; recorded log-probabilities would add their rounding and nothing else.
-        """
-        grpo = self.config.grpo
-        logp_bT, entropy_bT = self.policy.logprobs(batch.micro, self.config.rollout.temperature)
-        old_logp_bT = logp_bT.detach() if batch.old_logp_bT is None else batch.old_logp_bT
-        correction_bT = None
-        if grpo.sampler_correction != "none":
-            correction_bT, correction = sampler_correction(
-                old_logp_bT, batch.sampler_logp_bT, batch.weight_bT > 0, grpo
-            )
-            measure_correction(self.meter, correction)
-        loss, stats = policy_loss(
-            logp_bT,
-            old_logp_bT,
-            batch.advantages_bT,
-            batch.weight_bT,
-            grpo,
-            beta=self.kl.beta,
-            ref_logp_bT=batch.ref_logp_bT,
-            entropy_bT=entropy_bT,
-            correction_bT=correction_bT,
+    def optimizer_steps(self, rollout: Rollout, signals: Signals) -> Iterator[Iterator[TrainBatch]]:
+        """The optimizer steps on a rollout, each as its weighted micro-batches. Collective."""
+        return optimizer_steps(
+            rollout,
+            signals,
+            lambda rows: self.micro_batches(rollout, rows),
+            self.config.grpo,
+            self.config.rollout.max_completion_tokens,
+            starts_on_policy=self.starts_on_policy,
         )
-        self.kl.add(stats)
-        measure_loss(self.meter, stats, entropy_bT.detach(), batch.weight_bT, with_kl=batch.ref_logp_bT is not None)
-        return loss, logp_bT
+
+    def micro_batches(self, rollout: Rollout, rows: range, *, gradients: bool = True) -> list[MicroBatch]:
+        """The given rows of a rollout within the token budget; as many on every rank."""
+        prompts, completions = rollout.row_prompts, rollout.completions
+        ids = [prompt.token_ids for prompt in prompts], [completion.token_ids for completion in completions]
+        return self.policy.micro_batches(*ids, rows, gradients=gradients)
 
     def refresh_reference(self, step: int) -> None:
         """Every `ref_every` steps the reference follows the policy (iterative GRPO)."""
@@ -313,54 +241,29 @@ class Trainer:
             with self.meter.time("time/reference_s"):
                 self.reference.refresh(self.policy.engine, grpo.ref_mix)
 
-    def micro_batches(self, rollout: Rollout, rows: range, *, gradients: bool = True) -> list[MicroBatch]:
-        """The given rows of a rollout within the token budget; as many on every rank."""
-        return self.policy.micro_batches(
-            [prompt.token_ids for prompt in rollout.row_prompts],
-            [completion.token_ids for completion in rollout.completions],
-            rows,
-            gradients=gradients,
-        )
+    def evaluate(self, step: int) -> None:
+        """Greedy completions of the held-out prompts after a step: accuracy and mean reward.
 
-    def train_batches(
-        self, rollout: Rollout, rows: range, micro_batches: list[MicroBatch], signals: Signals
-    ) -> Iterator[TrainBatch]:
-        """The micro-batches of one optimizer step, weighted by its counts over all ranks."""
-        return train_batches(
-            micro_batches,
-            signals,
-            self.config.grpo.loss_type,
-            totals=totals(rollout, signals.counts_B, rows),
-            max_completion_tokens=self.config.rollout.max_completion_tokens,
-        )
-
-    def evaluate(self, step: int) -> Scores:
-        """Greedy completions of the held-out prompts after a step: accuracy and mean reward. This rank's scores."""
+        Raises:
+            RunStopped: a reward function fails too often before the first step.
+        """
         with self.meter.time("time/eval_s"):
-            completions = self.policy.greedy(self.eval_prompts, self.config.rollout, self.task.stop_ids)
-            scores = self.task.rewards.score(self.eval_prompts, completions, step=step)
-        measure_eval(self.meter, self.config.eval, self.task.outcome, completions, scores)
-        return scores
+            completions = self.policy.greedy(self.eval_prompts, self.config.rollout, self.inputs.stop_ids)
+            scores = self.inputs.rewards.score(self.eval_prompts, completions, step=step)
+        self.meter.update(measure_eval(self.config.eval, self.inputs.outcome, completions, scores))
+        if step == 0:
+            self.refuse_failures(scores)
+
+    def tried_prompts(self) -> list[dict[str, Any]]:
+        """How often each prompt was solved, hardest first."""
+        return self.loader.tried_prompts()
 
     def measure(self, rollout: Rollout, scores: Scores) -> None:
         """Numbers of the step that its stages did not add."""
-        measure_rollout(self.meter, rollout, scores, self.task.outcome, self.config.eval.threshold)
-        measure_health(self.meter, rollout, scores)
-        measure_memory(self.meter)
+        self.meter.update(measure_rollout(rollout, scores, self.inputs.outcome, self.config.eval.threshold))
+        self.meter.update(measure_health(rollout, scores))
+        self.meter.update(measure_memory())
+        self.meter.update(self.loader.numbers())
         generated = self.meter.total("completion/sampled_tokens") / self.meter.total("time/generate_s")
         self.meter.add("throughput/generated_tokens_per_s", generated)
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)
-        self.meter.add("data/epoch", self.loader.position / len(self.task.prompts))
-        self.meter.add("progress/completions", self.loader.position * rollout.num_generations)
-        self.loader.measure(self.meter)
-
-    def write_prompts(self, run: Run, step: int) -> None:
-        """Write prompts.jsonl, how often each prompt was solved, with every checkpoint and at the end."""
-        every = self.config.checkpoint.every
-        if rank() == 0 and (step == self.config.run.steps or (every and step % every == 0)):
-            self.loader.write(run.folder / "prompts.jsonl")
-
-
-def _prompts(drawn: list[tuple[Prompt, int]]) -> list[Prompt]:
-    """The prompts, each with the epoch that it was drawn in."""
-    return [replace(prompt, epoch=epoch) for prompt, epoch in drawn]

@@ -1,18 +1,20 @@
+import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 from tiny_models import ARCHITECTURES, STATEFUL, tiny_config
-from transformers import AutoConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from hybrid_grpo import generation
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation import GREEDY, Sampling
-from hybrid_grpo.generation.rollout import training_attention
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.policy import Policy, learning_rate, sampling_of
+from hybrid_grpo.model.loading import load_tokenizer, training_attention
+from hybrid_grpo.policy import Policy, learning_rate, sampling_of, save_tokenizer
 
 
 def rates(schedule, total=10, warmup=4):
@@ -114,3 +116,22 @@ def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(mon
     assert [c.text for c in rollout.completions] == ["aa", "ab", "ba", "bb"]
     assert all(completion is rollout.completions[2 * i + k] for i, k, completion in seen)
     assert [c.text for c in policy.greedy(prompts, config, ())] == ["aa", "ba"]
+
+
+def test_an_exported_tokenizer_has_the_files_it_was_loaded_from(tmp_path):
+    """transformers loads a WordLevel tokenizer as BPE where a Qwen2 model lies beside it, and would save that."""
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<unk>": 2, "<eos>": 3}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
+    made.chat_template = "{{ messages[0]['content'] }}"
+    made.save_pretrained(tmp_path / "model")
+    tiny_config("qwen2").save_pretrained(tmp_path / "model")
+    loaded = load_tokenizer(str(tmp_path / "model"))
+    assert json.loads(loaded.backend_tokenizer.to_str())["model"]["type"] == "BPE"
+    save_tokenizer(loaded, tmp_path / "out")
+    for path in (tmp_path / "out").iterdir():
+        assert path.read_bytes() == (tmp_path / "model" / path.name).read_bytes(), path.name
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    # One that came from nowhere is saved as it is.
+    save_tokenizer(made, tmp_path / "new")
+    assert json.loads((tmp_path / "new" / "tokenizer.json").read_text())["model"]["type"] == "WordLevel"

@@ -11,9 +11,11 @@ from reward_helpers import in_time, inline, isolated
 
 from hybrid_grpo.config import GrpoConfig, RewardConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, TrainBatch
 from hybrid_grpo.data.packing import pad
-from hybrid_grpo.grpo.minibatches import Signals, counting_rows
+from hybrid_grpo.grpo.loss import load_objective, micro_batch_loss
+from hybrid_grpo.grpo.minibatches import Signals
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.trainer import Trainer
 
@@ -63,33 +65,40 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
         prompts=[Prompt(i, f"p{i}", [1], {}) for i in range(P)],
         eval_prompts=[],
         stop_ids=(),
+        objective=None,
     )
     return Trainer(config, batch_plan(config, 1), policy, None, task, torch.device("cpu"))
 
 
-def batches(run: Trainer, rollout: Rollout, signals: Signals) -> list[TrainBatch]:
-    """Those of one optimizer step on the whole rollout."""
-    rows = range(P * G)
-    return list(run.train_batches(rollout, rows, run.micro_batches(rollout, rows), signals))
+def first_step(run: Trainer, rollout: Rollout, old_logp_BT: torch.Tensor | None = None) -> list[TrainBatch]:
+    """The micro-batches of the first optimizer step, on the whole rollout, all of whose advantages are 1."""
+    signals = Signals(rollout.logp_BT, old_logp_BT, None, torch.ones(P * G, 2))
+    return list(next(run.optimizer_steps(rollout, signals)))
+
+
+def loss_of(run: Trainer, batch: TrainBatch) -> torch.Tensor:
+    """The loss of a micro-batch; the trainer's meter has its numbers."""
+    logp_bT, entropy_bT = run.policy.logprobs(batch.micro, 1.0)
+    loss, numbers = micro_batch_loss(batch, logp_bT, entropy_bT, run.config.grpo, run.kl.beta, run.inputs.objective)
+    run.meter.update(numbers)
+    return loss
 
 
 @pytest.mark.process
 def test_rewards_run_while_others_are_sampled(tmp_path):
     run = trainer(Sampler())
-    run.task.rewards = isolated(replace(SLOW, kwargs={"folder": str(tmp_path)}))
+    run.inputs.rewards = isolated(replace(SLOW, kwargs={"folder": str(tmp_path)}))
     prompts = run.draw_prompts()
-    with run.task.rewards.stream(prompts, G) as stream:
+    with run.inputs.rewards.stream(prompts, G) as stream:
 
         def finish(group, k, completion):
             stream.add(group, k, completion)
             assert k < G - 1 or in_time((tmp_path / completion.text).exists), "the next group is sampled after that"
 
         run.sample(prompts, 1, finish)
-        scores = run.score(stream)
+        scores = stream.scores()
     assert scores.reward_B.tolist() == [10.0 * i + k for i in range(P) for k in range(G)]
-    values = run.meter.reduce()
-    assert values["time/reward_s"] >= P * 0.05
-    assert values["time/reward_wait_s"] > 0
+    assert stream.seconds >= P * 0.05
 
 
 @pytest.mark.parametrize("logprobs, old_logp, first, later", [
@@ -105,12 +114,10 @@ def test_whose_logprobs_the_ratios_are_relative_to(logprobs, old_logp, first, la
     old_logp_BT = run.old_logprobs(rollout)
     assert old_logp_BT is not None
     ratios = []
-    for own in (run.starts_on_policy, False):
-        signals = Signals(
-            rollout.logp_BT, None if own else old_logp_BT, None, torch.ones(P * G, 2), torch.ones(P * G).bool()
-        )
-        for batch in batches(run, rollout, signals):
-            loss, _ = run.loss(batch)
+    signals = Signals(rollout.logp_BT, old_logp_BT, None, torch.ones(P * G, 2))
+    for batches in run.optimizer_steps(rollout, signals):
+        for batch in batches:
+            loss = loss_of(run, batch)
         ratios.append(run.meter.reduce()["policy/ratio_max"])
         assert loss.item() == pytest.approx(-ratios[-1])
     assert ratios == pytest.approx([first, later])
@@ -122,9 +129,8 @@ def test_one_optimizer_step_needs_no_pass_for_old_logp():
     rollout = replaced(run.sample(run.draw_prompts(), 1, lambda *_: None), logp=[-0.8, math.log(0.5)])
     assert run.old_logprobs(rollout) is None
     assert trainer(Sampler(), {**settings, "num_iterations": 2}).old_logprobs(rollout) is not None
-    signals = Signals(rollout.logp_BT, None, None, torch.ones(P * G, 2), torch.ones(P * G).bool())
-    (batch,) = batches(run, rollout, signals)
-    loss, _ = run.loss(batch)
+    (batch,) = first_step(run, rollout)
+    loss = loss_of(run, batch)
     # exp(log 1/2 + 0.8) is 1.11: cut at 1.05; the other token's ratio is 1.
     assert loss.item() == pytest.approx(-(1.05 + 1) / 2)
     values = run.meter.reduce()
@@ -139,9 +145,7 @@ def test_truncated_completions_weigh_nothing_and_count_nowhere(loss_type, share)
     rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
     cut = [replace(c, finish="length") for c in rollout.completions[:2]]
     rollout = replace(rollout, completions=cut + rollout.completions[2:])
-    counts_B = counting_rows(rollout, True)
-    signals = Signals(rollout.logp_BT, None, None, torch.ones(P * G, 2), counts_B)
-    (batch,) = batches(run, rollout, signals)
+    (batch,) = first_step(run, rollout)
     by_row = {row: batch.weight_bT[i].tolist() for i, row in enumerate(batch.micro.rows)}
     assert by_row[0] == by_row[1] == [0.0, 0.0]
     assert by_row[2] == pytest.approx([share, share])
@@ -152,9 +156,30 @@ def test_a_loss_of_nothing_is_zero(loss_type):
     run = trainer(Sampler(), {"mask_truncated": True, "loss_type": loss_type, "sampler_correction": "mask"})
     rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
     rollout = replace(rollout, completions=[replace(c, finish="length") for c in rollout.completions])
-    signals = Signals(rollout.logp_BT, None, None, torch.ones(P * G, 2), counting_rows(rollout, True))
-    (batch,) = batches(run, rollout, signals)
-    loss, _ = run.loss(batch)
+    (batch,) = first_step(run, rollout)
+    loss = loss_of(run, batch)
     loss.backward()
     assert loss.item() == 0.0
     assert "policy/entropy" not in run.meter.reduce()
+
+
+def test_an_own_loss_takes_the_place_of_the_built_in_one(tmp_path):
+    file = tmp_path / "losses.py"
+    file.write_text(
+        "def reinforce(logp_bT, old_logp_bT, advantages_bT, weight_bT, grpo, *, beta, **others):\n"
+        "    return -(weight_bT * advantages_bT * logp_bT).sum()\n"
+    )
+    run = trainer(Sampler())
+    rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
+    (batch,) = first_step(run, rollout)
+    built_in = loss_of(run, batch)
+    run.inputs.objective = load_objective(f"{file}:reinforce")
+    own = loss_of(run, batch)
+    # All advantages are 1, so the weights sum to 1: the built-in loss has ratio 1, the own one the log-probability.
+    assert built_in.item() == pytest.approx(-1.0) and own.item() == pytest.approx(-math.log(0.5))
+    assert run.meter.reduce()["policy/ratio_max"] == 1.0
+    assert load_objective(own_loss := lambda *tensors, **others: tensors[0].sum()) is own_loss
+    with pytest.raises(UserError, match=r"^grpo.objective .*losses.py has no function reinforced: did you mean"):
+        load_objective(f"{file}:reinforced")
+    with pytest.raises(UserError, match=r"^grpo.objective reinforce: give path/to/file.py:name or package.module:name"):
+        load_objective("reinforce")

@@ -1,9 +1,14 @@
-"""`eval`: greedy accuracy and mean reward on the held-out prompts. No engine: every rank holds the whole model."""
+"""`eval`: greedy accuracy and mean reward on the held-out prompts. No engine: every rank holds the whole model.
+
+With the config.yaml of a run it measures the model that the run trained, unless `--policy.model` names another.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+from pathlib import Path
 
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.checks import check_train
@@ -12,8 +17,19 @@ from hybrid_grpo.config.parsing import parse
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, load, complete and score; print one JSON object."""
-    config = parse(TrainConfig, arguments, "eval").config
+    """Parse, load, complete and score; print one JSON object with the model that was measured and its numbers."""
+    config = parse(TrainConfig, with_trained_models(arguments), "eval").config
+    values = evaluate(config)
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps({"model": config.policy.model, **values}))
+
+
+def evaluate(config: TrainConfig) -> dict[str, float]:
+    """The numbers of the evaluation by name, the same on every rank.
+
+    Raises:
+        UserError: one line that names the setting and the way out.
+    """
     check_train(config, int(os.environ.get("WORLD_SIZE", "1")))
     if config.data.eval_path is None and config.data.eval_split is None:
         raise UserError("data.eval_path and data.eval_split are not set: name the prompts to evaluate on")
@@ -25,13 +41,15 @@ def run(arguments: list[str]) -> None:
     from hybrid_grpo.generation import Request
     from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
     from hybrid_grpo.model.loading import load_model
-    from hybrid_grpo.run.inputs import Task
+    from hybrid_grpo.run.inputs import RunInputs
+    from hybrid_grpo.run.measure import measure_eval
     from hybrid_grpo.run.metrics import Meter
-    from hybrid_grpo.run.monitor import measure_eval
 
     device = engine.start()
-    task = Task.read(config)
-    task.rewards.load_models(engine.Frozen.of)
+    if rank() == 0:
+        print(f"model: {config.policy.model}", file=sys.stderr, flush=True)
+    task = RunInputs.read(config)
+    task.rewards.load_models(engine.Frozen)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()
     prompts = rank_share(task.eval_prompts, rank(), world_size())
     requests = [Request(prompt.token_ids, [0]) for prompt in prompts]
@@ -39,7 +57,27 @@ def run(arguments: list[str]) -> None:
     groups, _ = complete(model, task.tokenizer, requests, sampling, config.rollout)
     completions = [group[0] for group in groups]
     meter = Meter(task.rewards.names, [config.eval.name], device)
-    measure_eval(meter, config.eval, task.outcome, completions, task.rewards.score(prompts, completions))
-    values = meter.reduce()
-    if rank() == 0:
-        print(json.dumps(values))
+    scores = task.rewards.score(prompts, completions)
+    meter.update(measure_eval(config.eval, task.outcome, completions, scores))
+    return meter.reduce()
+
+
+def with_trained_models(arguments: list[str]) -> list[str]:
+    """The arguments, with the trained model as `--policy.model` behind every config.yaml of a run that has one.
+
+    Later settings win, and where the arguments name a model themselves nothing is added.
+    """
+    if any(argument.partition("=")[0] == "--policy.model" for argument in arguments):
+        return arguments
+    added: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        added.append(argument)
+        if before == "--config" or argument.startswith("--config="):
+            recipe = Path(argument.removeprefix("--config="))
+            model = recipe.parent / "model"
+            is_run = recipe.name == "config.yaml" and (recipe.parent / "metrics.jsonl").is_file()
+            if is_run and (model / "config.json").is_file():
+                added.append(f"--policy.model={model}")
+            elif is_run and os.environ.get("RANK", "0") == "0":
+                print(f"{recipe.parent} has no trained model: its starting model is measured", file=sys.stderr)
+    return added

@@ -1,7 +1,7 @@
 """`generate`: prompts in, completions out, one JSON object a line. No engine: every rank holds the whole model.
 
 The completions are those that step 0 of a training run with the same settings would sample. Each is written as soon as
-it is finished, so lines stand in the order of finishing: `id`, the number of the prompt, and `sample` name them.
+it is finished, so lines are in the order of finishing; `id` (the number of the prompt) and `sample` identify them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -21,7 +21,7 @@ from hybrid_grpo.config import GenerateConfig
 from hybrid_grpo.config.checks import check_generate
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
-from hybrid_grpo.run.wandb_sink import json_safe
+from hybrid_grpo.run.files import json_safe
 
 if TYPE_CHECKING:
     import torch
@@ -31,26 +31,41 @@ if TYPE_CHECKING:
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, load and complete; a reader of the output who has had enough ends it quietly."""
+    """Parse, load and complete; ends quietly when the reader of the output has closed it."""
     config = parse(GenerateConfig, arguments, "generate").config
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    check_generate(config, ranks)
     try:
-        _generate(config, rank, ranks)
+        generate(config, _lines(config.generate.output))
     except BrokenPipeError:
-        # What is still buffered would fail once more when the process ends.
+        # Buffered output would fail once more when the process ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _generate(config: GenerateConfig, rank: int, ranks: int) -> None:
+def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[dict[str, Any]], None]]) -> None:
+    """Complete this rank's share of the prompts.
+
+    Args:
+        output: opened when the prompts have been read; it is called with every completion as soon as it is finished.
+
+    Raises:
+        UserError: one line that names the setting and the way out.
+    """
+    rank, ranks = _rank(), _ranks()
+    check_generate(config, ranks)
+
     # The settings are sound: now the imports that take seconds.
     from hybrid_grpo.data.lines import read_lines, typed
     from hybrid_grpo.data.loader import rank_share
     from hybrid_grpo.data.prompts import read_prompts
     from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
-    from hybrid_grpo.generation.support import check_architecture
-    from hybrid_grpo.model.loading import check_lengths, check_token_ids, load_model, stop_ids
-    from hybrid_grpo.model.pretrained import load_config, load_tokenizer
+    from hybrid_grpo.model.architectures import check_architecture
+    from hybrid_grpo.model.loading import (
+        check_lengths,
+        check_token_ids,
+        load_config,
+        load_model,
+        load_tokenizer,
+        stop_ids,
+    )
     from hybrid_grpo.run.inputs import sampling_line
 
     rollout, count = config.rollout, config.rollout.num_generations
@@ -79,17 +94,19 @@ def _generate(config: GenerateConfig, rank: int, ranks: int) -> None:
         sampling = f"{count} of each prompt, run.seed {config.run.seed}, {sampling_line(rollout, ends, tokenizer)}"
         print(f"data: {data}\nsampling: {sampling}", file=sys.stderr, flush=True)
 
-    with _output(config.generate.output, rank, ranks) as file:
+    # Completions on the terminal say themselves how far it is.
+    shown = rank == 0 and not (config.generate.output == "-" and sys.stdout.isatty())
+    with output as write:
         model = load_model(config.policy, attention_of(rollout.decoder)).to(_device()).eval()
         for batch in batches:
             requests = requests_of(batch, count, config.run.seed, step=0)
-            with _progress(len(batch) * count, shown=rank == 0 and not file.isatty()) as advance:
-                on_finish = _writer(file, batch, advance)
+            with _progress(len(batch) * count, shown) as advance:
+                on_finish = _writer(write, batch, advance)
                 complete(model, tokenizer, requests, sampling_of(rollout, ends), rollout, on_finish)
 
 
 def _device() -> torch.device:
-    """That of this rank, without a process group."""
+    """The device of this rank; there is no process group to ask."""
     import torch
 
     if not torch.cuda.is_available():
@@ -99,14 +116,34 @@ def _device() -> torch.device:
     return device
 
 
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @contextmanager
-def _output(name: str, rank: int, ranks: int) -> Iterator[BinaryIO]:
-    """The file of this rank, opened anew."""
+def _lines(name: str) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Writes JSON lines into the file of this rank, anew, or to standard output (`-`)."""
+    with _file(name) as file:
+
+        def write(values: dict[str, Any]) -> None:
+            line = json.dumps(json_safe(values), ensure_ascii=False)
+            file.write(line.encode("utf-8", errors="replace") + b"\n")
+            file.flush()
+
+        yield write
+
+
+@contextmanager
+def _file(name: str) -> Iterator[BinaryIO]:
     if name == "-":
         yield sys.stdout.buffer
         return
     path = Path(name)
-    path = path if ranks == 1 else path.with_name(f"{path.stem}.{rank}{path.suffix}")
+    path = path if _ranks() == 1 else path.with_name(f"{path.stem}.{_rank()}{path.suffix}")
     try:
         file = path.open("wb")
     except OSError as error:
@@ -117,27 +154,26 @@ def _output(name: str, rank: int, ranks: int) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _progress(total: int, shown: bool) -> Iterator[Callable[[], None]]:
-    """A bar over the completions; where standard error is no terminal there is none."""
+    """A progress bar over the completions, shown only where standard error is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("completions"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     disable = not (shown and console.is_terminal)
-    # Redirected, the lines on standard output would go through the console of the bar.
+    # Otherwise the lines on standard output would be printed through the console of the bar.
     with Progress(*columns, console=console, disable=disable, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("completions", total=total)
         yield lambda: bar.advance(task)
 
 
-def _writer(file: BinaryIO, prompts: list[Prompt], advance: Callable[[], None]) -> OnFinish:
-    def write(request: int, sample: int, completion: Completion) -> None:
-        file.write(_line(prompts[request], sample, completion))
-        file.flush()
+def _writer(write: Callable[[dict[str, Any]], None], prompts: list[Prompt], advance: Callable[[], None]) -> OnFinish:
+    def on_finish(request: int, sample: int, completion: Completion) -> None:
+        write(_values(prompts[request], sample, completion))
         advance()
 
-    return write
+    return on_finish
 
 
-def _line(prompt: Prompt, sample: int, completion: Completion) -> bytes:
-    values = {
+def _values(prompt: Prompt, sample: int, completion: Completion) -> dict[str, Any]:
+    return {
         "id": prompt.id,
         "sample": sample,
         "prompt": prompt.text,
@@ -147,4 +183,3 @@ def _line(prompt: Prompt, sample: int, completion: Completion) -> bytes:
         "logp": sum(completion.logp),
         **({"columns": prompt.columns} if prompt.columns else {}),
     }
-    return json.dumps(json_safe(values), ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"

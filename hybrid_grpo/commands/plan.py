@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from hybrid_grpo.config import PlanConfig
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import parse
+
+if TYPE_CHECKING:
+    from hybrid_grpo.run.plan import Plan
 
 
 def run(arguments: list[str]) -> None:
@@ -21,13 +25,13 @@ def run(arguments: list[str]) -> None:
     from hybrid_grpo import engine
     from hybrid_grpo.distributed import rank
     from hybrid_grpo.run.hardware import of_device, of_table
-    from hybrid_grpo.run.inputs import Task
-    from hybrid_grpo.run.plan import foresee, lines, shortage
+    from hybrid_grpo.run.inputs import RunInputs
+    from hybrid_grpo.run.plan import estimate, shortage
 
     device = engine.start()
-    task = Task.read(config)
+    inputs = RunInputs.read(config)
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
-    plan = foresee(config, batch, task.longest_prompt, hardware, task.rewards.models)
+    plan = estimate(config, batch, inputs.longest_prompt, hardware, inputs.rewards.models)
     if plan is None:
         raise UserError(f"policy.model {config.policy.model} cannot be planned: its code cannot run without data")
     if rank() == 0:
@@ -35,3 +39,34 @@ def run(arguments: list[str]) -> None:
     warning = shortage(plan)
     if rank() == 0:
         print(f"it may not fit: {warning}" if warning else "it fits")
+
+
+def lines(plan: Plan) -> list[str]:
+    """The plan as text: a table of parts and phases in GiB, what is in host memory, tokens and time of a step."""
+    from hybrid_grpo.run.metrics import duration
+    from hybrid_grpo.run.plan import gib
+
+    hardware, sizes = plan.hardware, plan.sizes
+    names = list(dict.fromkeys(part.name for phase in plan.phases for part in phase.parts))
+    width = max(len(name) for name in [*names, "all"])
+    columns = [max(6, len(phase.name)) for phase in plan.phases]
+
+    def row(name: str, cells: list[str]) -> str:
+        return f"  {name:{width}}  " + "  ".join(f"{c:>{w}}" for c, w in zip(cells, columns, strict=True))
+
+    table = [row("", [phase.name for phase in plan.phases])]
+    for name in names:
+        cells = [sum(part.bytes for part in phase.parts if part.name == name) for phase in plan.phases]
+        table.append(row(name, [gib(cell) if cell else "-" for cell in cells]))
+    table.append(row("all", [gib(phase.bytes) for phase in plan.phases]))
+    free = f", {gib(hardware.device_bytes)} of them free" if hardware.device_bytes < 1 << 60 else ""
+    host = " + ".join(f"{gib(part.bytes)} {part.name}" for part in plan.host)
+    times = ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan.seconds.items())
+    return [
+        f"model: {sizes.parameters:,} parameters, {sizes.trained:,} of them trained",
+        f"memory: GiB of a rank on {hardware.name}{free}; the peak is {gib(plan.peak.bytes)}, in {plan.peak.name}",
+        *table,
+        *([f"host memory: {host} = {gib(sum(part.bytes for part in plan.host))} GiB a rank"] if plan.host else []),
+        "tokens: at most " + " and ".join(f"{count:,} {what}" for what, count in plan.tokens.items()) + " a step",
+        f"time: roughly {duration(sum(plan.seconds.values()))} a step at full speed and full length ({times})",
+    ]

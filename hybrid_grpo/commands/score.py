@@ -1,7 +1,8 @@
-"""`score`: reward functions tried on completions that are there, before a run. No model, no ranks.
+"""`score`: try reward functions on completions that exist already. It loads no policy and needs no launcher.
 
-A JSON object for every completion, as `generate` names them: `id` is the number of the row, `sample` that of its
-completion; what each function said, and of those that failed why. Standard error gets a summary.
+A file of completions gives a JSON line for each completion: what every function said, and why those failed that did.
+Standard error gets a summary. The folder of a run gives a comparison of the new rewards with the run's own, written
+into RUN_FOLDER/score; nothing else in the folder changes.
 """
 
 from __future__ import annotations
@@ -10,186 +11,278 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 
-from hybrid_grpo.commands.offline import Line, patient, table, tokenizer_for
-from hybrid_grpo.config import ScoreConfig
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config import ScoreConfig, TrainConfig, reward_name
+from hybrid_grpo.config.checks import check_score
+from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
-from hybrid_grpo.config.reward_checks import check_score
-from hybrid_grpo.run.wandb_sink import json_safe
+from hybrid_grpo.run.files import json_safe, replace_text
 
 if TYPE_CHECKING:
-    from hybrid_grpo.data.completed import Completed
-    from hybrid_grpo.rewards.functions import Failure, Request
-    from hybrid_grpo.rewards.scoring import Rewards
-    from hybrid_grpo.rewards.workers.pool import Lane, Outcome
+    from hybrid_grpo.data.batch import Rollout, Scores
+    from hybrid_grpo.rewards.functions import RewardCall
+    from hybrid_grpo.rewards.loading import Reward
+    from hybrid_grpo.rewards.workers.pool import Caller, Outcome
 
-COMMAND = "score FILE"
+COMMAND = "score FILE_OR_RUN"
 _ROWS = 256
-"""Rows that are scored before their rewards are written."""
+"""Rows of a file that are scored before their rewards are written."""
+_SHOWN = 3
+"""Disagreements that are printed."""
+_TEXT_SHOWN = 300
+"""Characters of a prompt or completion that are printed, from its end."""
+_FOREVER_S = 1e9
+"""Replaces scoring.max_wait_s, since no model waits for the rewards; a call keeps its own time limit."""
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, score and sum up; a reader of the output who has had enough ends it quietly."""
-    source, options = leading_argument(arguments, f"hybrid-grpo {COMMAND} --rewards '[{{function: ...}}]' [options]")
-    config = parse(ScoreConfig, options, COMMAND).config
-    check_score(config, source)
+    """Parse and score; ends quietly when the reader of the output has closed it."""
+    source, options = leading_argument(arguments, f"hybrid-grpo {COMMAND} [--rewards '[{{function: ...}}]'] [options]")
+    folder = Path(source)
+    recipe = folder / "config.yaml"
+    is_run = bool(source) and (recipe.is_file() or (folder / "rollouts").is_dir())
+    defaults = ["--config", str(recipe)] if is_run else []
+    config = parse(ScoreConfig, [*defaults, *options], COMMAND).config
+    check_score(config, source, is_run=is_run)
     try:
-        _score(config, source)
+        if is_run:
+            _score_run(config, parse(TrainConfig, defaults, COMMAND).config, folder)
+        else:
+            _score_file(config, source)
     except BrokenPipeError:
-        # What is still buffered would fail once more when the process ends.
+        # Buffered output would fail once more when the process ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _score(config: ScoreConfig, source: str) -> None:
+def _score_file(config: ScoreConfig, source: str) -> None:
     # The settings are sound: now the imports that take seconds.
-    from hybrid_grpo.data.completed import read_completed
+    from hybrid_grpo.data.batch import Rollout, Scores
+    from hybrid_grpo.data.completions import read_completions
     from hybrid_grpo.rewards.loading import load_rewards
     from hybrid_grpo.rewards.scoring import Rewards
 
     loaded = load_rewards(config.rewards, config.scoring)
-    tokenizer = tokenizer_for(loaded, config.policy.model, "the tokenizer of policy.model")
-    rows = read_completed(source, config.data, sys.stdin.buffer, tokenizer)
-    summaries = {reward.name: _Summary(reward.lane) for reward in loaded}
-    rewards = Rewards([replace(reward, lane=summaries[reward.name]) for reward in loaded], patient(config.scoring))
+    groups = read_completions(source, config.data, sys.stdin.buffer, _tokenizer(loaded, config.policy.model))
+    callers = {reward.name: _RecordingCaller(reward.caller) for reward in loaded}
+    loaded = [replace(reward, caller=callers[reward.name]) for reward in loaded]
+    rewards = Rewards(loaded, replace(config.scoring, max_wait_s=_FOREVER_S))
     rewards.load_models()
-    batches = [rows[first : first + _ROWS] for first in range(0, len(rows), _ROWS)]
-    bar = Console(stderr=True)
-    with _output(config.score.output) as file:
-        shown = bar.is_terminal and not file.isatty()
-        for batch in track(batches, "rows", console=bar, transient=True, disable=not shown):
-            for line in _scored(batch, rewards, summaries):
+    everything: list[Scores] = []
+    first_failures: dict[str, str] = {}
+    console = Console(stderr=True, highlight=False)
+    with _open(config.score.output or "-") as file:
+        shown = console.is_terminal and not file.isatty()
+        starts = range(0, len(groups), _ROWS)
+        for start in track(starts, "rows", console=console, transient=True, disable=not shown):
+            lines: list[dict[str, Any]] = []
+            batch = groups[start : start + _ROWS]
+            # Groups that are scored together are of one size.
+            for size in sorted({group.num_generations for group in batch}):
+                rollout = reduce(Rollout.joined, (group for group in batch if group.num_generations == size))
+                everything.append(rewards.score(rollout.row_prompts, rollout.completions, size))
+                lines += _lines(rollout, everything[-1])
+            for line in sorted(lines, key=lambda line: (line["id"], line["sample"])):
                 print(json.dumps(json_safe(line), ensure_ascii=False), file=file)
+                for name, why in line["failed"].items():
+                    first_failures.setdefault(name, f"row {line['id']}, sample {line['sample']}: {why}")
             file.flush()
-    records = {name: summary.record() for name, summary in summaries.items()}
-    bar.print(table(records, _LINES))
-    for name, summary in summaries.items():
-        if summary.first_failure:
-            what = f"{name}: first failure at {summary.first_failure}"
-            bar.print(what, markup=False, highlight=False, soft_wrap=True)
-    if not any(record["scored"] for record in records.values()):
-        raise UserError("rewards: nothing could be scored: no function gave a number for any completion")
+    scores = reduce(Scores.joined, everything)
+    console.print(_table({name: _summary(scores, name, callers[name].calls) for name in rewards.names}))
+    for name, where in first_failures.items():
+        console.print(f"{name}: first failure at {where}", markup=False, soft_wrap=True)
+    refuse(
+        all(value_B.isnan().all() for value_B in scores.by_function.values()),
+        "rewards: nothing could be scored: no function gave a number for any completion",
+    )
 
 
-class _Summary:
-    """What one function says of all rows, and how long it takes: a lane that calls another."""
+class _RecordingCaller:
+    """Passes calls on to another caller and keeps them, to say later how long they took."""
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        self._calls: list[Future[Outcome]] = []
-        self._told = 0
-        self._values: list[float] = []
-        self._none = self._timeouts = self._failed = 0
-        self.first_failure = ""
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self.calls: list[Future[Outcome]] = []
 
-    def start(self, request: Request) -> Future[Outcome]:
+    def start(self, call: RewardCall) -> Future[Outcome]:
         """Call the function."""
-        self._calls.append(self._lane.start(request))
-        return self._calls[-1]
+        self.calls.append(self._caller.start(call))
+        return self.calls[-1]
 
-    def failures(self) -> list[Failure | None]:
-        """Of every completion that was scored since this was last asked, in the order in which they were given."""
-        new, self._told = self._calls[self._told :], len(self._calls)
-        return [failure for call in new for failure in call.result().reply.failures]
 
-    def add(self, value: float, failure: Failure | None, where: str) -> None:
-        """Count what it said of one completion; NaN where it said nothing."""
-        if failure is not None:
-            self._failed += 1
-            self._timeouts += failure.kind == "timeout"
-            self.first_failure = self.first_failure or f"{where}: {failure.message}"
-        elif math.isnan(value):
-            self._none += 1
-        else:
-            self._values.append(value)
-
-    def record(self) -> dict[str, float]:
-        """In numbers."""
-        from hybrid_grpo.rewards.workers.pool import busy_seconds
-
-        values, rows = self._values, len(self._values) + self._none + self._failed
-        mean = sum(values) / len(values) if values else math.nan
-        squares = sum((value - mean) ** 2 for value in values)
-        outcomes = [call.result() for call in self._calls]
-        spans = [end_s - start_s for outcome in outcomes for start_s, end_s in outcome.spans]
-        busy_s = busy_seconds(outcomes)
-        return {
-            "scored": len(values),
-            "none": self._none,
-            "failed": self._failed,
-            "timeouts": self._timeouts,
-            "mean": mean,
-            "std": math.sqrt(squares / (len(values) - 1)) if len(values) > 1 else math.nan,
-            "zeros": sum(value == 0 for value in values) / len(values) if values else math.nan,
-            "ones": sum(value == 1 for value in values) / len(values) if values else math.nan,
-            "slowest_s": max(spans, default=math.nan),
-            "calls": len(spans),
-            "calls_per_s": len(spans) / busy_s if busy_s else math.nan,
-            "completions_per_s": rows / busy_s if busy_s else math.nan,
+def _lines(rollout: Rollout, scores: Scores) -> list[dict[str, Any]]:
+    """[B], what is written about each completion."""
+    return [
+        {
+            "id": prompt.id,
+            "sample": row % rollout.num_generations,
+            "reward": scores.reward_B[row].item(),
+            "rewards": {name: value_B[row].item() for name, value_B in scores.by_function.items()},
+            "failed": {name: why[row] for name, why in scores.failures.items() if why[row] is not None},
+            "extra": {name: stored[row] for name, stored in scores.extra.items()},
         }
+        for row, prompt in enumerate(rollout.row_prompts)
+    ]
 
 
-def _field(label: str, name: str) -> Line:
-    return label, lambda record: record[name]
+def _summary(scores: Scores, name: str, calls: Sequence[Future[Outcome]]) -> dict[str, float]:
+    """What one function said about all completions, and how fast, by the labels that are shown."""
+    from hybrid_grpo.data.batch import RewardStatus
+    from hybrid_grpo.rewards.workers.pool import busy_seconds
+
+    status_B, value_B = scores.status[name], scores.by_function[name]
+    value_N = value_B[~value_B.isnan()]
+    outcomes = [call.result() for call in calls]
+    spans = [end_s - start_s for outcome in outcomes for start_s, end_s in outcome.spans]
+    busy_s = busy_seconds(outcomes) or math.nan
+    return {
+        "scored": len(value_N),
+        "does not apply": int((status_B == RewardStatus.NOT_APPLICABLE).sum()),
+        "failed": int((status_B >= RewardStatus.FAILED).sum()),
+        "  out of time": int((status_B == RewardStatus.TIMED_OUT).sum()),
+        "mean": value_N.mean().item(),
+        "standard deviation": value_N.std().item() if len(value_N) > 1 else math.nan,
+        "share of 0": (value_N == 0).double().mean().item(),
+        "share of 1": (value_N == 1).double().mean().item(),
+        "calls": len(spans),
+        "slowest call, s": max(spans, default=math.nan),
+        "calls a second": len(spans) / busy_s,
+        "completions a second": len(value_B) / busy_s,
+    }
 
 
-_LINES = [
-    _field("scored", "scored"),
-    _field("does not apply", "none"),
-    _field("failed", "failed"),
-    _field("  out of time", "timeouts"),
-    _field("mean", "mean"),
-    _field("standard deviation", "std"),
-    _field("share of 0", "zeros"),
-    _field("share of 1", "ones"),
-    _field("calls", "calls"),
-    _field("slowest call, s", "slowest_s"),
-    _field("calls a second", "calls_per_s"),
-    _field("completions a second", "completions_per_s"),
-]
+def _open(name: str) -> AbstractContextManager[TextIO]:
+    try:
+        return nullcontext(sys.stdout) if name == "-" else Path(name).open("w", encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"score.output {name} cannot be written: {error.strerror}") from error
 
 
-def _scored(rows: list[Completed], rewards: Rewards, summaries: dict[str, _Summary]) -> list[dict[str, Any]]:
-    """The lines of some rows, in order. Groups, which a call may ask for, are of one size: rows alike go together."""
-    lines: list[dict[str, Any]] = []
-    for count in sorted({len(row.completions) for row in rows}):
-        alike = [row for row in rows if len(row.completions) == count]
-        completions = [completion for row in alike for completion in row.completions]
-        scores = rewards.score([row.prompt for row in alike for _ in range(count)], completions, count)
-        failures = {name: summary.failures() for name, summary in summaries.items()}
-        for i in range(len(completions)):
-            row, sample = alike[i // count].prompt.id, i % count
-            for name, summary in summaries.items():
-                summary.add(scores.by_function[name][i].item(), failures[name][i], f"row {row}, sample {sample}")
-            line = {
-                "id": row,
-                "sample": sample,
-                "reward": scores.reward_B[i].item(),
-                "rewards": {name: value_B[i].item() for name, value_B in scores.by_function.items()},
-                "failed": {name: failure.message for name, of in failures.items() if (failure := of[i])},
-                "extra": {name: stored[i] for name, stored in scores.extra.items()},
-            }
-            lines.append(line)
-    return sorted(lines, key=lambda line: (line["id"], line["sample"]))
+def _score_run(config: ScoreConfig, before: TrainConfig, folder: Path) -> None:
+    # The settings are sound: now the imports that take seconds.
+    from hybrid_grpo.data.completions import read_step, saved_files
+    from hybrid_grpo.rewards.loading import load_rewards
+    from hybrid_grpo.rewards.scoring import Rewards
+    from hybrid_grpo.run.comparison import Comparison
+
+    files = _chosen(saved_files(folder), config.score.steps, folder)
+    loaded = load_rewards(config.rewards, config.scoring)
+    model = str(folder / "model") if (folder / "model").is_dir() else before.policy.model
+    tokenizer = _tokenizer(loaded, model)
+    rewards = Rewards(loaded, replace(config.scoring, max_wait_s=_FOREVER_S), tokenizer)
+    rewards.load_models()
+    # A function is compared with the old one of its name, else with the one that told right from wrong.
+    old = [reward_name(reward) for reward in before.rewards]
+    compared_with = {name: name if name in old else before.eval.outcome or old[0] for name in rewards.names}
+    threshold = before.eval.threshold if config.score.threshold is None else config.score.threshold
+    comparison = Comparison(config, compared_with, (before.eval.threshold, threshold), config.score.limit)
+    changed, needs_tokens = 0, any(reward.interface.accepts("completion_ids") for reward in loaded)
+    bar = Console(stderr=True)
+    for file in track(files, "steps", console=bar, transient=True, disable=not bar.is_terminal):
+        saved = read_step(file, tokenizer)
+        rollout = saved.rollout
+        scores = rewards.score(rollout.row_prompts, rollout.completions, rollout.num_generations, saved.step)
+        comparison.add(saved, scores)
+        changed += len(rollout.completions) - saved.retokenized
+        needs_tokens = needs_tokens or scores.steps is not None
+    notes = []
+    if before.grpo.beta and before.grpo.kl_in == "reward":
+        notes.append("the run's advantages include the KL (grpo.kl_in reward), which is not saved: the new ones do not")
+    if needs_tokens and tokenizer is None:
+        notes.append(f"there is no tokenizer in {model}: completion_ids are all -1, and steps of a text count as one")
+    elif needs_tokens and changed:
+        notes.append(
+            f"tokens are made from the texts again: for {changed} completions this gives more or fewer than were"
+            " sampled, and completion_ids were cut or filled up with -1"
+        )
+    rewards_said = [asdict(reward) for reward in config.rewards]
+    report = {"run": str(folder), "rewards": rewards_said, "notes": notes, **comparison.report()}
+    worst = comparison.disagreements()
+    path = Path(config.score.output or folder / "score" / f"{'+'.join(rewards.names)[:100]}.json")
+    path.parent.mkdir(exist_ok=True)
+    replace_text(path, json.dumps(json_safe(report), indent=2, ensure_ascii=False) + "\n")
+    entries = (json.dumps(json_safe(entry), ensure_ascii=False) for entry in worst)
+    replace_text(path.with_suffix(".disagreements.jsonl"), "".join(f"{entry}\n" for entry in entries))
+    _print_comparison(report, worst)
+    print(f"\n{path}\n{path.with_suffix('.disagreements.jsonl')}")
 
 
-@contextmanager
-def _output(name: str) -> Iterator[TextIO]:
-    if name == "-":
-        yield sys.stdout
-        return
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context(Path(name).open("w", encoding="utf-8", errors="replace"))
-        except OSError as error:
-            raise UserError(f"score.output {name} cannot be written: {error.strerror}") from error
-        yield file
+def _chosen(files: dict[int, Path], steps: str | None, folder: Path) -> list[Path]:
+    refuse(not files, f"{folder} has no rollouts: they are written by a training run with log.rollouts_every above 0")
+    first, dash, last = (steps or "-").partition("-")
+    low, high = int(first or 0), int(last or max(files)) if dash else int(first)
+    chosen = [path for step, path in files.items() if low <= step <= high]
+    refuse(not chosen, f"score.steps {steps} has no rollouts: the run has those of steps {min(files)} to {max(files)}")
+    return chosen
+
+
+def _print_comparison(report: dict[str, Any], worst: list[dict[str, Any]]) -> None:
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    first, last, count = report["steps"]
+    console.print(
+        f"{report['run']}: {report['completions']:,} completions of {count} steps, {first} to {last};"
+        f" right is {report['threshold_before']:g} before, {report['threshold_now']:g} now"
+    )
+    console.print(_table({**report["functions"], "weighted sum": report["reward"]}))
+    console.print(_table({"groups and advantages": report["advantages"]}))
+    for entry in worst[:_SHOWN]:
+        console.print(
+            "\nstep {step}, group {group}, sample {sample}: {compared_with} {before:g} -> {function} {now:g}"
+            " ({reason}), advantage {advantage_before:.3f} -> {advantage_now:.3f}".format(**entry)
+        )
+        for name in ("prompt", "completion"):
+            text = repr(entry[name])
+            console.print(f"  {name}: {text if len(text) <= _TEXT_SHOWN else f'...{text[-_TEXT_SHOWN:]}'}")
+    for note in report["notes"]:
+        console.print(f"\nnote: {note}")
+
+
+def _table(columns: dict[str, dict[str, Any]]) -> Table:
+    """A column for every record, by name, and a row for every key of any record."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", overflow="fold")
+    for key in dict.fromkeys(key for column in columns.values() for key in column):
+        table.add_row(key.replace("_", " "), *(_shown(column.get(key)) for column in columns.values()))
+    return table
+
+
+def _shown(value: Any) -> str:
+    """Undefined numbers, such as a correlation with a constant, are left blank."""
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.3f}"
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _tokenizer(rewards: Sequence[Reward], model: str) -> Any:
+    """The tokenizer of the model, where the model is a folder or a function names `completion_ids`; else None.
+
+    Raises:
+        UserError: a function names `completion_ids`, and there is no tokenizer.
+    """
+    named = [(reward.name, (*reward.interface.required, *(reward.interface.accepted or ()))) for reward in rewards]
+    needing = ", ".join(name for name, parameters in named if "completion_ids" in parameters)
+    why = f"rewards: {needing} looks at completion_ids, which are made from the texts by the tokenizer of the model"
+    refuse(bool(needing) and not model, f"{why}: set policy.model")
+    if not needing and not (model and Path(model).is_dir()):
+        return None
+
+    from hybrid_grpo.model.loading import load_tokenizer
+
+    try:
+        return load_tokenizer(model)
+    except UserError as error:
+        if needing:
+            raise UserError(f"{why}: {error}") from error
+        return None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 import sys
 
 from hybrid_grpo.config import ServeOptionsConfig, ServeRewardConfig
+from hybrid_grpo.config.checks import check_serve
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.network import bearer_token, is_loopback
 from hybrid_grpo.config.parsing import parse
-from hybrid_grpo.config.reward_checks import check_serve
 
 PATH = "/get_reward"
 """Where OpenRLHF's reward models are asked."""
@@ -20,36 +19,32 @@ def run(arguments: list[str]) -> None:
     """Parse, load the functions, and serve until SIGINT or SIGTERM."""
     config = parse(ServeRewardConfig, arguments, "serve-reward").config
     check_serve(config)
-    tls = _tls(config.serve)
+    serve = config.serve
+    tls = _tls(serve)
 
     # The settings are sound: now the imports that take seconds.
     from hybrid_grpo.rewards.loading import load_rewards
-    from hybrid_grpo.rewards.remote.server import Limits, Server
+    from hybrid_grpo.rewards.remote import server
     from hybrid_grpo.rewards.remote.service import RewardService
     from hybrid_grpo.rewards.scoring import Rewards
 
-    serve = config.serve
     loaded = load_rewards(config.rewards, config.scoring)
     needs_ids = [reward.name for reward in loaded if "completion_ids" in reward.interface.required]
     rewards = Rewards(loaded, config.scoring)
     rewards.load_models()
-    service = RewardService(rewards, serve, needs_ids)
-    limits = Limits(int(serve.max_body_mb * 2**20), serve.max_requests, serve.timeout_s)
     token = bearer_token("serve.token_env", serve.token_env) if serve.token_env else None
-    server = Server(PATH, service.answer, limits, token)
-
-    def on_start(port: int) -> None:
-        host = f"[{serve.host}]" if ":" in serve.host else serve.host
-        names = ", ".join(reward.name for reward in loaded)
-        print(f"serving {names} at {'https' if tls else 'http'}://{host}:{port}{PATH}", file=sys.stderr, flush=True)
-        if token and not tls and not is_loopback(serve.host):
-            print("without serve.certificate the token can be read on the way", file=sys.stderr, flush=True)
-
+    app = server.application(PATH, RewardService(rewards, serve, needs_ids).answer, serve, token)
     try:
-        asyncio.run(server.run(serve.host, serve.port, tls, on_start))
+        listener = server.listen(serve.host, serve.port)
     except OSError as error:
         where = f"serve.host {serve.host}, serve.port {serve.port}"
         raise UserError(f"{where} cannot be listened at: {error.strerror or error}") from None
+    host = f"[{serve.host}]" if ":" in serve.host else serve.host
+    url = f"http{'s' if tls else ''}://{host}:{listener.getsockname()[1]}{PATH}"
+    print(f"serving {', '.join(reward.name for reward in loaded)} at {url}", file=sys.stderr, flush=True)
+    if token and not tls and not is_loopback(serve.host):
+        print("without serve.certificate the token can be read on the way", file=sys.stderr, flush=True)
+    server.serve(app, listener, serve, tls)
 
 
 def _tls(serve: ServeOptionsConfig) -> ssl.SSLContext | None:
@@ -57,7 +52,7 @@ def _tls(serve: ServeOptionsConfig) -> ssl.SSLContext | None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        # A password would be asked for at the terminal.
+        # Without a password given here, Python would ask for one at the terminal.
         context.load_cert_chain(serve.certificate, serve.key, password=lambda: b"")
     except (OSError, ValueError) as error:
         raise UserError(

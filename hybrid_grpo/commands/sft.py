@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from hybrid_grpo.config import SftConfig
 from hybrid_grpo.config.checks import check_sft
-from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.config.parsing import Parsed, parse
 
 
 def run(arguments: list[str]) -> None:
     """Parse, build and train."""
-    parsed = parse(SftConfig, arguments, "sft")
+    sft(parse(SftConfig, arguments, "sft"))
+
+
+def sft(parsed: Parsed[SftConfig]) -> Path:
+    """Train as the configuration says; return the folder of the run.
+
+    Raises:
+        UserError: one line that names the setting and the way out.
+    """
     config = parsed.config
     check_sft(config, int(os.environ.get("WORLD_SIZE", "1")))
 
     # The settings are sound: now the imports that take seconds.
     from hybrid_grpo import engine
     from hybrid_grpo.data.pairs import read_pairs
-    from hybrid_grpo.model.loading import check_lengths
+    from hybrid_grpo.model.loading import check_lengths, load_config, load_tokenizer
     from hybrid_grpo.model.lora import check_lora
-    from hybrid_grpo.model.pretrained import load_config, load_tokenizer
     from hybrid_grpo.policy import Policy
     from hybrid_grpo.run.run import Run
     from hybrid_grpo.sft import SftTrainer
@@ -45,5 +53,6 @@ def run(arguments: list[str]) -> None:
     this.write_engine_config(policy.deepspeed_config)
     if policy.adapters is not None:
         this.say(f"lora: {policy.adapters}")
-    SftTrainer(config, policy, pairs, device).run(this)
+    this.train(SftTrainer(config, policy, pairs, device))
     this.say(f"model: {this.folder / 'model'}")
+    return this.folder

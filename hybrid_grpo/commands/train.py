@@ -9,52 +9,60 @@ from pathlib import Path
 
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.checks import check_train
-from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.config.parsing import Parsed, parse
 
 
 def run(arguments: list[str]) -> None:
     """Parse, build and train."""
-    parsed = parse(TrainConfig, arguments, "train")
+    train(parse(TrainConfig, arguments, "train"))
+
+
+def train(parsed: Parsed[TrainConfig]) -> Path:
+    """Train as the configuration says; return the folder of the run.
+
+    Raises:
+        UserError: one line that names the setting and the way out.
+    """
     config = parsed.config
     plan = check_train(config, int(os.environ.get("WORLD_SIZE", "1")))
 
     # The settings are sound: now the imports that take seconds.
     from hybrid_grpo import engine
-    from hybrid_grpo.policy import Policy
-    from hybrid_grpo.reference import Reference, UnadaptedReference
+    from hybrid_grpo.policy import Policy, Reference, UnadaptedReference
     from hybrid_grpo.run.hardware import of_device
-    from hybrid_grpo.run.inputs import Task
-    from hybrid_grpo.run.plan import foresee, shortage
+    from hybrid_grpo.run.inputs import RunInputs
+    from hybrid_grpo.run.plan import estimate, shortage
     from hybrid_grpo.run.run import Run
     from hybrid_grpo.trainer import Trainer
 
     device = engine.start()
-    task = Task.read(config)
+    inputs = RunInputs.read(config)
     hardware = of_device(device, config.policy.dtype)
-    memory = foresee(config, plan, task.longest_prompt, hardware, task.rewards.models)
+    memory = estimate(config, plan, inputs.longest_prompt, hardware, inputs.rewards.models)
     warning = shortage(memory) if memory else None
-    foreseen = str(memory) if memory else "not foreseen: the model's code cannot run without data"
-    this = Run(parsed, {"batch": str(plan), "memory": foreseen, **task.facts})
+    estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"
+    training = Run(parsed, {"batch": str(plan), "memory": estimated, **inputs.facts})
     if warning:
-        this.say(f"WARNING: it may not fit: {warning}")
-    task.rewards.load_models(engine.Frozen.of)
+        training.say(f"WARNING: it may not fit: {warning}")
+    inputs.rewards.load_models(engine.Frozen)
     policy = Policy(
         config.policy,
         config.engine,
-        task.tokenizer,
+        inputs.tokenizer,
         total_steps=config.run.steps * plan.num_iterations * plan.num_minibatches,
         decoder=config.rollout.decoder,
         lora=config.lora,
         seed=config.run.seed,
     )
-    this.write_engine_config(policy.deepspeed_config)
+    training.write_engine_config(policy.deepspeed_config)
     if policy.adapters is not None:
-        this.say(f"lora: {policy.adapters}")
+        training.say(f"lora: {policy.adapters}")
     reference = None
     if config.grpo.beta:
         reference = UnadaptedReference(policy.engine, policy.adapters) if policy.adapters else Reference(config.policy)
-    Trainer(config, plan, policy, reference, task, device).run(this)
-    this.say(summary(this.folder, config.eval.name, memory.measurable if memory else None))
+    training.train(Trainer(config, plan, policy, reference, inputs, device))
+    training.say(summary(training.folder, config.eval.name, memory.measurable if memory else None))
+    return training.folder
 
 
 def summary(folder: Path, eval_name: str, planned_bytes: int | None = None) -> str:
@@ -80,7 +88,7 @@ def _memory(rows: list[dict[str, float]], planned_bytes: int | None) -> str:
     """The most on the GPU, or of this process on a CPU."""
     peaks = [row["memory/peak_gb"] for row in rows if "memory/peak_gb" in row]
     peak = max(peaks) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    planned = "" if planned_bytes is None else f", {planned_bytes / 1e9:.2f} GB foreseen"
+    planned = "" if planned_bytes is None else f", {planned_bytes / 1e9:.2f} GB estimated"
     return f"{peak:.2f} GB{planned}"
 
 

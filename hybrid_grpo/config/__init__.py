@@ -1,66 +1,28 @@
-"""Every setting beside its bounds and meaning, how settings are given, and the one error that a user sees.
+"""The settings: each beside its meaning and its bounds, how they are read, and the one error that a user sees.
 
-Neither torch nor transformers is imported here: a mistake costs a moment, not a model load.
+`commands.py` has the whole configuration of each command, the files named for sections have their settings. Imports
+neither torch nor transformers: a mistake costs a moment, not a model load. What settings do is in the other rooms.
 """
 
-from hybrid_grpo.config.options import (
-    BatchPlan,
-    CheckpointConfig,
-    CurriculumConfig,
-    DataConfig,
-    EngineConfig,
-    EvalConfig,
+# ruff: noqa: F401
+
+from hybrid_grpo.config.building import build, dump, to_dict
+from hybrid_grpo.config.checks import BatchPlan
+from hybrid_grpo.config.commands import (
     GenerateConfig,
-    GrpoConfig,
-    LogConfig,
-    LoraConfig,
     OutputConfig,
     PlanConfig,
     PlanOptionsConfig,
-    PolicyConfig,
-    ReplayConfig,
-    ReplayOptionsConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
     ScoreConfig,
     ScoreOptionsConfig,
-    ScoringConfig,
-    ServeOptionsConfig,
     ServeRewardConfig,
     SftConfig,
     SftLoopConfig,
     TrainConfig,
-    reward_name,
 )
-
-__all__ = [
-    "BatchPlan",
-    "CheckpointConfig",
-    "CurriculumConfig",
-    "DataConfig",
-    "EngineConfig",
-    "EvalConfig",
-    "GenerateConfig",
-    "GrpoConfig",
-    "LogConfig",
-    "LoraConfig",
-    "OutputConfig",
-    "PlanConfig",
-    "PlanOptionsConfig",
-    "PolicyConfig",
-    "ReplayConfig",
-    "ReplayOptionsConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "ScoreConfig",
-    "ScoreOptionsConfig",
-    "ScoringConfig",
-    "ServeOptionsConfig",
-    "ServeRewardConfig",
-    "SftConfig",
-    "SftLoopConfig",
-    "TrainConfig",
-    "reward_name",
-]
+from hybrid_grpo.config.data import CurriculumConfig, DataConfig
+from hybrid_grpo.config.grpo import GrpoConfig
+from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
+from hybrid_grpo.config.rewards import RewardConfig, ScoringConfig, ServeOptionsConfig, reward_name
+from hybrid_grpo.config.rollout import RolloutConfig
+from hybrid_grpo.config.run import CheckpointConfig, EvalConfig, LogConfig, RunConfig

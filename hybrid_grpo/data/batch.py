@@ -27,8 +27,12 @@ from hybrid_grpo.model.attention import Segments, Selection
 Message = dict[str, Any]
 """One chat message: `{"role": ..., "content": ...}`."""
 
-Step = tuple[int, float]
+RewardStep = tuple[int, float]
 """The reward of one step of a completion: the number of its tokens up to the end of the step, and the reward."""
+
+Numbers = dict[str, tuple[float | Tensor, float]]
+"""What a stage measured, by the name in the catalogue of metrics: the value, and how many items it is the mean of (1
+for sums and extremes). A tensor is read only when the step is told, so that nothing waits for the GPU before."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Prompt:
     columns: dict[str, Any]
     """All other columns of the row, for the reward functions."""
     epoch: int = 0
-    """Pass over the data in which it was drawn: tells two draws of one row in the same step apart."""
+    """Pass over the data in which the prompt was drawn: tells two draws of one row in the same step apart."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,13 @@ class Completion:
     """One sampled continuation."""
 
     token_ids: list[int]
-    """Sampled tokens; the end-of-sequence or stop token, where there was one, is the last."""
+    """Sampled tokens. The end-of-sequence or stop token is the last, where there was one."""
     logp: list[float]
     """Log-probability of each token under the softmax at the sampling temperature, recorded while sampling."""
     finish: Literal["stop", "length"]
-    """Ended by itself, or cut at the limit."""
+    """`stop`: the completion ended by itself. `length`: it was cut at the limit."""
     text: str = ""
-    """Decoded without special tokens."""
+    """The tokens as text, without special tokens."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ class Rollout:
         return Rollout([self.prompts[p] for p in chosen], [self.completions[row] for row in rows], self.num_generations)
 
     def joined(self, more: Rollout) -> Rollout:
-        """Its groups, then those of `more`."""
+        """The groups of this rollout, then those of `more`."""
         return Rollout(self.prompts + more.prompts, self.completions + more.completions, self.num_generations)
 
 
@@ -117,7 +121,7 @@ class RewardStatus(IntEnum):
     NOT_APPLICABLE = 1
     FAILED = 2
     TIMED_OUT = 3
-    """Failed, by taking too long."""
+    """The function took too long: a failure of its own kind."""
 
 
 @dataclass(frozen=True)
@@ -125,29 +129,30 @@ class Scores:
     """What the reward functions said of a rollout."""
 
     reward_B: Tensor
-    """float64, weighted sum of the functions that apply; NaN where one failed: such a completion has no reward, and
-    takes no part in its group."""
+    """float64, weighted sum of the functions that apply. NaN where a function failed: such a completion has no reward,
+    and takes no part in its group."""
     by_function: dict[str, Tensor]
-    """float64 [B] by function name, unweighted; NaN where the function does not apply or failed. Of one that scores
-    steps it is their sum."""
+    """float64 [B] by function name, unweighted; NaN where the function does not apply or failed. For a function that
+    scores steps it is the sum of the steps."""
     status: dict[str, Tensor]
     """int8 [B] by function name, a `RewardStatus`."""
-    steps: list[list[Step]] | None = None
-    """[B], weighted rewards of the steps of each completion, by rising `end`; None where no function scores steps."""
+    steps: list[list[RewardStep]] | None = None
+    """[B], weighted rewards of the steps of each completion, in rising order of their ends; None where no function
+    scores steps."""
     whole_B: Tensor | None = None
-    """float64, the part of `reward_B` that is of completions as a whole, not of steps; None where `steps` is."""
+    """float64, the part of `reward_B` that completions earn as wholes and not by steps; None where `steps` is None."""
     extra: dict[str, list[Any]] = field(default_factory=dict)
-    """[B] by FUNCTION/NAME: what functions want to be stored with the completions."""
+    """[B] by FUNCTION/NAME: what functions asked to be stored with the completions."""
     failures: dict[str, list[str | None]] = field(default_factory=dict)
-    """[B] by function name, of functions that failed: why, and None where one did not."""
+    """[B] by the name of a function that failed: why it failed on a row, None where it did not."""
 
     @property
     def outcome_B(self) -> Tensor:
-        """float64, the rewards of completions as a whole."""
+        """float64 [B], what completions earn as wholes, without the rewards of steps."""
         return self.reward_B if self.whole_B is None else self.whole_B
 
     def groups(self, chosen: Sequence[int], num_generations: int) -> Scores:
-        """Those of the chosen groups, in the order given."""
+        """The scores of the chosen groups, in the order given."""
         rows = _rows(chosen, num_generations)
         return Scores(
             self.reward_B[rows],
@@ -160,7 +165,7 @@ class Scores:
         )
 
     def joined(self, more: Scores) -> Scores:
-        """Its rows, then those of `more`."""
+        """The rows of these scores, then those of `more`."""
         scores_steps = self.steps is not None or more.steps is not None
         return Scores(
             torch.cat([self.reward_B, more.reward_B]),
@@ -173,16 +178,16 @@ class Scores:
         )
 
     def _lists(self, ours: dict[str, list[Any]], more: Scores, theirs: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Those of our rows, then theirs; None where one side has none."""
+        """Both lists, one behind the other; None for the rows of a side that has no such list."""
         none, nor = [None] * len(self.reward_B), [None] * len(more.reward_B)
         return {name: ours.get(name, none) + theirs.get(name, nor) for name in {**ours, **theirs}}
 
-    def _no_steps(self) -> list[list[Step]]:
+    def _no_steps(self) -> list[list[RewardStep]]:
         return [[] for _ in self.reward_B]
 
 
 def _rows(groups: Sequence[int], num_generations: int) -> list[int]:
-    """Rows of these groups, where groups follow each other."""
+    """Indices of the rows of these groups, where groups follow each other."""
     return [group * num_generations + k for group in groups for k in range(num_generations)]
 
 
@@ -199,15 +204,15 @@ class MicroBatch:
     input_ids_bS: Tensor
     """int64; b is 1 when packed."""
     position_ids_bS: Tensor
-    """int64, place of each token in its own row."""
+    """int64, position of each token in its own row."""
     source: Selection
-    """Picks of all [b * S] tokens those before each completion token, row after row."""
+    """Selects, from all b * S tokens, the token before each completion token, row after row."""
     target_N: Tensor
     """int64, the completion tokens, row after row."""
     mask_bT: Tensor
     """bool, True on the real tokens of each completion."""
     segments: Segments | None
-    """Who attends to whom when packed."""
+    """Which tokens attend to which when packed; None for padded rows."""
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -221,13 +226,14 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """A micro-batch with what the loss needs beside the current log-probabilities."""
+    """A micro-batch with what the loss needs beside the policy's log-probabilities."""
 
     micro: MicroBatch
     sampler_logp_bT: Tensor
     """float32, recorded while sampling."""
     old_logp_bT: Tensor | None
-    """float32; None where the policy is still the one that sampled: its own, without a gradient, are taken."""
+    """float32; None where the policy is still the one that sampled: its own log-probabilities are taken, without a
+    gradient."""
     ref_logp_bT: Tensor | None
     """float32; None without a reference."""
     advantages_bT: Tensor

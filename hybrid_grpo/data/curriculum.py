@@ -1,15 +1,14 @@
-"""Which prompts are drawn: how often each was solved is kept over the run, and the stream of prompts may follow it.
+"""Which prompts are drawn: the success rate of every prompt is kept over the run, and the stream may follow it.
 
-The rates are kept in any case. With the defaults of `curriculum` they change nothing, and the stream is that of
-`PromptLoader`.
+The rates are kept in any case. With the default settings of `curriculum` they change nothing, and the stream is that
+of `PromptLoader`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,42 +17,39 @@ from torch import Tensor
 
 from hybrid_grpo.config import CurriculumConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean
-from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.data.batch import Numbers, Prompt
 from hybrid_grpo.data.loader import LoaderState, PromptLoader
 from hybrid_grpo.distributed import all_reduce
-from hybrid_grpo.run.files import replace_text
-from hybrid_grpo.run.metrics import Meter
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _CLASSES = 16
-"""Of prompts that are alike, where their column is a number or a length."""
+"""Classes of prompts where the column is a number or a length."""
 _DISTINCT = 64
-"""Different texts of a column up to which each is a class of its own."""
+"""A column with at most this many different texts makes each of them a class."""
 
 
 class CurriculumState(LoaderState):
-    """Position and success rates, of prompts that were tried. The same on every rank."""
+    """Position in the stream, and success rates of the prompts that were tried. The same on every rank."""
 
     index: Ints
-    """Their numbers in the list of prompts."""
+    """Indices of the tried prompts in the list of prompts."""
     counts: Ints
-    """Completions and right ones of each, two columns."""
+    """Completions of each tried prompt and how many of them were right, two columns."""
     recent: Floats
-    """The same, discounted by their age."""
+    """The same counts, discounted by age."""
 
 
 class Curriculum(PromptLoader[Prompt]):
-    """A stream of prompts that keeps their success rates and, if wanted, follows them. All of it is the same on every
-    rank, and on any number of them.
+    """A stream of prompts that keeps their success rates and, if wanted, follows them.
 
-    Drawing by weights is seeded by the position in the stream, and without replacement within a step, as long as there
-    are prompts left.
+    The stream and the rates are the same on every rank and on any number of ranks. Drawing by weights is seeded by the
+    position in the stream, and without replacement within a step as long as there are prompts left.
 
     Args:
         prompts, batch_size_global, rank, world_size, seed, shuffle: see `PromptLoader`.
-        config: what the stream follows.
+        config: whether and how the stream follows the success rates.
         num_generations: G, completions per prompt.
         device: where collectives take place.
 
@@ -85,13 +81,21 @@ class Curriculum(PromptLoader[Prompt]):
         self._noted: dict[tuple[int, int], tuple[int, int]] = {}
         self._follows = config.sampling != "uniform" or config.skip_above is not None or config.skip_below is not None
 
+    def next_prompts(self, batches: int) -> list[Prompt]:
+        """This rank's prompts of the next global batches, batch after batch, each with the epoch it was drawn in."""
+        return [replace(prompt, epoch=epoch) for _ in range(batches) for prompt, epoch in self.next_batch()]
+
+    def more_prompts(self, count: int, wanted: list[int]) -> list[Prompt]:
+        """Those of the next `count` prompts that are `wanted` here; see `PromptLoader.draw`."""
+        return [replace(prompt, epoch=epoch) for prompt, epoch in self.draw(count, wanted)]
+
     def note(self, prompts: Sequence[Prompt], outcome_B: Tensor, threshold: float) -> None:
         """Take note of how the groups of these prompts did, which were drawn since the last update.
 
         Args:
-            prompts: [P] of this rank.
-            outcome_B: of their completions, right from `threshold` on; NaN says nothing.
-            threshold: `eval.threshold`.
+            prompts: [P], prompts of this rank.
+            outcome_B: outcome reward of their completions; NaN is not counted.
+            threshold: smallest outcome of a right completion, `eval.threshold`.
         """
         outcome_PG = outcome_B.view(len(prompts), self._num_generations)
         tries_P = (~outcome_PG.isnan()).sum(1).tolist()
@@ -100,7 +104,7 @@ class Curriculum(PromptLoader[Prompt]):
             self._noted[prompt.id, prompt.epoch] = (tries, right)
 
     def update(self) -> None:
-        """The rates after a step, from the notes of all ranks. Collective."""
+        """Bring the success rates up to date after a step, from the notes of all ranks. Collective."""
         seen_D2 = torch.zeros(len(self._drawn), 2, dtype=torch.int64)
         for number, (index, epoch) in enumerate(self._drawn):
             noted = self._noted.get((self._prompts[index].id, epoch))
@@ -113,7 +117,7 @@ class Curriculum(PromptLoader[Prompt]):
         self._weight_N, self._drawn, self._noted = None, [], {}
 
     def rates(self) -> Floats:
-        """[N], the estimated success rate of every prompt now."""
+        """[N], the success rate of every prompt as it is estimated now."""
         right_N, wrong_N = self._posterior()
         return right_N / (right_N + wrong_N)
 
@@ -127,18 +131,23 @@ class Curriculum(PromptLoader[Prompt]):
             self._weight_N = floor + (1 - floor) * np.where(self._skipped(), 0.0, weight_N)
         return self._weight_N
 
-    def measure(self, meter: Meter) -> None:
-        """What is known of the data."""
-        meter.add("curriculum/success_rate", float(self.rates().mean()))
-        meter.add("curriculum/tried_frac", float((self._count_N2[:, 0] > 0).mean()))
+    def numbers(self) -> Numbers:
+        """How far the run has come, how well the prompts are solved, and how many were tried and are left out now."""
+        numbers: Numbers = {
+            "data/epoch": (self.position / len(self._prompts), 1),
+            "progress/completions": (self.position * self._num_generations, 1),
+            "curriculum/success_rate": (float(self.rates().mean()), 1),
+            "curriculum/tried_frac": (float((self._count_N2[:, 0] > 0).mean()), 1),
+        }
         if self._follows:
-            meter.add("curriculum/skipped_frac", float(self._skipped().mean()))
+            numbers["curriculum/skipped_frac"] = (float(self._skipped().mean()), 1)
+        return numbers
 
-    def write(self, path: Path) -> None:
-        """Write the prompts that were tried, hardest first, one JSON object a line."""
+    def tried_prompts(self) -> list[dict[str, Any]]:
+        """The prompts that were tried, hardest first, with their tries and estimated success rates."""
         rate_N = self.rates()
         tried = [i for i in np.argsort(rate_N, kind="stable").tolist() if self._count_N2[i, 0]]
-        lines = [
+        return [
             {
                 "prompt_id": self._prompts[i].id,
                 "tries": int(self._count_N2[i, 0]),
@@ -148,10 +157,9 @@ class Curriculum(PromptLoader[Prompt]):
             }
             for i in tried
         ]
-        replace_text(path, "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines))
 
     def state_dict(self) -> CurriculumState:
-        """The position after the prompts handed out so far, and the rates after the last update."""
+        """The position after the prompts handed out so far, and the success rates after the last update."""
         index = np.flatnonzero(self._count_N2[:, 0])
         return {
             **super().state_dict(),
@@ -182,7 +190,7 @@ class Curriculum(PromptLoader[Prompt]):
         return prior * rate_N + right_N, prior * (1 - rate_N) + tries_N - right_N
 
     def _skipped(self) -> NDArray[np.bool_]:
-        """[N], prompts that skip_above and skip_below leave out."""
+        """bool [N], True for prompts that skip_above and skip_below leave out."""
         low, high = self._config.skip_below, self._config.skip_above
         tries_N, right_N = self._recent_N2[:, 0], self._recent_N2[:, 1]
         rate_N = right_N / np.maximum(tries_N, 1e-9)
@@ -213,14 +221,14 @@ class Curriculum(PromptLoader[Prompt]):
 
 
 def expected_gain(right_N: Floats, wrong_N: Floats, num_generations: int) -> Floats:
-    """[N], the probability that a group teaches something, times what there is left to learn.
+    """[N], the probability that a prompt's group teaches something, times what is left to learn of the prompt.
 
     E[(1 - p) (1 - p^G - (1 - p)^G)], where the success rate p has a beta distribution. Groups that are all right or all
     wrong have advantages of 0 (DAPO, arXiv:2503.14476, eq. 11); of the others, those that are mostly right have little
     left to gain.
 
     Args:
-        right_N, wrong_N: parameters of the distribution, greater than 0.
+        right_N, wrong_N: parameters of the beta distribution, greater than 0.
         num_generations: G.
     """
     total_N = right_N + wrong_N
@@ -239,7 +247,7 @@ def draw_weighted(weight_N: Floats, count: int, rng: np.random.Generator) -> Int
     In one go: the largest u^(1/w), with u uniform (Efraimidis and Spirakis 2006).
 
     Args:
-        weight_N: greater than 0.
+        weight_N: weights greater than 0.
     """
     key_N = np.log1p(-rng.random(len(weight_N))) / weight_N
     count = min(count, len(weight_N))
@@ -248,10 +256,11 @@ def draw_weighted(weight_N: Floats, count: int, rng: np.random.Generator) -> Int
 
 
 def classes(prompts: Sequence[Prompt], column: str | None) -> Ints:
-    """[N], the class of prompts that are expected to be about as hard, from 0.
+    """[N], the class of every prompt, from 0; prompts of a class are expected to be about equally hard.
 
-    Every value of the column is one; those of a column with many are put into up to 16 of about one size, by the
-    number, or by the length of text and lists. Without a column that number is the prompt's length in tokens.
+    Every value of the column is a class. Where a column has many values, they are sorted into up to 16 classes of about
+    equal size, by the number, or by the length of texts and lists. Without a column the number is the prompt's length
+    in tokens.
 
     Raises:
         UserError: there is no such column.
@@ -271,7 +280,7 @@ def classes(prompts: Sequence[Prompt], column: str | None) -> Ints:
 
 
 def _sixteenths(values: Sequence[float]) -> Ints:
-    """[N], where each stands among the quantiles of all; equal values together."""
+    """[N], the class of each value by quantiles of all values; equal values share a class."""
     value_N = np.nan_to_num(np.asarray(values, dtype=np.float64))
     edges = np.unique(np.quantile(value_N, np.arange(1, _CLASSES) / _CLASSES))
     return np.unique(np.searchsorted(edges, value_N, side="right"), return_inverse=True)[1]

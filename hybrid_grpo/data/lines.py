@@ -1,6 +1,6 @@
 """Prompts from standard input, one a line: piped in whole, or typed one after another.
 
-A line is a text prompt as it is; one that begins with `{` is a JSON object with the columns of a row.
+A line is a text prompt, or, if it begins with `{`, a JSON object with the columns of a row.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from hybrid_grpo.config import DataConfig
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.data.prompts import DataReport, drop_over_long, tokenize_prompts
-from hybrid_grpo.data.sources import Row, Source
+from hybrid_grpo.data.prompts import DataReport, prompts_of
+from hybrid_grpo.data.sources import Row, Source, same_columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,26 +28,21 @@ def read_lines(
     """The prompts of all lines that are not blank, numbered from `first`, with their report.
 
     Raises:
-        UserError: there is none, or a line, the prompt column, the chat template or the length limit does not do.
+        UserError: there are no prompts, a line cannot be read, or see `read_prompts`.
     """
     source = Source("standard input", split=None, limit=config.limit)
     filled = ((number, line) for number, line in enumerate(lines, start=first + 1) if line.strip())
-    rows = [_row(number, line, config) for number, line in islice(filled, source.limit)]
-    if not rows:
-        raise UserError("data.path is standard input, and that is empty: write one prompt a line")
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    rows = [{column: row.get(column) for column in columns} for row in rows]
-    prompts = tokenize_prompts(rows, source, config, tokenizer)
-    kept = drop_over_long(prompts, source, config)
-    report = DataReport.of(source, rows, kept, over_long_prompts=len(prompts) - len(kept))
-    return [replace(prompt, id=first + prompt.id) for prompt in kept], report
+    rows = same_columns([_row(number, line, config) for number, line in islice(filled, source.limit)])
+    refuse(not rows, "data.path is standard input, and that is empty: write one prompt a line")
+    kept = prompts_of(rows, source, config, tokenizer)
+    return [replace(prompt, id=first + prompt.id) for prompt in kept], DataReport.of(source, rows, kept)
 
 
 def typed(stdin: BinaryIO, read: Callable[[bytes, int], Prompt]) -> Iterator[Prompt]:
-    """Ask for one prompt after another until the input ends. A mistake is told, and the next prompt asked for.
+    """Ask for one prompt after another until the input ends. A mistake is printed, and the next prompt is asked for.
 
     Args:
-        read: makes a prompt of a line and its number, and raises a `UserError` where there is none to make.
+        read: makes a prompt from a line and its number, or raises a `UserError`.
     """
     number = 0
     while True:
@@ -79,6 +74,7 @@ def _row(number: int, line: bytes, config: DataConfig) -> Row:
         row: dict[str, Any] = json.loads(text)
     except ValueError as error:
         raise UserError(
-            f'{where} begins like a JSON object and is none ({error}): write text as {{"{config.prompt_column}": ...}}'
+            f"{where} begins like a JSON object and is not one ({error}):"
+            f' write text as {{"{config.prompt_column}": ...}}'
         ) from error
     return row

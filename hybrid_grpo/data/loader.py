@@ -1,7 +1,4 @@
-"""The order in which prompts are drawn, shared out over ranks and resumable.
-
-Knows positions and indices only: what an item is, and what is done with it, is the caller's.
-"""
+"""The order in which prompts are drawn: shared out over ranks, and resumable. Items may be anything."""
 
 from __future__ import annotations
 
@@ -16,23 +13,23 @@ ItemT = TypeVar("ItemT")
 
 
 class LoaderState(TypedDict):
-    """A position in the endless stream of items, and the stream it belongs to. The same on every rank."""
+    """A position in the endless stream of items, and what identifies the stream. The same on every rank."""
 
     epoch: int
     offset: int
-    """Items of this epoch that were handed out, over all ranks."""
+    """Items of this epoch that were drawn, over all ranks."""
     length: int
     seed: int
     shuffle: bool
 
 
 class PromptLoader(Generic[ItemT]):
-    """An endless stream of global batches, of which every rank takes its own slice.
+    """An endless stream of global batches, of which each rank takes its own slice.
 
-    The stream is one epoch after another, each a permutation of its own (or the source's order). It is cut into
-    batches without regard to epoch ends, so no row is dropped; a batch may span two epochs, or more where there are
-    fewer items than a batch, and then holds some items twice. Neither the stream nor a position in it depends on the
-    number of ranks or the batch size, so a run may resume with others.
+    The stream is a sequence of epochs, each with its own permutation (or in the source's order), cut into batches
+    regardless of where epochs end: no item is dropped, and a batch may span several epochs and hold an item twice.
+    Neither the stream nor a position in it depends on the number of ranks or the batch size, so both may change when a
+    run resumes.
     """
 
     def __init__(
@@ -44,7 +41,7 @@ class PromptLoader(Generic[ItemT]):
         seed: int,
         shuffle: bool = True,
     ) -> None:
-        """`batch_size_global` counts items over all ranks, and divides by `world_size`."""
+        """`batch_size_global` is the number of items over all ranks, a multiple of `world_size`."""
         assert len(prompts) > 0 and 0 <= rank < world_size
         assert batch_size_global > 0 and batch_size_global % world_size == 0
         self._prompts = prompts
@@ -59,47 +56,38 @@ class PromptLoader(Generic[ItemT]):
 
     @property
     def position(self) -> int:
-        """Items handed out so far, over all ranks."""
+        """Items drawn so far, over all ranks."""
         return self._position
 
     def next_batch(self) -> list[tuple[ItemT, int]]:
         """This rank's contiguous slice of the next global batch: `batch_size_global / world_size` items.
 
-        Each comes with the number of its epoch, which tells two draws of one item apart.
+        Each comes with its epoch, which tells two draws of the same item apart.
         """
         share = self._batch_size // self._world_size
         return self.draw(self._batch_size, range(self._rank * share, (self._rank + 1) * share))
 
     def draw(self, count: int, wanted: Iterable[int]) -> list[tuple[ItemT, int]]:
-        """Of the next `count` items of the stream those at the `wanted` places, from 0 on, with their epochs.
-
-        The stream goes on behind all of them: every rank must draw the same count.
-        """
+        """Advance the stream by `count` items, which every rank must do alike; returns those whose numbers among them
+        (from 0 on) are `wanted`, with their epochs."""
         drawn = self._take(count)
-        return [(self._prompts[drawn[place][0]], drawn[place][1]) for place in wanted]
+        return [(self._prompts[index], epoch) for index, epoch in (drawn[number] for number in wanted)]
 
     def state_dict(self) -> LoaderState:
-        """The position after the batches handed out so far."""
+        """The present position."""
         epoch, offset = divmod(self._position, len(self._prompts))
-        return {
-            "epoch": epoch,
-            "offset": offset,
-            "length": len(self._prompts),
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-        }
+        return LoaderState(
+            epoch=epoch, offset=offset, length=len(self._prompts), seed=self._seed, shuffle=self._shuffle
+        )
 
     def load_state_dict(self, state: LoaderState) -> None:
-        """Go on from a saved position.
-
-        Raises:
-            UserError: the position is one of another stream: other rows, another seed, shuffled or not.
-        """
-        ours = self.state_dict()
+        """Continue from a saved position; raises `UserError` if it belongs to another stream (other rows, another seed,
+        shuffled or not)."""
+        own = self.state_dict()
         for setting, saved, here in (
-            ("data.path", f"{state['length']} prompts", f"{ours['length']} prompts"),
-            ("run.seed", state["seed"], ours["seed"]),
-            ("data.shuffle", state["shuffle"], ours["shuffle"]),
+            ("data.path", f"{state['length']} prompts", f"{own['length']} prompts"),
+            ("run.seed", state["seed"], own["seed"]),
+            ("data.shuffle", state["shuffle"], own["shuffle"]),
         ):
             if saved != here:
                 raise UserError(
@@ -109,10 +97,10 @@ class PromptLoader(Generic[ItemT]):
         self._position = state["epoch"] * state["length"] + state["offset"]
 
     def _take(self, count: int) -> list[tuple[int, int]]:
-        """Index and epoch of the next `count` items of the stream, which goes on behind them."""
+        """Advance the stream by `count` items; returns their indices and epochs."""
         start = self._position
         self._position += count
-        return [(self._index(place), place // len(self._prompts)) for place in range(start, self._position)]
+        return [(self._index(at), at // len(self._prompts)) for at in range(start, self._position)]
 
     def _index(self, position: int) -> int:
         epoch, offset = divmod(position, len(self._prompts))
@@ -125,9 +113,9 @@ class PromptLoader(Generic[ItemT]):
 
 
 def rank_share(items: Sequence[ItemT], rank: int, world_size: int) -> list[ItemT]:
-    """This rank's contiguous share of a list that is gone through once, as evaluation does.
+    """This rank's contiguous share of a list that is read once, as in evaluation.
 
-    The shares follow each other, lose nothing, and differ by at most one in length; some are empty where there are
-    fewer items than ranks.
+    The shares of all ranks make up the list and differ by at most one in length; with fewer items than ranks some are
+    empty.
     """
     return list(items[len(items) * rank // world_size : len(items) * (rank + 1) // world_size])

@@ -1,7 +1,7 @@
-"""From rows to micro-batches within a token budget: packed without padding, or sequences of like length together.
+"""From rows to micro-batches within a token budget: packed without padding, or padded with rows of similar length.
 
-Every rank gets the same number of micro-batches, since each is a collective forward under ZeRO-3; a rank with
-nothing left runs a filler of one token that no result is taken from.
+Every rank runs the same number of micro-batches, since each is a collective forward under ZeRO-3. A rank with none left
+runs dummy micro-batches of one token and no rows.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hybrid_grpo.distributed import all_reduce
 from hybrid_grpo.model.attention import Segments, Selection
 
 _WORTH_SHARING = 0.1
-"""Share of the tokens that a prompt computed once must save: attention then gathers keys and needs masks."""
+"""Fraction of the tokens that sharing prompts must save: attention then has to gather keys and needs masks."""
 _ON_GPU, _ON_CPU = 16_384, 4_096
-"""Tokens of one forward and backward, where the configuration does not say."""
+"""Default number of tokens of one forward and backward."""
 _SCORED = 4
-"""Times the tokens in a forward without gradients: an offloaded reference streams its weights once in each."""
+"""Factor for forwards without gradients: large, since an offloaded reference streams its weights once in each."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class _Group:
 
     rows: list[int]
     tokens: int
-    """To compute."""
+    """Number of tokens to compute."""
 
 
 def token_budget(policy: PolicyConfig, *, on_gpu: bool, gradients: bool) -> int:
     """Tokens of one micro-batch.
 
-    Without gradients a forward keeps no activations, and the budget is several times as large; with gradient
-    checkpointing training keeps none either, and it is the same.
+    Without gradients a forward keeps no activations, so the budget is several times as large; with gradient
+    checkpointing training keeps none either, so both are the same.
     """
     tokens = policy.micro_batch_tokens or (_ON_GPU if on_gpu else _ON_CPU)
     return tokens * (1 if gradients or policy.gradient_checkpointing else _SCORED)
@@ -56,26 +56,22 @@ def pack(
     *,
     share: Literal["auto", "on", "off"],
 ) -> list[MicroBatch]:
-    """Micro-batches without padding, of about the same number of tokens; as many on every rank.
+    """Micro-batches without padding, of about the same number of tokens, and equally many on every rank. Collective.
 
     Args:
         prompt_ids, completion_ids: tokens of every row; neither is empty.
-        rows: indices to take.
-        budget: tokens of one micro-batch; a row that has more goes alone.
-        device: where the tensors go.
+        rows: indices of the rows to take; the `rows` of the micro-batches are such indices too.
+        budget: tokens of one micro-batch; a longer row goes alone.
         share: whether neighbouring rows of the same prompt share its forward; `auto`: if that saves enough.
-
-    Returns:
-        Micro-batches whose `rows` are indices into `prompt_ids`; fillers have none.
     """
     alone = [_Group([row], len(prompt_ids[row]) + len(completion_ids[row]) - 1) for row in rows]
     groups = _groups(prompt_ids, completion_ids, rows, budget)
     every, shared = (sum(group.tokens for group in way) for way in (alone, groups))
     if share == "off" or (share == "auto" and every - shared < _WORTH_SHARING * every):
         groups = alone
-    # A row that has more than the budget takes the place of one that fills it.
+    # A row longer than the budget counts as one that fills it.
     count = -(-sum(min(group.tokens, budget) for group in groups) // budget)
-    # No two that have more than half of it go together.
+    # No two groups of more than half the budget fit into one micro-batch.
     count = max(count, sum(2 * group.tokens > budget for group in groups))
     while any(_tokens(part) > budget and len(part) > 1 for part in _spread(groups, count)):
         count += 1
@@ -91,7 +87,7 @@ def _tokens(part: list[_Group]) -> int:
 def _groups(
     prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], rows: Sequence[int], budget: int
 ) -> list[_Group]:
-    """Neighbouring rows of the same prompt, as many together as the budget allows."""
+    """Neighbouring rows of the same prompt, as many in a group as the budget allows."""
     groups: list[_Group] = []
     for row in rows:
         own = len(completion_ids[row]) - 1
@@ -104,7 +100,7 @@ def _groups(
 
 
 def _spread(groups: list[_Group], count: int) -> list[list[_Group]]:
-    """Every group to the lightest of `count` parts, the heaviest first (Graham, SIAM J. Appl. Math. 17, 1969)."""
+    """Put each group, longest first, into the shortest of `count` parts (Graham, SIAM J. Appl. Math. 17, 1969)."""
     parts: list[list[_Group]] = [[] for _ in range(count)]
     loads = [(0, number) for number in range(count)]
     for group in sorted(groups, key=lambda group: -group.tokens):
@@ -117,7 +113,7 @@ def _spread(groups: list[_Group], count: int) -> list[list[_Group]]:
 def _packed(
     groups: list[_Group], prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], device: torch.device
 ) -> MicroBatch:
-    """Every group's prompt, then the completions, each up to its last token but one."""
+    """One row of tokens: of each group the prompt, then its completions, each without its last token."""
     tokens: list[int] = []
     positions: list[np.ndarray] = []
     source: list[np.ndarray] = []
@@ -148,7 +144,7 @@ def _packed(
         rows,
         torch.tensor([tokens], device=device),
         torch.from_numpy(np.concatenate(positions))[None].to(device),
-        _all_of(np.concatenate(source), device),
+        Selection(np.concatenate(source), device),
         *_targets([completion_ids[row] for row in rows], device),
         Segments(own, prefix, device),
     )
@@ -161,7 +157,7 @@ def pad(
     budget: int,
     device: torch.device,
 ) -> list[MicroBatch]:
-    """Micro-batches of sequences padded to the longest, for models that cannot be packed; see `pack`."""
+    """Micro-batches of rows padded to the longest, for models that cannot be packed; see `pack`. Collective."""
     lengths = [len(prompt_ids[row]) + len(completion_ids[row]) - 1 for row in rows]
     batches = [
         _padded([rows[i] for i in part], prompt_ids, completion_ids, device) for part in plan_rows(lengths, budget)
@@ -171,9 +167,9 @@ def pad(
 
 
 def plan_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Partition rows so that every part, padded to its longest, has at most `budget` tokens.
+    """Partition rows so that every part, padded to its longest, has at most `budget` tokens; a longer row goes alone.
 
-    A row longer than the budget is a part of its own. Longest first, so that an out-of-memory shows at once.
+    Longest first, so that running out of memory shows at once.
     """
     parts: list[list[int]] = []
     longest = 0
@@ -198,27 +194,23 @@ def _padded(
         rows,
         torch.tensor([text + [0] * (width - len(text)) for text in texts], device=device),
         torch.arange(width, device=device).expand(len(rows), -1),
-        _all_of(np.concatenate(source), device),
+        Selection(np.concatenate(source), device),
         *_targets([completion_ids[row] for row in rows], device),
         None,
     )
 
 
-def _all_of(index: np.ndarray, device: torch.device) -> Selection:
-    return Selection(index, np.ones(len(index), dtype=bool), device)
-
-
 def _targets(completions: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """All tokens in one row, and the mask of the real ones in a table."""
+    """target_N and mask_bT of completions; see `MicroBatch`."""
     lengths = torch.tensor([len(ids) for ids in completions])
     flat = torch.tensor([token for ids in completions for token in ids])
     return flat.to(device), (torch.arange(int(lengths.max())) < lengths[:, None]).to(device)
 
 
 def _fillers(count: int, device: torch.device, *, packed: bool = True) -> list[MicroBatch]:
-    """Forwards of one token, for which no row asks."""
+    """Dummy micro-batches of one token, so that every rank runs equally many."""
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     segments = Segments([(0, 1)], [(0, 0)], device) if packed else None
     return [
-        MicroBatch([], zero, zero, _all_of(np.array([0]), device), zero[0], zero == 0, segments) for _ in range(count)
+        MicroBatch([], zero, zero, Selection(np.array([0]), device), zero[0], zero == 0, segments) for _ in range(count)
     ]

@@ -1,6 +1,6 @@
 """From rows to pairs of a prompt and the completion to learn, for the supervised stage.
 
-The prompt is read as for GRPO, so what is learned here is what the policy later samples from.
+Prompts are read as for GRPO, so that they are the same tokens that the policy later samples from.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.data.prompts import DataReport, drop_over_long, require_column, tokenize_prompts
+from hybrid_grpo.data.prompts import DataReport, prompts_of, require_column
 from hybrid_grpo.data.sources import read_rows, training_source
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ class Pair:
 def read_pairs(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, max_completion_tokens: int
 ) -> tuple[list[Pair], DataReport]:
-    """The pairs to train on and their report; completions over the limit, end-of-sequence counted, are dropped.
+    """The pairs to train on, with their report. Completions over the limit are dropped; end-of-sequence counts.
 
     Raises:
-        UserError: as `read_prompts`, and for the completions alike.
+        UserError: see `read_prompts`; or a completion is missing, or all are over-long.
     """
     if tokenizer.eos_token_id is None:
         raise UserError(
@@ -45,11 +45,9 @@ def read_pairs(
     source = training_source(config)
     rows = read_rows(source)
     require_column("data.completion_column", config.completion_column, rows, source)
-    prompts = tokenize_prompts(rows, source, config, tokenizer)
-    short = drop_over_long(prompts, source, config)
     pairs = [
         Pair(prompt, _completion_ids(rows[prompt.id][config.completion_column], prompt.id, config, tokenizer))
-        for prompt in short
+        for prompt in prompts_of(rows, source, config, tokenizer)
     ]
     kept = [pair for pair in pairs if len(pair.completion_ids) <= max_completion_tokens]
     if not kept:
@@ -58,14 +56,11 @@ def read_pairs(
             f"sft.max_completion_tokens {max_completion_tokens}: all {len(pairs)} completions of {source} are longer,"
             f" the shortest has {shortest} tokens: raise the limit"
         )
-    report = DataReport.of(
-        source, rows, [pair.prompt for pair in kept], len(prompts) - len(short), len(pairs) - len(kept)
-    )
-    return kept, report
+    return kept, DataReport.of(source, rows, [pair.prompt for pair in kept], len(pairs) - len(kept))
 
 
 def _completion_ids(value: Any, number: int, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The target of a row: text, or a chat of one assistant message, and one end-of-sequence token."""
+    """The target tokens, ended by one end-of-sequence token, of text or of a chat of one assistant message."""
     match value:
         case str(text) | [{"role": "assistant", "content": str(text)}]:
             token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]

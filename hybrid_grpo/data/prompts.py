@@ -1,16 +1,15 @@
 """From rows to prompts: the columns, the system message, the chat template, the length limit, the report.
 
-Does not read files (`sources`), and does not decide the order of prompts (`loader`).
+Files are read in `sources`, and the order of prompts is decided in `loader`.
 """
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from hybrid_grpo.config import DataConfig
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.data.batch import Message, Prompt
 from hybrid_grpo.data.sources import Row, Source, evaluation_source, read_rows, training_source
 
@@ -39,17 +38,15 @@ class DataReport:
     """All columns of the source."""
 
     @classmethod
-    def of(
-        cls, source: Source, rows: list[Row], kept: list[Prompt], over_long_prompts: int, over_long_completions: int = 0
-    ) -> DataReport:
-        """Count and measure; `kept` is not empty."""
+    def of(cls, source: Source, rows: list[Row], kept: list[Prompt], over_long_completions: int = 0) -> DataReport:
+        """Count and measure what was kept, at least one prompt, of all rows."""
         lengths = [len(prompt.token_ids) for prompt in kept]
         return cls(
             source=source.origin,
             split=source.split,
             rows=len(rows),
             kept=len(kept),
-            over_long_prompts=over_long_prompts,
+            over_long_prompts=len(rows) - len(kept) - over_long_completions,
             over_long_completions=over_long_completions,
             prompt_tokens_min=min(lengths),
             prompt_tokens_mean=sum(lengths) / len(lengths),
@@ -74,35 +71,30 @@ class DataReport:
 def read_prompts(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool = False
 ) -> tuple[list[Prompt], DataReport]:
-    """The prompts to train on, or the held-out ones (only where `evaluation_source` gives one), with their report.
+    """The prompts to train on, or the held-out prompts (only if `evaluation_source` is not None), with their report.
 
     Raises:
-        UserError: the source, the prompt column, a row, the chat template or the length limit does not do.
+        UserError: the source cannot be read, or its rows do not make prompts; see `prompts_of`.
     """
     source = evaluation_source(config) if evaluation else training_source(config)
     assert source is not None
     rows = read_rows(source)
-    prompts = tokenize_prompts(rows, source, config, tokenizer)
-    kept = drop_over_long(prompts, source, config)
-    return kept, DataReport.of(source, rows, kept, over_long_prompts=len(prompts) - len(kept))
+    kept = prompts_of(rows, source, config, tokenizer)
+    return kept, DataReport.of(source, rows, kept)
 
 
 def require_column(setting: str, column: str, rows: list[Row], source: Source) -> None:
-    """Refuse a column that the rows do not have, with those they have."""
-    columns = list(rows[0])
-    if column not in columns:
-        close = difflib.get_close_matches(column, columns, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise UserError(f"{setting} {column}: {source} has no such column: {hint}the columns are {', '.join(columns)}")
+    """Refuse a column that the rows do not have; the message names one that they have."""
+    if column not in rows[0]:
+        raise UserError(f"{setting} {column}: {source} has no such column: {did_you_mean(column, rows[0])}")
 
 
-def tokenize_prompts(
-    rows: list[Row], source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> list[Prompt]:
-    """A prompt for every row, of any length.
+def prompts_of(rows: list[Row], source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """The prompts of the rows, numbered by row, without those of more than `max_prompt_tokens`.
 
     Raises:
-        UserError: there is no prompt column, a row that is no prompt, or no chat template where one is needed.
+        UserError: there is no prompt column, a row is no prompt, a chat template is needed and missing, a prompt is
+            over-long and `over_long` is `refuse`, or all are over-long.
     """
     require_column("data.prompt_column", config.prompt_column, rows, source)
     if config.system_prompt is not None and config.chat_template == "never":
@@ -110,17 +102,9 @@ def tokenize_prompts(
             "data.system_prompt needs a chat template, and data.chat_template is never: set it to auto,"
             " or leave data.system_prompt out"
         )
-    return [
+    prompts = [
         _prompt(number, row, f"row {number} (from 0) of {source}", config, tokenizer) for number, row in enumerate(rows)
     ]
-
-
-def drop_over_long(prompts: list[Prompt], source: Source, config: DataConfig) -> list[Prompt]:
-    """The prompts of at most `max_prompt_tokens`.
-
-    Raises:
-        UserError: there are longer ones and `over_long` is `refuse`, or there is none that is short enough.
-    """
     limit = config.max_prompt_tokens
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
     if len(kept) < len(prompts) and config.over_long == "refuse":
@@ -140,10 +124,10 @@ def drop_over_long(prompts: list[Prompt], source: Source, config: DataConfig) ->
 
 
 def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]:
-    """The prompt of a row as reward functions are given it; `where` names the row.
+    """The prompt of a row as reward functions receive it; `where` names the row in messages.
 
     Raises:
-        UserError: it is neither text nor a chat.
+        UserError: the prompt is neither text nor a chat, or contradicts the settings.
     """
     value = row[config.prompt_column]
     text = value if isinstance(value, str) else _messages(value, where, config)
@@ -181,12 +165,12 @@ def _messages(value: Any, where: str, config: DataConfig) -> list[Message]:
             f"data.chat_template never: {where} has chat messages, which need a template: set it to auto, or choose"
             " a data.prompt_column with text"
         )
-    # Arrow gives every message every key that any has; templates take a key with None for one that is set.
+    # Arrow gives every message all keys that any message has, with None; templates would take such a key as set.
     return [{key: part for key, part in message.items() if part is not None or key == "content"} for message in value]
 
 
 def _is_message(value: Any) -> bool:
-    """Text or a list of parts under a role; the assistant's may have tool calls in place of content."""
+    """Whether it has a role and content: text or a list of parts. The assistant may have tool calls instead."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
     return isinstance(value.get("content"), str | list) or value["role"] == "assistant"

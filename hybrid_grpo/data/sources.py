@@ -1,15 +1,16 @@
-"""Where rows come from: a hub data set, a saved one, a folder of files, or one file.
+"""Where rows come from: a hub dataset, a saved dataset, a folder of files, one file, or an object given in Python.
 
-Hands over rows as they are written; what a column means is for `prompts` and `pairs`. JSONL is read line by line
-and not through Arrow: columns may mix text and messages, and a bad line is named by file and number.
+Rows are handed over as they are written; what a column means is decided in `prompts` and `pairs`. JSONL is read line by
+line and not through Arrow, so that a column may mix text and messages, and a bad line is named by file and number.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,33 @@ JSONL_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 
 @dataclass(frozen=True)
 class Source:
-    """One split of one data set, and the names of the settings that chose it."""
+    """One split of one dataset, and the names of the settings that chose it."""
 
-    path: str
-    """JSONL or parquet file, folder of such files or of a saved data set, or hub name."""
+    path: Any
+    """JSONL or parquet file, folder of such files or of a saved dataset, or hub name. From Python also a list of
+    dicts, a `datasets.Dataset`, or a dict of datasets by split."""
     split: str | None = "train"
-    """None takes the only split there is."""
+    """Name of a split, a slice such as `train[:90%]`, or None for the only split there is."""
     subset: str | None = None
-    """Configuration name, of hub data sets and of folders whose README declares some."""
+    """Configuration name, for hub datasets and for folders whose README declares some."""
     limit: int | None = None
     """Read only this many rows."""
     path_setting: str = "data.path"
     split_setting: str = "data.split"
     task: str | None = None
-    """Reads the rows, and makes them where there is no path."""
+    """Name of a task, which reads the rows, or makes them where `path` is empty."""
 
     @property
     def origin(self) -> str:
-        """The path, or the task that makes the rows."""
+        """Where rows come from, in words: the path, the kind of object, or the task that makes the rows."""
+        if not isinstance(self.path, str):
+            return f"a {type(self.path).__name__}"
         return self.path or f"task {self.task}"
+
+    @property
+    def file(self) -> Path | None:
+        """The file or folder, if the source is one that is here."""
+        return Path(self.path) if isinstance(self.path, str) and Path(self.path).exists() else None
 
     def __str__(self) -> str:
         name = self.origin if self.subset is None else f"{self.origin} ({self.subset})"
@@ -53,7 +62,7 @@ def training_source(config: DataConfig) -> Source:
 
 
 def evaluation_source(config: DataConfig) -> Source | None:
-    """The held-out rows; None where neither `eval_path` nor `eval_split` is set. `subset` belongs to `path` alone."""
+    """The held-out rows; None if neither `eval_path` nor `eval_split` is set. `subset` applies to `path` only."""
     if config.eval_path is not None:
         settings = {"path_setting": "data.eval_path", "split_setting": "data.eval_split"}
         return Source(config.eval_path, config.eval_split, limit=config.eval_limit, task=config.task, **settings)
@@ -64,26 +73,27 @@ def evaluation_source(config: DataConfig) -> Source | None:
 
 
 def read_rows(source: Source) -> list[Row]:
-    """All rows of the source, in order, each with the same columns; a key that a JSONL line lacks is None.
+    """All rows of the source, in order, each with the same columns: a key that a row lacks is None.
 
-    Of a task they are those that it makes of the rows of the source.
+    A task hands over the rows that it makes, or makes of the rows of the source.
 
     Raises:
         UserError: the source cannot be reached or read, has no such split, or is empty; or the task cannot read a row.
     """
     if source.task is None:
-        return _same_columns(_read(source))
-    if not source.path:
+        return same_columns(_read(source))
+    if source.path == "":
         refuse(
             source.subset is not None, f"data.subset {source.subset}: data.task {source.task} has none: leave it out"
         )
         rows = make_rows(source.task, source.split, source.limit, source.split_setting)
     else:
-        rows = _same_columns(_read(source))
-    return _same_columns(map_rows(source.task, rows, str(source)))
+        rows = same_columns(_read(source))
+    return same_columns(map_rows(source.task, rows, str(source)))
 
 
-def _same_columns(rows: list[Row]) -> list[Row]:
+def same_columns(rows: list[Row]) -> list[Row]:
+    """Rows that all have every column of any row; a column that a row lacks is None."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     return [{column: row.get(column) for column in columns} for row in rows]
 
@@ -92,8 +102,7 @@ def _read(source: Source) -> list[Row]:
     from datasets.exceptions import DatasetsError
 
     try:
-        splits = _open(source)
-        rows = list(islice(splits[_split_name(source, list(splits))], source.limit))
+        rows = list(islice(_split_rows(source, _open(source)), source.limit))
     except UserError:
         raise
     except ConnectionError as error:
@@ -102,25 +111,32 @@ def _read(source: Source) -> list[Row]:
             f" reached ({_one_line(error)}): check the network, or give a local file or folder"
         ) from error
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        takes_subset = source.path_setting == "data.path" and not Path(source.path).is_file()
+        takes_subset = source.path_setting == "data.path" and not (source.file and source.file.is_file())
         subset = f" (data.subset {source.subset or 'not set'})" if takes_subset else ""
-        raise UserError(f"{source.path_setting} {source.path}{subset} cannot be read: {_one_line(error)}") from error
+        raise UserError(f"{source.path_setting} {source.origin}{subset} cannot be read: {_one_line(error)}") from error
     if not rows:
         raise UserError(f"{source.path_setting} {source} is empty: it has no rows")
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise UserError(f"{source.path_setting}: row {number} (from 0) is a {type(row).__name__}: give dicts")
     return rows
 
 
 def _open(source: Source) -> Mapping[str, Iterable[Row]]:
-    """The splits by name; what has no splits is all `train`, as in `datasets`."""
+    """The splits by name; a source without splits is all `train`, as in `datasets`."""
     import datasets
 
-    path = Path(source.path)
-    if not path.exists():
+    path = source.file
+    is_saved = path is not None and any((path / file).is_file() for file in ("state.json", "dataset_dict.json"))
+    if source.subset is not None and (not isinstance(source.path, str) or is_saved or (path and path.is_file())):
+        raise UserError(
+            f"data.subset {source.subset}: {source.path_setting} {source.origin} has no subsets: leave it out"
+        )
+    if not isinstance(source.path, str):
+        return _named(source.path)
+    if path is None:
         return _named(datasets.load_dataset(source.path, source.subset))
-    saved = any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json"))
-    if source.subset is not None and (saved or path.is_file()):
-        raise UserError(f"data.subset {source.subset}: {source.path_setting} {path} has no subsets: leave it out")
-    if saved:
+    if is_saved:
         return _saved_splits(source)
     if path.is_file():
         return {"train": _file_rows([path], source)}
@@ -141,18 +157,38 @@ def _saved_splits(source: Source) -> Mapping[str, Iterable[Row]]:
 
 
 def _named(loaded: Any) -> Mapping[str, Iterable[Row]]:
-    # A data set keeps the output format it was saved with; rows are plain Python.
-    plain = loaded.with_format(None)
+    # A dataset keeps the output format it was saved with; rows are plain Python.
+    plain = loaded.with_format(None) if hasattr(loaded, "with_format") else loaded
     return plain if isinstance(plain, Mapping) else {"train": plain}
 
 
-def _split_name(source: Source, names: list[str]) -> str:
-    if source.split in names:
-        return source.split
-    if source.split is None and len(names) == 1:
+def _split_rows(source: Source, splits: Mapping[str, Iterable[Row]]) -> Iterable[Row]:
+    """The rows of one split, or of a slice of splits, as in `train[:90%]` or `train[:100]+test[50%:]`."""
+    from datasets import ReadInstruction
+
+    split = source.split
+    if split is None or split in splits or not re.search(r"[\[+]", split):
+        return splits[_split_name(source, split, list(splits))]
+    try:
+        instruction = ReadInstruction.from_spec(split)
+    except ValueError as error:
+        raise UserError(
+            f"{source.split_setting} {split} is no slice of a split ({_one_line(error)}): write one as in train[:90%],"
+            " train[90%:] or train[100:200]"
+        ) from error
+    names = [re.sub(r"[\[(].*", "", part.strip()) for part in split.split("+")]
+    tables = {name: list(splits[_split_name(source, name, list(splits))]) for name in dict.fromkeys(names)}
+    slices = instruction.to_absolute({name: len(table) for name, table in tables.items()})
+    return chain.from_iterable(tables[part.splitname][part.from_ : part.to] for part in slices)
+
+
+def _split_name(source: Source, split: str | None, names: list[str]) -> str:
+    if split in names:
+        return split
+    if split is None and len(names) == 1:
         return names[0]
-    there_are = f"{source.path_setting} {source.path} has {', '.join(names)}"
-    if source.split is None:
+    there_are = f"{source.path_setting} {source.origin} has {', '.join(names)}"
+    if split is None:
         raise UserError(f"{source.split_setting} is not set, and {there_are}: choose one")
     way_out = f"set {source.split_setting} to {' or '.join(names)}"
     if source.split_setting == "data.eval_split" and len(names) == 1:
@@ -180,7 +216,7 @@ def json_rows(lines: Iterable[bytes], where: str) -> Iterator[tuple[int, Row]]:
     """The object of every line that is not blank, with the number of the line, from 1.
 
     Raises:
-        UserError: a line is none; it names `where` and the number.
+        UserError: a line holds no object; the message names `where` and the number.
     """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -198,7 +234,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     import datasets
     from pyarrow.parquet import ParquetFile
 
-    # Dataset decodes the column types that `datasets` adds to Arrow's (mixed JSON among them).
+    # Dataset decodes the column types that `datasets` adds to Arrow, for example mixed JSON.
     with ParquetFile(path) as file:
         yield from datasets.Dataset(file.read())
 

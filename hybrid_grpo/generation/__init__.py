@@ -1,6 +1,8 @@
 """Decoding on a plain module: no engine, no collective, every rank at its own pace.
 
-`generate()` in loop.py is the entry. This package knows torch and transformers and nothing above it.
+Here live the decode loop with its scheduler, paged cache, sampler and CUDA graphs, and the fallback through
+transformers' `generate()`. Rewards, and how weights get into the module, are the matter of other rooms, which import
+the names below, rollout.py (the configuration's `rollout` section) and, to estimate memory, cache.py and loop.py.
 """
 
 from hybrid_grpo.generation.loop import OnFinish, Request, Stats, generate

@@ -1,7 +1,7 @@
-"""Attention over the paged cache: of prompts that are read, and of one new token for every sequence.
+"""Attention over the paged cache: `Prefill` for the tokens of prompts, `DecodeStep` for one token of every sequence.
 
-Batches of `routed_attention` that are also the `past_key_values` of their forward: a layer hands them the new keys and
-values (`update`), then its queries (`attend`).
+Both are a `Batch` of `routed_attention` and the `past_key_values` of their forward: a layer passes its new keys and
+values to `update`, then its queries to `attend`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_grpo.generation.cache import PagedCache
-from hybrid_grpo.model.attention import Segments
+from hybrid_grpo.model.attention import Segments, attend
 from hybrid_grpo.model.kernels import decoding
 
 try:
@@ -30,13 +30,12 @@ except ImportError:
 
 
 class Prefill:
-    """New tokens of prompts, as one forward without padding: whole prompts one after the other, or the next piece of
-    a single long one.
+    """A prefill without padding: several whole prompts one after the other, or the next part of a single long one.
 
     Args:
-        cache: where keys and values go.
-        pages: of each prompt, enough for what it has after this forward.
-        start: entries that the prompts have already; more than 0 for a single prompt only.
+        cache: where keys and values are stored.
+        pages: pages of each prompt, enough for its tokens up to the end of this forward.
+        start: entries that are in the cache already; more than 0 for a single prompt only.
         lengths: new tokens of each prompt.
     """
 
@@ -45,17 +44,17 @@ class Prefill:
         device = cache.keys[0].device
         self._cache = cache
         self._start = start
-        places = [(own[i // cache.page], i % cache.page) for own, n in zip(pages, lengths, strict=True)
-                  for i in range(start, start + n)]  # fmt: skip
-        self._page_N = torch.tensor([page for page, _ in places], dtype=torch.int64, device=device)
-        self._offset_N = torch.tensor([offset for _, offset in places], dtype=torch.int64, device=device)
+        position_N = torch.cat([torch.arange(start, start + n) for n in lengths])
+        page_N = [own[i // cache.page] for own, n in zip(pages, lengths, strict=True) for i in range(start, start + n)]
+        self._page_N = torch.tensor(page_N, device=device)
+        self._offset_N = (position_N % cache.page).to(device)
         self._past = torch.tensor(pages[0][: cache.pages_for(start)], dtype=torch.int64, device=device)
-        self.position_1N = torch.cat([torch.arange(start, start + n, device=device) for n in lengths])[None]
+        self.position_1N = position_N[None].to(device)
         begins = accumulate(lengths, initial=0)
         self._segments = Segments(list(zip(begins, lengths, strict=False)), [(0, 0)] * len(lengths), device)
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Keep the layer's new keys and values; return all that the queries may attend to."""
+        """Store a layer's new keys and values; return all keys and values that the queries may attend to."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys[self._page_N, self._offset_N] = key[0].transpose(0, 1)
         values[self._page_N, self._offset_N] = value[0].transpose(0, 1)
@@ -75,15 +74,14 @@ class Prefill:
         return self._segments.attend(query, key, value, scale, window, softcap)
 
 
-class Step:
+class DecodeStep:
     """One new token for every sequence in decoding.
 
     Args:
-        cache: the keys and values so far, and where new ones go.
-        table: int32 [n, width], the pages of each sequence, 0 where it has none.
+        cache: where keys and values are stored.
+        table: int32 [n, width], the pages of each sequence, filled up with page 0.
         position: int64 [n], of the new tokens.
-        read: pages of a sequence that attention may have to look at; a bound on what it reads where it cannot
-            follow the real lengths.
+        read: pages of the longest sequence; attention that cannot follow each sequence's length reads as many of all.
     """
 
     def __init__(self, cache: PagedCache, table: Tensor, position: Tensor, read: int) -> None:
@@ -92,11 +90,13 @@ class Step:
         self._position = position
         self._read = read
         self.layer = 0
-        self._places: tuple[Tensor, Tensor] | None = None
+        self._written: tuple[Tensor, Tensor] | None = None
+        """Page and offset that each new token is written to."""
         self._used: Tensor | None = None
+        """int32 [n], entries of each sequence, the new one included."""
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Note the layer: its keys and values are stored by `attend`."""
+        """Remember the layer; `attend` stores its keys and values."""
         self.layer = layer
         return key, value
 
@@ -105,17 +105,17 @@ class Step:
         return self._read * self._cache.page
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        """See `routed_attention`; the kernels follow the real lengths, the last way reads `read` pages of all."""
+        """See `routed_attention`. The kernels follow the real lengths; without one, `read` pages of all are read."""
         keys, values = self._cache.keys[self.layer], self._cache.values[self.layer]
         if decoding.can_attend(query, keys, values):
             return decoding.decode_attention(
                 query, key, value, keys, values, self._table, self._position, window, scale, softcap
             )
-        if self._places is None:
+        if self._written is None:
             page, offset = self._position // self._cache.page, self._position % self._cache.page
-            self._places = self._table.gather(1, page[:, None])[:, 0].long(), offset
+            self._written = self._table.gather(1, page[:, None])[:, 0].long(), offset
             self._used = (self._position + 1).int()
-        keys[self._places], values[self._places] = key[:, :, 0], value[:, :, 0]
+        keys[self._written], values[self._written] = key[:, :, 0], value[:, :, 0]
         if follows_lengths(keys) and keys.shape == values.shape:
             if flash_attn_with_kvcache is not None:
                 return self._flash(query, keys, values, scale, window, softcap)
@@ -158,7 +158,7 @@ class Step:
 
 
 def follows_lengths(keys: Tensor) -> bool:
-    """Whether there is a GPU kernel that reads of each sequence what it has, so that no bound is needed."""
+    """Whether a GPU kernel is there that reads only the real entries of each sequence."""
     half = keys.is_cuda and keys.dtype in (torch.bfloat16, torch.float16)
     return half and (flash_attn_with_kvcache is not None or _VARLEN_PAGED)
 
@@ -166,20 +166,17 @@ def follows_lengths(keys: Tensor) -> bool:
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, position_nq: Tensor, scale: float, window: int, softcap: float
 ) -> Tensor:
-    """Attention of queries at `position_nq` (int64 [n, q]) over entries j = 0, 1, ... of their own sequence."""
-    n, heads, q, head_dim = query.shape
-    groups = heads // key.shape[1]
+    """Attention of queries at `position_nq` (int64) over entries 0, 1, ... of their own sequence: [n, q, heads, d]."""
     entry = torch.arange(key.shape[2], device=key.device)
     allowed = entry <= position_nq[:, :, None]
     if window:
         allowed &= entry > position_nq[:, :, None] - window
-    # The heads of one key-value group become more queries of the same key: nothing is repeated in memory.
+    if softcap:
+        return attend(query, key, value, allowed[:, None], scale, softcap).transpose(1, 2).contiguous()
+    n, heads, q, head_dim = query.shape
+    groups = heads // key.shape[1]
+    # The query heads of one key-value head become further queries, so that keys are not repeated in memory.
     query = query.reshape(n, key.shape[1], groups * q, head_dim)
     allowed = allowed.repeat(1, groups, 1)[:, None]
-    if softcap:
-        logits = torch.tanh(query @ key.transpose(2, 3) * (scale / softcap)) * softcap
-        weights = logits.masked_fill(~allowed, float("-inf")).softmax(-1, dtype=torch.float32)
-        out = weights.to(value.dtype) @ value
-    else:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale)
     return out.reshape(n, heads, q, value.shape[3]).transpose(1, 2).contiguous()

@@ -1,8 +1,7 @@
-"""Keys and values in pages: memory follows the tokens, and a prompt's pages are shared by its whole group.
+"""The paged cache of keys and values: memory follows the tokens, and a group shares the pages of its prompt.
 
-A page holds a few consecutive entries of one sequence, in every layer. A sequence is a list of page numbers; a page
-may belong to several sequences, which then have these entries in common. Page 0 belongs to nobody: rows and
-columns that exist for their shape alone point there.
+A page holds some consecutive entries (tokens) of a sequence, in every layer. A sequence has a list of page numbers, and
+sequences with common entries share pages. No sequence owns page 0: padding points there.
 """
 
 from __future__ import annotations
@@ -11,32 +10,38 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
 from hybrid_grpo.config.errors import UserError
 
+_GPU_SHARE = 0.9
+"""Fraction of the free GPU memory that the cache may take; the rest is for activations of prefills and logits."""
+_HOST_SHARE = 0.5
+"""Fraction of the available host memory that the cache may take."""
+
 
 @dataclass(frozen=True)
 class Geometry:
-    """What one token takes in every layer."""
+    """Shapes and type of one token's keys and values."""
 
     shapes: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
-    """By layer, (heads, head_dim) of the keys and of the values."""
+    """(heads, head_dim) of the keys and of the values of each layer."""
     dtype: torch.dtype
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values, all layers together."""
+        """Bytes of one token's keys and values in all layers."""
         numbers = sum(heads * d for layer in self.shapes for heads, d in layer)
         return numbers * torch.empty(0, dtype=self.dtype).element_size()
 
     @classmethod
     def of(cls, model: Any) -> Geometry:
-        """Seen from a forward of one token: no two architectures spell it alike in their configuration.
+        """Measured by a forward of one token, since architectures name these sizes differently.
 
         Raises:
-            UserError: attention is over something else than what is cached.
+            UserError: a layer attends to other keys and values than it caches.
         """
         seen = _Seen(type(model).__name__)
         token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
@@ -45,7 +50,7 @@ class Geometry:
 
 
 class _Seen:
-    """Notes the shapes of the keys and values of a forward."""
+    """Stands in for a cache and records the shapes of the keys and values of a forward."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -72,13 +77,12 @@ class _Seen:
 
 
 class PagedCache:
-    """The pages of all layers, and who has which.
+    """The pages of all layers, and how many sequences own each.
 
     Args:
-        geometry: what a token takes.
-        pages: how many there are, page 0 included.
+        geometry: shapes and type of a token's entry.
+        pages: number of pages, page 0 included.
         page: entries of a page.
-        device: where they live.
     """
 
     def __init__(self, geometry: Geometry, pages: int, page: int, device: torch.device) -> None:
@@ -87,24 +91,24 @@ class PagedCache:
         self.page = page
         self.keys = [_zeros((pages, page, *key), geometry.dtype, device) for key, _ in geometry.shapes]
         self.values = [_zeros((pages, page, *value), geometry.dtype, device) for _, value in geometry.shapes]
-        # The lowest numbers go out first and come back first: host memory that was never used stays untouched.
+        # The lowest numbers are taken first, so that host memory that is never needed stays untouched.
         self._free = list(range(pages - 1, 0, -1))
         self._owners = [0] * pages
         self.peak = 0
-        """Most pages that were in use at one time."""
+        """Most pages in use at one time."""
 
     @property
     def free(self) -> int:
-        """Pages nobody has."""
+        """Number of pages without an owner."""
         return len(self._free)
 
     def pages_for(self, entries: int) -> int:
-        """Pages that `entries` fill."""
+        """Pages that so many entries need."""
         return -(-entries // self.page)
 
     def take(self, count: int) -> list[int]:
-        """Pages for a new owner; there must be as many."""
-        assert count <= len(self._free), "more pages than there are"
+        """Pages for a new owner; at least `count` must be free."""
+        assert count <= len(self._free), "more pages are taken than are free"
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             self._owners[page] = 1
@@ -112,13 +116,13 @@ class PagedCache:
         return taken
 
     def share(self, pages: list[int]) -> None:
-        """Give pages one more owner."""
+        """Add an owner to pages."""
         for page in pages:
             assert self._owners[page], "a page without an owner cannot be shared"
             self._owners[page] += 1
 
     def give_back(self, pages: list[int]) -> None:
-        """Take an owner off pages; those without one are free."""
+        """Remove an owner from pages; a page without owners is free again."""
         for page in reversed(pages):
             assert self._owners[page], "a page is given back once"
             self._owners[page] -= 1
@@ -134,9 +138,22 @@ class PagedCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, since a masked entry still meets the value product as 0 * entry; in host memory, as numpy asks the
-    system for them: what is never written takes no memory."""
+    """Zeros, since a masked entry still enters the product with the values as 0 * entry, and may not be NaN.
+
+    In host memory numpy gets them from the system unwritten: pages that are never used take no memory.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def budget_bytes(cache_gb: float | None, device: torch.device) -> int:
+    """Bytes for the cache: `cache_gb` GiB if given, else a fraction of the memory that is free on the device now."""
+    if cache_gb is not None:
+        return int(cache_gb * 2**30)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(_GPU_SHARE * (free + held))
+    return int(_HOST_SHARE * psutil.virtual_memory().available)

@@ -1,4 +1,4 @@
-"""The device's part of decoding: one row of state for every sequence, and the step that advances all of them."""
+"""The device side of decoding: one slot of state for every sequence, and the step that advances all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from hybrid_grpo.generation.attention import Step, follows_lengths
+from hybrid_grpo.generation.attention import DecodeStep, follows_lengths
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.fused import fused
 from hybrid_grpo.generation.graphs import Capture, Graphs, on_cuda, size_for
@@ -19,19 +19,19 @@ _TOKEN, _POSITION, _COUNT, _KEY = range(4)
 
 
 class Decoder:
-    """Slots of sequences on the device; the active ones are slots 0 to n - 1.
+    """Slots of sequences on the device; slots 0 to n - 1 are active.
 
     Args:
         model: see `generate`.
-        cache: its keys and values.
+        cache: keys and values.
         sampling: how tokens are chosen.
         slots: most sequences at a time.
         width: most pages of a sequence.
-        capture: makes graphs of steps; None runs them as they are.
+        capture: captures steps as CUDA graphs. Default: steps run without graphs.
     """
 
     lag = 0
-    """Steps that are under way while the host prepares the next: it reads their tokens later."""
+    """Steps that may run on the device while the host prepares the next: the host reads their tokens later."""
 
     def __init__(
         self, model: Any, cache: PagedCache, sampling: Sampling, slots: int, width: int, capture: Capture | None = None
@@ -48,17 +48,17 @@ class Decoder:
         self._graphs = None if capture is None else Graphs(capture)
 
     def attach(self, model: Any, cache: PagedCache) -> None:
-        """Decode with these."""
+        """Set the model and the cache to decode with."""
         self._model: Any = model
         self._cache: Any = cache
         self._fused = fused(model, cache)
 
     def detach(self) -> None:
-        """Let go of model and cache: what is kept for their graphs must not keep them."""
+        """Drop model and cache: a decoder that is kept for its graphs must not keep them alive."""
         self._model = self._cache = self._fused = None
 
     def insert(self, first: int, sequences: list[Sequence]) -> None:
-        """Put sequences into the slots from `first` on."""
+        """Put sequences into slots, starting at `first`."""
         state = [
             [s.tokens[-1] for s in sequences],
             [s.position for s in sequences],
@@ -76,7 +76,7 @@ class Decoder:
                 self._seen_nV[slot, torch.tensor(sequence.tokens, device=self._device)] = True
 
     def move(self, source: list[int], target: list[int]) -> None:
-        """Copy the state of slots `source` over slots `target`."""
+        """Copy the state of slots `source` to slots `target`."""
         if not source:
             return
         self._state_4n[:, target] = self._state_4n[:, source]
@@ -85,7 +85,7 @@ class Decoder:
             self._seen_nV[target] = self._seen_nV[source]
 
     def step(self, active: list[Sequence]) -> Any:
-        """Feed each active sequence its last token and sample the next; returns what `read` takes."""
+        """Feed each active sequence its last token and sample the next; `read` turns the result into tokens."""
         page = self._cache.page
         grown = [slot for slot, s in enumerate(active) if s.position % page == 0]
         if grown:
@@ -94,17 +94,17 @@ class Decoder:
             self._table_nw[grown, columns] = torch.tensor(pages, dtype=torch.int32).to(self._device)
         n, read = len(active), self._cache.pages_for(max(s.position for s in active) + 1)
         if self._graphs is None:
-            return self._advance(n, read)
+            return _to_host(self._advance(n, read))
         slots, width = self._table_nw.shape
         size = size_for(n, slots)
-        # Rows that only fill up the graph write to page 0.
+        # Rows that pad the graph's size write to page 0.
         self._state_4n[:, n:size] = 0
         self._table_nw[n:size] = 0
         read = width if follows_lengths(self._cache.keys[0]) else min(1 << (read - 1).bit_length(), width)
-        packed = self._graphs.run((size, read), lambda: torch.stack([t.double() for t in self._advance(size, read)]))
-        return _to_host(packed[:, :n])
+        return _to_host(self._graphs.run((size, read), lambda: self._advance(size, read))[:, :n])
 
-    def _advance(self, n: int, read: int) -> tuple[Tensor, Tensor]:
+    def _advance(self, n: int, read: int) -> Tensor:
+        """Advance slots 0 to n - 1 by a token; float64 [2, n], tokens and log-probabilities (exact for both)."""
         state_4n = self._state_4n[:, :n]
         logits_nV = self._logits(state_4n[_TOKEN], self._table_nw[:n], state_4n[_POSITION], read)
         seen_nV = None if self._seen_nV is None else self._seen_nV[:n]
@@ -113,13 +113,13 @@ class Decoder:
             seen_nV.scatter_(1, token_n[:, None], True)
         state_4n[_TOKEN] = token_n
         state_4n[_POSITION : _COUNT + 1] += 1
-        return token_n, logp_n
+        return torch.stack([token_n.double(), logp_n.double()])
 
     def _logits(self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int) -> Tensor:
         if self._fused is not None:
             return self._fused(token_n, table_nw, position_n, read)
         position_n = position_n.clone()
-        batch = Step(self._cache, table_nw, position_n, read)
+        batch = DecodeStep(self._cache, table_nw, position_n, read)
         out = self._model(
             input_ids=token_n[:, None],
             position_ids=position_n[:, None],
@@ -132,10 +132,7 @@ class Decoder:
 
     @staticmethod
     def read(outcome: Any) -> tuple[list[int], list[float]]:
-        """Tokens and log-probabilities of a step, by slot; waits for it."""
-        tokens, logp = outcome
-        if isinstance(logp, Tensor):
-            return tokens.tolist(), logp.tolist()
+        """Tokens and log-probabilities of a step, by slot. Waits for the step."""
         packed, copied = outcome
         if copied is not None:
             copied.synchronize()
@@ -144,7 +141,7 @@ class Decoder:
 
 
 def _to_host(packed: Tensor) -> tuple[Tensor, Any]:
-    """A copy in host memory, on its way, and the event that says that it is there."""
+    """Start a copy to host memory; returns it and the event that marks its end (None: the copy is done)."""
     if packed.device.type == "cpu":
         return packed.clone(), None
     host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
@@ -158,7 +155,7 @@ _kept: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Decoder]] = WeakKeyDictiona
 
 
 def decoder_for(model: Any, cache: PagedCache, sampling: Sampling, slots: int, width: int) -> Decoder:
-    """A decoder; on a GPU that of the last call, with its graphs, if all they touch is where it was."""
+    """A decoder. On a GPU the one of the last call, with its graphs, if all memory they use is at the same address."""
     if cache.keys[0].device.type != "cuda":
         return Decoder(model, cache, sampling, slots, width)
     memory = [*model.parameters(), *cache.keys, *cache.values]

@@ -1,8 +1,8 @@
-"""A whole decode step as one call into decoding.c, for models that are known to compute what it does.
+"""A whole decode step as one call of the kernel in decoding.c, for models that compute what Llama does.
 
-Which models those are is seen, not listed: a model must have the parts of a Llama model and nothing else, and decodes
-a few tokens both ways first; only if the results agree is the kernel used. Prefills, and everything that is not a
-decode step in float32 on a CPU, go through the model's own forward.
+Models are tested rather than listed: a model must have exactly the parts of a Llama model, and then decodes a few
+tokens both ways; the kernel is used only if the results agree. Prefills, and all but float32 on a CPU, go through the
+model's own forward.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from hybrid_grpo.generation.attention import Step
+from hybrid_grpo.generation.attention import DecodeStep
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.model.kernels.build import run, usable
 from hybrid_grpo.model.kernels.decoding import fits
 
 _MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_NORMS = {"q_norm", "k_norm"}
-_MLP = {"gate_proj", "up_proj", "down_proj"}
+_LAYER = {
+    *("self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.act_fn"),
+    *("input_layernorm", "post_attention_layernorm"),
+}
+_HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}
 _ROPE = {"default", "linear", "llama3", "yarn"}
-"""Rotations that depend on nothing but the position; others look at the whole batch."""
+"""Rotary embeddings that depend on the position only; other kinds look at the whole batch."""
 _FAR = 1 << 17
-"""Models that scale their attention by position do so from 8,192 or 16,384 on."""
+"""A position beyond 8,192 and 16,384, from which some models scale their attention by position."""
 
 
 class _Layer(ctypes.Structure):
@@ -55,24 +57,22 @@ class _Model(ctypes.Structure):
 
 
 class Fused:
-    """The decode step of one model over one cache; weights and cache must stay where they are.
+    """The decode step of one model over one cache, whose memory must stay at the same addresses.
 
     Args:
-        model: a causal language model that looks right.
-        cache: its keys and values.
-        asked: what the attention of each layer asks for: (scale, window, softcap).
+        model: a causal language model for which `_looks_right` holds.
+        cache: keys and values.
+        asked: (scale, window, softcap) that each layer asks of attention.
     """
 
     def __init__(self, model: Any, cache: PagedCache, asked: list[tuple[float, int, float]]) -> None:
         base, head = model.base_model, model.get_output_embeddings()
         self._rotary, self._cache = base.rotary_emb, cache
+        layers = zip(base.layers, cache.keys, cache.values, asked, strict=True)
         self._layers = (_Layer * len(asked))(
             *(
-                _Layer(*(None if w is None else w.data_ptr() for w in (*_weights(layer), keys, values)), window, *rest)
-                for layer, keys, values, (scale, window, softcap) in zip(
-                    base.layers, cache.keys, cache.values, asked, strict=True
-                )
-                for rest in [(scale, softcap)]
+                _Layer(*_addresses(*_weights(layer), keys, values), window, scale, softcap)
+                for layer, keys, values, (scale, window, softcap) in layers
             )
         )
         attention, mlp = base.layers[0].self_attn, base.layers[0].mlp
@@ -80,8 +80,7 @@ class Fused:
         d, inner = attention.head_dim, len(mlp.up_proj.weight)
         heads, kv = len(attention.q_proj.weight) // d, len(attention.k_proj.weight) // d
         self._model = _Model(
-            *(None if w is None else w.data_ptr() for w in (base.embed_tokens.weight, base.norm.weight, head.weight)),
-            None if head.bias is None else head.bias.data_ptr(),
+            *_addresses(base.embed_tokens.weight, base.norm.weight, head.weight, head.bias),
             ctypes.addressof(self._layers),
             *(len(asked), self._vocabulary, hidden, heads, kv, d, inner, cache.page),
             base.norm.variance_epsilon,
@@ -91,19 +90,16 @@ class Fused:
         self._rope = torch.empty(0, 2 * d)
 
     def __call__(self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int) -> Tensor:
-        """Feed every sequence its token.
+        """logits_nV after each sequence was fed its token, in memory that the next call overwrites.
 
         Args:
             token_n, position_n: int64 [n].
             table_nw: int32 [n, width], pages of each sequence.
-            read: no position is beyond so many pages.
-
-        Returns:
-            logits_nV, in memory that the next call overwrites.
+            read: pages of the longest sequence.
         """
-        places = read * self._cache.page
-        if len(self._rope) < places:
-            self._rope = self.rope(torch.arange(max(places, 2 * len(self._rope))))
+        entries = read * self._cache.page
+        if len(self._rope) < entries:
+            self._rope = self.rope(torch.arange(max(entries, 2 * len(self._rope))))
         return self.decode(token_n, table_nw, position_n, self._rope[position_n])
 
     def rope(self, position_n: Tensor) -> Tensor:
@@ -111,7 +107,7 @@ class Fused:
         return torch.cat([t[0] for t in self._rotary(self._rope, position_n[None])], dim=-1)
 
     def decode(self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, rope_n: Tensor) -> Tensor:
-        """See `__call__`; `rope_n` are the rows of `rope` for `position_n`."""
+        """See `__call__`; `rope_n` is `rope(position_n)`."""
         n = len(token_n)
         if len(self._memory) < n * (self._row + self._vocabulary):
             self._memory = torch.empty(n * (self._row + self._vocabulary))
@@ -126,7 +122,7 @@ _asked: WeakKeyDictionary[Any, list[tuple[float, int, float]] | None] = WeakKeyD
 
 
 def fused(model: Any, cache: PagedCache) -> Fused | None:
-    """The kernel's decode step of a model whose weights are there; None where its own forward is to be used."""
+    """The kernel's decode step of a model whose weights are whole; None: use the model's own forward."""
     if not usable(*model.parameters()) or not _looks_right(model, cache):
         return None
     if model not in _asked:
@@ -135,8 +131,12 @@ def fused(model: Any, cache: PagedCache) -> Fused | None:
     return None if asked is None else Fused(model, cache, asked)
 
 
+def _addresses(*tensors: Tensor | None) -> list[int | None]:
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
 def _weights(layer: Any) -> tuple[Tensor | None, ...]:
-    """In the order of `struct layer`."""
+    """Weights of a layer in the order of `struct layer`."""
     attention, mlp = layer.self_attn, layer.mlp
     q, k, v, o = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
     return (
@@ -166,30 +166,22 @@ def _looks_right(model: Any, cache: PagedCache) -> bool:
 
 
 def _layer_looks_right(layer: Any, norm: Any) -> bool:
-    if {name for name, _ in layer.named_children()} != _LAYER:
-        return False
-    attention, mlp = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())
-    linears = [attention.get(name) for name in _ATTENTION] + [mlp.get(name) for name in _MLP]
-    norms = [
-        layer.input_layernorm,
-        layer.post_attention_layernorm,
-        *(attention[name] for name in _NORMS & set(attention)),
-    ]
-    epsilon = getattr(norm, "variance_epsilon", None)
+    parts = {name: part for name, part in layer.named_modules() if name}
+    linears = [part for name, part in parts.items() if name.endswith("_proj")]
+    norms = [part for name, part in parts.items() if name.endswith("norm")]
     return (
-        attention.keys() - _NORMS == _ATTENTION
-        and mlp.keys() - {"act_fn"} == _MLP
+        parts.keys() - _HEAD_NORMS == _LAYER
         and all(type(linear) is nn.Linear for linear in linears)
-        and all(mlp[name].bias is None for name in _MLP)
+        and layer.mlp.gate_proj.bias is layer.mlp.up_proj.bias is layer.mlp.down_proj.bias is None
         and isinstance(layer.mlp.act_fn, (nn.SiLU, SiLUActivation))
         and hasattr(layer.self_attn, "head_dim")
-        and epsilon is not None
-        and all(getattr(module, "variance_epsilon", None) == epsilon for module in norms)
+        and hasattr(norm, "variance_epsilon")
+        and all(getattr(part, "variance_epsilon", None) == norm.variance_epsilon for part in norms)
     )
 
 
-class _Noted(Step):
-    """A step that notes what each layer's attention asks for."""
+class _Noted(DecodeStep):
+    """A decode step that records what each layer asks of attention."""
 
     asked: dict[int, tuple[float, int, float]]
 
@@ -199,8 +191,10 @@ class _Noted(Step):
 
 
 def _proven(model: Any, like: PagedCache) -> list[tuple[float, int, float]] | None:
-    """What the layers' attention asks for, if the kernel decodes what the model does: three sequences at their first
-    places and at one far on, where some models scale by place."""
+    """(scale, window, softcap) of each layer, if the kernel decodes what the model does; else None.
+
+    Compared on three sequences, at their first three positions and at a far one, where some models scale by position.
+    """
     far = min(getattr(model.config.get_text_config(), "max_position_embeddings", None) or _FAR, _FAR) - 1
     own, other = (PagedCache(like.geometry, 7, like.page, torch.device("cpu")) for _ in range(2))
     table = torch.zeros(3, far // like.page + 1, dtype=torch.int32)
@@ -208,9 +202,9 @@ def _proven(model: Any, like: PagedCache) -> list[tuple[float, int, float]] | No
     table[:, -1] = torch.arange(4, 7)
     asked: dict[int, tuple[float, int, float]] = {}
     step: Fused | None = None
-    for place in (0, 1, 2, far):
-        position = torch.full((3,), place)
-        token = torch.tensor([1, 2, 0]) + place % 7
+    for at in (0, 1, 2, far):
+        position = torch.full((3,), at)
+        token = torch.tensor([1, 2, 0]) + at % 7
         batch = _Noted(own, table, position, table.shape[1])
         batch.asked = asked
         expected = model(

@@ -1,7 +1,8 @@
-"""Decode steps as CUDA graphs: one launch for a whole forward, where Python would take longer than the GPU.
+"""Decode steps as CUDA graphs: one launch for a whole forward, since launching from Python would take longer than the
+GPU computes.
 
-A graph replays the very addresses that it was captured with, for a fixed number of rows. So rows are rounded up to a
-few sizes; what a graph reads and writes must stay where it was.
+A graph replays with the addresses and the number of rows it was captured with. So rows are rounded up to a few sizes,
+and what a graph reads and writes must stay at the same address.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ _SIZE_STEP = 64
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
-"""Takes down a step without running it; gives what runs it, and the memory in which its result will be."""
+"""Captures a step without running it; returns the replay, and the tensor that will hold its result."""
 
 
 def size_for(rows: int, most: int) -> int:
-    """Rows of the graph that `rows` run on, at most `most`."""
+    """Number of rows of the graph on which `rows` rows run, at most `most`."""
     size = next((size for size in _SIZES if size >= rows), -(-rows // _SIZE_STEP) * _SIZE_STEP)
     return min(size, most)
 
@@ -31,7 +32,7 @@ def size_for(rows: int, most: int) -> int:
 def on_cuda(step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
     """Capture a step on the current device."""
     graph = torch.cuda.CUDAGraph()
-    # Other threads may allocate meanwhile: those of reward models.
+    # "thread_local", because threads of reward models may allocate memory meanwhile.
     with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
         result = step()
     return graph.replay, result
@@ -39,7 +40,7 @@ def on_cuda(step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
 
 @functools.cache
 def _pool() -> Any:
-    """Memory that all graphs share: they run one at a time."""
+    """Memory that all graphs share, since they run one at a time."""
     return torch.cuda.graph_pool_handle()
 
 
@@ -52,16 +53,15 @@ class Graphs:
         self._usable = True
 
     def run(self, key: tuple[int, int], step: Callable[[], Tensor]) -> Tensor:
-        """Run `step`, by its graph if there is one; the first time it runs as it is, and is captured for the next.
+        """The result of `step`, in memory that the next run of the same key overwrites.
 
-        Returns:
-            What `step` returns, in memory that the next run of the same key overwrites.
+        The first time for a key `step` runs as it is and is then captured; later its graph is replayed.
         """
         if key in self._captured:
             replay, result = self._captured[key]
             replay()
             return result
-        # Libraries set themselves up on first use, which cannot be captured: the run comes first.
+        # Run before capturing: libraries set themselves up on first use, which cannot be captured.
         result = step()
         if self._usable:
             try:

@@ -1,7 +1,7 @@
-"""The decode loop: prompts are read once for their group, finished sequences leave at once.
+"""The decode loop: a prompt is read (prefilled) once for its whole group, and finished sequences leave at once.
 
-The last prompt token is not part of the prefill. It is the first token that a completion feeds to the decode
-step, so all sampling happens in one place and a group shares its prefill without sharing any state.
+The last prompt token is not part of the prefill: it is the first token that each completion feeds to the decode step.
+So all sampling happens in one place, and a group shares its prefill without sharing any state.
 """
 
 from __future__ import annotations
@@ -18,33 +18,31 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation import scheduler
 from hybrid_grpo.generation.attention import Prefill
-from hybrid_grpo.generation.cache import Geometry, PagedCache
+from hybrid_grpo.generation.cache import Geometry, PagedCache, budget_bytes
 from hybrid_grpo.generation.decoder import decoder_for
-from hybrid_grpo.generation.endings import text_ends
-from hybrid_grpo.generation.memory import budget_bytes
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.model.kernels.decoding import adopt
 
 OnFinish = Callable[[int, int, Completion], None]
-"""Called with the request, the sample and its completion."""
+"""Called with the index of the request, the index of the sample in it, and the completion."""
 
 
 PAGE = {"cpu": 32, "cuda": 256}
-"""Entries of a page; flash-attn takes multiples of 256 only."""
+"""Entries of a cache page; flash-attn supports multiples of 256 only."""
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""Of one prefill forward, where nothing is said."""
+"""Default number of tokens of one prefill forward."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and the completions wanted of it."""
+    """A prompt and how many completions it wants."""
 
     prompt_ids: list[int]
     """At least one token."""
     keys: list[int]
-    """Random stream of each completion; see `stream_key`."""
+    """Key of each completion's random stream; see `stream_key`."""
     limits: list[int] | None = None
-    """Most tokens of each completion; not given: `Sampling.max_tokens` for all."""
+    """Most tokens of each completion. Default: `Sampling.max_tokens` for all."""
 
 
 @dataclass
@@ -54,11 +52,11 @@ class Stats:
     steps: int = 0
     """Forward passes of the decode loop."""
     rows: int = 0
-    """Rows of those passes: one for each token sampled."""
+    """Rows of these passes: one for each token sampled."""
     context: int = 0
-    """Cache entries that those rows attended to."""
+    """Cache entries that these rows attended to."""
     prefills: int = 0
-    """Prompts read, those of sequences that had been put back included."""
+    """Prompts read, again for each sequence that had been put back."""
     preempted: int = 0
     """Sequences put back because pages had run out."""
     peak_cache_bytes: int = 0
@@ -69,7 +67,7 @@ _geometries: WeakKeyDictionary[Any, Geometry] = WeakKeyDictionary()
 
 
 def _prepared(model: Any) -> Geometry:
-    """What a token of the model takes; on first sight its modules take the kernels they can use."""
+    """The cache geometry of a model; the first time, its modules also switch to the kernels they can use."""
     if model not in _geometries:
         adopt(model)
         _geometries[model] = Geometry.of(model)
@@ -84,7 +82,6 @@ class _Loop:
         model: Any,
         requests: Sequence[Request],
         sampling: Sampling,
-        *,
         max_slots: int,
         prefill_tokens: int | None,
         cache_gb: float | None,
@@ -95,13 +92,15 @@ class _Loop:
         self.sampling = sampling
         self.on_finish = on_finish
         self.decode = decode
-        self.stop_ids = frozenset(sampling.stop_ids)
         self.finished: list[list[Completion | None]] = [[None] * len(request.keys) for request in requests]
         self.stats = Stats()
         self.device = next(model.parameters()).device
         self.prefill_tokens = prefill_tokens or PREFILL_TOKENS[self.device.type]
         geometry = _prepared(model)
-        groups = [_group(index, request, sampling) for index, request in enumerate(requests)]
+        groups = [
+            scheduler.Group(request.prompt_ids, deque(sequences))
+            for request, sequences in zip(requests, sequences_of(requests, sampling), strict=True)
+        ]
         slots = min(max_slots, sum(len(group.sequences) for group in groups))
         page = PAGE[self.device.type]
         cache = PagedCache(geometry, _pages(groups, slots, page, geometry, cache_gb, self.device), page, self.device)
@@ -127,7 +126,7 @@ class _Loop:
         return [[c for c in group if c is not None] for group in self.finished]
 
     def _admit(self) -> None:
-        """Fill the free slots, reading as many prompts as that takes."""
+        """Fill the free slots, reading as many prompts as needed."""
         while True:
             if not self.schedule.ready:
                 self._prefill(self.schedule.to_read(self.prefill_tokens))
@@ -138,24 +137,24 @@ class _Loop:
             self.decoder.insert(len(self.schedule.active) - len(admitted), admitted)
 
     def _prefill(self, groups: list[scheduler.Group]) -> None:
-        """Read all tokens but the last of the groups; a group longer than the budget in pieces."""
+        """Read all tokens but the last of the groups' prompts; a single prompt beyond the budget in several parts."""
         self.stats.prefills += len(groups)
         groups = [group for group in groups if len(group.tokens) > 1]
         if not groups:
             return
         longest = max(len(group.tokens) for group in groups) - 1
         for start in range(0, longest, self.prefill_tokens):
-            pieces = [group.tokens[start : min(start + self.prefill_tokens, len(group.tokens) - 1)] for group in groups]
-            ids = torch.tensor([[token for piece in pieces for token in piece]], device=self.device)
-            batch = Prefill(self.schedule.cache, [group.pages for group in groups], start, list(map(len, pieces)))
+            parts = [group.tokens[start : min(start + self.prefill_tokens, len(group.tokens) - 1)] for group in groups]
+            ids = torch.tensor([[token for part in parts for token in part]], device=self.device)
+            batch = Prefill(self.schedule.cache, [group.pages for group in groups], start, list(map(len, parts)))
             self.model.base_model(
                 input_ids=ids, position_ids=batch.position_1N, past_key_values=batch, use_cache=True, batch=batch
             )
 
     def _step(self) -> None:
-        """Sample one token for every active sequence; its outcome is read by a later `_collect`."""
+        """Start sampling one token for every active sequence; a later `_collect` reads the outcome."""
         schedule = self.schedule
-        # A sequence at its limit ends with a step that is still under way.
+        # A sequence that reaches its limit ends with a step that is still running: wait for it.
         if any(s.position == s.prompt + s.limit - 1 and len(s.tokens) <= s.position for s in schedule.active):
             self._drain()
         while not schedule.make_room():
@@ -177,23 +176,14 @@ class _Loop:
             self._collect()
 
     def _collect(self) -> None:
-        """Read the tokens of the oldest step under way; sequences that they finish leave."""
+        """Read the tokens of the oldest running step, and remove the sequences that end with them."""
         sequences, outcome = self.in_flight.popleft()
         any_done = False
         for sequence, token, logp in zip(sequences, *self.decoder.read(outcome), strict=False):
             if sequence.done:
                 continue
-            sequence.tokens.append(token)
-            sequence.logp.append(logp)
-            count = len(sequence.logp)
-            stopped = token in self.stop_ids
-            if self.sampling.stop_strings and not stopped:
-                stopped = text_ends(sequence.tokens[sequence.prompt :], self.sampling, self.decode)
-            if stopped or count >= sequence.limit:
-                sequence.done = any_done = True
-                completion = Completion(
-                    sequence.tokens[sequence.prompt :], sequence.logp, "stop" if stopped else "length"
-                )
+            if completion := sequence.add(token, logp, self.sampling, self.decode):
+                any_done = True
                 self.finished[sequence.request][sequence.sample] = completion
                 if self.on_finish is not None:
                     self.on_finish(sequence.request, sequence.sample, completion)
@@ -202,13 +192,18 @@ class _Loop:
             self.decoder.move(*self.schedule.retire(done))
 
 
-def _group(index: int, request: Request, sampling: Sampling) -> scheduler.Group:
-    limits = [sampling.max_tokens] * len(request.keys) if request.limits is None else request.limits
-    sequences = (
-        scheduler.Sequence(index, sample, key, list(request.prompt_ids), len(request.prompt_ids), limit)
-        for sample, (key, limit) in enumerate(zip(request.keys, limits, strict=True))
-    )
-    return scheduler.Group(request.prompt_ids, deque(sequences))
+def sequences_of(requests: Sequence[Request], sampling: Sampling) -> list[list[scheduler.Sequence]]:
+    """The sequences that each request wants, with nothing sampled yet."""
+    assert all(request.prompt_ids and request.keys for request in requests), "a prompt has tokens, a request keys"
+    groups = []
+    for index, request in enumerate(requests):
+        prompt = request.prompt_ids
+        limits = [sampling.max_tokens] * len(request.keys) if request.limits is None else request.limits
+        streams = enumerate(zip(request.keys, limits, strict=True))
+        groups.append(
+            [scheduler.Sequence(index, k, key, list(prompt), len(prompt), most) for k, (key, most) in streams]
+        )
+    return groups
 
 
 def _pages(
@@ -219,11 +214,11 @@ def _pages(
     cache_gb: float | None,
     device: torch.device,
 ) -> int:
-    """Pages that the longest possible `slots` sequences and their prompts fill, or what memory allows."""
+    """Pages for `slots` sequences and their prompts at the longest, or as many as memory allows."""
     needs = sorted((-(-(len(s.tokens) + s.limit) // page) + 1 for g in groups for s in g.sequences), reverse=True)
     bytes_ = budget_bytes(cache_gb, device)
     allowed = int(bytes_ / (page * geometry.token_bytes))
-    # Page 0, and the shared page in which the prompt ends.
+    # Two more: page 0, and the shared page in which the prompt ends.
     least = needs[0] + 2
     if allowed < least:
         gib = least * page * geometry.token_bytes / 2**30
@@ -249,35 +244,23 @@ def generate(
     """Complete every request.
 
     Args:
-        model: a transformers causal language model in eval mode whose attention is `ATTENTION`, without
-            hooks that communicate; nothing in here waits for another rank.
-        requests: prompts with a stream key for each completion.
+        model: a transformers causal language model in eval mode whose attention is `ATTENTION`, without hooks that
+            communicate: nothing in here waits for another rank.
         sampling: how tokens are chosen, and when a completion ends.
-        max_slots: completions decoded at the same time.
-        prefill_tokens: prompt tokens of one prefill forward, a longer prompt is read in pieces; not given:
-            `PREFILL_TOKENS`.
-        cache_gb: GiB of keys and values; not given: what memory is free. When it is too small for `max_slots`
-            sequences fewer are decoded at a time, or some are put back and redone.
+        max_slots: most completions decoded at the same time.
+        prefill_tokens: prompt tokens of one prefill forward; a longer prompt takes several. Default: `PREFILL_TOKENS`.
+        cache_gb: GiB of keys and values. Default: a fraction of the free memory. When too small for `max_slots`
+            sequences, fewer are decoded at a time, or some are put back and decoded again later.
         on_finish: called as soon as a completion is finished.
-        decode: tokens to text; needed for `Sampling.stop_strings`.
+        decode: tokens to text; required for `Sampling.stop_strings`.
 
     Returns:
-        The completions in the order of `requests` and their keys (texts are left empty), and what it took.
+        The completions in the order of `requests` and their keys, with empty texts, and what the call did.
 
     Raises:
-        UserError: `cache_gb`, or the free memory, does not hold the longest single sequence.
+        UserError: `cache_gb`, or the free memory, cannot hold the longest single sequence.
     """
     if not requests:
         return [], Stats()
-    assert all(request.prompt_ids and request.keys for request in requests), "a prompt has tokens, a request keys"
-    loop = _Loop(
-        model,
-        requests,
-        sampling,
-        max_slots=max_slots,
-        prefill_tokens=prefill_tokens,
-        cache_gb=cache_gb,
-        on_finish=on_finish,
-        decode=decode,
-    )
+    loop = _Loop(model, requests, sampling, max_slots, prefill_tokens, cache_gb, on_finish, decode)
     return loop.run(), loop.stats

@@ -1,30 +1,27 @@
-"""Completions by a plain model, as the configuration's `rollout` section says: decoded, and handed on one by one."""
+"""Sampling as the configuration's `rollout` section says: its settings as `Sampling` and requests, texts decoded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from hybrid_grpo import generation
-from hybrid_grpo.config import PolicyConfig, RolloutConfig
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation import OnFinish, Request, Sampling, Stats, fallback, stream_key
-from hybrid_grpo.generation.support import unsupported
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.loading import plain_attention
-from hybrid_grpo.model.pretrained import load_config
 
 
 def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: bool = False) -> Sampling:
     """How tokens are chosen and completions end.
 
-    Greedy completions end by the same rules, and nothing else is kept: they measure the model, on which filters have
-    no effect then, and a penalty or a bias would measure the settings.
+    Greedy completions end by the same rules but ignore all other settings, since they measure the model: filters would
+    have no effect, and with a penalty or a bias they would measure the settings.
 
     Args:
-        stop_ids: tokens that end a completion, those of `config` among them.
+        stop_ids: all tokens that end a completion, including those of `config`.
     """
     ends = Sampling(
         max_tokens=config.max_completion_tokens,
@@ -47,7 +44,7 @@ def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: boo
 
 
 def requests_of(prompts: Sequence[Prompt], num_generations: int, seed: int, step: int) -> list[Request]:
-    """Completions wanted of each prompt; their random streams know neither ranks nor the order of prompts."""
+    """Requests for completions, whose random streams depend neither on ranks nor on the order of prompts."""
     return [
         Request(p.token_ids, [stream_key(seed, step, p.epoch, p.id, k) for k in range(num_generations)])
         for p in prompts
@@ -55,34 +52,8 @@ def requests_of(prompts: Sequence[Prompt], num_generations: int, seed: int, step
 
 
 def attention_of(decoder: Literal["paged", "transformers"]) -> str | None:
-    """The attention implementation that a model needs for `complete`; None: its own."""
+    """The attention implementation that a model needs for `complete`; None: one of transformers' own."""
     return ATTENTION if decoder == "paged" else None
-
-
-def training_attention(policy: PolicyConfig, config: Any = None) -> str:
-    """The attention implementation of the training forward.
-
-    Args:
-        config: of the model; not given: it is loaded.
-
-    Raises:
-        UserError: it is `packed`, which the architecture does not allow.
-    """
-    config = load_config(policy.model) if config is None else config
-    if policy.attn_implementation in ("auto", "packed"):
-        reason = unsupported(config)
-        if reason is None:
-            return ATTENTION
-        if policy.attn_implementation == "packed":
-            raise UserError(
-                f"policy.attn_implementation packed does not fit policy.model {policy.model}: {reason}: set it to auto"
-            )
-        if policy.shared_prefix == "on":
-            raise UserError(
-                f"policy.shared_prefix on does not fit policy.model {policy.model}, which cannot be packed:"
-                f" {reason}: set it to auto"
-            )
-    return plain_attention(config, policy.attn_implementation)
 
 
 def complete(
@@ -93,16 +64,9 @@ def complete(
     config: RolloutConfig,
     on_finish: OnFinish | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
-    """Complete every request; texts are filled in.
+    """Complete every request with the decoder that `config` names; see `generation.generate`.
 
-    Args:
-        model: in eval mode, with the attention that `attention_of` says, without hooks that communicate.
-        tokenizer: decodes completions, special tokens left out.
-        config: which decoder, and its limits.
-        on_finish: is given each completion as soon as it is finished.
-
-    Raises:
-        UserError: see `generation.generate`.
+    Texts are filled in, without special tokens. The model needs the attention that `attention_of` returns.
     """
     completions: dict[tuple[int, int], Completion] = {}
 
@@ -115,15 +79,8 @@ def complete(
         if on_finish is not None:
             on_finish(request, sample, completion)
 
-    decoder = generation.generate if config.decoder == "paged" else fallback.generate
-    _, stats = decoder(
-        model,
-        requests,
-        sampling,
-        max_slots=config.max_slots,
-        prefill_tokens=config.prefill_tokens,
-        cache_gb=config.cache_gb,
-        on_finish=finished,
-        decode=text,
-    )
+    decoder: Callable[..., Any] = fallback.generate
+    if config.decoder == "paged":
+        decoder = partial(generation.generate, prefill_tokens=config.prefill_tokens, cache_gb=config.cache_gb)
+    _, stats = decoder(model, requests, sampling, max_slots=config.max_slots, on_finish=finished, decode=text)
     return [[completions[i, k] for k in range(len(r.keys))] for i, r in enumerate(requests)], stats

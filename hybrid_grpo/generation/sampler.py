@@ -1,12 +1,13 @@
-"""From logits to tokens: penalties, temperature, filters, greedy, and a random stream for every completion.
+"""From logits to tokens: penalties, temperature, filters, a random stream for every completion, and stop strings.
 
-A completion's randomness is a pure function of its stream key and of the number of tokens it has. Keys come
-from (run seed, step, prompt, sample), so a rollout is the same on any number of ranks, slots and batch orders.
+A completion's randomness is a pure function of its stream key and of the number of its tokens. Keys are made from
+(run seed, step, prompt, sample), so a rollout is the same for any number of ranks or slots and any order of prompts.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,11 +20,11 @@ from hybrid_grpo.model.kernels.build import usable
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Applied in the order of transformers: repetition penalty, minimum length, logit bias,
-    temperature, top-k, top-p, min-p."""
+    """How tokens are chosen, in the order of transformers: repetition penalty, minimum length, logit bias, temperature,
+    top-k, top-p, min-p."""
 
     max_tokens: int
-    """Longest completion."""
+    """Most tokens of a completion."""
     temperature: float = 1.0
     """Softmax temperature; 0 takes the most probable token."""
     top_k: int = 0
@@ -31,29 +32,29 @@ class Sampling:
     top_p: float = 1.0
     """Then keep the smallest set of tokens with at least this probability; 1 keeps all."""
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end a completion (and belong to it)."""
+    """Tokens that end a completion; the completion includes them."""
     min_tokens: int = 0
-    """Stop tokens cannot be drawn, and stop strings are passed over, before a completion has so many tokens."""
+    """Until a completion has so many tokens, stop tokens cannot be drawn and stop strings are ignored."""
     min_p: float = 0.0
-    """Then keep the tokens with at least this share of the largest probability."""
+    """Then keep the tokens with at least this fraction of the largest probability."""
     repetition_penalty: float = 1.0
     """Logits of tokens in the prompt or the completion so far are divided by this where positive, else multiplied
     (CTRL, arXiv:1909.05858 section 4.1)."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit)."""
+    """(token, amount added to its logit)."""
     stop_strings: tuple[str, ...] = ()
     """A completion ends with the token that completes one of these in its text."""
     logprobs: Literal["softmax", "sampling"] = "softmax"
-    """What log-probabilities are those of: the softmax at the temperature (at 1 when greedy) over the whole
-    vocabulary, which is what a training forward computes; or the distribution that the token was drawn from."""
+    """The distribution whose log-probabilities are recorded: the softmax at the temperature (1 when greedy) over the
+    whole vocabulary, which the training forward computes too, or the one that the token was drawn from."""
 
 
 GREEDY = 0.0
-"""The temperature that means: take the most probable token."""
+"""The temperature that selects the most probable token."""
 
 
 def stream_key(*parts: int) -> int:
-    """The 64-bit key of one completion's random stream, from what identifies the completion."""
+    """The 64-bit key of a completion's random stream, from the numbers that identify the completion."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -64,10 +65,10 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 def uniform(key_n: Tensor, counter_n: Tensor) -> Tensor:
-    """Draw `counter_n` of each stream: float32 [n], uniform on the multiples of 2^-23 in [0, 1).
+    """Draw number `counter_n` of each stream: float32 [n], uniform on the multiples of 2^-23 in [0, 1).
 
-    SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) started at the key,
-    in wrapping int64 arithmetic. 23 bits, so that the product with a float32 total stays below that total.
+    SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), started at the key, in
+    wrapping int64 arithmetic. With 23 bits, the product with a float32 total stays below that total.
     """
     x = key_n + (counter_n + 1) * -7046029254386353131
     x = (x ^ _shift(x, 30)) * -4658895280553007687
@@ -77,12 +78,7 @@ def uniform(key_n: Tensor, counter_n: Tensor) -> Tensor:
 
 
 class Sampler:
-    """Chooses tokens as `sampling` says.
-
-    Args:
-        sampling: temperature, filters and penalties.
-        device: where logits are.
-    """
+    """Chooses tokens as `sampling` says; `device` is where the logits are."""
 
     def __init__(self, sampling: Sampling, device: torch.device | str = "cpu") -> None:
         self.sampling = sampling
@@ -92,23 +88,23 @@ class Sampler:
 
     @property
     def needs_seen(self) -> bool:
-        """Whether `__call__` must be told which tokens each sequence has."""
+        """Whether `__call__` needs `seen_nV`."""
         return self.sampling.repetition_penalty != 1.0
 
     def __call__(
         self, logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, seen_nV: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Choose one token a row by inverting the cumulative distribution at the stream's next draw.
+        """Choose one token of each row by inverting the cumulative distribution at the stream's next draw.
 
-        Nothing in here waits for the device, and no shape depends on a value: it can be part of a CUDA graph.
+        This never waits for the device, and no shape depends on a value, so it can be part of a CUDA graph.
 
         Args:
-            logits_nV: [n, V], any float type.
-            key_n, counter_n: int64 [n], stream key and number of tokens already drawn from it.
-            seen_nV: bool, tokens of the prompt and the completion so far; needed for a repetition penalty.
+            logits_nV: any float type.
+            key_n, counter_n: int64, key of each stream and number of tokens already drawn from it.
+            seen_nV: bool, tokens of the prompt and the completion so far; required for a repetition penalty.
 
         Returns:
-            token_n (int64) and logp_n (float32), see `Sampling.logprobs`.
+            token_n (int64) and logp_n (float32); see `Sampling.logprobs`.
         """
         sampling = self.sampling
         if self._plain and usable(logits_nV):
@@ -126,14 +122,14 @@ class Sampler:
         else:
             token_n, kept_n = self._drawn(logp_nV.exp(), uniform(key_n, counter_n))
         if sampling.logprobs == "sampling":
-            # Greedy sampling has no distribution to speak of: the softmax after penalties stands in for it.
+            # Greedy choice draws from no distribution: the softmax after penalties stands in for one.
             logp_n = logp_nV.gather(1, token_n[:, None])[:, 0]
             return token_n, logp_n if greedy else logp_n - torch.as_tensor(kept_n).log()
         return token_n, plain_nV.gather(1, token_n[:, None])[:, 0]
 
     @property
     def _plain(self) -> bool:
-        """Whether the softmax at the temperature is all there is to it."""
+        """Whether tokens are drawn from the plain softmax at the temperature."""
         sampling = self.sampling
         return not (self._changes_logits or sampling.top_k or sampling.top_p < 1 or sampling.min_p)
 
@@ -157,23 +153,42 @@ class Sampler:
         return logits_nV
 
     def _drawn(self, p_nV: Tensor, uniform_n: Tensor) -> tuple[Tensor, Tensor]:
-        """A token of each row, and the probability that the filters kept."""
+        """A token of each row, and the total probability of the tokens that the filters kept."""
         sampling, order_nV = self.sampling, None
         if sampling.top_k or sampling.top_p < 1:
             p_nV, order_nV = p_nV.sort(stable=True, dim=-1, descending=True)
             if sampling.top_k:
                 p_nV[:, sampling.top_k :] = 0.0
-            # A token stays while those before it have less than top_p of what is left: the first always does.
+            # A token is kept while the tokens before it have less than top_p of the total; the first always is.
             before_nV = p_nV.cumsum(-1) - p_nV
             p_nV = p_nV.where(before_nV < sampling.top_p * p_nV.sum(-1, keepdim=True), 0.0)
         if sampling.min_p:
             p_nV = p_nV.where(p_nV >= sampling.min_p * p_nV.amax(-1, keepdim=True), 0.0)
         cumulative_nV = p_nV.cumsum(-1)
         kept_n = cumulative_nV[:, -1]
-        # Only tokens with a probability count: a parallel scan need not be monotone to the last bit, so an entry that
-        # adds nothing may still stand above the threshold (or, once in a great while, none that adds something).
+        # A parallel cumulative sum need not be monotone to the last bit: a token of probability 0 may be above the
+        # threshold, so it is excluded; very rarely no token is above it, and the most probable one is taken.
         above_nV = (cumulative_nV > (uniform_n * kept_n)[:, None]) & (p_nV > 0)
         token_n = above_nV.int().argmax(-1).where(above_nV.any(-1), p_nV.argmax(-1))
         if order_nV is not None:
             token_n = order_nV.gather(1, token_n[:, None])[:, 0]
         return token_n, kept_n
+
+
+def text_ends(token_ids: list[int], sampling: Sampling, decode: Callable[[list[int]], str] | None) -> bool:
+    """Whether the last token of a completion completes a stop string.
+
+    Only the end of the text is decoded: a character takes at most four tokens, one for each of its UTF-8 bytes.
+
+    Args:
+        token_ids: the completion so far.
+        decode: tokens to text; required if there are stop strings.
+    """
+    if not sampling.stop_strings or len(token_ids) < sampling.min_tokens:
+        return False
+    assert decode is not None, "stop strings need `decode`"
+    tail = token_ids[-4 - 4 * max(map(len, sampling.stop_strings)) :]
+    text = decode(tail)
+    # A string that was ignored before `min_tokens` is still in the text, and must not end it later either.
+    before = decode(tail[:-1]) if sampling.min_tokens else ""
+    return any(text.rfind(string) > before.rfind(string) for string in sampling.stop_strings)

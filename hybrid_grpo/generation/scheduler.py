@@ -1,87 +1,95 @@
-"""Who is decoded next: pending prompts, sequences in decoding, and the pages that they share. No tensors.
+"""Which prompts are read and which sequences are decoded next, and the pages that they share. No tensors.
 
-A prompt is read once for its group. Its whole pages then belong to all of its completions; the page in which it
-ends is copied for each. When pages run out, prompts that were read ahead give theirs up first, then the sequence
-that came last goes back to the pending ones, to be read again with all its tokens so far.
+A prompt is read once for its group. Its full pages then belong to all of its completions; the page in which it ends is
+copied for each. When pages run out, prompts that were read ahead give up theirs first; then the sequence admitted last
+is put back among the pending ones, to be read again with all its tokens so far.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation.cache import PagedCache
+from hybrid_grpo.generation.sampler import Sampling, text_ends
 
 _READ_AHEAD = 4
-"""One forward reads for one slot in so many, at least."""
+"""One prefill reads prompts for at least 1/4 of the slots."""
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One completion on its way."""
+    """One completion while it is sampled."""
 
     request: int
     sample: int
     key: int
-    """Of its random stream."""
+    """Key of the sequence's random stream."""
     tokens: list[int]
-    """Prompt and what was sampled so far. The last one is not in the cache: the next step feeds it."""
+    """The prompt and the tokens sampled so far. The last one is not in the cache yet: the next step feeds it."""
     prompt: int
-    """How many of them are the prompt."""
+    """How many of `tokens` are the prompt."""
     limit: int
     """Most tokens to sample."""
     logp: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     position: int = 0
-    """Where the next step writes; ahead of `tokens` by the steps whose outcome is not read yet."""
+    """Entry that the next step writes; ahead of `tokens` by the steps whose outcome was not read yet."""
     done: bool = False
+
+    def add(
+        self, token: int, logp: float, sampling: Sampling, decode: Callable[[list[int]], str] | None
+    ) -> Completion | None:
+        """Append a sampled token; returns the completion if it ends with this token."""
+        self.tokens.append(token)
+        self.logp.append(logp)
+        stopped = token in sampling.stop_ids
+        if sampling.stop_strings and not stopped:
+            stopped = text_ends(self.tokens[self.prompt :], sampling, decode)
+        self.done = stopped or len(self.logp) >= self.limit
+        return Completion(self.tokens[self.prompt :], self.logp, "stop" if stopped else "length") if self.done else None
 
 
 @dataclass(eq=False)
 class Group:
-    """Sequences that start from the same tokens."""
+    """Sequences that start with the same tokens."""
 
     tokens: list[int]
     sequences: deque[Sequence]
     pages: list[int] = field(default_factory=list)
-    """Of all tokens but the last, once they were read."""
+    """Pages of all tokens but the last, once these were read."""
 
 
 class Scheduler:
-    """Queues and pages of one call of `generate`.
-
-    Args:
-        cache: where the pages come from.
-        groups: the work.
-        slots: sequences decoded at the same time.
-    """
+    """Queues and pages of one call of `generate`; at most `slots` sequences are decoded at the same time."""
 
     def __init__(self, cache: PagedCache, groups: Iterable[Group], slots: int) -> None:
         self.cache = cache
         self.slots = slots
         self.pending = deque(groups)
         self.ready: deque[Group] = deque()
-        """Groups whose tokens were read; they have pages."""
+        """Groups whose tokens were read and have pages, with sequences that still wait for a slot."""
         self.active: list[Sequence] = []
-        """In decoding, by slot."""
+        """Sequences in decoding, by slot."""
         self.preempted = 0
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to do."""
+        """Whether any sequence is unfinished."""
         return bool(self.pending or self.ready or self.active)
 
     @property
     def _spare(self) -> int:
-        """Pages that can be given out while every active sequence keeps one to grow into."""
+        """Free pages beyond one for each active sequence to grow into."""
         return self.cache.free - len(self.active)
 
     def to_read(self, budget: int) -> list[Group]:
-        """The next groups to read in one forward, with their pages; none when slots, pages or groups are lacking.
+        """The next groups to read in one forward, with pages taken for them; none when slots, pages or groups lack.
 
-        A few slots come free at a time: groups are read ahead for a quarter of all slots, since a forward for
-        one group alone costs nearly what one for several does.
+        Few slots become free at a time, and a forward for one group costs nearly as much as one for several. So groups
+        are read ahead for a quarter of all slots.
 
         Args:
             budget: tokens of the forward; a longer group goes alone.
@@ -97,7 +105,7 @@ class Scheduler:
             need = self.cache.pages_for(len(group.tokens) - 1)
             if batch and tokens + new > budget:
                 break
-            # One more for the page that its first sequence writes to.
+            # One more, for the page that the group's first sequence writes to.
             if need + 1 > self._spare - len(batch):
                 break
             self.pending.popleft()
@@ -109,10 +117,10 @@ class Scheduler:
         return batch
 
     def admit(self) -> tuple[list[Sequence], list[int], list[int]]:
-        """Start as many ready sequences as slots and pages allow.
+        """Move as many ready sequences as slots and pages allow to the end of `active`.
 
         Returns:
-            The sequences, now the last of `active`, and the pages to copy: from, to.
+            These sequences, and the pages to copy: sources and targets.
         """
         admitted: list[Sequence] = []
         source: list[int] = []
@@ -137,9 +145,9 @@ class Scheduler:
         return admitted, source, target
 
     def make_room(self) -> bool:
-        """See to it that every active sequence has a page to write to; False if a sequence had to go back.
+        """Give every active sequence a page to write to; False, with none given, if too few pages are free.
 
-        Sequences that got a page are those whose position is the first of their last page.
+        Groups that were read ahead lose their pages first. A sequence that got a page is at the first entry of it.
         """
         page = self.cache.page
         short = [sequence for sequence in self.active if sequence.position == len(sequence.pages) * page]
@@ -155,20 +163,17 @@ class Scheduler:
         return True
 
     def put_back(self) -> None:
-        """Take the pages of the sequence that came last; it will be read again, with what it has."""
+        """Put the sequence admitted last back among the pending ones; its tokens so far will be read again."""
         sequence = self.active[-1]
         self.retire([len(self.active) - 1])
         self.pending.appendleft(Group(list(sequence.tokens), deque([sequence])))
         self.preempted += 1
 
     def retire(self, slots: list[int]) -> tuple[list[int], list[int]]:
-        """Take sequences out of decoding and close the gaps.
-
-        Args:
-            slots: ascending.
+        """Remove the sequences of `slots` (ascending) from decoding, and fill the gaps from the end.
 
         Returns:
-            Slots whose sequences moved: from, to.
+            Slots whose sequences moved: sources and targets.
         """
         left = len(self.active) - len(slots)
         gone = set(slots)

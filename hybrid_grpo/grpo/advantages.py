@@ -1,24 +1,103 @@
-"""From the rewards of a group to its advantages, and what the groups of a step look like.
+"""From the rewards of a group to the advantages of its tokens, and what the groups of a step look like.
 
-Tensors in, tensors out: no ranks. A group never spans ranks; where a number is of all ranks, the caller gives the sum
-over them as `total`. Arithmetic is float64. Numbers that are all equal are told by equality, because in floating point
-their mean can differ from them in the last digit, and dividing by a standard deviation that is rounding noise too would
-make a gradient out of it.
+`token_advantages` is the whole way, as the settings say; the functions below it are its parts: tensors in, tensors
+out. A group never spans ranks; where a number is of all ranks, the caller gives the sum over them as `total`.
+Arithmetic is float64. Numbers that are all equal are told by equality: in floating point their mean can differ from
+them in the last digit, and dividing by a standard deviation that is rounding noise too would make a gradient of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from hybrid_grpo.config import TrainConfig, reward_name
+from hybrid_grpo.config.errors import RunStopped
+from hybrid_grpo.data.batch import Numbers, Rollout, Scores
+from hybrid_grpo.distributed import all_reduce
+from hybrid_grpo.grpo.length import overlong_penalty
+
 _STD_EPSILON = 1e-4  # a group of nearly equal rewards must not blow its last digits up to advantages of size 1
+
+_LENGTH = "length/penalty"
+"""The length penalty among the reward functions; no function can have this name, since names hold no slash."""
 
 Total = Callable[[Tensor], Tensor]
 """Sums a float64 tensor over ranks."""
+
+
+def token_advantages(
+    rollout: Rollout, scores: Scores, config: TrainConfig, kl_cost_B: Tensor | None, device: torch.device
+) -> tuple[Tensor, Numbers]:
+    """Advantages of every token: those of its completion's reward, and of its steps where functions score steps.
+
+    The reward is reduced by the length penalty, and by the KL where the KL is part of the reward. Collective.
+
+    Args:
+        kl_cost_B: float64, beta times the KL of each completion; None where the KL is not part of the reward.
+        device: where collectives take place.
+
+    Returns:
+        float32 [B, T] on the CPU, T the longest completion, meaningless beyond the end of a shorter one; and the mean
+        length penalty.
+
+    Raises:
+        RunStopped: functions score steps, and rewards are to be normalized function by function.
+    """
+    grpo, group_size = config.grpo, rollout.num_generations
+    # Asked of all ranks: one whose functions scored no step takes part in the deviation over all ranks all the same.
+    scores_steps = bool(all_reduce(torch.tensor(int(scores.steps is not None), device=device), "max"))
+    if scores_steps and grpo.combine_rewards == "normalize":
+        raise RunStopped("grpo.combine_rewards normalize is not defined for rewards of steps: set it to sum")
+    reward_B, numbers = _penalized_rewards(rollout, scores, config)
+    if kl_cost_B is not None:
+        reward_B = reward_B - kl_cost_B
+    steps, lengths, scale = scores.steps or [[] for _ in rollout.completions], rollout.lengths, grpo.scale_rewards
+    total = partial(_over_ranks, device=device)
+    if scores_steps and grpo.step_credit == "reward_to_go":
+        advantages_BT = reward_to_go_advantages(
+            reward_B, steps, lengths, group_size, baseline=grpo.baseline, scale=scale, total=total
+        )
+        return advantages_BT, numbers
+    advantages_B = group_advantages(reward_B, group_size, baseline=grpo.baseline, scale=scale, total=total)
+    advantages_BT = advantages_B[:, None].expand(-1, max(lengths))
+    if scores_steps:
+        advantages_BT = advantages_BT + step_advantages(steps, lengths, group_size, scale=scale, total=total)
+    return advantages_BT, numbers
+
+
+def _penalized_rewards(rollout: Rollout, scores: Scores, config: TrainConfig) -> tuple[Tensor, Numbers]:
+    """float64 [B], the rewards of completions as wholes, minus the length penalty; and the mean penalty."""
+    grpo = config.grpo
+    limit = config.rollout.max_completion_tokens
+    penalties = overlong_penalty(rollout.lengths, limit, grpo.overlong_buffer, grpo.overlong_penalty)
+    penalty_B = torch.tensor(penalties, dtype=torch.float64)
+    numbers: Numbers = {"reward/overlong_penalty": (penalty_B.mean(), len(penalty_B))} if grpo.overlong_buffer else {}
+    if grpo.combine_rewards == "sum":
+        return scores.outcome_B + penalty_B, numbers
+    weights = {reward_name(reward): reward.weight for reward in config.rewards} | {_LENGTH: 1.0}
+    missing_B = scores.reward_B.isnan()
+    parts = {
+        name: value_B.masked_fill(missing_B, math.nan)
+        for name, value_B in (*scores.by_function.items(), (_LENGTH, penalty_B))
+    }
+    return normalized_rewards(parts, weights, rollout.num_generations).masked_fill(missing_B, math.nan), numbers
+
+
+def mean_over_tokens(values_BT: Tensor, rollout: Rollout) -> Tensor:
+    """float32 [B] on the CPU, computed in float64, where the mean of equal numbers is exactly that number."""
+    real_BT = rollout.mask_BT
+    return (values_BT.cpu().double() * real_BT).sum(1).div(real_BT.sum(1)).float()
+
+
+def _over_ranks(values: Tensor, device: torch.device) -> Tensor:
+    return all_reduce(values.to(device)).cpu()
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
-"""The weight of the KL to the reference, held or adapted from step to step."""
+"""The weight of the KL to the reference: constant, or adapted from step to step to hold the KL at a target."""
 
 from __future__ import annotations
 
 import torch
 
 from hybrid_grpo.config import GrpoConfig
+from hybrid_grpo.data.batch import Numbers
 from hybrid_grpo.distributed import all_reduce
-from hybrid_grpo.grpo.loss import LossStats, adaptive_beta
 
 
 class KlController:
@@ -24,9 +24,11 @@ class KlController:
         self._rows = rows
         self._seen = torch.zeros(2, dtype=torch.float64, device=device)
 
-    def add(self, stats: LossStats) -> None:
-        """Take note of the KL of a micro-batch."""
-        self._seen += torch.stack([stats.kl, stats.tokens])
+    def add(self, numbers: Numbers) -> None:
+        """Take note of the KL of a micro-batch, `policy/kl` of its numbers: a mean over its tokens."""
+        if self._grpo.kl_target is not None and "policy/kl" in numbers:
+            kl, tokens = numbers["policy/kl"]
+            self._seen += torch.tensor([float(kl) * tokens, tokens], dtype=torch.float64)
 
     def update(self) -> None:
         """The coefficient of the next step, from the KL per token of this one over all ranks. Collective."""
@@ -45,3 +47,16 @@ class KlController:
         """Go on from a saved state; without a target the configuration's beta stands."""
         if self._grpo.kl_target is not None:
             self.beta = state["beta"]
+
+
+def adaptive_beta(beta: float, kl: float, target: float, horizon: int, rows: int) -> float:
+    """The coefficient for the next step (Ziegler et al., arXiv:1909.08593, section 2.2).
+
+    beta (1 + e rows / horizon) with the relative error e = kl / target - 1, cut at 0.2 either way.
+
+    Args:
+        kl, target: in the same unit, both nats per token here.
+        rows: completions of the step. More than the horizon count as the horizon: beta stays positive.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return beta * (1 + error * min(rows / horizon, 1.0))

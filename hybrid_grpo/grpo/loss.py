@@ -1,6 +1,7 @@
-"""The mathematics of the policy loss: tensors in, tensors out. No ranks, no devices.
+"""The mathematics of the policy loss: tensors in, tensors and numbers out. No ranks, no devices.
 
-Every choice of `GrpoConfig` is one entry of a table: AVERAGES, LOG_RATIOS, SURROGATES, KL, CORRECTIONS.
+`micro_batch_loss` is the loss of one micro-batch, `policy_loss` its formula. Every choice of `GrpoConfig` is one entry
+of a table: AVERAGES, LOG_RATIOS, SURROGATES, KL, CORRECTIONS.
 
 Notation of the papers: GRPO is DeepSeekMath (arXiv:2402.03300), DAPO is arXiv:2503.14476, Dr. GRPO is
 arXiv:2503.20783, GSPO is arXiv:2507.18071, CISPO is MiniMax-M1 (arXiv:2506.13585), PPO is arXiv:1707.06347. Shapes are
@@ -11,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
+from hybrid_grpo.config.errors import did_you_mean, refuse
+from hybrid_grpo.config.importing import functions_of, import_place
+from hybrid_grpo.data.batch import Numbers, TrainBatch
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios beyond this would overflow exp in float32; the ratio is far outside any clip range by then."""
@@ -34,6 +38,18 @@ class LossStats:
     ratio_max: Tensor
     """A maximum, not a sum."""
 
+    def numbers(self) -> Numbers:
+        """The statistics as they are logged, the KL included; none where there are no tokens."""
+        tokens = int(self.tokens)
+        if not tokens:
+            return {}
+        return {
+            "policy/clip_frac_low": (self.clipped_low / tokens, tokens),
+            "policy/clip_frac_high": (self.clipped_high / tokens, tokens),
+            "policy/ratio_max": (self.ratio_max, 1),
+            "policy/kl": (self.kl / tokens, tokens),
+        }
+
 
 @dataclass(frozen=True)
 class CorrectionStats:
@@ -42,10 +58,93 @@ class CorrectionStats:
     tokens: Tensor
     """Real tokens: the weight of `mean` and `fraction` in an average over micro-batches and ranks."""
     mean: Tensor
-    """Of the ratio before it is truncated: of tokens for `truncate`, of the token's completion for `mask`."""
+    """Mean ratio before it is truncated: of tokens for `truncate`, of the token's completion for `mask`."""
     max: Tensor
     fraction: Tensor
     """Share of tokens whose weight was truncated, or whose completion is dropped."""
+
+    def numbers(self) -> Numbers:
+        """The statistics as they are logged; none where there are no tokens."""
+        tokens = int(self.tokens)
+        if not tokens:
+            return {}
+        return {
+            "parity/ratio_mean": (self.mean, tokens),
+            "parity/ratio_max": (self.max, 1),
+            "parity/corrected_frac": (self.fraction, tokens),
+        }
+
+
+Objective = Callable[..., Tensor]
+"""A loss of the user's, `grpo.objective`: called with the arguments of `policy_loss`, returns the scalar loss."""
+
+
+def load_objective(given: str | Objective | None) -> Objective | None:
+    """The loss that `grpo.objective` names or is; None where the built-in one is used.
+
+    Raises:
+        UserError: there is no function of this name.
+    """
+    if not isinstance(given, str):
+        return given
+    setting, (place, colon, name) = f"grpo.objective {given}", given.rpartition(":")
+    refuse(not colon, f"{setting}: give path/to/file.py:name or package.module:name")
+    module = import_place(place, setting)
+    found: Objective | None = getattr(module, name, None)
+    refuse(
+        not callable(found), f"{setting}: {place} has no function {name}: {did_you_mean(name, functions_of(module))}"
+    )
+    return found
+
+
+def micro_batch_loss(
+    batch: TrainBatch,
+    logp_bT: Tensor,
+    entropy_bT: Tensor,
+    grpo: GrpoConfig,
+    beta: float,
+    objective: Objective | None = None,
+) -> tuple[Tensor, Numbers]:
+    """This micro-batch's share of the loss of its optimizer step, and its numbers.
+
+    Before the first optimizer step on a rollout the policy is the one that sampled, so its ratio is 1 by construction;
+    recorded log-probabilities would add their rounding and nothing else (`old_logp_bT` of the batch is None there).
+
+    Args:
+        logp_bT, entropy_bT: float32, of the policy now; they carry the gradient.
+        beta: coefficient of the KL now.
+        objective: the user's own loss in place of `policy_loss`, whose statistics are measured all the same.
+    """
+    old_logp_bT = logp_bT.detach() if batch.old_logp_bT is None else batch.old_logp_bT
+    real_bT = batch.weight_bT > 0
+    correction_bT: Tensor | None = None
+    numbers: Numbers = {}
+    if grpo.sampler_correction != "none":
+        correction_bT, correction = sampler_correction(old_logp_bT, batch.sampler_logp_bT, real_bT, grpo)
+        numbers |= correction.numbers()
+
+    def by(loss: Callable[..., Any]) -> Any:
+        return loss(
+            logp_bT,
+            old_logp_bT,
+            batch.advantages_bT,
+            batch.weight_bT,
+            grpo,
+            beta=beta,
+            ref_logp_bT=batch.ref_logp_bT,
+            entropy_bT=entropy_bT,
+            correction_bT=correction_bT,
+        )
+
+    loss, stats = by(policy_loss)
+    if objective is not None:
+        loss = by(objective)
+    numbers |= stats.numbers()
+    if batch.ref_logp_bT is None:
+        numbers.pop("policy/kl", None)
+    if tokens := int(stats.tokens):
+        numbers["policy/entropy"] = (entropy_bT.detach()[real_bT].mean(), tokens)
+    return loss, numbers
 
 
 AVERAGES: dict[str, Callable[[Tensor, int, int, int], Tensor | int]] = {
@@ -151,19 +250,6 @@ def reward_kl(
     Times beta, it is what `kl_in: reward` subtracts from the reward. It is of the policy that sampled, and constant.
     """
     return kl_penalty(_real(old_logp_bT, mask_bT), _real(ref_logp_bT, mask_bT), estimator).sum(1).detach()
-
-
-def adaptive_beta(beta: float, kl: float, target: float, horizon: int, rows: int) -> float:
-    """The coefficient for the next step (Ziegler et al., arXiv:1909.08593, section 2.2).
-
-    beta (1 + e rows / horizon) with the relative error e = kl / target - 1, cut at 0.2 either way.
-
-    Args:
-        kl, target: in the same unit, both nats per token here.
-        rows: completions of the step. More than the horizon count as the horizon: beta stays positive.
-    """
-    error = min(max(kl / target - 1, -0.2), 0.2)
-    return beta * (1 + error * min(rows / horizon, 1.0))
 
 
 def _truncate(log_ratio_bT: Tensor, real_bT: Tensor, grpo: GrpoConfig) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,14 +1,14 @@
-"""What one optimizer step takes from a rollout: its rows in micro-batches, with all that the loss needs of them."""
+"""The optimizer steps on a rollout: which rows each one takes, in which micro-batches, and with which weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import MicroBatch, Rollout, TrainBatch
 from hybrid_grpo.distributed import all_reduce
 from hybrid_grpo.grpo.loss import token_weights
@@ -24,8 +24,40 @@ class Signals:
     ref_logp_BT: Tensor | None
     """None without a reference."""
     advantages_BT: Tensor
-    counts_B: Tensor
-    """bool [B], the completions that take part in the loss."""
+
+
+def optimizer_steps(
+    rollout: Rollout,
+    signals: Signals,
+    split: Callable[[range], list[MicroBatch]],
+    grpo: GrpoConfig,
+    max_completion_tokens: int,
+    *,
+    starts_on_policy: bool,
+) -> Iterator[Iterator[TrainBatch]]:
+    """`num_iterations` passes of `num_minibatches` optimizer steps, each as its micro-batches. Collective.
+
+    `old_logp` stays that of the policy that sampled through all passes (DeepSeekMath, arXiv:2402.03300, algorithm 1).
+
+    Args:
+        split: from rows to micro-batches, as many on every rank; called once for each minibatch.
+        max_completion_tokens: see `token_weights`.
+        starts_on_policy: the ratio of the first optimizer step is 1 by construction: its own log-probabilities stand
+            for `old_logp`.
+    """
+    counts_B = counting_rows(rollout, grpo.mask_truncated).to(signals.advantages_BT.device)
+    minibatches = minibatch_rows(len(rollout.completions), grpo.num_minibatches)
+    micro_batches = [split(rows) for rows in minibatches]
+    for number in range(grpo.num_iterations * grpo.num_minibatches):
+        rows, micros = minibatches[number % grpo.num_minibatches], micro_batches[number % grpo.num_minibatches]
+        given = replace(signals, old_logp_BT=None) if number == 0 and starts_on_policy else signals
+        yield train_batches(micros, given, counts_B, totals(rollout, counts_B, rows), grpo, max_completion_tokens)
+
+
+def minibatch_rows(rows: int, num_minibatches: int) -> list[range]:
+    """The rows of this rank's rollout that each optimizer step of a pass takes."""
+    share = rows // num_minibatches
+    return [range(first, first + share) for first in range(0, rows, share)]
 
 
 def counting_rows(rollout: Rollout, mask_truncated: bool) -> Tensor:
@@ -36,14 +68,15 @@ def counting_rows(rollout: Rollout, mask_truncated: bool) -> Tensor:
 def train_batches(
     micro_batches: Iterable[MicroBatch],
     signals: Signals,
-    loss_type: Literal["dapo", "grpo", "dr_grpo"],
-    *,
+    counts_B: Tensor,
     totals: tuple[int, int],
+    grpo: GrpoConfig,
     max_completion_tokens: int,
 ) -> Iterator[TrainBatch]:
     """The micro-batches of one optimizer step with their signals, weighted by its counts over all ranks.
 
     Args:
+        counts_B: bool [B], the completions that take part in the loss.
         totals: tokens and rows that take part, see `totals`.
         max_completion_tokens: see `token_weights`.
     """
@@ -54,8 +87,8 @@ def train_batches(
             yield TrainBatch(micro, nothing, None, None, nothing, nothing)
             continue
         weight_bT = token_weights(
-            micro.mask_bT & signals.counts_B[micro.rows, None],
-            loss_type,
+            micro.mask_bT & counts_B[micro.rows, None],
+            grpo.loss_type,
             total_tokens=totals[0],
             total_rows=totals[1],
             max_completion_tokens=max_completion_tokens,

@@ -1,7 +1,7 @@
 """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): which groups of a step are sampled anew, and which are kept.
 
-Every group of a step has a place, counted over all ranks. A group that teaches nothing gives its place to the first of
-its candidates that teaches something. Candidates belong to places and not to ranks, and are drawn from the common
+Every group of a step has a slot, counted over all ranks. A group that teaches nothing gives its slot to the first of
+its candidates that teaches something. Candidates belong to slots and not to ranks, and are drawn from the common
 stream of prompts, so the groups that are kept are the same on any number of ranks. No group changes its rank.
 """
 
@@ -14,30 +14,39 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_grpo.data.batch import Prompt, Rollout, Scores
-from hybrid_grpo.distributed import all_reduce, world_size
+from hybrid_grpo.data.batch import Numbers, Prompt, Rollout, Scores
+from hybrid_grpo.distributed import all_reduce, rank, world_size
 from hybrid_grpo.grpo.advantages import informative
-from hybrid_grpo.run.metrics import Meter
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Prompts to draw in place of groups that teach nothing. The same on every rank but for `wanted`."""
+    """Prompts to draw in place of groups that teach nothing. `drawn` is the same on every rank."""
 
     drawn: int
-    """Over all ranks; each open place has as many."""
+    """Candidates over all ranks; each open slot has as many."""
     wanted: list[int]
-    """Those of this rank, by their number among the drawn."""
+    """Indices of this rank's candidates among all that were drawn."""
     groups: list[int]
-    """The group on this rank that each of them may replace."""
+    """The group on this rank that each of this rank's candidates may replace."""
 
 
-class Places:
-    """The places of a step's groups, and which are open: held by a group that teaches nothing.
+def group_slots(prompts_per_rank: int, num_minibatches: int) -> list[int]:
+    """Slots of this rank's groups among those of all ranks, minibatch after minibatch."""
+    share = prompts_per_rank // num_minibatches
+    return [
+        (minibatch * world_size() + rank()) * share + group
+        for minibatch in range(num_minibatches)
+        for group in range(share)
+    ]
+
+
+class GroupSlots:
+    """The slots of a step's groups, and which are open: held by a group that teaches nothing.
 
     Args:
-        mine: the place of each group of this rank.
-        total: places over all ranks.
+        mine: the slot of each group of this rank.
+        total: slots over all ranks.
         device: where collectives take place.
     """
 
@@ -53,23 +62,23 @@ class Places:
         """Take note of a round. Collective.
 
         Args:
-            teaches_P: bool, for each group of this rank, whether what holds its place now teaches something.
-            informative: groups of this round, on this rank, that do.
+            teaches_P: bool, for each group of this rank, whether what holds its slot now teaches something.
+            informative: groups of this round, on this rank, that teach something.
         """
         closed = torch.zeros(self._total + 1, dtype=torch.int64)
         closed[self._mine] = teaches_P.to(torch.int64)
         closed[-1] = informative
-        *places, count = all_reduce(closed.to(self._device)).tolist()
+        *slots, count = all_reduce(closed.to(self._device)).tolist()
         self._informative += count
-        self.open = [place for place, taken in enumerate(places) if not taken]
+        self.open = [slot for slot, taken in enumerate(slots) if not taken]
 
     def candidates(self) -> Candidates:
-        """For every open place as many as one needs on average, and together no more than a step has groups."""
+        """As many for every open slot as a slot needs on average, and together no more than a step has groups."""
         needed = math.ceil(self._sampled / self._informative) if self._informative else self._total
         each = min(self._total // len(self.open), needed)
         drawn = each * len(self.open)
         self._sampled += drawn
-        group_of = {place: group for group, place in enumerate(self._mine)}
+        group_of = {slot: group for group, slot in enumerate(self._mine)}
         wanted = [number for number in range(drawn) if self.open[number % len(self.open)] in group_of]
         return Candidates(drawn, wanted, [group_of[self.open[number % len(self.open)]] for number in wanted])
 
@@ -82,33 +91,31 @@ def resample(
     draw: Callable[[int, list[int]], list[Prompt]],
     sample: Callable[[list[Prompt]], tuple[Rollout, Scores]],
     max_rounds: int,
-    meter: Meter,
     device: torch.device,
-) -> tuple[Rollout, Scores]:
+) -> tuple[Rollout, Scores, Numbers]:
     """Sample other prompts in place of groups that teach nothing, until none is left or `max_rounds` times.
 
-    What counts is the reward as it is, without what is taken off it for length or KL (DAPO eq. 11). Every rank takes
-    part in every round, also one that lacks no group.
+    What counts is the reward before penalties for length or KL (DAPO eq. 11). Every rank takes part in every round,
+    also one that lacks no group.
 
     Args:
         rollout, scores: of this rank, the first of the step.
-        mine: the place of each of its groups.
-        draw: from a number of prompts to draw over all ranks, and which of them are wanted here, to those.
+        mine: the slot of each of its groups, see `group_slots`.
+        draw: takes the number of prompts to draw over all ranks and the indices of those that are wanted here, and
+            returns these prompts.
         sample: a rollout of prompts, of which there may be none, and its scores. Collective.
-        meter: is given what was sampled.
         device: where collectives take place.
 
     Returns:
-        As many groups on each rank as before, and their scores.
+        As many groups on each rank as before, their scores, and how many groups were sampled and teach something.
     """
     groups, group_size = len(rollout.prompts), rollout.num_generations
-    places = Places(mine, groups * world_size(), device)
+    slots = GroupSlots(mine, groups * world_size(), device)
     teaches_P = informative(scores.reward_B, group_size, scores.steps)
-    places.close(teaches_P, int(teaches_P.sum()))
-    meter.add("group/informative_frac", teaches_P.double().mean(), groups)
-    rounds = 0
-    while places.open and rounds < max_rounds:
-        candidates = places.candidates()
+    slots.close(teaches_P, int(teaches_P.sum()))
+    sampled, informative_groups, rounds = groups, int(teaches_P.sum()), 0
+    while slots.open and rounds < max_rounds:
+        candidates = slots.candidates()
         more, more_scores = sample(draw(candidates.drawn, candidates.wanted))
         teaches_C = informative(more_scores.reward_B, group_size, more_scores.steps)
         chosen = _first_that_teach(candidates.groups, teaches_C.tolist())
@@ -116,12 +123,15 @@ def resample(
         rollout = rollout.joined(more).groups(order)
         scores = scores.joined(more_scores).groups(order, group_size)
         teaches_P[list(chosen)] = True
-        places.close(teaches_P, int(teaches_C.sum()))
-        meter.add("group/informative_frac", teaches_C.double().mean(), len(teaches_C))
-        meter.add("group/resampled", len(teaches_C))
+        slots.close(teaches_P, int(teaches_C.sum()))
+        sampled += len(teaches_C)
+        informative_groups += int(teaches_C.sum())
         rounds += 1
-    meter.add("group/resample_rounds", rounds)
-    return rollout, scores
+    numbers: Numbers = {"group/informative_frac": (informative_groups / sampled, sampled)}
+    numbers["group/resample_rounds"] = (rounds, 1)
+    if rounds:
+        numbers["group/resampled"] = (sampled - groups, 1)
+    return rollout, scores, numbers
 
 
 def _first_that_teach(groups: list[int], teaches: list[bool]) -> dict[int, int]:

@@ -1,12 +1,12 @@
-"""Attention as this package routes it: a forward brings along who attends to whom, and what it attends with.
+"""The attention implementation that this package registers with transformers, under the name `ATTENTION`.
 
-Registered with transformers under the name `ATTENTION`. A forward gets a `Batch` as its keyword argument `batch`, and
-position ids; since transformers builds no masks for a name it does not know, who sees whom is decided by the batch.
+Each forward is given a `Batch` as its keyword argument `batch`, which decides which tokens attend to which:
+transformers builds no masks for an implementation that it does not know.
 
-`Segments` is that of training: sequences one after the other in a single row of tokens, so that no padding is
-computed. A segment is some consecutive tokens that attend to themselves, causally, and to all of a prefix that may
-stand elsewhere in the row: so the completions of a group share the forward of their prompt, exactly (in backward the
-prompt gets the sum of what each of them asks of it).
+`Segments` is the batch of training. Sequences stand one after the other in a single row of tokens, so that no padding
+is computed. A segment is a run of tokens that attend causally to each other and to all tokens of a prefix elsewhere in
+the row. So the completions of a group share one forward of their prompt, exactly: in backward the prompt's gradient is
+the sum over its completions.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,12 +40,13 @@ except ImportError:
 ATTENTION = "hybrid"
 
 _SHRINK = 0.75
-"""A bucket takes segments down to this share of its longest."""
+"""Segments at least this fraction as long as the longest of a bucket are padded into it."""
 _NOWHERE = 1 << 40
+"""Position of missing prefix keys: after every query, so that no query attends to them."""
 
 
 class Batch(Protocol):
-    """What one forward attends with."""
+    """Which tokens of one forward attend to which, and how that is computed."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
@@ -63,19 +65,18 @@ def routed_attention(
     batch: Batch | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of tokens over their own sequences.
+    """Causal attention, called by transformers.
 
     Args:
         query: [n, heads, q, head_dim].
         key, value: [n, key_value_heads, q, head_dim], of the same tokens.
-        sliding_window: a query sees itself and the `sliding_window - 1` positions before it.
+        sliding_window: a query attends to itself and the `sliding_window - 1` positions before it.
         softcap: see `attend`.
-        batch: where these tokens stand, and the keys and values that are not among them.
 
     Returns:
-        [n, q, heads, head_dim], and None for the weights.
+        [n, q, heads, head_dim], and None in place of the attention weights.
     """
-    assert batch is not None, "a forward with this attention passes batch"
+    assert batch is not None, "a forward with this attention is given `batch`"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return batch.attend(query, key, value, scale, sliding_window or 0, softcap or 0.0), None
 
@@ -84,15 +85,12 @@ AttentionInterface.register(ATTENTION, routed_attention)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """Attention, with fewer heads of keys than of queries where there are.
+    """Attention [n, heads, q, d] in torch, with grouped query heads.
 
     Args:
         query: [n, heads, q, d]; key, value: [n, key_value_heads, k, d].
-        allowed: bool, broadcast to [n, 1, q, k]; None is causal, with q = k.
-        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118 section 2); 0 for none.
-
-    Returns:
-        [n, heads, q, d].
+        allowed: bool, broadcast to [n, 1, q, k]; None: causal, with q = k.
+        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118 section 2); 0: none.
     """
     if not softcap:
         return F.scaled_dot_product_attention(
@@ -102,7 +100,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, sc
     if allowed is None:
         allowed = torch.ones(q, q, dtype=torch.bool, device=query.device).tril()
     groups = heads // key.shape[1]
-    # The heads of one key become more queries of it: nothing is repeated in memory.
+    # The query heads of one key-value head become further queries, so that keys are not repeated in memory.
     logits = query.reshape(n, key.shape[1], groups * q, -1) @ key.transpose(2, 3) * (scale / softcap)
     logits = (torch.tanh(logits) * softcap).unflatten(2, (groups, q))
     weights = logits.masked_fill(~allowed.unsqueeze(-3), float("-inf")).softmax(-1, dtype=torch.float32)
@@ -110,7 +108,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, sc
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of x by index, some of them several times; backward sums in a fixed order, unlike index_add on a GPU."""
+    """Rows of x by index, possibly repeated. Backward sums in a fixed order, which index_add on a GPU does not."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, uses: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -120,25 +118,26 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         dx = grad.new_zeros(ctx.rows, *grad.shape[1:])
-        for row_R, place_RM in ctx.uses:
-            used = grad.index_select(0, place_RM.flatten())
-            dx.index_copy_(0, row_R, used.unflatten(0, place_RM.shape).sum(1) if place_RM.shape[1] > 1 else used)
+        for row_R, output_RM in ctx.uses:
+            used = grad.index_select(0, output_RM.flatten())
+            dx.index_copy_(0, row_R, used.unflatten(0, output_RM.shape).sum(1) if output_RM.shape[1] > 1 else used)
         return dx, None, None
 
 
 class Selection:
-    """Which rows to gather, and for backward where each of them went.
+    """A gather of rows whose backward is deterministic.
 
     Args:
-        index: row of every place.
-        real: places that count; the others only fill up, and get no gradient.
+        index: the input row of every output row.
+        real: bool, output rows that count; the others are padding and send no gradient back. Default: all.
     """
 
-    def __init__(self, index: np.ndarray, real: np.ndarray, device: torch.device) -> None:
-        places = np.flatnonzero(real)
-        order = places[np.argsort(index[places], kind="stable")]
+    def __init__(self, index: np.ndarray, device: torch.device, real: np.ndarray | None = None) -> None:
+        outputs = np.arange(len(index)) if real is None else np.flatnonzero(real)
+        order = outputs[np.argsort(index[outputs], kind="stable")]
         rows, first, counts = np.unique(index[order], return_index=True, return_counts=True)
         self._index = _tensor(index, device)
+        # Input rows grouped by how often they are used, each with its output rows.
         self._uses = []
         for count in np.unique(counts):
             chosen = counts == count
@@ -153,61 +152,53 @@ class Selection:
 
 @dataclass
 class _Bucket:
-    """Segments of like length, padded to the longest: b of them, q queries and k keys each."""
+    """b segments of similar length, padded to q queries and k keys each."""
 
     shape: tuple[int, int, int]
     query: Selection
     key: Selection
     query_position_bq: Tensor
     key_position_bk: Tensor
-    """Beyond every query where a prefix has no key."""
-    causal: bool
-    """No segment has a prefix: who comes first is all there is to know."""
 
 
 class Segments:
-    """Who attends to whom in one row of tokens.
+    """Which tokens of one row attend to which; see the module's docstring.
 
     Args:
-        own: (start, length) of every segment, in the order of the row, which they fill.
-        prefix: (start, length) of what each attends to before itself; length 0 for none.
-        device: of the tokens.
+        own: (start, length) of every segment; together they fill the row, in order.
+        prefix: (start, length) of each segment's prefix; length 0: none.
     """
 
     def __init__(self, own: Sequence[tuple[int, int]], prefix: Sequence[tuple[int, int]], device: torch.device) -> None:
         self._own, self._prefix, self._device = list(own), list(prefix), device
-        self._buckets: list[_Bucket] | None = None
-        self._restore: Selection | None = None
-        self._ragged: tuple[Selection | None, tuple[Tensor, Tensor], tuple[int, int]] | None = None
-        self._table: tuple[Tensor, int, int] | None = None
-        self._allowed: dict[tuple[int, int], Tensor | None] = {}
+        self._allowed: dict[tuple[int, int], Tensor] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        """See `routed_attention`; n is 1."""
+        """See `routed_attention`, with n = 1. Takes the fastest way that the device and the types allow."""
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         if k.shape == v.shape and usable(q, k, v):
             return self._native(q, k, v, scale, window, softcap)[None]
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            if flash_attn_varlen_func is not None:
-                return self._flash(q, k, v, scale, window, softcap)[None]
-            if _VARLEN and not softcap:
-                return self._varlen(q, k, v, scale, window)[None]
+        half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+        if half and (flash_attn_varlen_func is not None or (_VARLEN and not softcap)):
+            return self._ragged(q, k, v, scale, window, softcap)[None]
         return self._bucketed(q, k, v, scale, window, softcap)[None]
 
     def _native(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        if self._table is None:
-            rows = [(*own, *prefix) for own, prefix in zip(self._own, self._prefix, strict=True)]
-            longest = max(length + before for _, length, _, before in rows)
-            before = sum(before for *_, before in rows)
-            self._table = _tensor(np.array(rows, dtype=np.int64), self._device), longest, before
         out: Tensor = SegmentAttention.apply(query, key, value, *self._table, scale, window, softcap)
         return out
 
+    @cached_property
+    def _table(self) -> tuple[Tensor, int, int]:
+        """What `SegmentAttention` takes: the segments, the keys of the longest, and the tokens of all prefixes."""
+        rows = [(*own, *prefix) for own, prefix in zip(self._own, self._prefix, strict=True)]
+        longest = max(length + before for _, length, _, before in rows)
+        before = sum(before for *_, before in rows)
+        return _tensor(np.array(rows, dtype=np.int64), self._device), longest, before
+
     def _bucketed(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        if self._buckets is None:
-            self._buckets, self._restore = self._plan()
+        buckets, restore = self._buckets
         parts = []
-        for number, bucket in enumerate(self._buckets):
+        for number, bucket in enumerate(buckets):
             b, q, k = bucket.shape
             out = attend(
                 bucket.query(query).view(b, q, *query.shape[1:]).transpose(1, 2),
@@ -218,13 +209,13 @@ class Segments:
                 softcap,
             )
             parts.append(out.transpose(1, 2).flatten(0, 1))
-        assert self._restore is not None
-        return self._restore(torch.cat(parts))
+        return restore(torch.cat(parts))
 
     def _mask(self, number: int, bucket: _Bucket, window: int) -> Tensor | None:
-        """Who may be seen in a bucket, bool [b, 1, q, k]; None where causality says it all."""
-        _, q, _ = bucket.shape
-        if bucket.causal and (not window or q <= window):
+        """Which keys of a bucket its queries attend to, bool [b, 1, q, k]; None: plain causal attention."""
+        _, q, k = bucket.shape
+        # Without prefixes there are as many keys as queries.
+        if q == k and (not window or q <= window):
             return None
         if (number, window) not in self._allowed:
             query, key = bucket.query_position_bq[:, :, None], bucket.key_position_bk[:, None]
@@ -234,8 +225,9 @@ class Segments:
             self._allowed[number, window] = allowed[:, None]
         return self._allowed[number, window]
 
-    def _plan(self) -> tuple[list[_Bucket], Selection]:
-        """Buckets, longest segments first, and where each token of the row stands in their outputs."""
+    @cached_property
+    def _buckets(self) -> tuple[list[_Bucket], Selection]:
+        """The buckets, longest segments first, and the gather that puts their outputs back into the row's order."""
         parts: list[list[int]] = []
         for i in sorted(range(len(self._own)), key=lambda i: (self._prefix[i][1] > 0, -self._own[i][1])):
             first = parts[-1][0] if parts else i
@@ -244,7 +236,7 @@ class Segments:
                 parts.append([])
             parts[-1].append(i)
         buckets = []
-        place_N = np.zeros(sum(length for _, length in self._own), dtype=np.int64)
+        output_N = np.zeros(sum(length for _, length in self._own), dtype=np.int64)
         offset = 0
         for part in parts:
             starts, lengths = np.array([self._own[i] for i in part]).T
@@ -256,71 +248,51 @@ class Segments:
             real_bk = np.concatenate([np.arange(p) < prefix_lengths[:, None], real_bq], axis=1)
             index_bk = np.where(real_bk, np.concatenate([before_bp, own_bq], axis=1), 0)
             position_bq = prefix_lengths[:, None] + np.arange(q)
-            # What fills up to the right is seen by its like alone, which must see something.
+            # Right padding has positions after every real query, so only padding attends to it, and never to nothing:
+            # an empty softmax row would be NaN.
             before_bp = np.where(real_bk[:, :p], np.arange(p), _NOWHERE)
-            place_N[own_bq[real_bq]] = offset + np.flatnonzero(real_bq)
+            output_N[own_bq[real_bq]] = offset + np.flatnonzero(real_bq)
             offset += b * q
             buckets.append(
                 _Bucket(
                     (b, q, p + q),
-                    Selection(np.where(real_bq, own_bq, 0).ravel(), real_bq.ravel(), self._device),
-                    Selection(index_bk.ravel(), real_bk.ravel(), self._device),
+                    Selection(np.where(real_bq, own_bq, 0).ravel(), self._device, real_bq.ravel()),
+                    Selection(index_bk.ravel(), self._device, real_bk.ravel()),
                     _tensor(position_bq, self._device),
                     _tensor(np.concatenate([before_bp, position_bq], axis=1), self._device),
-                    p == 0,
                 )
             )
-        return buckets, Selection(place_N, np.ones(len(place_N), dtype=bool), self._device)
+        return buckets, Selection(output_N, self._device)
 
+    @cached_property
     def _lengths(self) -> tuple[Selection | None, tuple[Tensor, Tensor], tuple[int, int]]:
-        """For kernels that take lengths: the keys to gather (None: the row as it is), where the queries and the keys
-        of each segment begin (int32 [segments + 1]), and the longest of both."""
-        if self._ragged is None:
-            queries = [length for _, length in self._own]
-            keys = [p + length for (_, p), length in zip(self._prefix, queries, strict=True)]
-            begins = tuple(
-                _tensor(np.cumsum([0, *lengths]).astype(np.int32), self._device) for lengths in (queries, keys)
+        """For variable-length GPU kernels: the keys to gather (None: the row itself), the first query and the first
+        key of each segment (both int32 [segments + 1]), and the most queries and keys of a segment."""
+        queries = [length for _, length in self._own]
+        keys = [p + length for (_, p), length in zip(self._prefix, queries, strict=True)]
+        query_begins, key_begins = (
+            _tensor(np.cumsum([0, *lengths]).astype(np.int32), self._device) for lengths in (queries, keys)
+        )
+        gathered = None
+        if keys != queries:
+            index = np.concatenate(
+                [start + np.arange(n) for pair in zip(self._prefix, self._own, strict=True) for start, n in pair]
             )
-            gathered = None
-            if keys != queries:
-                index = np.concatenate(
-                    [start + np.arange(n) for pair in zip(self._prefix, self._own, strict=True) for start, n in pair]
-                )
-                gathered = Selection(index, np.ones(len(index), dtype=bool), self._device)
-            self._ragged = gathered, (begins[0], begins[1]), (max(queries), max(keys))
-        return self._ragged
+            gathered = Selection(index, self._device)
+        return gathered, (query_begins, key_begins), (max(queries), max(keys))
 
-    def _flash(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        gathered, begins, longest = self._lengths()
+    def _ragged(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+        gathered, begins, longest = self._lengths
         if gathered is not None:
             key, value = gathered(key), gathered(value)
-        out: Tensor = flash_attn_varlen_func(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
-            *begins,
-            *longest,
-            softmax_scale=scale,
-            causal=True,
-            window_size=(window - 1, 0) if window else (-1, -1),
-            softcap=softcap,
-        )
-        return out
-
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
-        gathered, begins, longest = self._lengths()
-        if gathered is not None:
-            key, value = gathered(key), gathered(value)
-        out: Tensor = varlen_attn(  # type: ignore[assignment]
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
-            *begins,
-            *longest,
-            scale=scale,
-            window_size=(window - 1, 0) if window else (-1, 0),
-            enable_gqa=True,
-        )
+        given = (query.contiguous(), key.contiguous(), value.contiguous(), *begins, *longest)
+        out: Tensor
+        if flash_attn_varlen_func is not None:
+            seen = (window - 1, 0) if window else (-1, -1)
+            out = flash_attn_varlen_func(*given, softmax_scale=scale, causal=True, window_size=seen, softcap=softcap)
+        else:
+            seen = (window - 1, 0) if window else (-1, 0)
+            out = varlen_attn(*given, scale=scale, window_size=seen, enable_gqa=True)  # type: ignore[assignment]
         return out
 
 

@@ -1,28 +1,64 @@
-"""Models and tokenizers from a folder or the hub, ready for this package.
+"""Models, their configurations and tokenizers, from a folder or the hub.
 
-A sharded load happens inside `engine.sharded_loading`; nothing here knows the engine.
+The weights load sharded inside `engine.sharded_loading`; nothing here knows the engine.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import logging as transformers_logging
 
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.model.pretrained import first_line, load_config
+from hybrid_grpo.model.architectures import unsupported
+from hybrid_grpo.model.attention import ATTENTION
+
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
+
+
+def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
+    """The tokenizer of a model folder or hub name; error messages begin with `setting`.
+
+    Raises:
+        UserError: it has none, or the tokenizer does not load.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise UserError(f"{setting} {name}: its tokenizer does not load: {first_line(error)}") from error
+    # For a folder without tokenizer files transformers makes a tokenizer that has special tokens only.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UserError(f"{setting} {name} has no tokenizer: save the one of the model in the same folder")
+    return tokenizer
+
+
+def load_config(name: str, setting: str = "policy.model") -> Any:
+    """The unchanged configuration of a model folder or hub name; error messages begin with `setting`.
+
+    Raises:
+        UserError: it has none, or transformers does not know the architecture.
+    """
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise UserError(f"{setting} {name} does not load: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type when the message is empty."""
+    text = repr(error) if isinstance(error, KeyError) else str(error).strip()
+    return (text.splitlines() or [type(error).__name__])[0]
 
 
 def check_lengths(config: Any, longest: int) -> None:
-    """Refuse sequences that the model has no positions for.
-
-    Raises:
-        UserError: `longest` tokens are more than `max_position_embeddings`.
-    """
+    """Raise `UserError` if sequences of `longest` tokens exceed the model's `max_position_embeddings`."""
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and longest > limit:
         raise UserError(
@@ -32,11 +68,7 @@ def check_lengths(config: Any, longest: int) -> None:
 
 
 def check_token_ids(rollout: RolloutConfig, config: Any) -> None:
-    """Refuse settings about tokens that the model cannot sample.
-
-    Raises:
-        UserError: an id is not below the model's `vocab_size`.
-    """
+    """Raise `UserError` if a token id in the settings is not below the model's `vocab_size`."""
     size = config.get_text_config().vocab_size
     for setting, ids in (("stop_ids", rollout.stop_ids), ("logit_bias", map(int, rollout.logit_bias))):
         for token in ids:
@@ -45,7 +77,7 @@ def check_token_ids(rollout: RolloutConfig, config: Any) -> None:
 
 
 def plain_attention(config: Any, attn_implementation: str) -> str:
-    """The attention of transformers that a setting means for an architecture.
+    """Which of transformers' own attention implementations a setting selects for an architecture.
 
     Raises:
         UserError: the architecture does not have it.
@@ -61,9 +93,35 @@ def plain_attention(config: Any, attn_implementation: str) -> str:
     return attn_implementation
 
 
+def training_attention(policy: PolicyConfig, config: Any = None) -> str:
+    """The attention implementation of the training forward.
+
+    Args:
+        config: the model's transformers configuration. Default: loaded from `policy.model`.
+
+    Raises:
+        UserError: the settings ask for packed rows, which the architecture does not allow.
+    """
+    config = load_config(policy.model) if config is None else config
+    if policy.attn_implementation in ("auto", "packed"):
+        reason = unsupported(config)
+        if reason is None:
+            return ATTENTION
+        if policy.attn_implementation == "packed":
+            raise UserError(
+                f"policy.attn_implementation packed does not fit policy.model {policy.model}: {reason}: set it to auto"
+            )
+        if policy.shared_prefix == "on":
+            raise UserError(
+                f"policy.shared_prefix on does not fit policy.model {policy.model}, which cannot be packed:"
+                f" {reason}: set it to auto"
+            )
+    return plain_attention(config, policy.attn_implementation)
+
+
 def without_dropout(config: Any) -> Any:
-    """The configuration, in place, without any dropout."""
-    # Settings of the text model of one that also takes images stand in a section of their own.
+    """Set every dropout of a configuration to 0, in place, and return it."""
+    # Models that also take images keep the settings of their text model in a section of its own.
     for section in (config, config.get_text_config()):
         for field, value in vars(section).items():
             if ("dropout" in field or "pdrop" in field) and isinstance(value, float):
@@ -72,13 +130,16 @@ def without_dropout(config: Any) -> Any:
 
 
 def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> Any:
-    """The causal language model that `policy` names, without dropout; its attention may be another than there.
+    """The causal language model that `policy` names, without dropout.
 
-    Dropout would make the policy that is trained another one than the policy that sampled (a ratio other than 1
-    before the first update), so it is off in training too.
+    With dropout the trained policy would differ from the one that sampled (a ratio other than 1 before the first
+    update), so it is off in training too.
+
+    Args:
+        attn_implementation: overrides the one of `policy`.
 
     Raises:
-        UserError: the weights do not load, or the architecture does not have this attention.
+        UserError: the weights do not load or are incomplete, or the architecture does not have this attention.
     """
     config = load_config(policy.model)
     attention = attn_implementation or plain_attention(config, policy.attn_implementation)
@@ -89,13 +150,13 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> 
             config=config,
             dtype=getattr(torch, policy.dtype),
             attn_implementation=attention,
-            # Reported below, by name.
+            # Mismatched weights are reported below, by name.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise UserError(f"policy.model {policy.model} does not load: {first_line(error)}") from error
-    # transformers starts such weights at random, with no more than a warning.
+    # transformers would start missing weights at random and only warn.
     for what, names in (("lacks", loaded["missing_keys"]), ("has the wrong shape for", loaded["mismatched_keys"])):
         if names:
             first = min(name if isinstance(name, str) else name[0] for name in names)
@@ -109,7 +170,7 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> 
 
 
 def stop_ids(name: str, tokenizer: Any, more: list[int]) -> tuple[int, ...]:
-    """All tokens that end a completion: the tokenizer's, those of the model's generation config, and `more`."""
+    """All tokens that end a completion: the tokenizer's EOS, those in the model's generation config, and `more`."""
     ids = {*more, tokenizer.eos_token_id}
     generation = Path(name) / "generation_config.json"
     if generation.is_file() or not Path(name).exists():
@@ -117,6 +178,6 @@ def stop_ids(name: str, tokenizer: Any, more: list[int]) -> tuple[int, ...]:
             declared = GenerationConfig.from_pretrained(name).eos_token_id
             ids.update(declared if isinstance(declared, list) else [declared])
         except OSError:
-            # A hub model need not have one.
+            # Models on the hub may have no generation config.
             pass
     return tuple(sorted(token for token in ids if token is not None))

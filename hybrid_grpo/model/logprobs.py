@@ -1,8 +1,8 @@
-"""Log-probability and entropy of chosen tokens, straight from hidden states, without ever holding all logits.
+"""Log-probability and entropy of given tokens from hidden states, without holding all logits at once.
 
-The logits of a micro-batch are the largest tensor of RL training: 4,096 tokens of a 151,936-token vocabulary take
-2.5 GB in float32, several times over. Here they exist one tile at a time, some columns of the vocabulary for some
-tokens, in forward and again in backward. `LogprobModel` puts that in front of any transformers causal language model.
+The logits of a micro-batch are the largest tensor of RL training: for 4,096 tokens and a vocabulary of 151,936 they
+take 2.5 GB in float32, several times over. Here they are computed tile by tile (some tokens by some columns of the
+vocabulary), in forward and again in backward. `LogprobModel` does this for any transformers causal language model.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from hybrid_grpo.model.attention import Segments, Selection
 from hybrid_grpo.model.softmax import TiledSoftmax, softmax_gradient
 
 TILE_BYTES = 64 << 20
-"""Size of one tile of float32 logits; a few such temporaries are alive at once."""
+"""Bytes of one tile of float32 logits; a few such temporaries are alive at once."""
 TILE_COLUMNS = 4096
-"""Tokens of the vocabulary in a tile: so many that sums over tiles cost little next to the products, and so few that a
-tile takes 4,096 rows, whose products read and write the output head once."""
+"""Vocabulary columns of a tile: enough that summing over tiles costs little next to the matrix products, and few
+enough that a tile has 4,096 rows, so that the output head is read and its gradient written once."""
 
 
 @dataclass(frozen=True)
 class LogitShape:
-    """How a model turns the output of its head into logits: softcap * tanh(scale * x / softcap)."""
+    """How a model turns the output x of its head into logits: softcap * tanh(scale * x / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     @classmethod
     def of(cls, config: Any) -> LogitShape:
-        """Read from a transformers text configuration (Gemma's soft cap; scales of Cohere, Granite and Falcon-H1)."""
+        """From a transformers text configuration: Gemma's soft cap; the scales of Cohere, Granite and Falcon-H1."""
         scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1)
         scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)
         return cls(scale, getattr(config, "final_logit_softcapping", None))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Final logits, in place where x is not needed for a gradient."""
+        """The logits; x is overwritten."""
         if self.scale != 1.0:
             x = x.mul_(self.scale)
         return x if self.softcap is None else x.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def backward_(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Gradient with respect to x, from that of the logits; overwrites both arguments."""
+        """Gradient with respect to x, from the gradient of the logits; both arguments are overwritten."""
         if self.softcap is not None:
             grad.mul_(logits.div_(self.softcap).square_().neg_().add_(1.0))
         return grad.mul_(self.scale) if self.scale != 1.0 else grad
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """(hidden_ND, weight, bias) -> (logp_N, entropy_N) of targets_N at a temperature."""
+    """See `token_logprobs`; differentiable in hidden states, weight and bias."""
 
     @staticmethod
     def forward(
@@ -71,7 +71,7 @@ class _TokenLogprobs(torch.autograd.Function):
             for rows in row_tiles:
                 softmax.add(rows, columns.start, _logits(hidden_ND[rows], weight_VD, bias_V, columns, shape))
         logp_N, entropy_N = softmax.logp_N(), softmax.entropy_N()
-        # Under ZeRO-3 the weight is gathered again for backward: the parameter is kept, not its storage of now.
+        # Under ZeRO-3 the weight is gathered again for backward, so keep the parameter, not its present storage.
         ctx.set_materialize_grads(False)
         ctx.weight, ctx.bias = weight_VD, bias_V
         ctx.options = (shape, temperature, tiles)
@@ -85,7 +85,7 @@ class _TokenLogprobs(torch.autograd.Function):
         weight_VD, bias_V = ctx.weight.detach(), None if ctx.bias is None else ctx.bias.detach()
         shape, temperature, (row_tiles, column_tiles) = ctx.options
         needs_weight = ctx.weight.requires_grad
-        # Sums over tiles are float32: in bfloat16 every contribution would be rounded away against the total.
+        # Sum over tiles in float32: in bfloat16 small contributions would be rounded away against the total.
         dhidden_ND = torch.empty_like(hidden_ND, dtype=torch.float32)
         dweight_VD = torch.empty_like(weight_VD) if needs_weight else None
         dbias_V = torch.empty_like(bias_V) if needs_weight and bias_V is not None else None
@@ -124,7 +124,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """total += a @ b, or where it is the first, which finds nothing there, = a @ b."""
+    """total += a @ b; the first product overwrites the uninitialised total instead."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=0.0 if first else 1.0)
     elif first:
@@ -134,13 +134,13 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
 
 
 def _slices(n: int, most: int) -> list[slice]:
-    """0 to n in as few pieces as there can be with at most `most`, of about the same length."""
+    """Split 0 to n into as few slices of about equal length, at most `most`, as possible."""
     count = max(1, -(-n // most))
     return [slice(n * i // count, n * (i + 1) // count) for i in range(count)]
 
 
 def _logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, columns: slice, shape: LogitShape) -> Tensor:
-    """Some columns in float32; the product has the model's own type, as in its own forward."""
+    """Some columns of the logits in float32; the matrix product has the model's type, as in its own forward."""
     bias = None if bias_V is None else bias_V[columns]
     return shape(nn.functional.linear(hidden_ND, weight_VD[columns], bias)).float()
 
@@ -156,19 +156,15 @@ def token_logprobs(
     tile_bytes: int = TILE_BYTES,
     tile_columns: int = TILE_COLUMNS,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of its distribution, differentiable.
+    """Log-probability of each target and entropy of its distribution, both float32 [N] in nats and differentiable.
 
     Args:
-        hidden_ND: [N, D], the state before each target.
+        hidden_ND: the hidden state before each target.
         weight_VD, bias_V: the output head.
-        target_N: int64 [N].
-        shape: scale and soft cap of the logits.
-        temperature: the softmax is that of logits / temperature.
-        tile_bytes: bound on one tile of float32 logits.
-        tile_columns: and on its columns; the rows fill it up.
-
-    Returns:
-        logp_N and entropy_N, float32, in nats.
+        target_N: int64.
+        shape: scale and soft cap of the logits. Default: neither.
+        temperature: the softmax is over logits / temperature.
+        tile_bytes, tile_columns: bounds of one tile of float32 logits.
     """
     columns = _slices(len(weight_VD), tile_columns)
     rows = _slices(len(target_N), max(1, tile_bytes // (4 * -(-len(weight_VD) // len(columns)))))
@@ -179,10 +175,10 @@ def token_logprobs(
 
 
 class LogprobModel(nn.Module):
-    """A causal language model whose forward gives log-probabilities and entropies of chosen tokens.
+    """A causal language model whose forward returns log-probabilities and entropies of given tokens.
 
-    The model's own output head computes them: its forward is replaced on this instance, so that an engine's
-    hooks around the head (which gather its weight under ZeRO-3) stay where they are.
+    The model's output head computes them. Only its forward is replaced, on this instance, so that an engine's hooks
+    around the head, which gather its weight under ZeRO-3, still run.
     """
 
     def __init__(self, model: Any) -> None:
@@ -201,17 +197,13 @@ class LogprobModel(nn.Module):
         segments: Segments | None,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
-        """Score tokens.
+        """Log-probability and entropy of tokens, float32 [N]; see `token_logprobs`.
 
         Args:
-            input_ids_bS, position_ids_bS: int64, right-padded: causal attention needs no mask for padding on the
-                right; or one row that `segments` divides, for a model with `ATTENTION`.
-            source: picks of all [b * S] tokens the one before each token to score.
+            input_ids_bS, position_ids_bS: int64; right-padded rows (causal attention needs no mask for them), or
+                one packed row that `segments` divides, for a model whose attention is `ATTENTION`.
+            source: picks, among all b * S tokens, the one before each token to score.
             target_N: int64, the tokens to score.
-            temperature: see `token_logprobs`.
-
-        Returns:
-            logp_N and entropy_N, float32.
         """
         packed = {} if segments is None else {"batch": segments}
         out = self.model.base_model(input_ids=input_ids_bS, position_ids=position_ids_bS, use_cache=False, **packed)

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA): small matrices that are trained beside the linear layers of a model that stays as it is.
+"""Low-rank adapters (LoRA): small matrices trained beside the linear layers of a model whose weights are frozen.
 
-peft makes them, in place: the model keeps its class, and each of its layers with an adapter is one of peft's around the
-former one. What is decoded and exported has them merged into the weights; peft's own format is written beside it.
+peft puts them into the model in place: the model keeps its class, and each adapted layer is wrapped in one of peft's.
+Decoding and export use weights with the adapters merged in; the adapters are also exported in peft's own format.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from hybrid_grpo.config import LoraConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean
 
 _NAME = "default"
-"""peft's for the adapter of a model that has one."""
+"""peft's name for the only adapter of a model."""
 _LINEAR = (nn.Linear, Conv1D)
-"""GPT-2's are of a class of their own."""
+"""Conv1D is GPT-2's linear layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """What one layer's weight has beside it: W + scale * B A (arXiv:2106.09685, section 4.1), B being 0 at first."""
+    """The adapter of one linear layer: W + scale * B A (arXiv:2106.09685, section 4.1); B starts at 0."""
 
     layer: Any
-    """peft's, with the linear layer inside."""
+    """peft's layer, which wraps the linear layer."""
     scale: float
     """alpha / rank."""
 
@@ -52,7 +52,7 @@ class Adapter:
         return self.layer.lora_B[_NAME].weight
 
     def merged(self, weight: Tensor, down: Tensor, up: Tensor, *, in_place: bool) -> Tensor:
-        """`weight` with the adapter in it, all whole; rounded to its type once."""
+        """`weight` plus the adapter, all given whole (not sharded); rounded to the weight's type once."""
         if self.layer.fan_in_fan_out:
             # GPT-2's layers keep W transposed, and (B A)^T = A^T B^T.
             up, down = down.T, up.T
@@ -62,15 +62,14 @@ class Adapter:
 
 
 class Adapters:
-    """The adapters of one model, which they are put into; nothing but them is trained from then on.
+    """Puts adapters into a model and freezes everything else.
 
     Args:
         model: a transformers causal language model, its weights sharded or not.
-        lora: rank, scale and layers.
-        seed: of the matrices A, which are the same on every rank.
+        seed: initialises the matrices A, the same on every rank.
 
     Raises:
-        UserError: a layer that `lora` names is not there, or cannot have an adapter.
+        UserError: a layer that `lora` names does not exist or cannot have an adapter.
     """
 
     def __init__(self, model: Any, lora: LoraConfig, seed: int) -> None:
@@ -96,9 +95,9 @@ class Adapters:
             for path, layer in model.named_modules()
             if isinstance(layer, peft.tuners.lora.LoraLayer)
         }
-        """By the path of the linear layer in a model without adapters."""
+        """Adapters by the path that their linear layer has in a model without adapters."""
         for path, adapter in self.by_layer.items():
-            # peft takes the names that experts had when they were layers of their own for them as a whole.
+            # Experts were separate layers once; peft applies their old names to the module that now holds them all.
             if not isinstance(adapter.linear, _LINEAR):
                 raise UserError(
                     f"lora.target_modules: peft would adapt {path} too, which is no linear layer: leave out the names"
@@ -112,15 +111,15 @@ class Adapters:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All that is trained."""
+        """The trained matrices, A and B of every layer."""
         return [p for adapter in self.by_layer.values() for p in (adapter.down, adapter.up)]
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, the model computes what it does without them: they add exactly 0.
+        """Inside, the model computes what it would without adapters: they add exactly 0.
 
-        They are still computed, since ZeRO-3 fetches ahead in the order of the last forward, and would have to learn
-        another one each time if layers were left out.
+        Their forwards still run, since ZeRO-3 prefetches in the order of the last forward and would have to record a
+        new order at each change.
         """
         for adapter in self.by_layer.values():
             adapter.layer.scaling[_NAME] = 0.0
@@ -131,11 +130,8 @@ class Adapters:
                 adapter.layer.scaling[_NAME] = adapter.scale
 
     def save(self, folder: Path, whole: Mapping[nn.Parameter, Tensor]) -> None:
-        """Write adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them.
-
-        Args:
-            whole: the weight of every one of `parameters`.
-        """
+        """Write adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them; `whole`
+        maps each of `parameters` to its unsharded weight."""
         folder.mkdir(parents=True, exist_ok=True)
         matrices = (
             (f"base_model.model.{path}.{name}.weight", whole[parameter])
@@ -150,21 +146,14 @@ class Adapters:
 
 
 def check_lora(lora: LoraConfig, config: Any) -> None:
-    """Refuse adapters that a model cannot have, before its weights are read.
-
-    Args:
-        config: the model's transformers configuration.
-
-    Raises:
-        UserError: see `Adapters`.
-    """
+    """Raise the errors of `Adapters` from a model's configuration alone, before its weights are read."""
     if lora.rank:
         with torch.device("meta"):
             Adapters(AutoModelForCausalLM.from_config(config), lora, seed=0)
 
 
 def _targets(model: Any, lora: LoraConfig) -> list[str]:
-    """Names of the layers to adapt, each of which fits linear layers only."""
+    """Names of the layers to adapt, each of which matches linear layers only."""
     head = model.get_output_embeddings()
     layers = dict(model.named_modules())
     linear = [path for path, layer in layers.items() if isinstance(layer, _LINEAR) and layer is not head]

@@ -1,8 +1,7 @@
-"""A softmax over more columns than are ever in memory: they come a tile at a time, twice for a gradient.
+"""Log-softmax, entropy and their gradient over logits that come tile by tile, never all at once.
 
-The running sums are those of the online softmax (Milakov and Gimelshein, arXiv:1805.02867, algorithm 3), and one more
-for the entropy. On a CPU in float32 a kernel (native/softmax.c) reads every row from memory once; elsewhere torch does
-the same in a few passes.
+The running sums are those of the online softmax (Milakov and Gimelshein, arXiv:1805.02867, algorithm 3), plus one for
+the entropy. In float32 on a CPU the kernel kernels/softmax.c reads each tile once; elsewhere torch takes a few passes.
 """
 
 from __future__ import annotations
@@ -14,35 +13,35 @@ from hybrid_grpo.model.kernels.build import run, usable
 
 
 class TiledSoftmax:
-    """Log-probability of a target in every row (not a number where no tile has it), and the entropy of the row.
+    """Running log-probability of each row's target (NaN until its tile was added), and entropy of the row.
 
     Args:
         target_N: int64, the column of each row's target.
-        temperature: the softmax is that of x = logits / temperature.
+        temperature: the softmax is over x = logits / temperature.
     """
 
     def __init__(self, target_N: Tensor, temperature: float) -> None:
         self._target_N = target_N
         self._temperature = temperature
-        # float64: a row is the sum of many tiles. -1e30 is below any logit, and -inf - -inf would not be 0.
+        # float64, since a row sums many tiles. The peak starts at -1e30 rather than -inf: -inf - -inf is NaN.
         self._peak_N = torch.full(target_N.shape, -1e30, dtype=torch.float64, device=target_N.device)
         self._total_N = torch.zeros_like(self._peak_N)
         """Sum of exp(x - peak)."""
         self._below_N = torch.zeros_like(self._peak_N)
-        """Sum of exp(x - peak) (peak - x), whose terms are not negative: nothing cancels where the entropy is small."""
+        """Sum of exp(x - peak) (peak - x). No term is negative, so nothing cancels where the entropy is small."""
         self._chosen_N = torch.full_like(self._peak_N, torch.nan, dtype=torch.float32)
-        """The target's x, when its tile has come."""
+        """The target's x, once its tile was added."""
 
     def add(self, rows: slice, first: int, logits: Tensor) -> None:
-        """Take the columns from `first` on of some rows; `logits`, float32 [rows, columns], are overwritten."""
+        """Add a tile, whose first column is `first`; `logits`, float32 [rows, columns], are overwritten."""
         peak, total, below = self._peak_N[rows], self._total_N[rows], self._below_N[rows]
         chosen, target = self._chosen_N[rows], self._target_N[rows]
         if logits.is_contiguous() and usable(logits):
             sums = (peak, total, below, chosen)
             return run("softmax_add", *sums, logits, target, 1 / self._temperature, first, *logits.shape)
         x = logits.div_(self._temperature) if self._temperature != 1.0 else logits
-        place, inside = _columns(target, first, x.shape[1])
-        chosen.copy_(torch.where(inside, x.gather(1, place[:, None])[:, 0], chosen))
+        column, inside = _columns(target, first, x.shape[1])
+        chosen.copy_(torch.where(inside, x.gather(1, column[:, None])[:, 0], chosen))
         higher = torch.maximum(peak, x.amax(1).double())
         shrink, rise = (peak - higher).exp(), higher - peak
         x.sub_(higher.float()[:, None])
@@ -60,7 +59,7 @@ class TiledSoftmax:
         return (self._total_N.log() + self._below_N / self._total_N).clamp(min=0.0).float()
 
     def normalizer_N(self) -> Tensor:
-        """What log p is x without, float32."""
+        """Log-sum-exp of each row: log p = x - normalizer; float32."""
         return (self._peak_N + self._total_N.log()).float()
 
 
@@ -80,9 +79,9 @@ def softmax_gradient(
     d logp / dx = [target] - p, d H / dx = -p (log p + H), x = logits / temperature.
 
     Args:
-        logits: float32 [N, columns], from column `first` on; overwritten unless `keep`.
-        target_N, normalizer_N, entropy_N: of all columns, see `TiledSoftmax`.
-        dentropy_N: None for zeros.
+        logits: float32 [N, columns], starting at column `first`; overwritten unless `keep`.
+        target_N, normalizer_N, entropy_N: over all columns; see `TiledSoftmax`.
+        dentropy_N: None: zeros.
     """
     if logits.is_contiguous() and usable(logits):
         out = torch.empty_like(logits) if keep else logits
@@ -97,12 +96,12 @@ def softmax_gradient(
         dx = p.mul_(-dlogp_N[:, None])
     else:
         dx = logp.add_(entropy_N[:, None]).mul_(-dentropy_N[:, None]).sub_(dlogp_N[:, None]).mul_(p)
-    place, inside = _columns(target_N, first, logits.shape[1])
-    dx.scatter_add_(1, place[:, None], (dlogp_N * inside)[:, None])
+    column, inside = _columns(target_N, first, logits.shape[1])
+    dx.scatter_add_(1, column[:, None], (dlogp_N * inside)[:, None])
     return dx.div_(temperature) if temperature != 1.0 else dx
 
 
 def _columns(target_N: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """Where the targets are among the columns, and whether they are."""
-    place = target_N - first
-    return place.clamp(0, width - 1), (place >= 0) & (place < width)
+    """Column of each target within the tile (clamped to it), and whether the tile has the target."""
+    column = target_N - first
+    return column.clamp(0, width - 1), (column >= 0) & (column < width)

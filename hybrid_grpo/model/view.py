@@ -1,10 +1,10 @@
-"""The policy as generation sees it: a plain module over the engine's weights.
+"""The policy as generation uses it: a plain module over the engine's weights.
 
-A view is a second module of the same class, with an attention of its own and without hooks, gradients or storage.
-While it is open its parameters are whole weights: below ZeRO stage 3, and on one rank, the engine's own memory;
-else slices of one buffer that the shards are gathered into. Weights with an adapter have it merged into them: in that
-buffer, or where they are the engine's own, in copies. Nothing of the module in training is touched, so leaving
-generation cannot fail to restore it.
+A view is a second module of the same class with its own attention, but without hooks, gradients or storage. While it
+is gathered, its parameters are the unsharded ("whole") weights. Below ZeRO stage 3, and on one rank, they are the
+engine's own memory; otherwise slices of one buffer that the shards are gathered into. Adapters are merged into that
+buffer, or into copies where the memory is the engine's own. The module in training is never touched, so there is
+nothing to restore after generation.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hybrid_grpo.distributed import world_size
 from hybrid_grpo.model.lora import Adapter
 
 BUCKET_ELEMENTS = 1 << 26
-"""Parameters gathered by one collective: bounds the transient copy to a few hundred MB."""
+"""Parameters gathered by one collective: this bounds the temporary copy to a few hundred MB."""
 
 
 def meta_copy(model: Any, attn_implementation: str) -> nn.Module:
-    """A module like the transformers model `model`, on the meta device, with another attention."""
+    """A module like a transformers model, on the meta device, with the given attention implementation."""
     config = deepcopy(model.config)
     with torch.device("meta"):
         copy: nn.Module = type(model)._from_config(config, attn_implementation=attn_implementation)
@@ -32,7 +32,15 @@ def meta_copy(model: Any, attn_implementation: str) -> nn.Module:
 
 
 class View:
-    """A module whose parameters are the whole weights of another, while they are gathered."""
+    """A module whose parameters are the whole weights of another while they are gathered.
+
+    Args:
+        source: the module in training; its parameters may be empty while they are sharded.
+        module: on the meta device; of the same class and structure as `source` without adapters.
+        sharded: whether `source` is under ZeRO-3.
+        device: where whole weights go.
+        adapters: the adapters in `source`, by the path of their layer in `module`.
+    """
 
     def __init__(
         self,
@@ -42,19 +50,11 @@ class View:
         device: torch.device,
         adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
-        """
-        Args:
-            source: the module in training; may hold empty parameters while its weights are sharded.
-            module: of the same class and structure but for adapters, on the meta device.
-            sharded: whether `source` is under ZeRO-3.
-            device: where whole weights go.
-            adapters: those in `source`, by the path of their layer in `module`.
-        """
         self.module = module
         self._sharded = sharded
         self._device = device
         self._adapters = adapters or {}
-        # Any: a parameter under ZeRO-3 has attributes of DeepSpeed's.
+        # Typed as Any because DeepSpeed adds attributes to parameters under ZeRO-3.
         self._homes: dict[Any, list[tuple[nn.Module, str]]] = {}
         by_name = dict(source.named_parameters(remove_duplicate=False))
         for path, adapter in self._adapters.items():
@@ -64,14 +64,14 @@ class View:
             prefix = f"{path}." if path else ""
             for name in child._parameters:
                 if child._parameters[name] is not None:
-                    # Tied weights are one parameter with several homes.
+                    # A tied weight is one parameter in several modules.
                     self._homes.setdefault(by_name[prefix + name], []).append((child, name))
             for name in child._buffers:
                 child._buffers[name] = buffers.get(prefix + name)
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Give every parameter its whole weight; collective when sharded over ranks."""
+        """Give every parameter its whole weight. Collective when sharded over ranks."""
         matrices = [p for adapter in self._adapters.values() for p in (adapter.down, adapter.up)]
         whole = self.whole([*self._homes, *matrices])
         for adapter in self._adapters.values():
@@ -84,7 +84,7 @@ class View:
 
     @torch.no_grad()
     def whole(self, parameters: Iterable[Any]) -> dict[Any, Tensor]:
-        """The whole weights of parameters in training; collective when sharded over ranks."""
+        """Whole weights of parameters in training, not to be written to. Collective when sharded over ranks."""
         if not self._sharded:
             return {p: p.data for p in parameters}
         if world_size() == 1:
@@ -92,7 +92,7 @@ class View:
         return self._gather_shards(list(parameters))
 
     def release(self) -> None:
-        """Let go of the weights."""
+        """Drop the weights."""
         for parameter, homes in self._homes.items():
             self._bind(homes, torch.empty(0, dtype=parameter.dtype))
 
@@ -103,26 +103,22 @@ class View:
             module._parameters[name] = bound
 
     def _gather_shards(self, every: list[Any]) -> dict[Any, Tensor]:
-        """All-gather the shards into one buffer a type, bucket by bucket."""
+        """All-gather the shards into one buffer for each dtype, bucket by bucket."""
         whole: dict[Any, Tensor] = {}
         for dtype in sorted({p.ds_tensor.dtype for p in every}, key=str):
             parameters = [p for p in every if p.ds_tensor.dtype == dtype]
-            flat = torch.empty(sum(p.ds_numel for p in parameters), dtype=dtype, device=self._device)
-            offset = 0
+            sizes = [p.ds_numel for p in parameters]
+            flat = torch.empty(sum(sizes), dtype=dtype, device=self._device)
+            targets = dict(zip(parameters, flat.split(sizes), strict=True))
             for bucket in _buckets(parameters):
                 local = torch.cat([p.ds_tensor.to(self._device).view(-1) for p in bucket])
-                # gloo takes a flat output only.
+                # gloo accepts a flat output only.
                 ranks = torch.empty(world_size() * len(local), dtype=dtype, device=self._device)
                 torch.distributed.all_gather_into_tensor(ranks, local)
-                ranks = ranks.view(world_size(), -1)
-                start = 0
-                for p in bucket:
-                    shards = ranks[:, start : start + p.ds_tensor.numel()].reshape(-1)
-                    start += p.ds_tensor.numel()
-                    target = flat[offset : offset + p.ds_numel]
-                    offset += p.ds_numel
-                    # The last shards may be padded.
-                    whole[p] = target.copy_(shards[: p.ds_numel]).view(p.ds_shape)
+                shards = ranks.view(world_size(), -1).split([p.ds_tensor.numel() for p in bucket], dim=1)
+                for p, shard in zip(bucket, shards, strict=True):
+                    # The last ranks' shards may end in padding.
+                    whole[p] = targets[p].copy_(shard.reshape(-1)[: p.ds_numel]).view(p.ds_shape)
         return whole
 
 

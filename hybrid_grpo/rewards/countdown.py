@@ -1,7 +1,11 @@
-"""The numbers game: an expression over given numbers with a given value. Exact, and nothing is evaluated as code."""
+"""The numbers game: an expression over given numbers with a given value.
+
+Python parses the expression and nothing is run as code; values are exact fractions.
+"""
 
 from __future__ import annotations
 
+import ast
 import operator
 import re
 from collections import Counter
@@ -12,16 +16,14 @@ from typing import Any
 from hybrid_grpo.rewards.rules import Completions, completion_texts
 
 _LONGEST = 500
-"""Characters of an expression; bounds the time and the depth of its brackets."""
-_TOKEN = re.compile(r"\s*([0-9]{1,9}|[-+*/()])")
+"""Characters of an expression; bounds the time, and how deep its brackets can be."""
 _SPELLINGS = {"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", r"\times": "*", r"\cdot": "*", r"\div": "/"}
-_OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
 }
-_RANKS = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 
 def countdown(
@@ -29,9 +31,9 @@ def countdown(
 ) -> list[float | None]:
     """1.0 where the completion gives an expression of the numbers `nums` whose value is `target`, else 0.0.
 
-    The expression is in the last `<answer> </answer>`, or, where there is none, is the whole completion; what follows a
-    `=` in it is not looked at. It has whole numbers, + - * / and parentheses; every number of `nums` stands in it
-    exactly once. Values are exact fractions: 8 / (3 - 8 / 3) is 24. None where `target` is None.
+    The expression stands in the last `<answer> </answer>`, or, without one, is the whole completion; the part after a
+    `=` is ignored. It consists of whole numbers, + - * / and parentheses, with every number of `nums` exactly once.
+    Values are exact fractions: 8 / (3 - 8 / 3) is 24. None where `target` is None.
 
     Args:
         use_all: False allows numbers to be left out.
@@ -62,43 +64,24 @@ def _solves(expression: str, numbers: Counter[int], target: int, use_all: bool) 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
     """Value of an expression of whole numbers, + - * / and parentheses, and its numbers; None where it is none.
 
-    A sign before a number is no part of it: the numbers of the game are given, and -3 is not 3.
+    A sign before a number makes the expression invalid: the numbers of the game are given, and -3 is not 3.
     """
-    if len(expression) > _LONGEST:
+    if len(expression) > _LONGEST or not re.fullmatch(r"[-+*/()0-9\s]*", expression):
         return None
-    tokens = _TOKEN.findall(expression)
-    if "".join(tokens) != re.sub(r"\s", "", expression):
+    numbers = re.findall(r"[0-9]+", expression)
+    if any(len(number) > 9 for number in numbers):
         return None
-    # Two stacks (Dijkstra's shunting yard); `operand` is whether a number or a bracket has to come next.
-    values: list[Fraction] = []
-    signs: list[str] = []
-    operand = True
+    plain = re.sub(r"\b0+(?=[0-9])", "", " ".join(expression.split()))
+    try:
+        return _value(ast.parse(plain, mode="eval").body), list(map(int, numbers))
+    except (SyntaxError, ArithmeticError, KeyError, RecursionError, MemoryError):
+        return None
 
-    def reduce(rank: int) -> bool:
-        while signs and signs[-1] != "(" and _RANKS[signs[-1]] >= rank:
-            sign, right, left = signs.pop(), values.pop(), values.pop()
-            if sign == "/" and right == 0:
-                return False
-            values.append(_OPERATIONS[sign](left, right))
-        return True
 
-    for token in tokens:
-        if operand != (token == "(" or token.isdigit()):
-            return None
-        if token.isdigit():
-            values.append(Fraction(int(token)))
-            operand = False
-        elif token == "(":
-            signs.append(token)
-        elif token == ")":
-            if not reduce(1) or not signs:
-                return None
-            signs.pop()
-        else:
-            if not reduce(_RANKS[token]):
-                return None
-            signs.append(token)
-            operand = True
-    if operand or "(" in signs or not reduce(1):
-        return None
-    return values[0], [int(token) for token in tokens if token.isdigit()]
+def _value(node: ast.AST) -> Fraction:
+    """The value of a syntax tree; KeyError where it holds anything but numbers and the four operations."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return Fraction(node.value)
+    if not isinstance(node, ast.BinOp):
+        raise KeyError(node)
+    return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))

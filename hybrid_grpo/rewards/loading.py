@@ -1,11 +1,13 @@
-"""From `rewards` of the configuration to functions that can be called, refusing early what could only fail later."""
+"""From `rewards` of the configuration to functions that can be called; what cannot work is refused here, early."""
 
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.machinery import PathFinder
 
 import torch
 
@@ -15,12 +17,12 @@ from hybrid_grpo.distributed import local_ranks
 from hybrid_grpo.rewards.builtin import BUILTINS
 from hybrid_grpo.rewards.functions import Interface, load_function
 from hybrid_grpo.rewards.models.reward import RewardModel, held
-from hybrid_grpo.rewards.workers.pool import Inline, Lane, Pool, Together
+from hybrid_grpo.rewards.workers.pool import Caller, CollectiveCaller, InlineCaller, Pool
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function as the rank knows it."""
+    """A reward function as the rank sees it."""
 
     name: str
     """Name in the metrics."""
@@ -28,51 +30,65 @@ class Reward:
     kwargs: frozenset[str]
     """Names of its fixed arguments."""
     interface: Interface
-    lane: Lane
+    caller: Caller
     """How it is called."""
     model: RewardModel | None = None
-    """That the rank holds for it."""
+    """The model that the rank holds for it."""
 
     @property
     def together(self) -> bool:
-        """Whether all ranks have to call it at the same time, with all of their completions."""
+        """Whether all ranks have to call it at the same time, each with all of its completions."""
         return self.model is not None and self.model.sharded
 
 
 def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None = None) -> list[Reward]:
     """Find the function of every entry, and check its `kwargs` against its signature.
 
-    Functions that are isolated are imported in another process, and only there.
+    Functions that run in worker processes are imported there, and not in this process.
 
     Raises:
         UserError: an entry names nothing that can be imported and called, or its `kwargs` do not fit.
     """
     scoring = scoring or ScoringConfig()
-    entries = [(f"rewards[{index}]", config) for index, config in enumerate(configs)]
-    isolated = [(entry, config) for entry, config in entries if _isolated(config, entry)]
+    entries = {f"rewards[{index}]": _by_name(config) for index, config in enumerate(configs)}
+    isolated = [(entry, config) for entry, config in entries.items() if _isolated(config, entry)]
     pool = Pool(isolated, scoring.workers or _workers(), int(scoring.memory_gb * 2**30))
     order = {entry: index for index, (entry, _) in enumerate(isolated)}
     rewards = []
-    for entry, config in entries:
-        lane: Lane
+    for entry, config in entries.items():
+        caller: Caller
         model = None
         if entry in order:
             interface = pool.interfaces[order[entry]]
-            lane = pool.isolated(order[entry], config.timeout_s)
+            caller = pool.isolated(order[entry], config.timeout_s)
         else:
             function = load_function(config, entry)
             interface, called = function.interface, _called(config)
             model = held(config.kwargs) if called == "thread" else None
             if called == "inline":
-                # It looks at each row by itself, so that the number of rows of a call is only a matter of speed.
-                interface, lane = replace(interface, batch_size="group"), Inline(function)
+                # It judges each row by itself, so the number of rows of a call matters for speed only.
+                interface, caller = replace(interface, batch_size="group"), InlineCaller(function)
             elif model is not None and model.sharded:
-                lane = Together(model.reply)
+                caller = CollectiveCaller(model.reply)
             else:
-                lane = pool.threaded(function, config.timeout_s, _enter_gpu())
-        name, kwargs = reward_name(config), frozenset(config.kwargs)
-        rewards.append(Reward(name, config.weight, kwargs, interface, lane, model))
+                caller = pool.threaded(function, config.timeout_s, _enter_gpu())
+        rewards.append(Reward(reward_name(config), config.weight, frozenset(config.kwargs), interface, caller, model))
     return rewards
+
+
+def _by_name(config: RewardConfig) -> RewardConfig:
+    """An entry whose function is an object, with the function's name instead where another process can import it."""
+    function = config.function
+    if not callable(function):
+        return config
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", ".")
+    try:
+        pickle.dumps(function)  # refuses what is not found under its name
+    except Exception:
+        return config
+    if module in (None, "__main__") or "." in name or PathFinder.find_spec(module.partition(".")[0]) is None:
+        return config
+    return type(config)(**{**vars(config), "function": f"{module}:{name}"})
 
 
 def _called(config: RewardConfig) -> str | None:
@@ -81,7 +97,15 @@ def _called(config: RewardConfig) -> str | None:
 
 
 def _isolated(config: RewardConfig, entry: str) -> bool:
+    """Whether the function runs in worker processes."""
     called = _called(config)
+    if callable(config.function):
+        if config.isolation == "process":
+            raise UserError(
+                f"{entry}.isolation process: {reward_name(config)} cannot be imported by another process: write it"
+                " into a file, or leave isolation out"
+            )
+        return False
     if config.isolation == "auto":
         return called in (None, "process")
     if config.isolation == "process" and called == "thread" and config.kwargs.get("device") != "cpu":
@@ -93,13 +117,13 @@ def _isolated(config: RewardConfig, entry: str) -> bool:
 
 
 def _workers() -> int:
-    """One for each core of this rank, 2 to 8."""
+    """One worker for each core of this rank, 2 to 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(8, max(2, cores // local_ranks()))
 
 
 def _enter_gpu() -> Callable[[], None]:
-    """Makes the GPU that is current here that of another thread: a new one would take the first, on every rank."""
+    """Called in a new thread, selects the GPU of this one: otherwise the thread of every rank would use the first."""
     if not torch.cuda.is_initialized():
         return lambda: None
     return partial(torch.cuda.set_device, torch.cuda.current_device())

@@ -1,28 +1,35 @@
-"""Simple rules on text and tokens, and what they share with the other built-in reward functions.
+"""Built-in reward functions on the form, the length and the repetition of a completion.
 
-Each follows the convention of scoring.py, as a user's own would: inputs and data set columns by name, one number
-(or None: does not apply) per row. Columns come first in a signature; settings, given as `kwargs` of the
-configuration, are keyword-only and are checked before any row is looked at.
+They are called as a user's own functions are (see functions.py): inputs and columns of the data set by name, one number
+per row, or None where the function does not apply. Columns come first in a signature. Settings, which the
+configuration gives in `kwargs`, are keyword-only and are checked before any row is looked at.
 """
 
 from __future__ import annotations
 
+import importlib
+import math
 import re
-from collections.abc import Sequence
-from fractions import Fraction
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
-from hybrid_grpo.rewards.maths.numeric import parse_number, stated_number
+from hybrid_grpo.grpo.length import linear_penalty, overlong_penalty
+from hybrid_grpo.rewards.builtin import BUILTINS
 
 Completions = list[str] | list[list[dict[str, Any]]]
-"""[B], text; or, for chat prompts, a list with the assistant's message."""
+"""[B], texts; or, for chat prompts, lists that hold the assistant's message."""
+
+
+def completion_texts(completions: Completions) -> list[str]:
+    """The text of every completion; for chats, that of the last message."""
+    return [c if isinstance(c, str) else str(c[-1]["content"]) for c in completions]
 
 
 def exact_match(completions: Completions, answer: list[Any]) -> list[float | None]:
-    """1.0 where the completion is the column `answer`, both stripped of outer white space, else 0.0.
+    """1.0 where the completion equals the column `answer`, both stripped of outer white space, else 0.0.
 
-    None where `answer` is None. Answers that are not text are compared as `str` shows them.
+    None where `answer` is None. An answer that is not text is compared as `str` shows it.
     """
     return [
         None if gold is None else float(text.strip() == str(gold).strip())
@@ -30,31 +37,38 @@ def exact_match(completions: Completions, answer: list[Any]) -> list[float | Non
     ]
 
 
-def numeric_answer(completions: Completions, answer: list[Any], *, last_number: bool = False) -> list[float | None]:
-    r"""1.0 where the number that the completion states as its answer equals the column `answer`, else 0.0.
+def letters_in_place(
+    completions: Completions, answer: list[Any], *, steps: bool = False
+) -> list[float | list[tuple[str, float]] | None]:
+    """Share of positions at which the completion and the column `answer`, both stripped, have the same character.
 
-    The completion states it after `####` (GSM8K, arXiv:2110.14168) or in `\boxed{}`; the last such number counts.
-    With `last_number`, a completion that marks none is read for its last number. numeric.py says which
-    notations are understood; the comparison is exact.
+    It is in [0, 1]. Positions are those of the longer of the two, so that writing on never gains. None where `answer`
+    is None.
 
-    `answer` is a number, the text of one, or a worked solution that itself ends in `####` or `\boxed{}`.
-    None where it is None.
-
-    Raises:
-        ValueError: an answer of the data set is not a number.
+    Args:
+        steps: return a step for every character, rewarded by how much it changes the share: the sum is the same.
     """
-    golds = [None if gold is None else _gold_number(gold) for gold in answer]
-    return [
-        None if gold is None else float(stated_number(text, last_number) == gold)
-        for text, gold in zip(completion_texts(completions), golds, strict=True)
-    ]
+    rewards: list[float | list[tuple[str, float]] | None] = []
+    for text, gold in zip(completion_texts(completions), answer, strict=True):
+        letters, answer_letters = text.strip(), str(gold).strip()
+        right = accumulate(a == b for a, b in zip_longest(letters, answer_letters[: len(letters)]))
+        shares = [count / max(written, len(answer_letters)) for written, count in enumerate(right, 1)]
+        if gold is None:
+            rewards.append(None)
+        elif not letters or not steps:
+            rewards.append(shares[-1] if shares else float(not answer_letters))
+        else:
+            space = text[: len(text) - len(text.lstrip())]
+            changes = [after - before for before, after in pairwise([0.0, *shares])]
+            rewards.append([(space, 0.0)] * bool(space) + list(zip(letters, changes, strict=True)))
+    return rewards
 
 
 def format_regex(completions: Completions, *, pattern: str) -> list[float | None]:
     r"""1.0 where `pattern` matches the whole completion (re.fullmatch), else 0.0; `.` also matches a line end.
 
-    As in `<think>.*?</think>\s*<answer>.*?</answer>`. A pattern with nested repetition, as in `(a+)+`, can take
-    time exponential in the length of a completion.
+    An example is `<think>.*?</think>\s*<answer>.*?</answer>`. A pattern with nested repetition, such as `(a+)+`, can
+    take time exponential in the length of a completion.
 
     Raises:
         ValueError: `pattern` is not a regular expression.
@@ -64,6 +78,84 @@ def format_regex(completions: Completions, *, pattern: str) -> list[float | None
     except re.error as error:
         raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
     return [float(compiled.fullmatch(text) is not None) for text in completion_texts(completions)]
+
+
+def format_tags(
+    completions: Completions,
+    *,
+    tags: Sequence[str] = ("think", "answer"),
+    strict: bool = True,
+    partial: bool = False,
+    opened: bool = False,
+) -> list[float | None]:
+    """1.0 where the completion is `<think>...</think><answer>...</answer>`, else 0.0.
+
+    Each of the `tags` opens and closes exactly once, one after the other, in their order (the format of DeepSeek-R1,
+    arXiv:2501.12948, section 2.2.2). The text between the tags is not looked at and may be empty.
+
+    Args:
+        strict: allow nothing but white space outside of the tags.
+        partial: a completion that fails earns, in place of 0.0, half of the share of marks (`<think>`, `</think>`, ...)
+            that it holds exactly once, so at most 0.5.
+        opened: the chat template has already written the first opening tag, as those of reasoning models do.
+
+    Raises:
+        ValueError: `tags` is empty, or holds a name twice or one that is not of letters, digits, `_` and `-`.
+    """
+    if isinstance(tags, str) or not tags or len(set(tags)) < len(tags):
+        raise ValueError(f"tags {tags!r} must be a list of different names, as in [think, answer]")
+    for tag in tags:
+        if not isinstance(tag, str) or not re.fullmatch(r"[\w-]+", tag):
+            raise ValueError(f"tags {tag!r} must be a name, without the angle brackets")
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    inside = rf"(?:(?!{'|'.join(marks)}).)*"
+    outside = r"\s*" if strict else inside
+    pattern = outside + "".join(f"<{tag}>{inside}</{tag}>{outside}" for tag in tags)
+    texts = [marks[0] * opened + text for text in completion_texts(completions)]
+    rewards = format_regex(texts, pattern=pattern)
+    if not partial:
+        return rewards
+    return [
+        reward or 0.5 * sum(text.count(mark) == 1 for mark in marks) / len(marks)
+        for text, reward in zip(texts, rewards, strict=True)
+    ]
+
+
+def repeated_share(items: Iterable[Hashable], ngram: int) -> float:
+    """The share of runs of `ngram` items that repeat an earlier one; 0 where there are fewer items than that."""
+    items = list(items)
+    runs = list(zip(*(items[start:] for start in range(ngram)), strict=False))
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+def repetition_penalty(completion_ids: list[list[int]], *, ngram: int = 3) -> list[float | None]:
+    """Minus the share of a completion's n-grams that repeat an earlier one: 0.0 where none does, near -1.0 in a loop.
+
+    An n-gram is a run of `ngram` tokens; a shorter completion repeats nothing.
+
+    Raises:
+        ValueError: `ngram` is below 1.
+    """
+    return _repetition_penalties(completion_ids, ngram)
+
+
+def word_repetition_penalty(completions: Completions, *, ngram: int = 3) -> list[float | None]:
+    """Minus the share of a completion's runs of `ngram` words that repeat an earlier one; 0.0 where none does.
+
+    Yeo et al., arXiv:2502.03373. Words are what stands between white space, in lower case, so that the penalty does not
+    depend on the tokenizer as `repetition_penalty` does. Text without white space, as in Chinese, is one word: use
+    `repetition_penalty` there.
+
+    Raises:
+        ValueError: `ngram` is below 1.
+    """
+    return _repetition_penalties([text.lower().split() for text in completion_texts(completions)], ngram)
+
+
+def _repetition_penalties(rows: Sequence[Iterable[Hashable]], ngram: int) -> list[float | None]:
+    if ngram < 1:
+        raise ValueError(f"ngram {ngram} must be 1 or greater")
+    return [0.0 - repeated_share(items, ngram) for items in rows]
 
 
 def length_penalty(completion_ids: list[list[int]], *, max_length: int, buffer: int) -> list[float | None]:
@@ -79,84 +171,69 @@ def length_penalty(completion_ids: list[list[int]], *, max_length: int, buffer: 
     return list(overlong_penalty([len(ids) for ids in completion_ids], max_length, buffer, 1.0))
 
 
-def repetition_penalty(completion_ids: list[list[int]], *, ngram: int = 3) -> list[float | None]:
-    """Minus the share of a completion's n-grams that repeat an earlier one: 0.0 where none does, near -1.0 in a loop.
+def length_target(completion_ids: list[list[int]], *, target: int, tolerance: int = 0) -> list[float | None]:
+    """0.0 within `tolerance` tokens of `target`, falling linearly to -1.0 at `target` tokens beyond that.
 
-    The n-grams are runs of `ngram` tokens; a completion that is shorter repeats nothing (Yeo et al., arXiv:2502.03373,
-    count words).
+    L1's distance from a wanted length (Aggarwal and Welleck, arXiv:2503.04697, equation 1), as a share of `target`.
 
     Raises:
-        ValueError: `ngram` is below 1.
+        ValueError: `target` is below 1 or `tolerance` below 0.
     """
-    if ngram < 1:
-        raise ValueError(f"ngram {ngram} must be 1 or greater")
-    return [_repeated_share(ids, ngram) for ids in completion_ids]
+    if target < 1 or tolerance < 0:
+        raise ValueError(f"target {target} must be 1 or greater, and tolerance {tolerance} 0 or greater")
+    return [linear_penalty(abs(len(ids) - target) - tolerance, target) for ids in completion_ids]
 
 
-def letters_in_place(
-    completions: Completions, answer: list[Any], *, steps: bool = False
-) -> list[float | list[tuple[str, float]] | None]:
-    """Share of positions at which completion and column `answer`, both stripped, have the same character.
+_JUDGES = ("exact_match", "numeric_answer", "math_answer", "multiple_choice")
+"""Built-ins that tell right from wrong by the column `answer`."""
 
-    In [0, 1]. Positions are those of the longer of the two, so that writing on never gains. None where `answer`
-    is None.
+
+def cosine_length(
+    completions: Completions,
+    completion_ids: list[list[int]],
+    answer: list[Any],
+    *,
+    max_length: int,
+    judge: str = "math_answer",
+    right: Sequence[float] = (1.0, 0.5),
+    wrong: Sequence[float] = (-1.0, -0.5),
+    exceeded: float | None = None,
+) -> list[float | None]:
+    """A reward for right or wrong that depends on the length: short is best if right, long is best if wrong.
+
+    The cosine reward of Yeo et al., arXiv:2502.03373: with L tokens of at most `max_length` it goes from the first to
+    the second of two values a, b as b + (a - b) (1 + cos(pi L / max_length)) / 2. It takes the place of the reward that
+    judges, which should not be configured beside it. A right completion earns at least the smaller value of `right`:
+    set eval.threshold to that.
 
     Args:
-        steps: every character is a step, and its reward what it changes of the share: the sum is the same.
+        judge: the built-in that says right (1.0) or wrong from `answer`: exact_match, numeric_answer, math_answer or
+            multiple_choice. Where it does not apply, neither does this function.
+        right: value at 0 tokens and at `max_length`; the paper has 2 and 1.
+        wrong: the same for wrong completions; the paper has -10 and 0.
+        exceeded: value of completions of `max_length` tokens and more, right or wrong (-10 in the paper). Default: they
+            earn the second value.
+
+    Raises:
+        ValueError: `max_length` is below 1, `judge` is none of these, or `right` or `wrong` is not two numbers.
     """
-    judge = _changes_in_place if steps else _share_in_place
-    return [
-        None if gold is None else judge(text, str(gold).strip())
-        for text, gold in zip(completion_texts(completions), answer, strict=True)
-    ]
-
-
-def overlong_penalty(lengths: Sequence[int], max_completion_tokens: int, buffer: int, factor: float) -> list[float]:
-    """What is added to the reward of long completions: DAPO, arXiv:2503.14476, eq. 13, times `factor`.
-
-    0 up to max_completion_tokens - buffer tokens, falling linearly to -factor at max_completion_tokens, and -factor
-    beyond. 0 for all with buffer 0.
-    """
-    if not buffer:
-        return [0.0] * len(lengths)
-    return [factor * min(0.0, max(-1.0, (max_completion_tokens - buffer - length) / buffer)) for length in lengths]
-
-
-def completion_texts(completions: Completions) -> list[str]:
-    """The text of every completion; of chats that of the last message."""
-    return [c if isinstance(c, str) else str(c[-1]["content"]) for c in completions]
-
-
-def _gold_number(gold: Any) -> Fraction:
-    if isinstance(gold, str):
-        number = parse_number(gold)
-        number = stated_number(gold) if number is None else number
-        if number is None:
-            raise ValueError(f"answer {gold!r} is not a number, and states none after #### or in \\boxed{{}}")
-        return number
-    # str gives the shortest decimal of a float: 0.1 in the data is the number 0.1, not its binary neighbour.
-    return Fraction(str(gold))
-
-
-def _repeated_share(ids: list[int], ngram: int) -> float:
-    count = len(ids) - ngram + 1
-    return len({tuple(ids[i : i + ngram]) for i in range(count)}) / count - 1 if count > 0 else 0.0
-
-
-def _share_in_place(text: str, gold: str) -> float:
-    letters = text.strip()
-    longest = max(len(letters), len(gold))
-    same = sum(a == b for a, b in zip(letters, gold, strict=False))
-    return same / longest if longest else 1.0
-
-
-def _changes_in_place(text: str, gold: str) -> list[tuple[str, float]] | float:
-    """The characters of the text, space before the first as one, and what each of them adds to the share."""
-    letters = text.strip()
-    if not letters:
-        return _share_in_place(text, gold)
-    right = [0, *accumulate(a == b for a, b in zip_longest(letters, gold[: len(letters)]))]
-    shares = [count / max(written, len(gold)) if written else 0.0 for written, count in enumerate(right)]
-    changes = [(letter, after - before) for letter, (before, after) in zip(letters, pairwise(shares), strict=True)]
-    space = text[: len(text) - len(text.lstrip())]
-    return [(space, 0.0), *changes] if space else changes
+    if max_length < 1:
+        raise ValueError(f"max_length {max_length} must be 1 or greater")
+    if judge not in _JUDGES:
+        raise ValueError(f"judge {judge!r} must be one of {', '.join(_JUDGES)}")
+    for name, pair in (("right", right), ("wrong", wrong)):
+        if len(pair) != 2 or not all(isinstance(value, int | float) for value in pair):
+            raise ValueError(f"{name} {pair!r} must be two numbers, for 0 and for max_length tokens")
+    module, _, function = BUILTINS[judge].place.rpartition(":")
+    verdicts = getattr(importlib.import_module(module), function)(completions, answer)
+    rewards: list[float | None] = []
+    for verdict, ids in zip(verdicts, completion_ids, strict=True):
+        if verdict is None:
+            rewards.append(None)
+        elif exceeded is not None and len(ids) >= max_length:
+            rewards.append(exceeded)
+        else:
+            short, long = right if verdict >= 1.0 else wrong
+            progress = min(len(ids) / max_length, 1.0)
+            rewards.append(long + (short - long) * (1 + math.cos(math.pi * progress)) / 2)
+    return rewards

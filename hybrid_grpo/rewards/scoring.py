@@ -1,29 +1,31 @@
-"""Scoring completions with the reward functions of a run, and adding up what they say.
+"""Scoring completions with the reward functions of a run, and adding up their rewards.
 
-What a function may be, and what it may return, is in functions.py; how it is called in pool.py. Completions are scored
-while others are still being sampled: a function gets each one as soon as it is there, or as many at once as it asks
-for, or all of a prompt.
+functions.py says what a function may be and return, workers/ how it is called. Completions are scored while others are
+still being sampled: a function gets each one as soon as it is finished, or as many at once as it asks for, or all
+completions of a prompt.
 
-A function that fails on a completion (raises, hangs, dies, returns what is no reward) leaves it without a reward: it
-takes no part in its group. Where the number of failures is too high the caller ends the run.
+A completion on which a function fails (it raises, hangs, dies, or returns something that is no reward) has no reward
+and takes no part in its group. Where too many fail, the caller ends the run.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
+
+import torch
 
 from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import RunStopped, UserError, did_you_mean
-from hybrid_grpo.data.batch import Completion, Prompt, Scores
-from hybrid_grpo.rewards.combining import combined
-from hybrid_grpo.rewards.functions import INPUTS, Failure, Inputs, Reply, Request, Value, failed
+from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
+from hybrid_grpo.rewards.functions import INPUTS, Failure, Inputs, Reply, RewardCall, Value, failed
 from hybrid_grpo.rewards.loading import Reward
 from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
@@ -35,34 +37,34 @@ class Rewards:
 
     Args:
         rewards: the functions.
-        scoring: settings common to all; not given: the defaults.
-        tokenizer: of the policy, which says at which tokens the steps of a text end; not given: they are one step.
+        scoring: settings common to all functions. Default: those of `ScoringConfig`.
+        tokenizer: the policy's, to find at which tokens the steps of a text end. Default: all end with the completion.
     """
 
     def __init__(self, rewards: Sequence[Reward], scoring: ScoringConfig | None = None, tokenizer: Any = None) -> None:
-        self._rewards = list(rewards)
-        self._scoring = scoring or ScoringConfig()
-        self._token_ends = None if tokenizer is None else TokenEnds(tokenizer)
+        self.functions = list(rewards)
+        self.scoring = scoring or ScoringConfig()
+        self.token_ends = None if tokenizer is None else TokenEnds(tokenizer)
         self._told: set[tuple[str, str]] = set()
 
     @property
     def names(self) -> list[str]:
         """Names of the functions, in the order of the configuration."""
-        return [reward.name for reward in self._rewards]
+        return [reward.name for reward in self.functions]
 
     @property
     def models(self) -> list[RewardModel]:
-        """Those that functions hold in this process."""
-        return list({id(reward.model): reward.model for reward in self._rewards if reward.model is not None}.values())
+        """Models that functions hold in this process, each once."""
+        return list({id(reward.model): reward.model for reward in self.functions if reward.model is not None}.values())
 
     def load_models(self, shard: Shard | None = None) -> None:
-        """Load the models that functions hold, which else are loaded by their first call. Collective.
+        """Load the models that functions hold, which otherwise happens in their first call. Collective.
 
         Args:
-            shard: makes shards of a model; not given: none is sharded.
+            shard: shards a model over the ranks. Default: no model is sharded.
 
         Raises:
-            UserError: one does not load.
+            UserError: a model does not load.
         """
         for model in self.models:
             try:
@@ -77,14 +79,14 @@ class Rewards:
             columns: names of the columns beside the prompt.
 
         Raises:
-            UserError: a column has the name of an input or of a fixed argument, or one that is needed is not there.
+            UserError: a column has the name of an input or of a fixed argument, or a needed column is missing.
         """
         for name in INPUTS:
             if name in columns:
                 raise UserError(
                     f"data: column {name} has the name under which rewards are given {name} of the rollout: rename it"
                 )
-        for reward in self._rewards:
+        for reward in self.functions:
             for name in columns:
                 if name in reward.kwargs and reward.interface.accepts(name):
                     raise UserError(
@@ -98,7 +100,7 @@ class Rewards:
                     )
 
     def common_columns(self, prompts: list[Prompt]) -> list[str]:
-        """Names of the columns that all prompts have: those that functions are given.
+        """Names of the columns that all prompts have; only these are given to functions.
 
         Raises:
             UserError: see `check_columns`.
@@ -110,30 +112,20 @@ class Rewards:
         return columns
 
     def stream(self, prompts: list[Prompt], num_generations: int, step: int = 0) -> Stream:
-        """The scores of completions that are still to come; see `Stream`."""
-        columns = self.common_columns(prompts)
-        return Stream(
-            self._rewards,
-            prompts,
-            num_generations,
-            columns,
-            step,
-            self._scoring.max_wait_s,
-            self._token_ends,
-            self._tell,
-        )
+        """Score completions of these prompts as they come in; see `Stream`."""
+        return Stream(self, prompts, num_generations, step)
 
     def refuse_failures(self, failures: dict[str, int], rows: int) -> None:
-        """Stop where a function failed on too many completions.
+        """Stop the run where a function failed on too many completions.
 
         Args:
-            failures: completions that each function failed on, over all ranks.
-            rows: completions over all ranks.
+            failures: number of completions that each function failed on, over all ranks.
+            rows: number of completions over all ranks.
 
         Raises:
             RunStopped: on all ranks alike.
         """
-        limit = self._scoring.max_failed_frac
+        limit = self.scoring.max_failed_frac
         for name, count in failures.items():
             if count > limit * rows:
                 raise RunStopped(
@@ -145,13 +137,13 @@ class Rewards:
     def score(
         self, prompts: list[Prompt], completions: list[Completion], num_generations: int = 1, step: int = 0
     ) -> Scores:
-        """Score completions that are all there.
+        """Score completions that have all been sampled.
 
         Args:
             prompts: [B], the prompt of every row.
             completions: [B]
-            num_generations: rows that are one group, for functions that look at a whole one.
-            step: of the run.
+            num_generations: number of rows of a group, for functions that look at a whole group.
+            step: step of the run.
 
         Raises:
             UserError: see `check_columns`.
@@ -161,8 +153,8 @@ class Rewards:
                 stream.add(row // num_generations, row % num_generations, completion)
             return stream.scores()
 
-    def _tell(self, name: str, failure: Failure) -> None:
-        """The first failure of each kind of a function is shown."""
+    def tell(self, name: str, failure: Failure) -> None:
+        """Print the first failure of each kind of a function."""
         if (name, failure.kind) not in self._told:
             self._told.add((name, failure.kind))
             print(
@@ -173,27 +165,6 @@ class Rewards:
             )
 
 
-class _Batches:
-    """Which rows are given to a function at once."""
-
-    def __init__(self, size: int, num_generations: int | None) -> None:
-        self._size = size
-        self._num_generations = num_generations
-        self._waiting: dict[int, list[int]] = {}
-
-    def add(self, row: int) -> list[int]:
-        """The rows to call the function with now that this one is there; most often none or this."""
-        group = row // self._num_generations if self._num_generations else 0
-        rows = self._waiting.setdefault(group, [])
-        rows.append(row)
-        return sorted(self._waiting.pop(group)) if len(rows) == self._size else []
-
-    def rest(self) -> list[list[int]]:
-        """What is left when all rows are there."""
-        rest, self._waiting = self._waiting, {}
-        return [sorted(rows) for rows in rest.values()]
-
-
 @dataclass(frozen=True)
 class _Call:
     rows: list[int]
@@ -201,106 +172,96 @@ class _Call:
 
 
 class Stream:
-    """The scores of one rollout in the making.
+    """The scores of a rollout whose completions come in one by one.
 
         with rewards.stream(prompts, num_generations) as stream:
-            ...  # calls stream.add for every completion
+            ...  # call stream.add for every completion
             scores = stream.scores()
 
-    Leaving the block early, by an exception, gives up the calls under way.
+    Leaving the block early, by an exception, cancels the calls under way.
 
     Args:
+        rewards: the functions and their settings.
         prompts: [P]; may be empty.
         num_generations: G
-        columns: given to functions. Of all prompts, whatever a call's rows are.
-        step: of the run.
-        max_wait_s: after the last completion; what is not scored then has failed.
-        token_ends: where the tokens of a text end; None where they do not matter.
-        tell: is given the failures of functions.
+        step: step of the run.
     """
 
-    def __init__(
-        self,
-        rewards: list[Reward],
-        prompts: list[Prompt],
-        num_generations: int,
-        columns: list[str],
-        step: int,
-        max_wait_s: float,
-        token_ends: TokenEnds | None,
-        tell: Callable[[str, Failure], None],
-    ) -> None:
-        self._rewards = rewards
-        self._together = [reward for reward in rewards if reward.together]
-        self._one_by_one = [reward for reward in rewards if not reward.together]
+    def __init__(self, rewards: Rewards, prompts: list[Prompt], num_generations: int, step: int) -> None:
+        self._rewards = rewards.functions
+        self._max_wait_s = rewards.scoring.max_wait_s
+        self._token_ends = rewards.token_ends
+        self._tell = rewards.tell
         self._prompts = prompts
+        self._columns = rewards.common_columns(prompts)
         self._num_generations = num_generations
-        self._columns = columns
         self._step = step
-        self._max_wait_s = max_wait_s
-        self._token_ends = token_ends
-        self._tell = tell
         self._completions: dict[int, Completion] = {}
-        self._calls: dict[str, list[_Call]] = {reward.name: [] for reward in rewards}
-        self._batches = {
-            reward.name: _Batches(num_generations, num_generations)
-            if reward.interface.batch_size == "group"
-            else _Batches(reward.interface.batch_size, None)
-            for reward in self._one_by_one
-        }
+        self._finished: Counter[int] = Counter()  # completions of each prompt
+        self._waiting: dict[str, list[int]] = {reward.name: [] for reward in self._rewards}  # rows of the next call
+        self._calls: dict[str, list[_Call]] = {reward.name: [] for reward in self._rewards}
 
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for calls in self._calls.values():
             for call in calls:
                 call.outcome.cancel()
 
     def add(self, prompt: int, sample: int, completion: Completion) -> None:
-        """Take completion `sample` of prompt `prompt`, decoded. Does not wait, and does not raise what functions do."""
-        row = prompt * self._num_generations + sample
+        """Take completion `sample` of prompt `prompt`. Never waits, and never raises what functions raise."""
+        first = prompt * self._num_generations
+        row = first + sample
         assert row not in self._completions, f"completion {sample} of prompt {prompt} came twice"
         self._completions[row] = completion
-        for reward in self._one_by_one:
-            self._start(reward, self._batches[reward.name].add(row))
+        self._finished[prompt] += 1
+        for reward in self._rewards:
+            if reward.together:
+                continue
+            if reward.interface.batch_size == "group":
+                if self._finished[prompt] == self._num_generations:
+                    self._start(reward, range(first, first + self._num_generations))
+            else:
+                self._waiting[reward.name].append(row)
+                if len(self._waiting[reward.name]) == reward.interface.batch_size:
+                    self._start_waiting(reward)
 
     def scores(self) -> Scores:
-        """Wait for the functions, no longer than they may take; rows are in the order of prompts and samples.
+        """Wait for the functions, but no longer than `max_wait_s`; rows are in the order of prompts and samples.
 
         Collective where a function is, see `Reward.together`.
         """
         assert len(self._completions) == len(self._prompts) * self._num_generations, "a completion is missing"
-        for reward in self._one_by_one:
-            for rows in self._batches[reward.name].rest():
-                self._start(reward, rows)
-        for reward in self._together:
-            self._start(reward, list(range(len(self._completions))))
+        for reward in self._rewards:
+            self._start_waiting(reward)
+        for reward in self._rewards:
+            if reward.together:
+                self._start(reward, range(len(self._completions)))
         until_s = time.perf_counter() + self._max_wait_s
         replies = {reward.name: self._reply(reward.name, until_s) for reward in self._rewards}
-        return combined(self._rewards, replies, self._lengths, self._num_generations)
+        lengths = [len(self._completions[row].token_ids) for row in range(len(self._completions))]
+        return combined(self._rewards, replies, lengths, self._num_generations)
 
     @property
     def seconds(self) -> float:
-        """Seconds in which functions were at work, of calls that are done."""
+        """Seconds in which at least one of the finished calls was at work."""
         done = (call.outcome for calls in self._calls.values() for call in calls)
         return busy_seconds(outcome.result() for outcome in done if outcome.done() and not outcome.cancelled())
 
-    @property
-    def _lengths(self) -> list[int]:
-        return [len(self._completions[row].token_ids) for row in range(len(self._completions))]
+    def _start_waiting(self, reward: Reward) -> None:
+        rows, self._waiting[reward.name] = self._waiting[reward.name], []
+        if rows:
+            self._start(reward, sorted(rows))
 
-    def _start(self, reward: Reward, rows: list[int]) -> None:
-        if rows or reward.together:
-            self._calls[reward.name].append(_Call(rows, reward.lane.start(self._request(reward, rows))))
+    def _start(self, reward: Reward, rows: Sequence[int]) -> None:
+        self._calls[reward.name].append(_Call(list(rows), reward.caller.start(self._request(reward, rows))))
 
-    def _request(self, reward: Reward, rows: list[int]) -> Request:
+    def _request(self, reward: Reward, rows: Sequence[int]) -> RewardCall:
         prompts = [self._prompts[row // self._num_generations] for row in rows]
         completions = [self._completions[row] for row in rows]
         inputs: Inputs = {}
-        # Copies of what the data set and the rollout hold: a function may change what it is given.
+        # A function may change what it is given, so it gets copies.
         if reward.interface.accepts("prompts"):
             inputs["prompts"] = [p.text if isinstance(p.text, str) else [dict(m) for m in p.text] for p in prompts]
         if reward.interface.accepts("completions"):
@@ -312,23 +273,22 @@ class Stream:
             inputs["completion_ids"] = [list(completion.token_ids) for completion in completions]
         for name in filter(reward.interface.accepts, self._columns):
             inputs[name] = [prompt.columns[name] for prompt in prompts]
-        return Request(inputs, [len(completion.token_ids) for completion in completions], self._step)
+        return RewardCall(inputs, [len(completion.token_ids) for completion in completions], self._step)
 
     def _reply(self, name: str, until_s: float) -> Reply:
-        """What the function said of all rows, if it said it by then; steps by their ends in tokens."""
+        """The replies of a function for all rows, as far as they come in time; steps by their ends in tokens."""
         rows = len(self._completions)
         values: list[Value] = [None] * rows
         failures: list[Failure | None] = [None] * rows
         extra: dict[str, list[object]] = {}
         for call in self._calls[name]:
             reply = self._wait(call, until_s)
-            for place, row in enumerate(call.rows):
-                values[row], failures[row] = self._in_tokens(reply.values[place], reply.failures[place], row)
+            for index, row in enumerate(call.rows):
+                values[row], failures[row] = self._in_tokens(reply.values[index], reply.failures[index], row)
                 for column, stored in reply.extra.items():
-                    extra.setdefault(column, [None] * rows)[row] = stored[place]
-        for failure in failures:
-            if failure is not None:
-                self._tell(name, failure)
+                    extra.setdefault(column, [None] * rows)[row] = stored[index]
+        for failure in filter(None, failures):
+            self._tell(name, failure)
         return Reply(values, failures, extra)
 
     def _in_tokens(self, value: Value, failure: Failure | None, row: int) -> tuple[Value, Failure | None]:
@@ -337,7 +297,7 @@ class Stream:
         try:
             return token_steps(value, self._completions[row], self._token_ends), None
         except ValueError as error:
-            return None, Failure("invalid", f"returned pieces that are not those of the text: {error}")
+            return None, Failure("invalid", f"returned steps that do not make up the text: {error}")
 
     def _wait(self, call: _Call, until_s: float) -> Reply:
         try:
@@ -346,3 +306,67 @@ class Stream:
             call.outcome.cancel()
             why = f"was not done scoring.max_wait_s, {self._max_wait_s:g} s, after the last completion"
             return failed(Failure("timeout", why), len(call.rows))
+
+
+def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list[int], num_generations: int) -> Scores:
+    """The weighted sum of what functions returned.
+
+    A function that does not apply to a row adds nothing to its reward; where none applies the reward is 0.0, as in TRL.
+    A row on which a function failed has no reward. In a group in which a function scores steps, a number that it
+    returns is the reward of a single step, the whole completion.
+
+    Args:
+        replies: by name; steps by their ends in tokens.
+        lengths: [B], tokens of the completions.
+        num_generations: G
+    """
+    values = {name: torch.tensor(list(map(_sum, reply.values)), dtype=torch.float64) for name, reply in replies.items()}
+    status = {
+        name: torch.tensor([_status(v, f) for v, f in zip(reply.values, reply.failures, strict=True)], dtype=torch.int8)
+        for name, reply in replies.items()
+    }
+    failed_B = torch.stack([status_B >= RewardStatus.FAILED for status_B in status.values()]).any(0)
+
+    def total(parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(parts).nansum(dim=0).masked_fill(failed_B, math.nan)
+
+    steps: list[dict[int, float]] = [{} for _ in lengths]  # by their ends, weighted
+    by_steps = {reward.name: _by_steps(replies[reward.name].values, num_generations) for reward in rewards}
+    for reward in rewards:
+        for row, value in enumerate(replies[reward.name].values):
+            if by_steps[reward.name][row] and value is not None and not failed_B[row]:
+                for end, step in value if isinstance(value, list) else [(lengths[row], value)]:
+                    steps[row][end] = steps[row].get(end, 0.0) + reward.weight * step  # type: ignore[index,arg-type]
+    whole = [reward.weight * values[reward.name].masked_fill(by_steps[reward.name], 0.0) for reward in rewards]
+    scores_steps = any(bool(by_steps_B.any()) for by_steps_B in by_steps.values())
+    return Scores(
+        total([reward.weight * values[reward.name] for reward in rewards]),
+        values,
+        status,
+        [sorted(row.items()) for row in steps] if scores_steps else None,
+        total(whole) if scores_steps else None,
+        {f"{name}/{column}": stored for name, reply in replies.items() for column, stored in reply.extra.items()},
+        {
+            name: [failure.message if failure else None for failure in reply.failures]
+            for name, reply in replies.items()
+            if any(reply.failures)
+        },
+    )
+
+
+def _sum(value: Value) -> float:
+    if value is None:
+        return math.nan
+    return sum(reward for _, reward in value) if isinstance(value, list) else value
+
+
+def _status(value: Value, failure: Failure | None) -> int:
+    if failure is None:
+        return RewardStatus.SCORED if value is not None else RewardStatus.NOT_APPLICABLE
+    return RewardStatus.TIMED_OUT if failure.kind == "timeout" else RewardStatus.FAILED
+
+
+def _by_steps(values: list[Value], num_generations: int) -> torch.Tensor:
+    """bool [B], True in groups for which a function returned the steps of at least one row."""
+    in_steps = torch.tensor([isinstance(value, list) for value in values], dtype=torch.bool)
+    return in_steps.view(-1, num_generations).any(1).repeat_interleave(num_generations)

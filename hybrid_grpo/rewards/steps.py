@@ -1,83 +1,82 @@
-"""Steps given as pieces of a completion's text: at which token each of them ends."""
+"""Steps that a reward function gives as texts: at which token of the completion each of them ends."""
 
 from __future__ import annotations
 
 from itertools import accumulate
 from typing import Any
 
-from hybrid_grpo.data.batch import Completion, Step
-from hybrid_grpo.rewards.functions import Piece
+from hybrid_grpo.data.batch import Completion, RewardStep
+from hybrid_grpo.rewards.functions import TextStep
 
 _UNFINISHED = "\ufffd"
-"""What tokens decode to that end within a character."""
+"""How tokenizers decode tokens that end within a character."""
 
 
 class TokenEnds:
-    """Where in a text its tokens end.
-
-    Args:
-        tokenizer: that the tokens are of.
-    """
+    """Where the tokens of a text end in it, for one tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # Decoders leave out a space at the beginning of a text, so tokens are read behind another one.
+        # Decoders drop a space at the beginning of a text, so later tokens are decoded behind this one.
         self._anchor = list(tokenizer("a", add_special_tokens=False)["input_ids"])
         self._texts: dict[tuple[bool, tuple[int, ...]], str] = {}
 
     def __call__(self, token_ids: list[int], text: str) -> list[int]:
-        """[T], for every token the number of characters of the text up to and with its last one.
+        """For every token, the number of characters of the text up to its end; special tokens add none.
 
-        A character that is made of several tokens is of the last of them. What special tokens say is not in the text.
+        A character that is made of several tokens belongs to the last of them.
 
         Args:
             token_ids: [T]
-            text: what they decode to.
+            text: the decoded tokens.
+
+        Returns:
+            [T]
         """
         lengths: list[int] = []
         run: list[int] = []
         for number, token in enumerate(token_ids, 1):
             run.append(token)
-            piece = self._text(len(run) == number, tuple(run))
-            # Behind as many bytes as a character can have, it is no beginning of one.
-            finished = not piece.endswith(_UNFINISHED) or len(run) == 4
-            lengths.append(len(piece) if finished else 0)
+            decoded = self._text(len(run) == number, tuple(run))
+            # A character has at most four bytes: after four tokens this is not the beginning of one.
+            finished = not decoded.endswith(_UNFINISHED) or len(run) == 4
+            lengths.append(len(decoded) if finished else 0)
             run = [] if finished else run
         ends = list(accumulate(lengths))
         if ends[-1:] == [len(text)]:
             return ends
-        # A tokenizer whose texts do not add up.
+        # With this tokenizer the texts of tokens do not add up to the text: decode every beginning of it.
         return [min(len(self._decode(token_ids[: k + 1])), len(text)) for k in range(len(token_ids))]
 
     def _text(self, first: bool, token_ids: tuple[int, ...]) -> str:
-        """Of tokens at the beginning of a text, or within one."""
+        """The text of tokens that are the first of a completion, or that follow others."""
         if (first, token_ids) not in self._texts:
             anchor = [] if first else self._anchor
             self._texts[first, token_ids] = self._decode([*anchor, *token_ids])[len(self._decode(anchor)) :]
         return self._texts[first, token_ids]
 
     def _decode(self, token_ids: list[int]) -> str:
-        # Rollouts that were saved may lack tokens: they stand there as -1.
+        # Saved rollouts may lack tokens, which are -1 there.
         return str(self._tokenizer.decode([t for t in token_ids if t >= 0], skip_special_tokens=True))
 
 
-def token_steps(pieces: list[Piece], completion: Completion, token_ends: TokenEnds | None) -> list[Step]:
-    """The same steps by their ends in tokens: a piece ends with the token that its last character is of.
+def token_steps(text_steps: list[TextStep], completion: Completion, token_ends: TokenEnds | None) -> list[RewardStep]:
+    """Steps given as texts, by their ends in tokens: a step ends with the token that has its last character.
 
-    Pieces that end with the same token are added up, and empty ones belong to what is before them. Without a tokenizer
-    all of them end with the completion.
+    The rewards of steps that end with the same token are added up, and an empty step ends where the step before it
+    does. Without a tokenizer all steps end with the completion.
 
     Raises:
-        ValueError: the pieces are not what the text begins with; it says where they leave it.
+        ValueError: the texts do not follow each other from the beginning of the completion.
     """
     text, at = completion.text, 0
     rewards: dict[int, float] = {}
     ends = [] if token_ends is None else token_ends(completion.token_ids, text)
     token = 0
-    for piece, reward in pieces:
-        if not text.startswith(piece, at):
-            raise ValueError(f"piece {piece!r:.40} is not what stands at character {at} of the completion")
-        at += len(piece)
+    for step_text, reward in text_steps:
+        if not text.startswith(step_text, at):
+            raise ValueError(f"step {step_text!r:.40} does not stand at character {at} of the completion")
+        at += len(step_text)
         while token < len(ends) - 1 and ends[token] < at:
             token += 1
         end = token + 1 if ends else len(completion.token_ids)

@@ -1,16 +1,38 @@
-"""Files that a reader, or a kill, never finds half written."""
+"""Files of a run: JSON that any reader takes, and text that no reader, and no crash, leaves half written."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that whoever reads it sees the old text or the new one, and a crash leaves either."""
+    """Write a file so that readers see the old text or the new one, and a crash leaves one of the two."""
     draft = path.with_name(f".{path.name}.draft")
     with draft.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; none where there is no file. An incomplete last line is left out."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line, parse_constant=lambda _: None) for line in file if line.endswith("\n")]
+
+
+def json_safe(value: Any) -> Any:
+    """`value` with everything that JSON cannot hold made into null (NaN, infinity) or text."""
+    if isinstance(value, dict):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)

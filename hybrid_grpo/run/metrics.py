@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -182,6 +182,16 @@ def describe(name: str) -> Metric:
     return metric
 
 
+def duration(seconds: float) -> str:
+    """Readable seconds: under 1 ms, 12 ms, 4.2 s, 3 min 20 s, 2 h 05 min."""
+    if seconds < 0.1:
+        return f"{seconds * 1000:.0f} ms" if seconds >= 0.001 else "under 1 ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds) // 60
+    return f"{minutes} min {round(seconds) % 60:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
 class Meter:
     """Collects the numbers of one step on this rank and reduces them over all ranks.
 
@@ -216,8 +226,13 @@ class Meter:
             kept = value.detach().clone() if isinstance(value, Tensor) else value
             self._added.setdefault(name, []).append((kept, count))
 
+    def update(self, numbers: Mapping[str, tuple[float | Tensor, float]]) -> None:
+        """Add what a stage measured: value and count by name."""
+        for name, (value, count) in numbers.items():
+            self.add(name, value, count)
+
     def total(self, name: str) -> float:
-        """What was added under a name on this rank since the last `reduce`."""
+        """The sum of what was added under a name on this rank since the last `reduce`."""
         return sum(float(value) for value, _ in self._added.get(name, ()))
 
     @contextmanager
@@ -257,7 +272,7 @@ class Meter:
 
 
 def _total(added: list[tuple[float, float]], reduction: Reduction) -> tuple[float, float]:
-    """What the sum over ranks needs: the total and its count; of extrema only whether there is a NaN."""
+    """What the sum over ranks takes in: total and count; for extrema only whether one of the values is NaN."""
     if reduction == "mean":
         return sum(value * count for value, count in added), sum(count for _, count in added)
     if reduction in ("sum", "rank_mean"):
@@ -266,7 +281,7 @@ def _total(added: list[tuple[float, float]], reduction: Reduction) -> tuple[floa
 
 
 def _extrema(added: list[tuple[float, float]], reduction: Reduction) -> tuple[float, float]:
-    """What the maximum over ranks needs: the highest value and minus the lowest one.
+    """What the maximum over ranks takes in: the highest value, and minus the lowest one.
 
     A comparison with NaN has no defined outcome in a collective: NaN is left out, and carried by the total.
     """

@@ -7,7 +7,6 @@ decides how. Whatever the folder does not have is left out of the page. Nothing 
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import statistics
 from collections.abc import Iterable
@@ -21,8 +20,8 @@ import jinja2
 import yaml
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.run.files import replace_text
-from hybrid_grpo.run.metrics import describe, find
+from hybrid_grpo.run.files import read_jsonl, replace_text
+from hybrid_grpo.run.metrics import describe, duration, find
 
 Line = dict[str, Any]
 """One line of metrics.jsonl."""
@@ -111,14 +110,6 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def read_jsonl(path: Path) -> list[Line]:
-    """The objects of a JSON-lines file, none where there is no file; an incomplete last line is left out."""
-    if not path.exists():
-        return []
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line, parse_constant=lambda _: None) for line in file if line.endswith("\n")]
-
-
 def thin(lines: list[Line], limit: int) -> list[Line]:
     """At most `limit` lines: the first, then runs of neighbours, their means averaged and their extremes kept."""
     size = max(1, -(-(len(lines) - 1) // (limit - 1)))
@@ -181,7 +172,7 @@ def _column(name: str, lines: list[Line]) -> list[float | None]:
 
 
 def step_parts(line: Line) -> dict[str, float]:
-    """Seconds of a step by part, `other` being what no timer covers; empty for a line without a step."""
+    """Seconds of a step by part, with `other` for what no timer covers; empty for a line without a step."""
     total = line.get("time/step_s")
     if not total:
         return {}
@@ -190,7 +181,7 @@ def step_parts(line: Line) -> dict[str, float]:
 
 
 def times(lines: list[Line]) -> list[dict[str, Any]]:
-    """The layers of the time chart, parts that never take time left out; none where a single step was timed."""
+    """The layers of the time chart, without parts that never take time; none where only one step was timed."""
     parts = [step_parts(line) for line in lines]
     if sum(map(bool, parts)) < 2:
         return []
@@ -216,16 +207,8 @@ def time_shares(lines: list[Line]) -> list[dict[str, Any]]:
     ]
 
 
-def duration(seconds: float) -> str:
-    """Readable seconds: 4.2 s, 3 min 20 s, 2 h 05 min."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes = round(seconds) // 60
-    return f"{minutes} min {round(seconds) % 60:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 def key_numbers(lines: list[Line]) -> list[dict[str, str]]:
-    """The figures at the head of the page: what improved, and what it took."""
+    """The numbers at the head of the page: what improved, and what it cost."""
     series: dict[str, list[tuple[int, float]]] = {}
     for line in lines:
         for name, value in line.items():
@@ -281,7 +264,8 @@ def facts(config_text: str) -> list[tuple[str, str]]:
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
-    """Of the first, the middle and the last saved step: the groups that differ most, their best and worst."""
+    """From the first, the middle and the last saved step: the groups whose rewards differ most, with their best and
+    worst completions."""
     paths = sorted(folder.glob("step_*.jsonl"))
     chosen = dict.fromkeys(paths[index] for index in (0, len(paths) // 2, -1)) if paths else ()
     steps = [(int(path.stem.removeprefix("step_")), read_jsonl(path)) for path in chosen]

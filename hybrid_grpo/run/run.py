@@ -1,4 +1,4 @@
-"""The life of a run around its steps: its folder, where it goes on from, what it leaves behind."""
+"""The life of a run around its steps: its folder, resuming, checkpoints, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -6,32 +6,67 @@ import copy
 import json
 import platform
 import subprocess
-from collections.abc import Callable
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
+from torch import Tensor
 
 from hybrid_grpo.config import SftConfig, TrainConfig
 from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
+from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.distributed import barrier, rank, world_size
 from hybrid_grpo.policy import Policy
+from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.checkpoint import Checkpoints, Shards
-from hybrid_grpo.run.health import HeldoutWatch
+from hybrid_grpo.run.files import read_jsonl, replace_text
 from hybrid_grpo.run.metrics import Meter
-from hybrid_grpo.run.report import read_jsonl, write_report
+from hybrid_grpo.run.report import write_report
 from hybrid_grpo.run.sinks import Log
 
 
 class Stateful(Protocol):
-    """Something a checkpoint holds."""
+    """Something whose state a checkpoint holds."""
 
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state: Any) -> None: ...
+
+
+class Stage:
+    """A stage of training as a run sees it: something that makes steps, and has a state to save.
+
+    Attributes:
+        policy: what is trained.
+        meter: reduced and logged after every step.
+        parts: what a checkpoint holds beside the policy, by name.
+        shards: tensors beside the policy's that a checkpoint holds.
+        last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
+        eval_every: steps between evaluations, 0: before the first and after the last; None: the stage has none.
+    """
+
+    policy: Policy
+    meter: Meter
+    parts: dict[str, Stateful]
+    shards: Shards | None = None
+    last_rollout: tuple[Rollout, Scores, Tensor] | None = None
+    eval_every: int | None = None
+
+    def step(self, step: int) -> None:
+        """Make step k, counted from 1."""
+        raise NotImplementedError
+
+    def evaluate(self, step: int) -> None:
+        """Measure the policy on held-out data after a step; step 0 is before the first."""
+        raise NotImplementedError
+
+    def tried_prompts(self) -> list[dict[str, Any]]:
+        """Rows of prompts.jsonl; none where a stage keeps no success rates."""
+        return []
 
 
 class Run:
@@ -49,8 +84,7 @@ class Run:
         self.config = parsed.config
         run = parsed.config.run
         self.folder = Path(run.dir) / run.name
-        self._alarmed: set[str] = set()
-        self._heldout = HeldoutWatch(parsed.config.log.heldout_alarm)
+        self._alarms = Alarms(parsed.config.log)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", parsed.config.checkpoint.keep)
         self.resumes = run.resume == "auto" and self.checkpoints.latest() is not None
         if run.resume == "never" and (self.folder / "metrics.jsonl").exists():
@@ -58,7 +92,7 @@ class Run:
                 f"run.name {run.name}: {self.folder} holds a run already: pass --run.resume auto to go on with it,"
                 " or another --run.name"
             )
-        # Rank 0 makes the folder that the others have just looked for.
+        # Every rank has looked for the folder before rank 0 makes it.
         barrier()
         if rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -77,91 +111,79 @@ class Run:
         if rank() == 0:
             (self.folder / "deepspeed.json").write_text(json.dumps(config, indent=2) + "\n")
 
-    def loop(
-        self,
-        policy: Policy,
-        parts: dict[str, Stateful],
-        meter: Meter,
-        step: Callable[[int], None],
-        log: Log,
-        done: int,
-        shards: Shards | None = None,
-    ) -> None:
-        """Run the steps after `done`, with their checkpoints; then export the model and write the report.
+    def train(self, stage: Stage) -> None:
+        """Take a stage from the start or the newest checkpoint to the last step; then export the model and the report.
 
-        Args:
-            policy: what is trained.
-            parts: what a checkpoint holds beside it.
-            meter: reduced and logged after every step.
-            step: does step k, from 1.
-            log: where numbers go.
-            done: steps that were done before.
-            shards: tensors beside the policy's that a checkpoint holds.
+        Raises:
+            RunStopped: a step could not be finished; the run is saved as it was before it.
         """
-        every, saved = self.config.checkpoint.every, done
-
-        def save(k: int, states: dict[str, Any]) -> None:
-            self.checkpoints.save(policy.engine, k, {"policy": policy.state_dict(), **states}, shards)
-
-        for k in range(done + 1, self.config.run.steps + 1):
-            before = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
-            try:
-                step(k)
-            except RunStopped as stop:
-                log.close()
-                if saved < k - 1:
-                    save(k - 1, before)
-                raise RunStopped(f"{stop}; the run is saved as it was after step {k - 1}") from stop
-            # Numbers first: a checkpoint without them would resume behind a gap; lines without one are cut again.
-            log.write(k, self.watched(k, meter.reduce()))
-            if every and (k % every == 0 or k == self.config.run.steps):
-                with meter.time("time/checkpoint_s"):
-                    save(k, {name: part.state_dict() for name, part in parts.items()})
-                saved = k
-        policy.export(self.folder / "model")
-        log.close()
+        done = saved = self.restore(stage)
+        settings = {**asdict(self.config), "deepspeed": stage.policy.deepspeed_config}
+        with Log(self.config.log, self.folder, self.config.run.steps, done if self.resumes else -1, settings) as log:
+            if stage.eval_every is not None and not self.resumes:
+                stage.evaluate(0)
+                log.write(0, self.watched(0, stage.meter.reduce()))
+            for k in range(done + 1, self.config.run.steps + 1):
+                before = {name: copy.deepcopy(part.state_dict()) for name, part in stage.parts.items()}
+                try:
+                    stage.step(k)
+                except RunStopped as stop:
+                    if stage.last_rollout is not None:
+                        log.write_rollouts(k, *stage.last_rollout, always=True)
+                    log.close()
+                    if saved < k - 1:
+                        self._save(stage, k - 1, before)
+                    raise RunStopped(f"{stop}; the run is saved as it was after step {k - 1}") from stop
+                if stage.last_rollout is not None:
+                    log.write_rollouts(k, *stage.last_rollout)
+                if self._is_due(k, self.config.checkpoint.every):
+                    self._write_prompts(stage.tried_prompts())
+                if stage.eval_every is not None and self._is_due(k, stage.eval_every):
+                    stage.evaluate(k)
+                # Numbers before the checkpoint: a checkpoint without them would resume behind a gap, while lines
+                # without a checkpoint are cut again.
+                log.write(k, self.watched(k, stage.meter.reduce()))
+                if self.config.checkpoint.every and self._is_due(k, self.config.checkpoint.every):
+                    with stage.meter.time("time/checkpoint_s"):
+                        self._save(stage, k, {name: part.state_dict() for name, part in stage.parts.items()})
+                    saved = k
+            stage.policy.export(self.folder / "model")
         if rank() == 0:
             write_report(self.folder)
 
+    def _is_due(self, step: int, every: int) -> bool:
+        """Whether a step is the last one, or one of every `every` (0: none but the last)."""
+        return step == self.config.run.steps or bool(every and step % every == 0)
+
+    def _save(self, stage: Stage, step: int, states: dict[str, Any]) -> None:
+        self.checkpoints.save(stage.policy.engine, step, {"policy": stage.policy.state_dict(), **states}, stage.shards)
+
+    def _write_prompts(self, prompts: list[dict[str, Any]]) -> None:
+        """Write prompts.jsonl: how often each prompt was solved, one JSON object a line."""
+        if prompts and rank() == 0:
+            lines = (json.dumps(prompt, ensure_ascii=False, default=str) + "\n" for prompt in prompts)
+            replace_text(self.folder / "prompts.jsonl", "".join(lines))
+
     def watched(self, step: int, values: dict[str, float]) -> dict[str, float]:
-        """The numbers of a step with its alarms; the first time one goes off it is also said."""
-        self._say_once("heldout", self._heldout.watch(step, values))
-        if "parity/logp_abs_diff_mean" in values:
-            gap, limit = values["parity/logp_abs_diff_mean"], self.config.log.parity_alarm
-            # Not `>`: a gap that is not a number is an alarm too.
-            values["parity/alarm"] = 0.0 if gap <= limit else 1.0
-            if values["parity/alarm"]:
-                self._say_once(
-                    "parity",
-                    f"sampler and training forward differ by {gap:.4f} nats a token on average, more than"
-                    f" log.parity_alarm {limit}: old_logp is not the policy's, so ratios and clipping are off",
-                )
+        """The numbers of a step with its alarms; an alarm that goes off for the first time is also said."""
+        for message in self._alarms.watch(step, values):
+            self.say(f"ALARM: {message}")
         return values
 
-    def _say_once(self, alarm: str, message: str | None) -> None:
-        if message and alarm not in self._alarmed:
-            self._alarmed.add(alarm)
-            self.say(f"ALARM: {message}")
-
-    def restore(self, policy: Policy, parts: dict[str, Stateful], shards: Shards | None = None) -> int:
+    def restore(self, stage: Stage) -> int:
         """Go on from the newest checkpoint, if there is one and it is wanted; return the steps done."""
-        state = self.checkpoints.load(policy.engine, shards) if self.resumes else None
+        state = self.checkpoints.load(stage.policy.engine, stage.shards) if self.resumes else None
         if state is None:
             return 0
-        policy.load_state_dict(state["policy"])
-        for name, part in parts.items():
+        stage.policy.load_state_dict(state["policy"])
+        for name, part in stage.parts.items():
             part.load_state_dict(state[name])
-        self._remember(state["step"])
+        # Only rank 0 has the metrics.
+        for line in read_jsonl(self.folder / "metrics.jsonl") if rank() == 0 else ():
+            if (step := line.pop("step")) <= state["step"]:
+                self._alarms.remember(step, {name: value for name, value in line.items() if value is not None})
         self.say(f"resumed {self.folder} after step {state['step']}")
         return int(state["step"])
-
-    def _remember(self, done: int) -> None:
-        """The evaluations up to a step, which later ones are compared with. Of rank 0, which has the metrics."""
-        for line in read_jsonl(self.folder / "metrics.jsonl") if rank() == 0 else ():
-            if line["step"] <= done:
-                known = {name: value for name, value in line.items() if name != "step" and value is not None}
-                if self._heldout.watch(line["step"], known):
-                    self._alarmed.add("heldout")
 
 
 def _origin() -> dict[str, str]:
@@ -175,7 +197,7 @@ def _origin() -> dict[str, str]:
 
 
 def _git_commit() -> str:
-    """Of the checkout that the package runs from, if it is one."""
+    """Commit of the git checkout that the package runs from; "none" where there is no checkout."""
     here = Path(__file__).parent
     commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import netrc
 import os
 import secrets
@@ -11,6 +10,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
+
+from hybrid_grpo.run.files import json_safe
 
 WandbMode = Literal["online", "offline", "disabled"]
 
@@ -48,7 +49,7 @@ class WandbSink:
         self._attempt(lambda: self._open(project, run_dir, settings, mode, resumes))
 
     def _open(self, project: str, run_dir: Path, settings: dict[str, Any], mode: WandbMode, resumes: bool) -> None:
-        import wandb  # here, so that a broken installation of it costs no more than its dashboard
+        import wandb  # here, so that a broken installation costs the dashboard only
 
         id_file = run_dir / "wandb" / "id"
         if not (resumes and id_file.exists()):
@@ -103,14 +104,3 @@ class WandbSink:
 def _cell(value: Any) -> Any:
     """Chat messages as text; wandb takes one type a column."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
-
-
-def json_safe(value: Any) -> Any:
-    """`value` with everything JSON cannot hold made into null (NaN, infinity) or text."""
-    if isinstance(value, dict):
-        return {str(key): json_safe(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_safe(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, str | int) else str(value)

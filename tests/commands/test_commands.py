@@ -251,9 +251,7 @@ def runs(workshop: Workshop) -> Runs:
     }
     folders = {key: future.result() for key, future in futures.items()}
     first = folders[whole, 0]
-    evaluation = workshop.later(
-        lambda: workshop.run("eval", "--config", str(first / "config.yaml"), "--policy.model", str(first / "model"))
-    )
+    evaluation = workshop.later(lambda: workshop.run("eval", "--config", str(first / "config.yaml")))
     refusal = workshop.later(lambda: workshop.run(*_train("--run.name=whole0")))
     report_before = (first / "report.html").read_text()
     (first / "report.html").unlink()
@@ -334,6 +332,7 @@ def test_both_stages_train_the_same_model(runs: Runs) -> None:
 def test_eval_of_the_exported_model_repeats_the_last_evaluation(runs: Runs) -> None:
     assert runs.evaluation.status == 0, runs.evaluation.err
     said = json.loads(runs.evaluation.out.strip().splitlines()[-1])
+    assert Path(said["model"]).parts[-1] == "model" and f"model: {said['model']}" in runs.evaluation.err
     last = rows_of(runs.whole[0])[4]
     for name in ("accuracy", "length_mean", "clipped_frac"):
         assert said[f"eval/heldout/{name}"] == last[f"eval/heldout/{name}"]

@@ -43,7 +43,7 @@ from hybrid_grpo import engine
 from hybrid_grpo.config import DataConfig, EngineConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.model.loading import stop_ids
-from hybrid_grpo.model.pretrained import load_tokenizer
+from hybrid_grpo.model.loading import load_tokenizer
 from hybrid_grpo.policy import Policy
 
 engine.start()
@@ -250,7 +250,7 @@ def test_a_reader_who_has_had_enough_ends_it_quietly() -> None:
         ([], "\n \n", "data.path is standard input, and that is empty"),
         ([], '{"prompt": ""}', "row 0 (from 0) of standard input is an empty prompt"),
         ([], '{"promt": "a="}', "standard input has no such column: did you mean promt?"),
-        ([], 'a=\n{"prompt": 1', "data.path: line 2 of standard input begins like a JSON object and is none"),
+        ([], 'a=\n{"prompt": 1', "data.path: line 2 of standard input begins like a JSON object and is not one"),
         ([], b"a=\n\n\xe4=\n", "data.path: line 3 of standard input is not UTF-8"),
         (["--data.max_prompt_tokens=3"], "a=\nabcd=\n", "the prompt of row 1 (from 0) of standard input has 5 tokens"),
         (

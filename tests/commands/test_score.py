@@ -1,22 +1,26 @@
-"""`score`, in this process, on rows of letters."""
+"""`score`, in this process: on rows of letters, and on a tiny run whose own rewards must say again what they said."""
 
 from __future__ import annotations
 
 import io
 import json
 import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from char_tokenizer import char_tokenizer
+from launching import make_task
 
 from hybrid_grpo.__main__ import main
-from hybrid_grpo.config import DataConfig, ScoreConfig
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config import ScoreConfig
 from hybrid_grpo.config.parsing import parse
-from hybrid_grpo.data.completed import read_completed
 
 pytestmark = pytest.mark.process
 REWARDS = """
@@ -53,7 +57,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(REWARDS)
@@ -79,7 +83,9 @@ def summary(err: str) -> dict[str, list[str]]:
     return {label: numbers for label, *numbers in (re.split(r"\s{2,}", row.strip()) for row in err.splitlines())}
 
 
-def test_every_completion_has_a_line_and_every_function_a_column(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_completion_has_a_line_and_every_function_a_column(
+    there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["score", "rows.jsonl", *rewards("picky", "longest", ":exact_match")]) == 0
     out, err = capsys.readouterr()
     rows = lines(out)
@@ -99,7 +105,7 @@ def test_every_completion_has_a_line_and_every_function_a_column(capsys: pytest.
     assert "picky: first failure at row 0, sample 2: raised ValueError: no luck (mine.py:7)" in err
 
 
-def test_the_slowest_call_and_calls_out_of_time_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_slowest_call_and_calls_out_of_time_are_told(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write("slow.jsonl", [{"prompt": "", "answer": "", "completions": ["slow", "fast"]}])
     assert main(["score", "slow.jsonl", *rewards("picky")]) == 0
     table = summary(capsys.readouterr().err)
@@ -119,7 +125,7 @@ def test_a_pipe_and_a_file(there: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert [row["reward"] for row in lines((there / "out.jsonl").read_text())] == [1.0, 1.0]
 
 
-def test_chats(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chats(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = [{"role": "assistant", "content": "four"}]
     write("chat.jsonl", [{"prompt": [{"role": "user", "content": "?"}], "text": answer}])
     assert main(["score", "chat.jsonl", *rewards("chatty"), "--data.completion_column=text"]) == 0
@@ -127,7 +133,9 @@ def test_chats(capsys: pytest.CaptureFixture[str]) -> None:
     assert row["reward"] == 4.0 and row["extra"] == {"chatty/role": "user"}
 
 
-def test_a_recipe_s_source_and_system_message_are_not_those_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_s_source_and_system_message_are_not_those_of_the_file(
+    there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     chat = [{"role": "system", "content": "Sort."}, {"role": "user", "content": "ba="}]
     write("said.jsonl", [{"prompt": chat, "completion": "b", "columns": {"answer": "B", "choices": None}}] * 3)
     recipe = ["--data.task", "multiple_choice", "--data.system_prompt", "Sort."]
@@ -143,17 +151,17 @@ def test_tokens_come_from_the_tokenizer_of_the_model(there: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("options, says", [
-    ([], "usage: hybrid-grpo score FILE"),
+    ([], "usage: hybrid-grpo score FILE_OR_RUN"),
     (["rows.jsonl"], "rewards is empty: give at least one"),
-    (["no.jsonl", *rewards("longest")], "FILE no.jsonl: there is no such file or folder"),
+    (["no.jsonl", *rewards("longest")], "SOURCE no.jsonl: there is no such file or folder"),
     (["rows.jsonl", *rewards("longst")], "did you mean longest?"),
     (["rows.jsonl", *rewards("longest"), "--score.output=rows.jsonl"], "would replace the completions that are scored"),
     (["rows.jsonl", *rewards("longest"), "--data.prompt_column=q"], "data.prompt_column q: row 0 (from 0) of rows"),
     (["rows.jsonl", *rewards("longest"), "--data.completion_column=text"], "has neither text nor texts"),
-    (["rows.jsonl", *rewards("tokens")], "tokens looks at completion_ids, which are made of the texts by"),
-    (["mine.jsonl", *rewards("longest")], "FILE mine.jsonl line 2 is not JSON"),
+    (["rows.jsonl", *rewards("tokens")], "tokens looks at completion_ids, which are made from the texts by"),
+    (["mine.jsonl", *rewards("longest")], "SOURCE mine.jsonl line 2 is not JSON"),
 ])  # fmt: skip
-def test_mistakes(capsys: pytest.CaptureFixture[str], options: list[str], says: str) -> None:
+def test_mistakes(there: Path, capsys: pytest.CaptureFixture[str], options: list[str], says: str) -> None:
     Path("mine.jsonl").write_text('{"prompt": "", "completion": ""}\n{"prompt": \n')
     assert main(["score", *options]) == 2
     said = capsys.readouterr().err
@@ -162,15 +170,158 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], options: list[str], says: 
 
 
 @pytest.mark.parametrize("name", ["broken", "never"])
-def test_where_nothing_could_be_scored_the_status_says_so(capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_where_nothing_could_be_scored_the_status_says_so(
+    there: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     assert main(["score", "rows.jsonl", *rewards(name)]) == 2
     out, err = capsys.readouterr()
     assert [row["rewards"][name] for row in lines(out)] == [None] * 5
     assert "hybrid-grpo: error: rewards: nothing could be scored" in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("value", [3, [], [[]], ["a", 3], [{"role": "user", "content": "?"}]])
-def test_what_is_no_completion_is_named_by_its_row(there: Path, value: Any) -> None:
-    write("odd.jsonl", [{"prompt": "", "completion": "a"}, {"prompt": "", "completion": value}])
-    with pytest.raises(UserError, match=r"completion: row 1 \(from 0\) of odd.jsonl has .*: give text, or a chat"):
-        read_completed("odd.jsonl", DataConfig(), [])
+# A run ----------------------------------------------------------------------------------------------------------------
+
+RUN_REWARDS = """
+def early(completions, **columns):
+    if len(completions[0]) == 4:
+        raise ValueError("four")
+    return [None if not text else sum("a" <= letter <= "m" for letter in text) / len(text) for text in completions]
+
+def late(completions, log_extra):
+    log_extra("letters", [len(text) for text in completions])
+    return [1 - sum("a" <= letter <= "m" for letter in text) / max(len(text), 1) for text in completions]
+
+def by_letter(completions):
+    return [[(c, ("a" <= c <= "m") / len(text)) for c in text] for text in completions]
+
+def needs(completions, topic):
+    return [0.0]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_task(tmp_path_factory.mktemp("score"))
+    (folder / "mine.py").write_text(RUN_REWARDS)
+    recipe = {
+        "run": {"steps": 3},
+        "policy": {"model": "model", "dtype": "float32", "lr": 1e-3},
+        "engine": {"zero_stage": 0, "adam": "torch"},
+        "log": {"wandb": "disabled"},
+        "data": {"path": "train.jsonl"},
+        "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_tokens": 8},
+        "grpo": {"overlong_buffer": 3, "scale_rewards": "batch"},
+        "rewards": [
+            {"function": "mine.py:early"},
+            {"function": "length_penalty", "weight": 0.25, "kwargs": {"max_length": 8, "buffer": 4}},
+        ],
+        "eval": {"threshold": 0.5},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    command = [sys.executable, "-m", "hybrid_grpo", "train", "--config", "recipe.yaml"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def run_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(folder)
+    yield folder
+
+
+def report_of(run: Path, name: str) -> dict[str, Any]:
+    return json.loads((run / "score" / f"{name}.json").read_text())
+
+
+def test_the_runs_own_rewards_say_again_what_they_said(run_there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_there / "runs" / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.parent.name != "score"}
+    assert main(["score", "runs/run"]) == 0
+    said = capsys.readouterr().out
+    report = report_of(run, "early+length_penalty")
+    assert report["completions"] == 48 and report["steps"] == [1, 3, 3]
+    for function in report["functions"].values():
+        assert function["agreement"] == 1.0 and function["right_before_only"] == function["right_now_only"] == 0
+        assert function["mean_before"] == function["mean_now"]
+    early = report["functions"]["early"]
+    assert early["failed_now"] > 0 and early["compared"] + early["failed_now"] + early["not_applicable_now"] == 48
+    assert early["pearson"] == early["spearman"] == 1.0
+    assert report["advantages"]["equal_frac"] == 1.0 and report["advantages"]["sign_flips_frac"] == 0.0
+    assert report["advantages"]["zero_std_before"] == report["advantages"]["zero_std_now"]
+    assert (run / "score" / "early+length_penalty.disagreements.jsonl").read_text() == ""
+    assert {path: path.read_bytes() for path in before} == before
+    assert "runs/run: 48 completions of 3 steps, 1 to 3" in said and "right by both" in said
+
+
+def test_other_rewards_for_some_steps(run_there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--rewards", "[{function: 'mine.py:late'}]", "--score.steps=2-", "--score.limit=5"]
+    assert main(["score", "runs/run", *options, "--score.output=mine.json", "--grpo.scale_rewards=none"]) == 0
+    report = json.loads(Path("mine.json").read_text())
+    late = report["functions"]["late"]
+    assert report["completions"] == 32 and report["steps"] == [2, 3, 2] and late["compared_with"] == "early"
+    # One minus the other, where there is another.
+    assert late["pearson"] == pytest.approx(-1.0) and late["mean_now"] == pytest.approx(1 - late["mean_before"])
+    lines = Path("mine.disagreements.jsonl").read_text().splitlines()
+    worst = [json.loads(line) for line in lines]
+    assert len(worst) == 5 and [w["size"] for w in worst] == sorted((w["size"] for w in worst), reverse=True)
+    assert worst[0]["extra"] == {"letters": len(worst[0]["completion"])}
+    assert abs(worst[0]["before"] - worst[0]["now"]) == worst[0]["size"] > 0
+    assert worst[0]["completion"] in capsys.readouterr().out
+
+
+def test_rewards_of_steps_are_scored_with_the_runs_tokens(run_there: Path) -> None:
+    options = ["--rewards", "[{function: 'mine.py:by_letter'}]", "--grpo.overlong_buffer=0"]
+    both = {}
+    for credit in ("reward_to_go", "normalized"):
+        name = f"--score.output={credit}.json"
+        assert main(["score", "runs/run", *options, name, f"--grpo.step_credit={credit}"]) == 0
+        both[credit] = json.loads(Path(f"{credit}.json").read_text())
+        by_letter = both[credit]["functions"]["by_letter"]
+        assert by_letter["pearson"] == pytest.approx(1.0), "the same sums as the run's"
+        assert not any("count as one" in note for note in both[credit]["notes"])
+    ways = [report["advantages"]["pearson"] for report in both.values()]
+    assert abs(ways[0] - ways[1]) > 1e-3, "which are other advantages where the steps are not one"
+
+
+@pytest.mark.parametrize("options, says", [
+    (["--score.limit=3"], "usage: hybrid-grpo score FILE_OR_RUN"),
+    (["runs/run", "more"], "usage: hybrid-grpo score FILE_OR_RUN"),
+    (["empty"], "empty has no rollouts: they are written by a training run with log.rollouts_every above 0"),
+    (["runs/run", "--score.steps=two"], "score.steps 'two' is no range of steps"),
+    (["runs/run", "--score.steps=7-9"], "score.steps 7-9 has no rollouts: the run has those of steps 1 to 3"),
+    (["runs/run", "--score.output=a/b"], "score.output a/b: there is no folder a"),
+    (["runs/run", "--score.output=-"], "score.output -: the report of a run is a file"),
+    (["train.jsonl", "--rewards=[{function: exact_match}]", "--score.steps=3"], "is not the folder of a run"),
+    (["runs/run", "--score.limits=2"], "there is no setting score.limits: did you mean score.limit?"),
+    (["runs/run", "--rewards", "[{function: 'mine.py:needs'}]"], "needs needs topic, which is neither a column"),
+    (["torn"], "torn/rollouts/step_000002.jsonl line 16 is not JSON"),
+    (["lacking"], "lacking/rollouts/step_000002.jsonl line 13: group 3 has samples [0, 1, 3]"),
+    (["foreign"], "foreign/rollouts/step_000001.jsonl line 1 has no completion: it is not as a run writes it"),
+    (["mixed"], "score.steps: groups have 2 completions in step 2 and 4 before it: choose steps of one size"),
+])  # fmt: skip
+def test_mistakes_with_a_run(
+    run_there: Path, capsys: pytest.CaptureFixture[str], options: list[str], says: str
+) -> None:
+    for name in ("torn", "lacking", "foreign", "empty", "mixed"):
+        (run_there / name / "rollouts").mkdir(parents=True, exist_ok=True)
+        shutil.copy("runs/run/config.yaml", run_there / name)
+    whole = Path("runs/run/rollouts/step_000002.jsonl").read_text()
+    lines = whole.splitlines(keepends=True)
+    Path("torn/rollouts/step_000002.jsonl").write_text(whole[:-20])
+    Path("lacking/rollouts/step_000002.jsonl").write_text("".join(lines[:14] + lines[15:]))
+    shutil.copy("runs/run/rollouts/step_000001.jsonl", "mixed/rollouts")
+    Path("mixed/rollouts/step_000002.jsonl").write_text("".join(lines[:2]))
+    Path("foreign/rollouts/step_000001.jsonl").write_text(lines[0].replace('"completion"', '"text"'))
+    assert main(["score", *options]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("hybrid-grpo: error: ") and said.count("\n") == 1
+    assert says in said
+
+
+def test_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["score", "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert "usage: hybrid-grpo score FILE_OR_RUN" in said and "--score.steps" in said

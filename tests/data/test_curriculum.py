@@ -1,6 +1,5 @@
 """Success rates and the stream of prompts that follows them: formulas, statistics, ranks, resuming."""
 
-import json
 import math
 import threading
 from collections import Counter
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from launching import make_task, ranks
-from test_config import User
 
 from hybrid_grpo.config import CurriculumConfig
 from hybrid_grpo.config.errors import UserError
@@ -92,7 +90,7 @@ def test_prompts_that_were_never_tried_are_judged_by_their_like():
         teaching.append(sum(p.columns["level"] == "middle" for p in drawn) / 30)
     assert teaching[0] < 0.5 and np.mean(teaching[4:]) > 0.65
     meter = Meter()
-    curriculum.measure(meter)
+    meter.update(curriculum.numbers())
     assert 0.08 < meter.reduce()["curriculum/tried_frac"] <= 0.1
 
 
@@ -225,31 +223,10 @@ def test_the_classes_of_a_column():
         classes(prompts_of([1]), "levle")
 
 
-def test_the_file_of_prompts(tmp_path):
+def test_tried_prompts_come_hardest_first():
     curriculum = stream(prompts_of(["a"] * 9), batch=3)
     drawn = play(curriculum, lambda p: p.id % 2)
-    curriculum.write(tmp_path / "prompts.jsonl")
-    lines = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    lines = curriculum.tried_prompts()
     assert {line["prompt_id"] for line in lines} == {p.id for p in drawn}
     assert all(line["tries"] == G and line["right"] == G * (line["prompt_id"] % 2) for line in lines)
     assert [line["success_rate"] for line in lines] == sorted(line["success_rate"] for line in lines)
-
-
-@pytest.mark.parametrize(("settings", "says"), [
-    (["skip_above=1.2"], "curriculum.skip_above 1.2 must be in [0, 1]"),
-    (["skip_above=0.1", "skip_below=0.2"], "curriculum.skip_below 0.2 and curriculum.skip_above 0.1 leave out"),
-    (["sampling=difficulty", "floor=0"], "curriculum.floor 0.0 must be in (0, 1]"),
-    (["sampling=difficulty", "half_life=0"], "curriculum.half_life 0 must be greater than 0"),
-    (["sampling=difficulty", "min_tries=3"], "curriculum.min_tries 3 has no effect without curriculum.skip_above"),
-    (["column=level"], "curriculum.column level has no effect with curriculum.sampling uniform"),
-    (["floor=0.2"], "curriculum.floor 0.2 has no effect with curriculum.sampling uniform"),
-])  # fmt: skip
-def test_settings_that_mean_nothing_are_refused(tmp_path, settings, says):
-    assert User(tmp_path).refused(*(f"--curriculum.{setting}" for setting in settings)).startswith(says)
-
-
-def test_the_order_of_the_source_and_a_curriculum_do_not_go_together(tmp_path):
-    user = User(tmp_path)
-    user.train("--curriculum.sampling=difficulty", "--curriculum.column=level")
-    message = user.refused("--curriculum.skip_above=0.9", "--data.shuffle=false")
-    assert message.startswith("data.shuffle false keeps the order of the source, which curriculum changes")

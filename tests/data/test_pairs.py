@@ -76,7 +76,9 @@ def test_a_row_that_has_no_completion_is_named(data, bad):
 
 
 def test_a_missing_column_or_eos_is_refused(data):
-    with pytest.raises(UserError, match=r"^data.completion_column answer: .* the columns are prompt, completion$"):
+    with pytest.raises(
+        UserError, match=r"^data.completion_column answer: .* has no such column: known are prompt, completion$"
+    ):
         read_pairs(data(("a", "x"), completion_column="answer"), char_tokenizer(), 10)
     with pytest.raises(UserError, match=r"^data.completion_column and data.prompt_column are both prompt"):
         read_pairs(data(("a", "x"), completion_column="prompt"), char_tokenizer(), 10)

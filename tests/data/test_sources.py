@@ -190,3 +190,47 @@ def test_sources_take_their_own_split_and_limit():
     assert same == Source("a", "test", "main", 2, "data.path", "data.eval_split")
     other = evaluation_source(DataConfig(path="a", subset="main", eval_path="b", eval_limit=2))
     assert other == Source("b", None, None, 2, "data.eval_path", "data.eval_split")
+
+
+@pytest.mark.parametrize("make", [*SOURCES, lambda _: ROWS, lambda _: Dataset.from_list(ROWS)])
+def test_a_split_may_be_a_slice(make, tmp_path):
+    path = make(tmp_path)
+    assert read_rows(Source(path, "train[:60%]")) + read_rows(Source(path, "train[60%:]")) == ROWS
+    assert read_rows(Source(path, "train[1:3]", limit=1)) == ROWS[1:2]
+    assert read_rows(Source(path, "train[:1]+train[-20%:]")) == [ROWS[0], ROWS[4]]
+
+
+def test_one_file_may_hold_the_training_and_the_held_out_rows(tmp_path):
+    config = DataConfig(path=make_jsonl(tmp_path), split="train[:80%]", eval_split="train[80%:]")
+    assert read_rows(training_source(config)) + read_rows(evaluation_source(config)) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ("train[:a]", r"^data.split train\[:a\] is no slice of a split \(.*\): write one as in train\[:90%\]"),
+        ("train[:200%]", r"^data.split train\[:200%\] is no slice of a split \(Percent slice boundaries must be"),
+        ("train[90%]", r"^data.split train\[90%\] is no slice"),
+        ("test[:50%]", r"^data.split test\[:50%\]: there is no such split, data.path .* has train: set data.split to"),
+        ("train[9:]", r"^data.path .*rows.jsonl \[train\[9:\]\] is empty: it has no rows$"),
+    ],
+)
+def test_a_slice_that_is_none_is_refused(tmp_path, split, message):
+    with pytest.raises(UserError, match=message):
+        read_rows(Source(make_jsonl(tmp_path), split))
+
+
+def test_a_source_may_be_an_object(tmp_path):
+    assert read_rows(Source(ROWS)) == read_rows(Source(Dataset.from_list(ROWS).with_format("torch"))) == ROWS
+    assert read_rows(Source([{"prompt": "a"}, {"prompt": "b", "level": 2}]))[0] == {"prompt": "a", "level": None}
+    splits = DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])})
+    assert read_rows(Source(splits, "test")) == ROWS[:1]
+    assert read_rows(training_source(DataConfig(path=ROWS, limit=2))) == ROWS[:2]
+    for source, message in [
+        (Source([]), r"^data.path a list \[train\] is empty: it has no rows$"),
+        (Source(["a"]), r"^data.path: row 0 \(from 0\) is a str: give dicts$"),
+        (Source(ROWS, "test"), r"^data.split test: there is no such split, data.path a list has train"),
+        (Source(ROWS, subset="main"), r"^data.subset main: data.path a list has no subsets: leave it out$"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            read_rows(source)

@@ -19,7 +19,7 @@ from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.pairs import read_pairs
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import evaluation_source, read_rows, training_source
-from hybrid_grpo.data.tasks import TASKS, load_task
+from hybrid_grpo.data.tasks import TASKS
 from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.scoring import Rewards
 
@@ -119,16 +119,16 @@ def test_code_reads_setup_code_and_tests_of_other_forms():
 
 @pytest.mark.parametrize("name", ["letters", "countdown"])
 def test_made_rows_are_the_same_every_time_and_split_cleanly(name):
-    task = load_task(name)
     data = DataConfig(task=name, limit=300, eval_split="test", eval_limit=100)
     train, held_out = read_rows(training_source(data)), read_rows(evaluation_source(data))
     assert train == read_rows(training_source(data)) and train[:7] == read_rows(training_source(replace(data, limit=7)))
     prompts = {row["prompt"] for row in train}
     assert len(prompts) == 300 and len({row["prompt"] for row in held_out} - prompts) == 100
     # Their own solutions are right.
+    rewards = settings("--data.task", name).rewards
     columns = [Prompt(i, row["prompt"], [], row) for i, row in enumerate(train)]
-    scores = Rewards(load_rewards(task.rewards)).score(columns, [completion(row["completion"]) for row in train])
-    assert scores.reward_B.tolist() == [float(len(task.rewards))] * 300
+    scores = Rewards(load_rewards(rewards)).score(columns, [completion(row["completion"]) for row in train])
+    assert scores.reward_B.tolist() == [float(len(rewards))] * 300
 
 
 def test_a_task_is_resolved_and_what_the_user_says_wins(tmp_path):
@@ -162,7 +162,6 @@ def test_the_resolved_recipe_is_the_same_run(task, tmp_path):
 OWN = """
 from dataclasses import replace
 from operator import itemgetter
-from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.data.tasks import TASKS, TaskRecipe, text
 
 def shout(completions, answer):
@@ -171,13 +170,14 @@ def shout(completions, answer):
 def row(row):
     return {"prompt": text(row, "say") + "!", "answer": text(row, "say").upper()}
 
-shouting = TaskRecipe(row=row, rewards=[RewardConfig(":shout", weight=2.0)], path="mine.jsonl", threshold=0.5)
-
-def shorter():
-    return replace(TASKS["letters"], limit=3)
-
-def broken():
-    raise RuntimeError("no luck")
+settings = {
+    "data": {"path": "mine.jsonl", "chat_template": "always"},
+    "rewards": [{"function": ":shout", "weight": 2.0}],
+    "eval": {"threshold": 0.5},
+    "rollout": {"max_completion_tokens": 7},
+}
+shouting = TaskRecipe(row, settings)
+shorter = replace(TASKS["letters"], settings={"data": {"limit": 3}, "rewards": [":shout", "exact_match"]})
 
 number = 3
 fragile = replace(shouting, row=lambda row: {"prompt": row["say"][9]})
@@ -191,6 +191,7 @@ def own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     jsonl(tmp_path / "mine.jsonl", {"say": "ho", "other": 1}, {"say": "hey", "other": 2})
     (tmp_path / "my_task.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("raise RuntimeError('no luck')")
     return tmp_path
 
 
@@ -206,7 +207,15 @@ def test_a_task_of_one_s_own(own):
     }
     scores = Rewards(load_rewards(config.rewards)).score(prompts, [completion("HO"), completion("hey")])
     assert scores.reward_B.tolist() == [2.0, 0.0]
-    assert settings("--data.task", "my_task.py:shorter").data.limit == 3
+    assert config.rollout.max_completion_tokens == 7 and config.data.chat_template == "never"
+    shorter = settings("--data.task", "my_task.py:shorter")
+    assert shorter.data.limit == 3 and shorter.rewards == list(map(RewardConfig, ("my_task.py:shout", "exact_match")))
+
+
+def test_a_function_that_reads_rows_is_a_task(own):
+    config = settings("--data.task", "my_task.py:row", "--data.path", "mine.jsonl", "--rewards", "my_task.py:shout")
+    assert [prompt.text for prompt in read_prompts(config.data, char_tokenizer())[0]] == ["ho!", "hey!"]
+    assert config.rewards == [RewardConfig("my_task.py:shout")]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +225,7 @@ def test_a_task_of_one_s_own(own):
         ("no.py:task", "data.task no.py:task: there is no file"),
         ("my_task.py:shoutin", "data.task my_task.py:shoutin: my_task.py has no shoutin: did you mean shouting?"),
         ("my_task.py:number", "data.task my_task.py:number is a int: give a TaskRecipe"),
-        ("my_task.py:broken", "data.task my_task.py:broken: it raised RuntimeError: no luck (my_task.py:19)"),
+        ("broken.py:task", "importing broken.py raised RuntimeError: no luck (broken.py:1)"),
         ("no_such_module:task", "there is no module no_such_module"),
     ],
 )
@@ -333,5 +342,5 @@ def test_a_run_of_a_task_starts_and_steps(task, model, tmp_path):
     assert "eval/heldout/accuracy" in metrics[0] and metrics[-1]["progress/completions"] == 16
     stored = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert stored["data"]["task"] == task and [r["function"] for r in stored["rewards"]] == [
-        reward.function for reward in TASKS[task].rewards
+        reward["function"] for reward in TASKS[task].settings["rewards"]
     ]

@@ -1,7 +1,7 @@
 import pytest
 
 from hybrid_grpo.generation import Sampling
-from hybrid_grpo.generation.endings import text_ends
+from hybrid_grpo.generation.sampler import text_ends
 
 
 def letters(token_ids):

@@ -2,32 +2,32 @@ import pytest
 import torch
 
 from hybrid_grpo.config import GrpoConfig
+from hybrid_grpo.data.batch import Numbers
 from hybrid_grpo.grpo.kl import KlController
-from hybrid_grpo.grpo.loss import LossStats
 
 ADAPTED = GrpoConfig(beta=0.1, kl_target=0.02, kl_horizon=1000)
 
 
-def stats(kl: float, tokens: int) -> LossStats:
-    nothing = torch.tensor(0)
-    return LossStats(torch.tensor(tokens), torch.tensor(kl), nothing, nothing, nothing)
+def numbers(kl: float, tokens: int) -> Numbers:
+    """Of a micro-batch whose tokens have this KL together."""
+    return {"policy/kl": (torch.tensor(kl) / tokens, tokens)} if tokens else {}
 
 
 @pytest.mark.parametrize("kl, factor", [(0.02, 1.0), (0.022, 1 + 0.1 * 0.05), (9.0, 1 + 0.2 * 0.05), (0.0, 0.99)])
 def test_beta_follows_the_kl_per_token_of_a_step(kl, factor):
     controller = KlController(ADAPTED, rows=50, device=torch.device("cpu"))
     for share in (0.25, 0.75):
-        controller.add(stats(kl * 100 * share, 50))
+        controller.add(numbers(kl * 100 * share, 50))
     controller.update()
     assert controller.beta == pytest.approx(0.1 * factor)
     # Nothing of the step before is left.
-    controller.add(stats(2.0, 100))
+    controller.add(numbers(2.0, 100))
     controller.update()
     assert controller.beta == pytest.approx(0.1 * factor)
 
 
 def test_a_step_without_tokens_and_a_fixed_beta_change_nothing():
-    for grpo, seen in ((ADAPTED, stats(0.0, 0)), (GrpoConfig(beta=0.1), stats(9.0, 10))):
+    for grpo, seen in ((ADAPTED, numbers(0.0, 0)), (GrpoConfig(beta=0.1), numbers(9.0, 10))):
         controller = KlController(grpo, rows=50, device=torch.device("cpu"))
         controller.add(seen)
         controller.update()
@@ -36,7 +36,7 @@ def test_a_step_without_tokens_and_a_fixed_beta_change_nothing():
 
 def test_a_resumed_run_goes_on_with_beta_and_one_without_target_with_its_own():
     before = KlController(ADAPTED, rows=50, device=torch.device("cpu"))
-    before.add(stats(9.0, 1))
+    before.add(numbers(9.0, 1))
     before.update()
     for grpo, beta in ((ADAPTED, before.beta), (GrpoConfig(beta=0.3), 0.3)):
         after = KlController(grpo, rows=50, device=torch.device("cpu"))

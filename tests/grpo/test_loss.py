@@ -23,8 +23,17 @@ KLS = [
     {},
     *({"kl_estimator": k, "kl_unbiased": unbiased} for k in ("k1", "k2", "k3") for unbiased in (False, True)),
 ]
+
+
+def unchecked(**options):
+    """An objective that the settings may refuse: the formulas hold for it all the same."""
+    grpo = object.__new__(GrpoConfig)
+    vars(grpo).update(vars(GrpoConfig()) | options)
+    return grpo
+
+
 FAMILY = [
-    GrpoConfig(**{"epsilon_high": 0.3, "loss_type": loss_type, "importance": importance} | surrogate)
+    unchecked(**{"epsilon_high": 0.3, "loss_type": loss_type, "importance": importance} | surrogate)
     for loss_type, importance, surrogate in itertools.product(LOSS_TYPES, ["token", "sequence"], SURROGATES)
 ]
 
@@ -34,7 +43,7 @@ DAPO = FAMILY[: len(FAMILY) // len(LOSS_TYPES)]
 
 def name(options):
     options = vars(options) if isinstance(options, GrpoConfig) else options
-    default = vars(GrpoConfig(epsilon_high=0.3))
+    default = vars(unchecked(epsilon_high=0.3))
     return "-".join(str(value) for key, value in options.items() if value != default[key]) or "default"
 
 
@@ -45,7 +54,7 @@ def family(test):
 @family
 @pytest.mark.parametrize("kl", KLS, ids=name)
 def test_value_and_gradient_are_those_of_the_formula(grpo, kl):
-    grpo, beta = GrpoConfig(**vars(grpo) | kl), 0.3 if kl else 0.0
+    grpo, beta = unchecked(**vars(grpo) | kl), 0.3 if kl else 0.0
     batch = Batch(seed=3)
     # Weights are float32: their rounding counts against terms near 1, whatever the sum cancels to.
     assert batch.loss(grpo, beta)[0].item() == pytest.approx(value(batch, grpo, beta), rel=1e-6, abs=2e-7)
@@ -55,7 +64,7 @@ def test_value_and_gradient_are_those_of_the_formula(grpo, kl):
 
 @family
 def test_advantages_of_tokens_corrections_and_entropy_enter_as_the_formula_says(grpo):
-    grpo = GrpoConfig(**vars(grpo) | {"entropy_coef": 0.2})
+    grpo = unchecked(**vars(grpo) | {"entropy_coef": 0.2})
     batch = Batch(seed=4, process=True)
     given = {"correction_bT": batch.correction}
     loss, _ = batch.loss(grpo, **given)
@@ -89,7 +98,7 @@ def test_no_advantage_and_no_kl_are_exactly_no_gradient(grpo):
 
 @family
 def test_splitting_into_micro_batches_and_their_order_change_nothing(grpo):
-    grpo = GrpoConfig(**vars(grpo) | {"entropy_coef": 0.1})
+    grpo = unchecked(**vars(grpo) | {"entropy_coef": 0.1})
     batch = Batch(4)
     whole, stats = batch.loss(grpo)
     gradient = batch.gradient(grpo)
@@ -107,7 +116,7 @@ def test_splitting_into_micro_batches_and_their_order_change_nothing(grpo):
 @family
 @pytest.mark.parametrize("content", [0.0, -1e4, 1e30, math.inf, -math.inf, math.nan])
 def test_what_stands_in_padding_changes_nothing(grpo, content):
-    grpo = GrpoConfig(**vars(grpo) | {"entropy_coef": 0.1, "kl_unbiased": True})
+    grpo = unchecked(**vars(grpo) | {"entropy_coef": 0.1, "kl_unbiased": True})
     batch = Batch(6)
     expected, stats = batch.loss(grpo, correction_bT=batch.correction)
     gradient = batch.gradient(grpo, correction_bT=batch.correction)
@@ -157,7 +166,7 @@ def test_a_row_of_weight_zero_has_no_part(grpo):
 def test_the_bounds_hold_each_on_its_side(importance, ratio, advantage, gain, slope):
     logp = torch.full((1, 2), math.log(ratio), dtype=torch.float64, requires_grad=True)
     two = torch.ones(1, 2, dtype=torch.float64)
-    grpo = GrpoConfig(importance=importance, epsilon_low=0.4, epsilon_high=0.3, dual_clip=3.0)
+    grpo = unchecked(importance=importance, epsilon_low=0.4, epsilon_high=0.3, dual_clip=3.0)
     loss, stats = policy_loss(logp, torch.zeros_like(two), advantage * two, two / 2, grpo, beta=0.0)
     loss.backward()
     assert -loss.item() == pytest.approx(gain)
@@ -171,7 +180,7 @@ def test_the_bounds_hold_each_on_its_side(importance, ratio, advantage, gain, sl
 def test_cispo_cuts_the_weight_and_keeps_the_gradient(ratio, slope, advantage):
     logp = torch.full((1, 1), -2.0, dtype=torch.float64, requires_grad=True)
     one = torch.ones_like(logp)
-    grpo = GrpoConfig(surrogate="cispo", epsilon_high=0.3)
+    grpo = unchecked(surrogate="cispo", epsilon_high=0.3)
     loss, stats = policy_loss(logp, logp.detach() - math.log(ratio), advantage * one, one, grpo, beta=0.0)
     loss.backward()
     assert -logp.grad.item() == pytest.approx(slope * advantage)
@@ -181,7 +190,7 @@ def test_cispo_cuts_the_weight_and_keeps_the_gradient(ratio, slope, advantage):
 
 def test_statistics_count_real_tokens():
     batch = Batch(7)
-    _, stats = batch.loss(GrpoConfig(epsilon_high=0.3))
+    _, stats = batch.loss(unchecked(epsilon_high=0.3))
     ratio = (batch.logp - batch.old).exp()
     positive, negative = batch.advantages > 0, batch.advantages < 0
     assert stats.tokens == batch.mask.sum()
@@ -190,15 +199,15 @@ def test_statistics_count_real_tokens():
     assert stats.ratio_max == ratio[batch.mask].max()
     assert stats.kl.item() == pytest.approx(kl_penalty(batch.logp, batch.ref, "k3")[batch.mask].sum().item())
     batch.logp = batch.old - 0.5
-    assert batch.loss(GrpoConfig())[1].ratio_max.item() == pytest.approx(math.exp(-0.5))
+    assert batch.loss(unchecked())[1].ratio_max.item() == pytest.approx(math.exp(-0.5))
 
 
 @pytest.mark.parametrize("options, beta", [({"kl_in": "reward"}, 0.1), ({}, 0.0)])
 def test_a_kl_outside_the_loss_is_measured_and_no_more(options, beta):
     batch = Batch(8)
-    loss, stats = batch.loss(GrpoConfig(**options), beta)
-    assert torch.equal(loss, batch.loss(GrpoConfig(), 0.0, ref_logp_bT=None)[0])
-    assert stats.kl > 0 and batch.loss(GrpoConfig(), 0.0, ref_logp_bT=None)[1].kl == 0
+    loss, stats = batch.loss(unchecked(**options), beta)
+    assert torch.equal(loss, batch.loss(unchecked(), 0.0, ref_logp_bT=None)[0])
+    assert stats.kl > 0 and batch.loss(unchecked(), 0.0, ref_logp_bT=None)[1].kl == 0
 
 
 @pytest.mark.parametrize("grpo", DAPO, ids=name)
@@ -206,7 +215,7 @@ def test_a_kl_outside_the_loss_is_measured_and_no_more(options, beta):
 @pytest.mark.parametrize("gap", [30.0, 1e4, 1e30])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_enormous_log_ratios_stay_finite(grpo, advantage, gap, sign):
-    grpo = GrpoConfig(**vars(grpo) | {"kl_unbiased": True})
+    grpo = unchecked(**vars(grpo) | {"kl_unbiased": True})
     logp = torch.full((1, 2), -2.0, requires_grad=True)
     other, half = logp.detach() + sign * gap, torch.full((1, 2), 0.5)
     loss, stats = policy_loss(logp, other, 2 * advantage * half, half, grpo, beta=0.1, ref_logp_bT=other)
@@ -218,6 +227,6 @@ def test_enormous_log_ratios_stay_finite(grpo, advantage, gap, sign):
 def test_a_term_without_its_tensor_is_our_mistake():
     batch = Batch(8)
     with pytest.raises(AssertionError, match="ref_logp"):
-        batch.loss(GrpoConfig(), 0.1, ref_logp_bT=None)
+        batch.loss(unchecked(), 0.1, ref_logp_bT=None)
     with pytest.raises(AssertionError, match="entropy"):
-        batch.loss(GrpoConfig(entropy_coef=0.1), entropy_bT=None)
+        batch.loss(unchecked(entropy_coef=0.1), entropy_bT=None)

@@ -7,7 +7,7 @@ import torch
 
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
 from hybrid_grpo.data.loader import PromptLoader
-from hybrid_grpo.grpo.resampling import Places, resample
+from hybrid_grpo.grpo.resampling import GroupSlots, resample
 from hybrid_grpo.run.metrics import Meter
 
 CPU = torch.device("cpu")
@@ -34,22 +34,22 @@ class Step:
             self.rounds.append([prompt.id for prompt in prompts])
             return rollout_of(prompts, good)
 
-        self.rollout, self.scores = resample(
+        self.rollout, self.scores, numbers = resample(
             rollout,
             scores,
             list(range(groups)),
             draw=lambda count, wanted: [prompt for prompt, _ in self.loader.draw(count, wanted)],
             sample=sample,
             max_rounds=max_rounds,
-            meter=self.meter,
             device=CPU,
         )
+        self.meter.update(numbers)
         self.kept = [prompt.id for prompt in self.rollout.prompts]
 
 
-def test_open_places_are_taken_by_the_first_candidate_that_teaches_something():
+def test_open_slots_are_taken_by_the_first_candidate_that_teaches_something():
     step = Step(4, good={0, 2, 5, 6, 7}, max_rounds=5)
-    # Two of four teach something: two candidates each for the places of 1 and 3, dealt in turns.
+    # Two of four teach something: two candidates each for the slots of 1 and 3, dealt in turns.
     assert step.rounds == [[4, 5, 6, 7]]
     assert step.kept == [0, 6, 2, 5], "7 teaches something too, and is one too many"
     assert step.rollout.completions[2].token_ids == [6, 0]
@@ -80,7 +80,7 @@ def test_no_prompt_is_drawn_twice():
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 6])
-def test_candidates_belong_to_places_whoever_has_them(world, monkeypatch):
+def test_candidates_belong_to_slots_whoever_has_them(world, monkeypatch):
     taken = [True, False, True, False, False, True]
     flags = torch.tensor([*map(int, taken), sum(taken)])
     monkeypatch.setattr("hybrid_grpo.grpo.resampling.all_reduce", lambda _: flags.clone())
@@ -88,10 +88,10 @@ def test_candidates_belong_to_places_whoever_has_them(world, monkeypatch):
     seen = {}
     for rank in range(world):
         mine = list(range(rank * share, (rank + 1) * share))
-        places = Places(mine, 6, CPU)
-        places.close(torch.tensor([taken[place] for place in mine]), 0)
-        candidates = places.candidates()
-        assert candidates.drawn == 6 and places.open == [1, 3, 4]
+        slots = GroupSlots(mine, 6, CPU)
+        slots.close(torch.tensor([taken[slot] for slot in mine]), 0)
+        candidates = slots.candidates()
+        assert candidates.drawn == 6 and slots.open == [1, 3, 4]
         for number, group in zip(candidates.wanted, candidates.groups, strict=True):
             seen[number] = mine[group]
     assert seen == {0: 1, 1: 3, 2: 4, 3: 1, 4: 3, 5: 4}

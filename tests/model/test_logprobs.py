@@ -2,7 +2,6 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from tiny_models import ARCHITECTURES, TIED, VOCABULARY, build, tiny_config
@@ -169,7 +168,7 @@ def micro_batch():
 def scores_of(model, ids, mask, temperature):
     """Scores of the tokens under the mask by `LogprobModel`, row after row."""
     before = mask.flatten().nonzero()[:, 0].numpy() - 1
-    source = Selection(before, np.ones(len(before), dtype=bool), ids.device)
+    source = Selection(before, ids.device)
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     return LogprobModel(model)(ids, positions, source, ids[mask], None, temperature)
 

@@ -1,5 +1,6 @@
 """What `rewards` of a configuration may name, and what is said when it names nothing."""
 
+import os
 import pickle
 import sys
 import time
@@ -7,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reward_helpers import command_lines, in_time, isolated, rows
+from foreign_rewards import longer_is_better
+from reward_helpers import command_lines, in_time, isolated, rows, statuses
 
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.config.errors import UserError
@@ -16,7 +18,7 @@ from hybrid_grpo.rewards.builtin import BUILTINS
 from hybrid_grpo.rewards.functions import Function, load_function
 from hybrid_grpo.rewards.loading import _workers, load_rewards
 from hybrid_grpo.rewards.rules import exact_match
-from hybrid_grpo.rewards.workers.pool import Inline
+from hybrid_grpo.rewards.workers.pool import InlineCaller
 
 
 def load(function: str, **fields: Any) -> Function:
@@ -55,7 +57,7 @@ def test_a_builtin_by_its_name() -> None:
     (reward,) = load_rewards([RewardConfig("exact_match", weight=0.5, name="right")])
     assert (reward.name, reward.weight, reward.interface.batch_size) == ("right", 0.5, "group")
     assert reward.interface.required == ["answer", "completions"] == reward.interface.accepted
-    assert isinstance(reward.lane, Inline)
+    assert isinstance(reward.caller, InlineCaller)
 
 
 SIMPLE = sorted(name for name, builtin in BUILTINS.items() if builtin.place.startswith("hybrid_grpo.rewards.rules:"))
@@ -63,8 +65,13 @@ SIMPLE = sorted(name for name, builtin in BUILTINS.items() if builtin.place.star
 
 @pytest.mark.parametrize("name", SIMPLE)
 def test_every_simple_builtin_loads(name: str) -> None:
-    kwargs = {"format_regex": {"pattern": "a+"}, "length_penalty": {"max_length": 8, "buffer": 4}}.get(name, {})
-    assert load(name, kwargs=kwargs).name == name
+    kwargs = {
+        "format_regex": {"pattern": "a+"},
+        "length_penalty": {"max_length": 8, "buffer": 4},
+        "length_target": {"target": 8},
+        "cosine_length": {"max_length": 8},
+    }
+    assert load(name, kwargs=kwargs.get(name, {})).name == name
 
 
 def test_a_function_of_a_file_with_its_sibling(rules: Path) -> None:
@@ -170,6 +177,37 @@ def test_a_column_may_be_called_as_a_setting_of_a_builtin() -> None:
     assert rewards.score(*rows("<think>so</think>", tags=[["algebra"]])).reward_B.tolist() == [1.0]
 
 
+def test_a_function_object_is_called_in_a_worker_by_its_name_or_else_in_a_thread() -> None:
+    def of_a_notebook(completions):
+        return [float(os.getpid()) for _ in completions]
+
+    rewards = isolated(RewardConfig(longer_is_better), RewardConfig(of_a_notebook), RewardConfig(exact_match))
+    assert rewards.names == ["longer_is_better", "of_a_notebook", "exact_match"]
+    assert rewards.functions[0].interface.required == ["completion_ids"]
+    scores = rewards.score(*rows("abc", "b", answer=["abc", "a"]))
+    assert scores.by_function["longer_is_better"].tolist() == [3.0, 1.0]
+    assert scores.by_function["exact_match"].tolist() == [1.0, 0.0]
+    assert scores.by_function["of_a_notebook"].tolist() == [os.getpid()] * 2, "it is called by the rank"
+    with pytest.raises(UserError, match="isolation process: of_a_notebook cannot be imported by another process"):
+        load_rewards([RewardConfig(of_a_notebook, isolation="process")])
+
+
+def test_a_function_object_may_raise_be_awaited_or_be_slow() -> None:
+    async def doubles(completions):
+        return [2.0 * len(c) for c in completions]
+
+    def raises(completions):
+        raise RuntimeError(completions[0])
+
+    def is_slow(completions):
+        time.sleep(30)
+
+    rewards = isolated(RewardConfig(doubles), RewardConfig(raises), RewardConfig(is_slow, timeout_s=0.2))
+    scores = rewards.score(*rows("ab"))
+    assert scores.by_function["doubles"].tolist() == [4.0]
+    assert [statuses(scores, name) for name in ("raises", "is_slow")] == [["failed"], ["timed_out"]]
+
+
 def test_an_object_without_a_signature() -> None:
     assert "wrap it in a `def`" in refusal("builtins:max")
 
@@ -213,7 +251,7 @@ def test_describe_is_one_line_that_points_into_the_file() -> None:
         raise KeyError("two\n  lines")
     except KeyError as error:
         line = error.__traceback__.tb_lineno  # type: ignore[union-attr]
-        assert describe(error, __file__) == rf"KeyError: 'two\n lines' (test_rewards_loading.py:{line})"
+        assert describe(error, __file__) == rf"KeyError: 'two\n lines' (test_loading.py:{line})"
         assert describe(error, None) == r"KeyError: 'two\n lines'"
 
 

@@ -9,9 +9,8 @@ from reward_helpers import inline, statuses
 from hybrid_grpo.config import GrpoConfig, RewardConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
-from hybrid_grpo.grpo.credit import mean_over_tokens, token_advantages
+from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
 from hybrid_grpo.rewards.scoring import Rewards
-from hybrid_grpo.run.metrics import Meter
 
 
 def rewards(*answers: list, weights=(1.0, 1.0)) -> Rewards:
@@ -42,7 +41,7 @@ def advantages(rollout: Rollout, scores: Scores, kl_cost_B=None, names=("f0",), 
         grpo=GrpoConfig(**grpo),
         rewards=[RewardConfig(name) for name in names],
     )
-    return token_advantages(rollout, scores, config, kl_cost_B, Meter(), torch.device("cpu"))
+    return token_advantages(rollout, scores, config, kl_cost_B, torch.device("cpu"))[0]
 
 
 def test_steps_and_outcomes_stay_apart():
@@ -97,7 +96,8 @@ def test_what_are_no_steps_is_a_failure(capfd, value):
     message = capfd.readouterr().err
     assert message.startswith("rewards: f0 returned [") and message.count("\n") == 2
     assert (
-        "pairs: (text, reward) of the completion's pieces, or (end, reward) with ends rising within 1 to 3" in message
+        "pairs: (text, reward) with texts that make up the completion, or (end, reward) with ends rising within 1 to 3"
+        in message
     )
 
 
@@ -147,7 +147,7 @@ class Pairs:
         return "abcdef"[: 2 * len(token_ids)]
 
 
-def test_pieces_of_the_text_are_steps_that_end_with_the_token_of_their_last_letter():
+def test_texts_are_steps_that_end_with_the_token_of_their_last_letter():
     _, scores = in_letters(Pairs(), [("a", 1.0), ("b", 2.0), ("", 4.0), ("c", 8.0), ("def", 16.0)], [("abc", 1.0)])
     assert scores.steps == [[(1, 7.0), (2, 8.0), (3, 16.0)], [(2, 1.0)]]
     assert scores.reward_B.tolist() == [31.0, 1.0] == scores.by_function["f0"].tolist()
@@ -155,19 +155,19 @@ def test_pieces_of_the_text_are_steps_that_end_with_the_token_of_their_last_lett
     assert scores.steps == [[(3, 3.0)], [(2, 3.0)]], "without a tokenizer all of them end with the completion"
 
 
-@pytest.mark.parametrize("pieces", [[("b", 1.0)], [("ab", 1.0), ("b", 1.0)], [("abcdefg", 1.0)]])
-def test_pieces_that_are_not_those_of_the_text_are_a_failure(capfd, pieces):
-    _, scores = in_letters(Pairs(), pieces, [("abcd", 1.0)])
+@pytest.mark.parametrize("text_steps", [[("b", 1.0)], [("ab", 1.0), ("b", 1.0)], [("abcdefg", 1.0)]])
+def test_steps_that_are_not_the_text_are_a_failure(capfd, text_steps):
+    _, scores = in_letters(Pairs(), text_steps, [("abcd", 1.0)])
     assert statuses(scores, "f0") == ["failed", "scored"] and scores.steps == [[], [(2, 1.0)]]
     message = capfd.readouterr().err
-    assert message.startswith("rewards: f0 returned pieces that are not those of the text: piece '")
-    assert "is not what stands at character" in message
+    assert message.startswith("rewards: f0 returned steps that do not make up the text: step '")
+    assert "does not stand at character" in message
 
 
 def test_normalizing_each_reward_is_refused_for_steps():
     rollout, scores = scored([1.0, 0.0], [[(1, 1.0)], []], lengths=[3, 2])
     with pytest.raises(UserError, match=r"grpo.combine_rewards normalize is not defined for rewards of steps: set"):
-        advantages(rollout, scores, combine_rewards="normalize")
+        advantages(rollout, scores, names=("f0", "f1"), combine_rewards="normalize", scale_rewards="none")
 
 
 def test_length_and_kl_are_taken_off_the_reward_and_not_off_the_scores():

@@ -6,14 +6,18 @@ import math
 import pytest
 
 from hybrid_grpo.rewards.builtin import BUILTINS
+from hybrid_grpo.rewards.maths.reward import numeric_answer
 from hybrid_grpo.rewards.rules import (
+    cosine_length,
     exact_match,
     format_regex,
+    format_tags,
     length_penalty,
+    length_target,
     letters_in_place,
-    numeric_answer,
-    overlong_penalty,
+    repeated_share,
     repetition_penalty,
+    word_repetition_penalty,
 )
 
 
@@ -92,6 +96,11 @@ def test_length_penalty_is_equation_13_of_dapo() -> None:
             length_penalty([], max_length=20, buffer=buffer)
 
 
+def test_repeated_share_counts_runs_of_anything() -> None:
+    assert repeated_share([5] * 12, 3) == 0.9 and repeated_share("abab", 2) == 1 - 2 / 3
+    assert repeated_share([], 3) == repeated_share([1, 2], 3) == 0.0
+
+
 def test_repetition_penalty_is_the_share_of_repeated_ngrams() -> None:
     loop, all_new, half = [5] * 12, list(range(12)), [1, 2, 3, 1, 2, 3]
     assert repetition_penalty([loop, all_new, half, [1, 1], []]) == [1 / 10 - 1, 0.0, 3 / 4 - 1, 0.0, 0.0]
@@ -136,21 +145,90 @@ def test_letters_in_place_step_by_step(text, steps) -> None:
     assert letters_in_place([text], [None], steps=True) == [None]
 
 
+GOOD = "<think>a\n<b></think>\n<answer>c</answer>\n"
+
+
+@pytest.mark.parametrize(
+    "completion, strict, loose",
+    [
+        (GOOD, 1, 1), ("<think></think><answer></answer>", 1, 1), ("x" + GOOD, 0, 1), (GOOD + "x", 0, 1),
+        ("<think>a</think>x<answer>b</answer>", 0, 1), ("<answer>b</answer><think>a</think>", 0, 0),
+        ("<think>a<answer>b</answer></think>", 0, 0), (GOOD + GOOD, 0, 0), ("<think>a</think><answer>b", 0, 0),
+        ("<think>a<think>b</think><answer>c</answer>", 0, 0), ("</think>a<think><answer>c</answer>", 0, 0), ("", 0, 0),
+    ],
+)  # fmt: skip
+def test_format_tags(completion: str, strict: int, loose: int) -> None:
+    assert format_tags([completion]) == format_tags(chats(completion)) == [strict]
+    assert format_tags([completion], strict=False) == [loose]
+
+
+def test_format_tags_has_part_of_it_where_that_is_wanted() -> None:
+    texts = [GOOD, "x" + GOOD, "<think>a<answer>b</answer>", "<think><think>", ""]
+    assert format_tags(texts, partial=True) == [1.0, 0.5, 0.375, 0.0, 0.0]
+
+
+def test_format_tags_of_a_template_that_opens_the_first_one() -> None:
+    assert format_tags(["a</think><answer>b</answer>", GOOD], opened=True) == [1.0, 0.0]
+    assert format_tags(["<plan>a</plan>"], tags=["plan"]) == [1.0]
+
+
+@pytest.mark.parametrize("tags", [[], "think", ["a", "a"], ["<a>"], [1]])
+def test_format_tags_refuses_what_are_no_tags(tags: object) -> None:
+    with pytest.raises(ValueError, match="tags"):
+        format_tags([], tags=tags)
+
+
+def test_word_repetition_penalty_counts_words() -> None:
+    # Of 7 runs of three words 3 differ.
+    assert word_repetition_penalty(["a b c a B  c\na b c", "a b", ""]) == [pytest.approx(3 / 7 - 1), 0.0, 0.0]
+    assert word_repetition_penalty(["a a a a"], ngram=1) == [-0.75]
+    with pytest.raises(ValueError, match="ngram 0"):
+        word_repetition_penalty([], ngram=0)
+
+
+def test_length_target() -> None:
+    ids = [[0] * length for length in (0, 50, 90, 100, 110, 160, 400)]
+    assert length_target(ids, target=100) == pytest.approx([-1, -0.5, -0.1, 0, -0.1, -0.6, -1])
+    assert length_target(ids, target=100, tolerance=10) == pytest.approx([-0.9, -0.4, 0, 0, 0, -0.5, -1])
+    with pytest.raises(ValueError, match="target 0"):
+        length_target([], target=0)
+
+
+def test_cosine_length_is_the_paper_s() -> None:
+    """Equations of arXiv:2502.03373: CosFn(t, T, lo, hi) = lo + (hi - lo) (1 + cos(t pi / T)) / 2."""
+    lengths = [0, 25, 50, 100, 130]
+    ids = [[0] * length for length in lengths]
+    settings = {"max_length": 100, "judge": "numeric_answer", "right": [2, 1], "wrong": [-10, 0]}
+    right = [1 + 0.5 * (1 + math.cos(min(length, 100) / 100 * math.pi)) for length in lengths]
+    wrong = [-10 * 0.5 * (1 + math.cos(min(length, 100) / 100 * math.pi)) for length in lengths]
+    assert cosine_length(["#### 1"] * 5, ids, [1] * 5, **settings) == pytest.approx(right)
+    assert cosine_length(["#### 2"] * 5, ids, [1] * 5, **settings) == pytest.approx(wrong)
+    assert cosine_length(["#### 1"] * 5, ids, [1] * 5, exceeded=-10.0, **settings)[2:] == [1.5, -10.0, -10.0]
+    assert cosine_length(["#### 1"], [[]], [None], **settings) == [None]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_length": 0}, {"judge": "length_target"}, {"right": [1]}, {"wrong": ["a", "b"]}]
+)
+def test_cosine_length_refuses_settings(wrong: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        cosine_length([], [], [], **{"max_length": 10, "judge": "exact_match", **wrong})
+
+
 def test_every_builtin_takes_its_settings_by_keyword_and_says_what_it_does() -> None:
-    named = {exact_match, format_regex, length_penalty, letters_in_place, numeric_answer, repetition_penalty}
+    named = {
+        *(exact_match, letters_in_place, format_regex, format_tags, repetition_penalty, word_repetition_penalty),
+        *(length_penalty, length_target, cosine_length),
+    }
     rules = {name for name, builtin in BUILTINS.items() if builtin.place.startswith("hybrid_grpo.rewards.rules:")}
     assert {f.__name__ for f in named} == rules
     for function in named:
         name = function.__name__
         assert BUILTINS[name].place == f"hybrid_grpo.rewards.rules:{name}"
-        assert (BUILTINS[name].called == "inline") == (name != "format_regex"), "a pattern can take exponential time"
+        assert (BUILTINS[name].called == "inline") == (name not in ("format_regex", "cosine_length")), (
+            "they may take long"
+        )
         kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
         columns = {n for n, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
         assert columns <= {"completions", "completion_ids", "answer"}, name
         assert function.__doc__
-
-
-def test_overlong_penalty_is_equation_13_of_dapo() -> None:
-    penalty = overlong_penalty([1, 16, 17, 18, 20, 21, 100], 20, 4, 0.5)
-    assert penalty == [0.0, 0.0, -0.125, -0.25, -0.5, -0.5, -0.5]
-    assert overlong_penalty([1, 20, 30], 20, 0, 1.0) == [0.0, 0.0, 0.0]

@@ -171,7 +171,7 @@ def test_a_function_that_raises_leaves_the_row_at_fault_without_a_reward(capfd, 
     assert scores.by_function["longer_is_better"].tolist() == [1.0] * 5
     lines = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
-        rf"rewards: {name} raised ZeroDivisionError: (float )?division by zero \(test_rewards_scoring.py:\d+\). The"
+        rf"rewards: {name} raised ZeroDivisionError: (float )?division by zero \(test_scoring.py:\d+\). The"
         " completion is left without a reward, and counted as failed",
         lines[0],
     )

@@ -110,11 +110,11 @@ def test_lines_of_a_text_are_steps(tokenizer):
     text = "First, 3 + 4 = 7.\n\nSo the answer is 7."
     token_ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     completion = Completion(token_ids, [], "stop", tokenizer.decode(token_ids, skip_special_tokens=True))
-    pieces = [(line, float(number)) for number, line in enumerate(completion.text.splitlines(keepends=True), 1)]
-    steps = token_steps(pieces, completion, TokenEnds(tokenizer))
+    text_steps = [(line, float(number)) for number, line in enumerate(completion.text.splitlines(keepends=True), 1)]
+    steps = token_steps(text_steps, completion, TokenEnds(tokenizer))
     lengths = [len(tokenizer.decode(token_ids[: k + 1], skip_special_tokens=True)) for k in range(len(token_ids))]
     expected: dict[int, float] = {}
-    for at, (_, reward) in zip(accumulate(len(line) for line, _ in pieces), pieces, strict=True):
+    for at, (_, reward) in zip(accumulate(len(line) for line, _ in text_steps), text_steps, strict=True):
         end = 1 + next(k for k, length in enumerate(lengths) if length >= at)
         expected[end] = expected.get(end, 0.0) + reward
     assert steps == sorted(expected.items()) and len(steps) > 1 and steps[-1][0] == len(token_ids) - 1

@@ -12,13 +12,14 @@ import torch
 from hybrid_grpo import distributed
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
+from hybrid_grpo.run.files import json_safe
 from hybrid_grpo.run.sinks import (
     ConsoleSink,
     JsonlSink,
     Log,
     rollout_lines,
 )
-from hybrid_grpo.run.wandb_sink import WandbSink, json_safe, resolve_wandb_mode
+from hybrid_grpo.run.wandb_sink import WandbSink, resolve_wandb_mode
 
 QUIET = LogConfig(wandb="disabled")
 

@@ -1,4 +1,4 @@
-"""Reward functions that do what the completion says, above all what a reward function should not do.
+"""Reward functions that do what the completion says, mostly things that a reward function should not do.
 
 Imported by worker processes: nothing here imports torch.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 CALLS = UNDER_WAY = MOST = 0
-"""In this worker: so far, at this time, and at any one time."""
+"""Calls in this worker: all so far, under way now, and the most that were under way at once."""
 
 
 def _raises() -> Any:
@@ -49,7 +49,7 @@ def _hangs() -> Any:
 
 
 def _hangs_in_c() -> Any:
-    """Where no Python signal handler would ever run."""
+    """In C code, where no Python signal handler ever runs."""
     ctypes.CDLL(None).pause()
 
 
@@ -83,7 +83,7 @@ def _closes_descriptors() -> Any:
 
 
 def _writes_everywhere() -> Any:
-    """Into the connection to the rank, too: once what is no reply, and once the reply to another call."""
+    """Writes to every descriptor, the connection to the rank included: a reply to another call, and no reply at all."""
     for message in (b"[99, [1.0], {}, {}, false, false]", b"no reply"):
         for descriptor in range(3, 64):
             with suppress(OSError):
@@ -150,13 +150,13 @@ async def sleeps(completions: list[str]) -> list[float]:
 
 
 def sleeps_plainly(completions: list[str]) -> list[float]:
-    """The same, for all rows of a call."""
+    """Like `sleeps`, but a plain function, which sleeps for all rows of a call in turn."""
     time.sleep(sum(map(float, completions)))
     return [float(text) for text in completions]
 
 
 def alarmed(completions: list[str]) -> list[float]:
-    """SIGALRM, as many graders use it: for a time limit of their own."""
+    """Uses SIGALRM for a time limit of its own, as many graders do."""
 
     def ring(number: int, frame: Any) -> None:
         raise TimeoutError
@@ -171,14 +171,14 @@ def alarmed(completions: list[str]) -> list[float]:
 
 
 def leaves_an_alarm(completions: list[str]) -> list[float]:
-    """Sets one and forgets it; the next call takes longer."""
+    """Sets an alarm and forgets it."""
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     time.sleep(float(completions[0]))
     return [1.0]
 
 
 def letters(completions: list[str], completion_ids: list[list[int]], answer: list[str]) -> list[Any]:
-    """A step for every token: whether it is the letter it should be."""
+    """A step for every token, with reward 1 if it is the expected letter."""
     return [
         [(i + 1, float(c[i : i + 1] == a[i : i + 1] != "")) for i in range(len(ids))]
         for c, ids, a in zip(completions, completion_ids, answer, strict=True)
@@ -186,7 +186,7 @@ def letters(completions: list[str], completion_ids: list[list[int]], answer: lis
 
 
 def letter_pieces(completions: list[str], answer: list[str]) -> list[Any]:
-    """The same, letter by letter."""
+    """Like `letters`, with the steps given as text."""
     return [
         [(letter, float(letter == a[i : i + 1])) for i, letter in enumerate(c)]
         for c, a in zip(completions, answer, strict=True)
@@ -194,7 +194,7 @@ def letter_pieces(completions: list[str], answer: list[str]) -> list[Any]:
 
 
 def leaves_files(completions: list[str], folder: str | None = None) -> list[float]:
-    """A file named by each completion, after 50 ms."""
+    """After 50 ms makes a file named by each completion."""
     time.sleep(0.05)
     for text in completions if folder else ():
         (Path(folder) / text).touch()
@@ -210,7 +210,7 @@ def meets(completions: list[str], folder: str) -> list[float]:
 
 
 async def most_at_once(completions: list[str]) -> list[int]:
-    """The same, and how many were under way at most."""
+    """Waits like `meets`; the reward is the most calls that were under way at once."""
     global UNDER_WAY, MOST
     UNDER_WAY += 1
     MOST = max(MOST, UNDER_WAY)
@@ -222,7 +222,7 @@ async def most_at_once(completions: list[str]) -> list[int]:
 
 
 def allocates(completions: list[str]) -> list[float]:
-    """As many MiB as the completion says."""
+    """Allocates as many MiB as the completion says."""
     return [float(len(bytearray(int(completions[0]) << 20)))]
 
 
@@ -234,7 +234,7 @@ def counts(completions: list[str]) -> list[int]:
 
 
 def knows_torch(completions: list[str]) -> list[bool]:
-    """Whether the process has loaded it."""
+    """Whether the process has loaded torch, or a library that does."""
     return [bool({"torch", "transformers", "datasets", "deepspeed"} & sys.modules.keys())]
 
 
@@ -247,13 +247,13 @@ lengths_of_calls.batch_size = 3  # type: ignore[attr-defined]
 
 
 def no_zero(completions: list[str], log_extra: Callable[[str, list[Any]], None]) -> list[float]:
-    """A call with 0 among its completions fails; what each call had is stored."""
+    """A call with 0 among its completions fails; the number of completions of each call is stored."""
     log_extra("rows", [len(completions)] * len(completions))
     return [1 / float(text) for text in completions]
 
 
 def spoils(prompts: list[Any], completions: list[str], answer: list[Any]) -> list[float]:
-    """Changes everything that it is given, to the bottom."""
+    """Changes all its arguments, nested ones too."""
     prompts[0][0]["content"] = "spoilt"
     completions.clear()
     answer[0]["x"].append(1)
@@ -261,6 +261,6 @@ def spoils(prompts: list[Any], completions: list[str], answer: list[Any]) -> lis
 
 
 def writes_pid(completions: list[str], folder: str) -> list[float]:
-    """A file named by the process, which then hangs."""
+    """Makes a file named by the process id, then hangs."""
     (Path(folder) / str(os.getpid())).touch()
     return _hangs()

@@ -27,7 +27,9 @@ def curriculum(folder: Path) -> dict[str, Any]:
     plan = replace(first.plan, num_minibatches=2)
 
     def trainer() -> Trainer:
-        return Trainer(config, plan, first.policy, None, replace(first.task, outcome="letters_in_place"), first.device)
+        return Trainer(
+            config, plan, first.policy, None, replace(first.inputs, outcome="letters_in_place"), first.device
+        )
 
     ours = trainer()
     seen: dict[str, Any] = {"drawn": [], "metrics": []}
@@ -36,7 +38,7 @@ def curriculum(folder: Path) -> dict[str, Any]:
             state = ours.loader.state_dict()
         ours.collect(step)
         seen["drawn"].append([prompt.id for prompt in ours.last_rollout[0].prompts])  # type: ignore[index]
-        ours.loader.measure(ours.meter)
+        ours.meter.update(ours.loader.numbers())
         seen["metrics"].append({k: v for k, v in ours.meter.reduce().items() if k.startswith("curriculum/")})
     seen["rates"] = ours.loader.rates().tolist()
     seen["position"] = ours.loader.position

@@ -1,4 +1,4 @@
-"""A reward function that fails in every way there is, decided by what it is given, so that everybody can foresee it."""
+"""A reward function that fails in every way there is; prompt and completion decide how, so that it can be predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward service that misbehaves as it is told to."""
+"""A reward service that misbehaves in the ways that a test asks for."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def says(**fields: Any) -> Behaviour:
 
 
 def lengths(connection: socket.socket, asked: Asked) -> None:
-    """The service at its best: a completion's reward is the length of the query."""
+    """The service as it should be: a completion's reward is the length of the query."""
     says(rewards=[len(query) for query in asked.body["query"]])(connection, asked)
 
 
 def after(seconds: float, then: Behaviour = lengths) -> Behaviour:
-    """Slow."""
+    """An answer that comes late."""
 
     def send(connection: socket.socket, asked: Asked) -> None:
         time.sleep(seconds)
@@ -58,16 +58,16 @@ def after(seconds: float, then: Behaviour = lengths) -> Behaviour:
 
 
 def drops(connection: socket.socket, asked: Asked) -> None:
-    """Hangs up in the middle of a body."""
+    """Closes the connection in the middle of a body."""
     connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n{"rewards": [1')
 
 
 def hangs_up(connection: socket.socket, asked: Asked) -> None:
-    """Says nothing at all."""
+    """Closes the connection without an answer."""
 
 
 def drips(connection: socket.socket, asked: Asked) -> None:
-    """One byte every now and then: no single read takes long."""
+    """Sends one byte now and then, so that no single read takes long."""
     connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n")
     for _ in range(400):
         connection.sendall(b" ")
@@ -75,7 +75,7 @@ def drips(connection: socket.socket, asked: Asked) -> None:
 
 
 class Endless:
-    """A body of a gigabyte; `sent` says how much of it was taken."""
+    """A body of a gigabyte; `sent` counts the bytes that the client took."""
 
     sent = 0
 
@@ -87,7 +87,7 @@ class Endless:
 
 
 class Service(socketserver.ThreadingTCPServer):
-    """Behaves as listed, request by request, and then on as the last of the list."""
+    """Answers each request by the next behaviour; the last one answers all further requests."""
 
     daemon_threads = True
     allow_reuse_address = True

@@ -22,10 +22,9 @@ from hybrid_grpo.config import (
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.data.batch import MicroBatch, Rollout
 from hybrid_grpo.distributed import all_reduce, world_size
-from hybrid_grpo.policy import Policy
-from hybrid_grpo.reference import UnadaptedReference
+from hybrid_grpo.policy import Policy, UnadaptedReference
 from hybrid_grpo.run.checkpoint import Checkpoints
-from hybrid_grpo.run.inputs import Task
+from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
 
 LORA = LoraConfig(rank=4, alpha=8)
@@ -52,7 +51,7 @@ def build(folder: Path, stage: int, *, lora: LoraConfig = LORA, gradient_checkpo
     )
     device = engines.start()
     plan = check_train(config, world_size())
-    task = Task.read(config)
+    task = RunInputs.read(config)
     policy = Policy(config.policy, config.engine, task.tokenizer, total_steps=100, lora=config.lora, seed=1)
     reference = UnadaptedReference(policy.engine, policy.adapters) if policy.adapters else None
     return Trainer(config, plan, policy, reference, task, device)
@@ -77,7 +76,7 @@ def adapted(folder: Path) -> dict[str, Any]:
             checkpoints.save(trainer.policy.engine, 1, {"loader": trainer.loader.state_dict()})
     trainer.evaluate(0)
     seen["eval"] = trainer.meter.reduce()
-    greedy = trainer.policy.greedy(trainer.eval_prompts, trainer.config.rollout, trainer.task.stop_ids)
+    greedy = trainer.policy.greedy(trainer.eval_prompts, trainer.config.rollout, trainer.inputs.stop_ids)
     seen["greedy"] = [c.token_ids for c in greedy]
     trainer.policy.export(out / "exported")
     seen["optimizer"] = int(all_reduce(torch.tensor(_numbers(trainer.policy.engine.engine.optimizer.state_dict()))))

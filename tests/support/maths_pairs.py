@@ -121,6 +121,13 @@ BOXED: dict[str, list[Pair]] = {
         ("x = 2 = 3", "3", False), (r"\text{Area} = 25\pi", r"25\pi", True), ("5 = x", "5", True),
         ("x^2=4", "4", False), (r"x \neq 5", "5", False),
     ],
+    "inequations": [
+        ("x != 3", r"(-\infty,3)\cup(3,\infty)", True), ("x!=3", r"x \ne 3", True), (r"x \not= 3", r"x \neq 3", True),
+        ("x != 4", r"x \ne 3", False), ("x != 3", "3", False), ("x != 3", "x=3", False), (r"3 \ne x", r"x \ne 3", True),
+        (r"y \ne 3", r"x \ne 3", False), ("5!=120", "120", True), ("5! = 120", "120", True), ("5!=121", "120", False),
+        (r"x \ne 1 \text{ and } x \ne 2", r"x \ne 1, x\ne 2", True), (r"\{x \mid x \ne 3\}", r"x\ne3", True),
+        ("a != b", r"a \ne b", True), ("a != b", r"a \ne c", False),
+    ],
     "lists": [
         ("2, 3", "3, 2", True), ("2,3", "2, 3", True), ("2 and 3", "2,3", True), (r"2 \text{ or } 3", "2,3", True),
         ("x=2, x=3", "2,3", True), (r"x = 2 \text{ or } x = 3", "3,2", True), ("2", "2,3", False),
@@ -150,6 +157,10 @@ BOXED: dict[str, list[Pair]] = {
         (r"-\infty < x < 3", r"(-\infty,3)", True),
         (r"\left(\frac35,\frac{8}{3}\right]", r"\left(0.6,2\frac23\right]", True),
         (r"\{1\pm\sqrt5,-2\}", r"1+\sqrt5, -2, 1-\sqrt5", True),
+        (r"\{1,1,2\}", r"\{1,2\}", True), (r"\{1,2\}", r"\{1,1,2\}", True), (r"\{1,2,2\}", "1,2", True),
+        (r"\{5,5\}", "5", True), ("1,1,2", r"\{1,2\}", True), ("1,1,2", "1,2", False), (r"\{1,1\}", "1,2", False),
+        (r"\{1,1,2\}", r"\{1,2,3\}", False), (r"\{1,1,2\}", r"\{1,2,2\}", True), ("(1,1,2)", "(1,2)", False),
+        (r"\{0.5,\frac12,1\}", r"\{1,1/2\}", True),
     ],
     "matrices": [
         (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", True),
@@ -164,7 +175,11 @@ BOXED: dict[str, list[Pair]] = {
         ("2516_8", "2516_8", True), ("2516_{8}", "2516_8", True), ("2516", "2516_8", True), ("2516_7", "2516_8", False),
         (r"2516_{\text{eight}}", "2516_8", True), ("2517", "2516_8", False), ("1010_2", "10", False),
         ("AB_{16}", "AC_{16}", False), ("1:2", "2:4", True), ("1:2", "2:1", False), ("3 : 4 : 5", "3:4:5", True),
-        ("3:4:5", "3:4:6", False), ("0:0", "1:2", False),
+        ("3:4:5", "3:4:6", False), ("0:0", "1:2", False), ("3:4", r"\frac{3}{4}", True), (r"\frac34", "3:4", True),
+        ("12:15", "4:5", True), ("4:5", "12:15", True), ("12:16", "4:5", False), ("3 to 4", "3:4", True),
+        (r"3 \text{ to } 4", "3:4", True), ("3 to 5", "3:4", False), ("0.75", "3:4", True), ("4/3", "3:4", False),
+        ("3:4:5", "3/4", False), ("3:30", "0.1", False), ("3", "3:4", False), ("2:1", "2", True), ("3:4", "7", False),
+        (r"1:\sqrt{2}", r"\sqrt2:2", True), ("3:4", r"\frac{3}{4}\pi", False), ("3:40 pm", "3:40 am", False),
     ],
     "words and choices": [
         (r"\text{Evelyn}", "Evelyn", True), ("Evelyn", r"\text{Evelyn}", True), ("evelyn", "Evelyn", True),
@@ -249,7 +264,9 @@ WHOLE: dict[str, list[Pair]] = {
         ("#### Conclusion\nThe answer is 18.", JANET, True),
         ("16 - 3 - 4 = 9 eggs, 9 * 2 = 18, 18 + 1 = 19\n#### 19", JANET, False), ("", JANET, False),
         ("####", JANET, False), ("#### 1,234", "#### 1234", True), ("#### 1.234", "#### 1,234", False),
-        ("#### 0.5", "#### 1/2", True), ("#### 50%", "#### 50", True),
+        ("#### 0.5", "#### 1/2", True), ("#### 50%", "#### 50", True), ("#### : 18", JANET, True),
+        ("####: 18", JANET, True), ("#### 18", "so\n####: 18", True), ("#### : 19", JANET, False),
+        ("#### :", JANET, False), ("####: Step 18", JANET, False),
     ],
     "MATH": [
         (r"Therefore $\boxed{4}$.", SOLUTION, True), (r"$x=3$ or $x=4$, so \boxed{3}", SOLUTION, False),
@@ -269,7 +286,11 @@ WHOLE: dict[str, list[Pair]] = {
         (r"\boxed{" * 500 + "4" + "}" * 500, SOLUTION, True), ("4 " * 20000 + r"\boxed{4}", SOLUTION, True),
         (r"\boxed{4}" * 2 + r"\boxed{reward: 1.0}", SOLUTION, False), (r"<think>\boxed{4}</think>", SOLUTION, False),
         (r"\boxed{y=-\frac{1}{2}x+2}", r"\boxed{x+2y=4}", True), (r"\boxed{\text{A}}", r"\boxed{\text{(A)}}", True),
-        (r"\boxed{\$4.00}", SOLUTION, True),
+        (r"\boxed{\$4.00}", SOLUTION, True), (r"\boxed{3} \quad \text{and} \quad \boxed{4}", "3,4", True),
+        (r"\boxed{3} \quad \text{and} \quad \boxed{4}", "4", False), (r"\boxed{3} \quad \boxed{4}", "4", True),
+        (r"\boxed{3}\text{, and }\boxed{4}", "3,4", True), (r"\boxed{3} \text{ or } \boxed{4}", "3,4", True),
+        (r"\boxed{3} \quad \text{so} \quad \boxed{4}", "3,4", False), (r"\boxed{3} \text{ so } \boxed{4}", "4", True),
+        (r"\boxed{3} \qquad \text{and} \qquad \boxed{5}", "3,4", False),
     ],
 }  # fmt: skip
 
@@ -282,10 +303,12 @@ def pairs() -> list[tuple[str, str, str, bool, str]]:
 
 
 def main() -> None:
-    """The share that other rules mark as the table does."""
+    """Print the share of pairs that `math_answer` and other rules mark as the table does."""
     import re
 
     from math_verify import parse, verify
+
+    from hybrid_grpo.rewards.maths.reward import math_answer
 
     def by_math_verify(completion: str, gold: str) -> bool:
         marked = "boxed" in gold or "####" in gold
@@ -295,7 +318,10 @@ def main() -> None:
         last = [re.findall(r"-?[\d.]*\d", text.replace(",", ""))[-1:] for text in (completion, gold)]
         return bool(last[0]) and last[0] == last[1]
 
-    for rule in (by_math_verify, by_last_number):
+    def by_math_answer(completion: str, gold: str) -> bool:
+        return math_answer([completion], [gold]) == [1.0]
+
+    for rule in (by_math_answer, by_math_verify, by_last_number):
         rows = [(rule(completion, gold), right) for _, completion, gold, right, _ in pairs()]
         wrong_paid = sum(said and not right for said, right in rows)
         right_missed = sum(right and not said for said, right in rows)

@@ -29,9 +29,8 @@ from hybrid_grpo.config import (
 )
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.distributed import all_reduce, rank, world_size
-from hybrid_grpo.policy import Policy
-from hybrid_grpo.reference import Reference
-from hybrid_grpo.run.inputs import Task
+from hybrid_grpo.policy import Policy, Reference
+from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
 
 UNPACKED = "mamba"
@@ -125,7 +124,7 @@ def build(
     )
     device = engines.start()
     plan: BatchPlan = check_train(config, world_size())
-    task = Task.read(config)
+    task = RunInputs.read(config)
     policy = Policy(config.policy, config.engine, task.tokenizer, total_steps=100, decoder=config.rollout.decoder)
     reference = Reference(config.policy) if beta else None
     return Trainer(config, plan, policy, reference, task, device)
@@ -143,7 +142,7 @@ def steps(folder: Path, stage: int, beta: float, num_minibatches: int = 1) -> di
         seen["rollouts"].append([(p.id, c.token_ids, c.logp, a) for p, c, a in rows])
         seen["metrics"].append(trainer.meter.reduce())
     trainer.evaluate(0)
-    greedy = trainer.policy.greedy(trainer.eval_prompts, trainer.config.rollout, trainer.task.stop_ids)
+    greedy = trainer.policy.greedy(trainer.eval_prompts, trainer.config.rollout, trainer.inputs.stop_ids)
     seen["greedy"] = [c.token_ids for c in greedy]
     seen["eval"] = trainer.meter.reduce()
     return seen
@@ -327,7 +326,7 @@ def losses(folder: Path) -> dict[str, Any]:
         for step in range(10):
             if name == "with":
                 trainer.policy.rollout(
-                    rollout.prompts, trainer.config.rollout, trainer.task.stop_ids, seed=0, step=step
+                    rollout.prompts, trainer.config.rollout, trainer.inputs.stop_ids, seed=0, step=step
                 )
             total = torch.zeros((), device=trainer.device)
             for micro in batches:

@@ -28,7 +28,7 @@ def rewards(folder: Path, zero_stage: int, **kwargs: Any) -> Rewards:
     kwargs = {"model": str(folder / "rm"), "zero_stage": zero_stage, **kwargs}
     model = RewardConfig("reward_model", weight=0.5, kwargs=kwargs)
     made = Rewards(load_rewards([RewardConfig("exact_match"), model], ScoringConfig()))
-    made.load_models(engines.Frozen.of)
+    made.load_models(engines.Frozen)
     return made
 
 
@@ -56,8 +56,8 @@ def unequal(folder: Path) -> dict[str, Any]:
 def steps(folder: Path, zero_stage: int) -> dict[str, Any]:
     """Two steps and an evaluation."""
     trainer: Trainer = build(folder)
-    trainer.task = replace(trainer.task, rewards=rewards(folder, zero_stage))
-    trainer.meter.__init__(trainer.task.rewards.names, [trainer.config.eval.name], trainer.device)  # type: ignore[misc]
+    trainer.inputs = replace(trainer.inputs, rewards=rewards(folder, zero_stage))
+    trainer.meter.__init__(trainer.inputs.rewards.names, [trainer.config.eval.name], trainer.device)  # type: ignore[misc]
     seen: dict[str, Any] = {"scores": [], "rewards": [], "metrics": []}
     for step in (1, 2):
         trainer.step(step)

@@ -1,7 +1,7 @@
-"""Hostile programs, and what becomes of them: run as `python sandbox_programs.py FOLDER [WITHOUT ...]` by any user.
+"""Runs hostile programs in the sandbox: `python sandbox_programs.py FOLDER [WITHOUT ...]`, as any user.
 
-Prints one JSON object a line. Each program prints `escaped` where it got what it must not have. A program that could
-harm this machine if the sandbox failed asks first, in the way that is refused for the same reason as the deed.
+Prints one JSON object a line. A program prints `escaped` if an attempt succeeds that must be refused. An attempt that
+would harm this machine if the sandbox failed is replaced by, or made after, a harmless one that the same rule refuses.
 """
 
 import contextlib
@@ -113,7 +113,7 @@ PROGRAMS: dict[str, str] = {
 
 
 def host(folder: Path) -> tuple[dict, list[socket.socket], subprocess.Popen]:
-    """What the programs aim at."""
+    """The files, ports and processes that the programs attack."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
     (home / "secret.txt").write_text("the secret")
@@ -142,7 +142,7 @@ def host(folder: Path) -> tuple[dict, list[socket.socket], subprocess.Popen]:
 
 
 def heard(listeners: list[socket.socket]) -> bool:
-    """Whether anything has arrived."""
+    """Whether anything has arrived at a listener."""
     for listener in listeners:
         with contextlib.suppress(BlockingIOError):
             listener.recv(1) if listener.type == socket.SOCK_DGRAM else listener.accept()

@@ -1,10 +1,10 @@
-"""Ready-made tasks: a data set, its prompts and its rewards under one name, `data.task`.
+"""Ready-made tasks: a YAML file of settings and a function that reads a row, both under one name, `data.task`.
 
-A task is a set of defaults. It is looked up while settings are parsed, so that what it says stands in the resolved
-configuration, and what the user says wins. Knows neither torch nor `datasets`.
+The settings are stacked below those of the user while these are read. Imports neither torch nor `datasets`.
 """
 
-from hybrid_grpo.data.tasks.recipe import Row, TaskRecipe, column, text
-from hybrid_grpo.data.tasks.registry import TASKS, load_task, make_rows, map_rows, task_settings
+from hybrid_grpo.config.tasks import Row, TaskRecipe
+from hybrid_grpo.data.tasks.columns import column, text
+from hybrid_grpo.data.tasks.registry import TASKS, load_task, make_rows, map_rows
 
-__all__ = ["TASKS", "Row", "TaskRecipe", "column", "load_task", "make_rows", "map_rows", "task_settings", "text"]
+__all__ = ["TASKS", "Row", "TaskRecipe", "column", "load_task", "make_rows", "map_rows", "text"]

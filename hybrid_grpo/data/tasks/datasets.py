@@ -5,23 +5,19 @@ from __future__ import annotations
 import string
 from typing import Any
 
-from hybrid_grpo.config import RewardConfig
-from hybrid_grpo.data.tasks.recipe import Row, TaskRecipe, column, text
+from hybrid_grpo.config.tasks import Row
+from hybrid_grpo.data.tasks.columns import column, text
 
 
-def _gsm8k(row: Row) -> Row:
+def gsm8k(row: Row) -> Row:
+    """Columns question, answer (a solution that ends in `#### 42`)."""
     solution = text(row, "answer")
     ask = 'Think step by step, then give the final answer as a number behind "####".'
     return {"prompt": f"{text(row, 'question')}\n\n{ask}", "answer": solution, "completion": solution}
 
 
-gsm8k = TaskRecipe(
-    row=_gsm8k, rewards=[RewardConfig("numeric_answer")], path="openai/gsm8k", subset="main", eval_split="test"
-)
-"""Grade-school mathematics, arXiv:2110.14168. Columns question, answer (a solution that ends in `#### 42`)."""
-
-
-def _math(row: Row) -> Row:
+def math(row: Row) -> Row:
+    r"""Columns problem, solution (with its answer in `\boxed{}`) and, where there is one, answer."""
     solution = text(row, "solution", "answer")
     if row.get("answer") is None and r"\boxed" not in solution:
         raise ValueError(r"has no answer, and its solution none in \boxed{}")
@@ -30,19 +26,9 @@ def _math(row: Row) -> Row:
     return {"prompt": f"{text(row, 'problem')}\n\n{ask}", "answer": answer, "completion": solution}
 
 
-math = TaskRecipe(
-    row=_math,
-    rewards=[RewardConfig("math_answer")],
-    path="DigitalLearningGmbH/MATH-lighteval",
-    subset="default",
-    eval_path="HuggingFaceH4/MATH-500",
-    eval_split="test",
-)
-r"""Competition mathematics, arXiv:2103.03874, held out: MATH-500. Columns problem, solution (with its answer in
-`\boxed{}`) and, where there is one, answer."""
-
-
-def _multiple_choice(row: Row) -> Row:
+def multiple_choice(row: Row) -> Row:
+    """Columns question, choices, answerKey as in ARC ({text, label}); or choices, answer (an index) as in MMLU,
+    arXiv:2009.03300."""
     texts, labels = _choices(column(row, "choices"))
     letters = list(string.ascii_uppercase[: len(texts)])
     letter = _letter(column(row, "answerKey", "answer"), texts, labels)
@@ -73,18 +59,9 @@ def _letter(answer: Any, texts: list[str], labels: list[str]) -> str:
     raise ValueError(f"has answer {answer!r:.40}, which is no label, no index and no text of its {len(texts)} choices")
 
 
-multiple_choice = TaskRecipe(
-    row=_multiple_choice,
-    rewards=[RewardConfig("multiple_choice")],
-    path="allenai/ai2_arc",
-    subset="ARC-Challenge",
-    eval_split="test",
-)
-"""Questions with choices: ARC, arXiv:1803.05457 (choices {text, label}, answerKey), and those in the form of MMLU,
-arXiv:2009.03300 (choices, answer as an index). Column question in both."""
-
-
-def _code(row: Row) -> Row:
+def code(row: Row) -> Row:
+    """Columns of MBPP (text or prompt, test_list, code), of HumanEval, arXiv:2107.03374 (prompt, test), of APPS,
+    arXiv:2105.09938 (question, input_output), or prompt and tests."""
     tests = column(row, "tests", "test_list", "test", "input_output")
     ask = "Write Python code that solves it, in one ```python block."
     asserts = row.get("test_list")
@@ -96,15 +73,3 @@ def _code(row: Row) -> Row:
     solution = row.get("code")
     target = {} if solution is None else {"completion": f"```python\n{solution.strip()}\n```"}
     return {"prompt": f"{text(row, 'prompt', 'text', 'question')}\n\n{ask}", "tests": tests, **target}
-
-
-code = TaskRecipe(
-    row=_code,
-    rewards=[RewardConfig("code_tests")],
-    path="google-research-datasets/mbpp",
-    subset="full",
-    eval_split="test",
-)
-"""Python programs and their tests: MBPP, arXiv:2108.07732 (text or prompt, test_list, code), HumanEval,
-arXiv:2107.03374 (prompt, test, entry_point), APPS, arXiv:2105.09938 (question, input_output), and data sets with
-columns prompt and tests."""

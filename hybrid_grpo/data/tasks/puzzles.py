@@ -8,8 +8,8 @@ import string
 import zlib
 from collections.abc import Callable, Hashable, Iterator
 
-from hybrid_grpo.config import RewardConfig
-from hybrid_grpo.data.tasks.recipe import Row, TaskRecipe, column, text
+from hybrid_grpo.config.tasks import Row
+from hybrid_grpo.data.tasks.columns import column, text
 
 _HELD_OUT_SHARE = 8
 """One puzzle of so many is held out."""
@@ -34,22 +34,11 @@ def _draw_word(source: random.Random) -> tuple[Hashable, Row]:
     return word, {"word": word}
 
 
-def _letters(row: Row) -> Row:
+def letters(row: Row) -> Row:
+    """Sort the letters of a word: `dcab=` is to be continued with `abcd`. Column word."""
     word = text(row, "word")
     answer = "".join(sorted(word))
     return {"prompt": f"{word}=", "answer": answer, "completion": answer}
-
-
-letters = TaskRecipe(
-    row=_letters,
-    rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
-    made=lambda held_out: _distinct(_draw_word, held_out),
-    eval_split="test",
-    limit=4096,
-    eval_limit=512,
-    chat_template="auto",
-)
-"""Sort the letters of a word, the task of the quickstart: `dcab=` is to be continued with `abcd`. Column word."""
 
 
 NUMBERS = range(1, 100)
@@ -80,7 +69,8 @@ def _joined(nums: list[int], source: random.Random) -> tuple[int, str] | None:
     return parts[0][0], parts[0][1][1:-1]
 
 
-def _countdown(row: Row) -> Row:
+def countdown(row: Row) -> Row:
+    """Reach a target from numbers. Columns nums, target, as in Jiayi-Pan/Countdown-Tasks-3to4."""
     nums, target = column(row, "nums"), column(row, "target")
     if not isinstance(nums, list) or not all(type(number) is int for number in [*nums, target]):
         raise ValueError(f"has nums {nums!r:.40} and target {target!r:.20}, where whole numbers are expected")
@@ -93,13 +83,11 @@ def _countdown(row: Row) -> Row:
     return {"prompt": prompt, "nums": nums, "target": target, **target_text}
 
 
-countdown = TaskRecipe(
-    row=_countdown,
-    rewards=[RewardConfig("countdown")],
-    made=lambda held_out: _distinct(_draw_numbers, held_out),
-    eval_split="test",
-    limit=4096,
-    eval_limit=512,
-)
-"""Reach a target from 3 or 4 numbers by arithmetic, the game of TinyZero. Columns nums, target, as in
-Jiayi-Pan/Countdown-Tasks-3to4."""
+def make_letters(held_out: bool) -> Iterator[Row]:
+    """Words, without end."""
+    return _distinct(_draw_word, held_out)
+
+
+def make_countdown(held_out: bool) -> Iterator[Row]:
+    """Numbers and targets that can be reached, without end."""
+    return _distinct(_draw_numbers, held_out)

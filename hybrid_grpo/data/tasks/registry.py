@@ -1,28 +1,24 @@
-"""Tasks by name: the ready-made ones and those of the user, their settings, and their rows."""
+"""The rows of tasks: which functions read and make those of the ready-made ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import islice
-from typing import Any
 
-from hybrid_grpo.config import RewardConfig
-from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.config.importing import describe, functions_of, import_place
-from hybrid_grpo.data.tasks.datasets import code, gsm8k, math, multiple_choice
-from hybrid_grpo.data.tasks.puzzles import countdown, letters
-from hybrid_grpo.data.tasks.recipe import Row, TaskRecipe
+from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.importing import describe
+from hybrid_grpo.config.tasks import Row, TaskRecipe, own_task, ready_made_settings
+from hybrid_grpo.data.tasks import datasets, puzzles
 
 TASKS: dict[str, TaskRecipe] = {
-    "gsm8k": gsm8k,
-    "math": math,
-    "multiple_choice": multiple_choice,
-    "code": code,
-    "countdown": countdown,
-    "letters": letters,
+    "gsm8k": TaskRecipe(datasets.gsm8k, ready_made_settings("gsm8k")),
+    "math": TaskRecipe(datasets.math, ready_made_settings("math")),
+    "multiple_choice": TaskRecipe(datasets.multiple_choice, ready_made_settings("multiple_choice")),
+    "code": TaskRecipe(datasets.code, ready_made_settings("code")),
+    "countdown": TaskRecipe(puzzles.countdown, ready_made_settings("countdown"), puzzles.make_countdown),
+    "letters": TaskRecipe(puzzles.letters, ready_made_settings("letters"), puzzles.make_letters),
 }
-"""By the name that `data.task` gives."""
+"""By the name that `data.task` gives. The settings of each are in the YAML file of its name."""
 
 MADE_SPLITS = ("train", "test")
 """Splits of the tasks whose rows are made."""
@@ -32,77 +28,9 @@ def load_task(name: str) -> TaskRecipe:
     """A ready-made task, or one of the user's, by `path/to/file.py:name` or `package.module:name`.
 
     Raises:
-        UserError: there is none of this name, or what is there is neither a TaskRecipe nor a function that makes one.
+        UserError: see `own_task`.
     """
-    place, colon, attribute = name.rpartition(":")
-    if not colon:
-        refuse(
-            name not in TASKS,
-            f"data.task {name}: there is no such task: {did_you_mean(name, TASKS)}; one of your own is given as"
-            " path/to/file.py:name or package.module:name",
-        )
-        return TASKS[name]
-    module = import_place(place, f"data.task {name}")
-    known = [n for n, value in vars(module).items() if isinstance(value, TaskRecipe)] + functions_of(module)
-    refuse(
-        not hasattr(module, attribute),
-        f"data.task {name}: {place} has no {attribute}: {did_you_mean(attribute, known)}",
-    )
-    found = getattr(module, attribute)
-    if callable(found):
-        try:
-            found = found()
-        except Exception as error:
-            raise UserError(f"data.task {name}: it raised {describe(error, module.__file__)}") from error
-    refuse(
-        not isinstance(found, TaskRecipe),
-        f"data.task {name} is a {type(found).__name__}: give a TaskRecipe of hybrid_grpo.data.tasks, or a function that"
-        " makes one",
-    )
-    rewards = [
-        replace(reward, function=f"{place}{reward.function}") if reward.function.startswith(":") else reward
-        for reward in found.rewards
-    ]
-    return replace(found, rewards=rewards)
-
-
-_SOURCE = ("path", "subset", "split", "limit")
-_HELD_OUT = ("eval_path", "eval_split", "eval_limit")
-_PROMPT = ("system_prompt", "chat_template")
-
-
-def task_settings(
-    name: str, path: str, *, own_eval: bool = False, own_rewards: bool = False, trains: bool = True
-) -> dict[str, Any]:
-    """The settings of a task that are to be defaults, by their dotted names.
-
-    Those that belong to what the user replaces are left out: the splits of a source that is not the task's, and the
-    evaluation by a reward that is not.
-
-    Args:
-        path: `data.path` as the user gives it; empty: the task's.
-        own_eval: the user names held-out prompts.
-        own_rewards: the user gives rewards.
-        trains: there are rewards and an evaluation at all, as in `train`.
-
-    Raises:
-        UserError: see `load_task`.
-    """
-    task = load_task(name)
-    own_path = path not in ("", task.path)
-    fields = [*(() if own_path else _SOURCE), *_PROMPT]
-    fields += _HELD_OUT if trains and not own_path and not own_eval else ()
-    settings = {f"data.{field}": getattr(task, field) for field in fields}
-    if trains and not own_rewards:
-        settings |= {"rewards": [_entry(reward) for reward in task.rewards], "eval.threshold": task.threshold}
-    return settings
-
-
-def _entry(reward: RewardConfig) -> dict[str, Any]:
-    """As it stands in a recipe: what is not the default."""
-    plain = RewardConfig(reward.function)
-    changed = {name: value for name, value in vars(reward).items() if value != getattr(plain, name)}
-    return {"function": reward.function, **changed}
+    return TASKS[name] if name in TASKS else own_task(name)
 
 
 def make_rows(name: str, split: str | None, limit: int | None, split_setting: str) -> list[Row]:

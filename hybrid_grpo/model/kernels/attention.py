@@ -1,4 +1,4 @@
-"""Attention of ragged sequences on a CPU in float32, see attention.c."""
+"""Attention over segments of different lengths, on a CPU in float32: the kernels of attention.c."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class SegmentAttention(torch.autograd.Function):
     """(query [N, heads, d], key and value [N, key_value_heads, d]) -> [N, heads, d].
 
     Args:
-        segments_S4: int64, of every segment: start, length, start of its prefix, length of that.
-        longest: most keys that a segment has.
-        before: tokens of all segments' prefixes together.
-        scale, window, softcap: see `attention.routed_attention`; 0 is no window, and no cap.
+        segments_S4: int64; start and length of each segment, then of its prefix.
+        longest: most keys of a segment.
+        before: sum of the lengths of all prefixes.
+        scale, window, softcap: see `model.attention.routed_attention`; 0: no window, no cap.
     """
 
     @staticmethod

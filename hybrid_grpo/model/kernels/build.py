@@ -1,7 +1,7 @@
-"""The C kernels for a CPU in float32: compiled once with the machine's C compiler, then loaded.
+"""Compiles the C kernels with the machine's C compiler, once, and loads them.
 
-Where there is no compiler everything works without them, slower. The compiled file is kept in the user's cache
-folder (`HYBRID_GRPO_CACHE`, else ~/.cache/hybrid_grpo) under a name made of the sources, flags and processor.
+Without a compiler everything works, but slower. The library is cached in `HYBRID_GRPO_CACHE` (default:
+~/.cache/hybrid_grpo), under a hash of the sources, compiler, flags and processor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("attention.c", "decoding.c", "softmax.c")]
 _HEADER = Path(__file__).with_name("vectors.h")
-# Contracting and reordering sums is fine for logits; that infinities exist is not relied on.
+# -ffast-math reorders sums, which is fine for logits, and assumes no infinities, which the kernels do not use.
 _FLAGS = ["-O3", "-march=native", "-ffast-math", "-fPIC", "-fopenmp"]
 _POINTER: Any = ctypes.c_void_p
 _INTEGER: Any = ctypes.c_int64
@@ -40,21 +40,23 @@ _ARGUMENTS = {
     "softmax_add": [_POINTER] * 6 + [_REAL] + [_INTEGER] * 3,
     "softmax_gradient": [_POINTER] * 7 + [_REAL] + [_INTEGER] * 3,
 }
-"""Of each function."""
+"""Argument types of each C function."""
 
 
 @functools.cache
 def load() -> Any | None:
-    """The compiled kernels; None where they cannot be compiled, which is said once."""
+    """The compiled kernels, or None, with one warning, where they cannot be compiled."""
     compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
     if compiler is None:
-        warnings.warn("no C compiler (cc, gcc, clang) found: the CPU is slower", stacklevel=2)
+        warnings.warn("no C compiler (cc, gcc, clang) found: computing on the CPU is slower", stacklevel=2)
         return None
     try:
         loaded = ctypes.CDLL(str(_compiled(compiler)))
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", "") or str(error)
-        warnings.warn(f"the kernels do not compile, the CPU is slower: {reason.strip()}", stacklevel=2)
+        warnings.warn(
+            f"the C kernels do not compile, so computing on the CPU is slower: {reason.strip()}", stacklevel=2
+        )
         return None
     for name, arguments in _ARGUMENTS.items():
         function = getattr(loaded, name)
@@ -63,9 +65,9 @@ def load() -> Any | None:
 
 
 def _compiled(compiler: str) -> Path:
-    """The shared library, compiled unless it is there."""
+    """Path of the shared library, which is compiled if it is not cached."""
     folder = Path(os.environ.get("HYBRID_GRPO_CACHE") or Path.home() / ".cache" / "hybrid_grpo")
-    # With the OpenMP that torch has loaded: two of them would keep two pools of threads spinning.
+    # Link the OpenMP library that torch has loaded: two of them would keep two pools of threads spinning.
     openmp = sorted(map(str, (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))) or ["-fopenmp"]
     identity = [*(source.read_text() for source in [_HEADER, *_SOURCES]), compiler, *_FLAGS, *openmp, _processor()]
     target = folder / f"native_{hashlib.sha256('|'.join(identity).encode()).hexdigest()[:16]}.so"
@@ -84,7 +86,7 @@ def _compiled(compiler: str) -> Path:
 
 
 def _processor() -> str:
-    """What -march=native depends on: home folders are shared between machines."""
+    """The processor's features, which -march=native depends on: machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -93,15 +95,15 @@ def _processor() -> str:
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Whether there are kernels, and these are tensors for them: float32, in host memory, a row in one piece."""
-    fitting = all(
-        t.dtype == torch.float32 and t.device.type == "cpu" and (t.dim() == 0 or t.stride(-1) == 1) for t in tensors
+    """Whether the kernels can be called on tensors: float32, in host memory, with contiguous rows."""
+    fitting = (
+        t.dtype == torch.float32 and t.device.type == "cpu" and (not t.dim() or t.stride(-1) == 1) for t in tensors
     )
-    return fitting and load() is not None
+    return all(fitting) and load() is not None
 
 
 def run(name: str, *arguments: Tensor | float | None) -> None:
-    """Call a kernel; it gets the addresses of tensors. Where they have no storage (dry_run.py) nothing is computed."""
+    """Call a kernel with the addresses of tensors. Fake tensors (a dry run's) have none: nothing is computed then."""
     if not any(isinstance(argument, FakeTensor) for argument in arguments):
         pointed = (a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
         getattr(load(), name)(*pointed)

@@ -1,4 +1,7 @@
-"""The kernels of decoding.c: one token a sequence on a CPU in float32, where torch's are made for large matrices."""
+"""Decoding one token of each sequence on a CPU in float32: the kernels of decoding.c.
+
+torch's own kernels are made for larger matrices.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from torch import Tensor, nn
 from hybrid_grpo.model.kernels.build import run, usable
 
 FEW_ROWS = 512
-"""Up to so many rows the kernel is at least as fast as torch's matrix product; beyond, rows outgrow the cache."""
+"""Up to this many rows the kernel is at least as fast as torch's matrix product; more do not fit in the cache."""
 
 
 def adopt(model: Any) -> None:
-    """Let the linear and RMS-norm modules of a model whose weights are there run on the kernels.
+    """Make the linear and RMS-norm modules of a model run on the kernels; its weights must be whole.
 
-    A norm is taken over only if one of the two known formulas gives what its own forward gives.
+    A norm is replaced only if one of the two known formulas (weight, or 1 + weight) gives what its own forward gives.
     """
     if not usable(*model.parameters()):
         return
@@ -73,15 +76,15 @@ def decode_attention(
     scale: float,
     softcap: float,
 ) -> Tensor:
-    """Store the new keys and values and attend; see decoding.c.
+    """Store the new keys and values in the cache and attend; see decoding.c.
 
     Args:
         query: [n, heads, 1, d]; key, value: [n, kv, 1, d], of the new tokens.
-        keys, values: the layer's pools, [pages, page, kv, d].
+        keys, values: the layer's cache, [pages, page, kv, d].
         table: int32 [n, width], pages of each sequence.
         position: int64 [n], of the new tokens.
-        window: positions seen, the own one included; 0 for all.
-        softcap: 0 for none.
+        window: how many positions a token attends to, its own included; 0: all.
+        softcap: 0: none.
 
     Returns:
         [n, 1, heads, d].
@@ -101,7 +104,7 @@ def decode_attention(
 
 
 def can_attend(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether `decode_attention` takes these shapes and types."""
+    """Whether `decode_attention` supports these shapes and types."""
     return (
         usable(query, keys, values)
         and keys.shape == values.shape
@@ -110,12 +113,12 @@ def can_attend(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def fits(group: int, page: int, d: int) -> bool:
-    """Whether a page's scores and the sums of a key's query heads have room on the kernel's stack."""
+    """Whether the scores of a page and the sums of one key's `group` query heads fit on the kernel's stack."""
     return group <= 64 and group * page <= 2048 and group * d <= 8192
 
 
 def sample(logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Tokens (int64 [n]) and log-probabilities (float32 [n]) without filters or penalties; see `Sampler`."""
+    """Tokens (int64 [n]) and log-probabilities (float32 [n]), without filters or penalties; see `Sampler`."""
     n, vocabulary = logits_nV.shape
     token_n, logp_n = key_n.new_empty(n), logits_nV.new_empty(n)
     run("sample", token_n, logp_n, logits_nV, key_n, counter_n, temperature, n, vocabulary)

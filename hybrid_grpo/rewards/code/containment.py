@@ -1,16 +1,16 @@
-"""What a process takes from itself for good before it runs a program that nobody has read.
+"""How a process gives up its rights, for good, before it runs a program that nobody has read.
 
-Each protection is of the Linux kernel and needs no privilege:
+The Linux kernel offers each of these protections without any privilege:
 
-    seccomp      a list of the system calls that are left (man 2 seccomp): none that makes a process or a thread, a
-                 connection, a signal to anybody else, a debugger, a mount
+    seccomp      a list of the system calls that stay allowed (man 2 seccomp): none starts a process or thread, opens
+                 a connection, signals or debugs another process, or mounts anything
     landlock     a list of the folders that can be read, and the one that can be written (man 7 landlock)
     rlimits      CPU time, address space, open files, bytes of a file (man 2 setrlimit)
-    user         where the caller is root: another user's id, or, where that user could not read Python's library, root
+    user         if the caller is root: another user's id, or, if that user could not read Python's library, root
                  without any of root's privileges (man 7 capabilities)
 
-`Kernel.find` tries what there is; `Containment` applies it, and raises where what was found does not hold. Standard
-library only: this runs in a process without site-packages.
+`Kernel.find` tries which of them work here. `Containment` applies them, and raises if one fails that worked when it
+was tried. Standard library only: this runs in a process without site-packages.
 """
 
 from __future__ import annotations
@@ -36,42 +36,38 @@ PROTECTIONS = {
     "processes": "no process or thread can be started, and no other process be signalled or looked into",
     "privileges": "the program has none of root's privileges",
 }
-"""What can be asked for, and what it means."""
+"""The protections that can be required, each with what it promises."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program."""
+    """Limits that hold for one program."""
 
     memory_mb: int = 512
     """MiB of address space, Python itself included."""
     cpu_s: int = 10
-    """Seconds of CPU time, whole ones, after which the kernel ends it."""
+    """Seconds of CPU time after which the kernel ends the program; a whole number."""
     output_kb: int = 1024
     """KiB of standard output, and of any other file."""
     disk_mb: int = 16
-    """MiB of all files of its folder; 0: it has no folder, and cannot write at all."""
+    """MiB of all files in its folder; 0: the program has no folder, and cannot write at all."""
     files: int = 200
     """Files and folders in its folder."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What this kernel, and this user on it, offers."""
+    """The protections that this kernel offers to this user."""
 
     seccomp: bool
     landlock: int
     """Version of its interface; 0: none."""
     user: int | None
-    """Id of the user that a program runs as; None: the caller's, without privileges."""
+    """Id of the user that programs run as; None: the caller, without privileges."""
 
     @classmethod
     def find(cls, without: Iterable[str] = ()) -> Kernel:
-        """Try it.
-
-        Args:
-            without: `seccomp`, `landlock` or `user`, as if they were not there.
-        """
+        """Try which protections work, but for those in `without`: `seccomp`, `landlock`, `user`."""
         seccomp = "seccomp" not in without and platform.machine() in _ARCHITECTURES
         seccomp = seccomp and _works(lambda: _Filter(writing=True).install())
         landlock = 0 if "landlock" in without else max(0, _syscall(_LANDLOCK_CREATE, None, 0, 1, check=False))
@@ -79,17 +75,18 @@ class Kernel:
             landlock = 0
         user = None
         if os.getuid() == 0 and "user" not in without:
-            # Nobody's: two programs must not be able to reach each other. Containers may have 65536 ids only.
+            # An id that nobody else uses, so that two programs cannot reach each other. The second one is for
+            # containers that have only 65536 ids.
             users = (0x7A000000 + os.getpid() % 0x1000000, 64000 + os.getpid() % 1000)
             user = next((uid for uid in users if _works(partial(_read_as, uid))), None)
         return cls(seccomp, landlock, user)
 
     def protections(self) -> dict[str, str]:
-        """By name, those of PROTECTIONS that are in force, and by what."""
+        """The PROTECTIONS that are in force, each with the means."""
         landlock = self.landlock and f"landlock {self.landlock}"
         found = {
             "reads": landlock,
-            # Landlock has no say in the mode, owner and times of files: that needs both.
+            # Landlock does not cover the mode, owner and times of files; seccomp does.
             "writes": self.seccomp and (landlock or "seccomp, which leaves no writable folder"),
             "network": self.seccomp and "seccomp",
             "processes": self.seccomp and "seccomp",
@@ -99,21 +96,16 @@ class Kernel:
 
     @property
     def writable(self) -> bool:
-        """Whether a folder can be had that alone is writable."""
+        """Whether a program can be given a folder to write to, and no other place."""
         return bool(self.landlock) or not self.seccomp
 
     def adopt(self) -> None:
-        """Make this process the parent of what its descendants leave behind."""
+        """Make this process the parent of processes that its descendants leave behind."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 class Containment:
-    """Ready to be applied in processes forked from this one.
-
-    Args:
-        kernel: what there is.
-        folder: the only place to write to.
-    """
+    """The protections, prepared for processes forked from this one; `folder` is the only place they may write to."""
 
     def __init__(self, kernel: Kernel, folder: str) -> None:
         self._kernel = kernel
@@ -125,21 +117,17 @@ class Containment:
         self._calls = {writing: _Filter(writing) for writing in (True, False) if kernel.seccomp}
 
     def enter(self, limits: Limits, *, writing: bool) -> None:
-        """Take from this process, for good, what a program is not to have.
-
-        Args:
-            limits: of the program.
-            writing: whether it may write to the folder.
+        """Contain this process, for good; `writing` says whether it may write to the folder.
 
         Raises:
-            OSError: the kernel refuses what it was found to offer.
+            OSError: the kernel refuses a protection that worked when it was tried.
         """
         _limit(limits)
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)
         if self._rules:
             _syscall(_LANDLOCK_RESTRICT, self._rules[writing], 0)
         _become(self._kernel.user)
-        # Changing the user has undone it, had it been set before.
+        # Only now: changing the user resets it.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if self._calls:
             self._calls[writing].install()
@@ -163,7 +151,7 @@ def _limit(limits: Limits) -> None:
 
 
 def _become(uid: int | None) -> None:
-    """Another user, in no group, or this one; without capabilities."""
+    """Become this user, in no group (None: stay this one), and give up all capabilities."""
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -172,7 +160,7 @@ def _become(uid: int | None) -> None:
 
 
 def _read_as(uid: int) -> None:
-    """Raise where that user could not import Python's modules."""
+    """Become this user, and raise if Python's modules cannot be read then."""
     _become(uid)
     for folder in _libraries():
         os.listdir(folder)
@@ -190,9 +178,9 @@ def _libraries() -> list[str]:
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _DEVICE_CALLS = 1, 2, 4, 8, 1 << 14, 1 << 15
 _RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""All rights to files, by version."""
+"""All rights to files, by version of landlock."""
 _SPECIAL_FILES = 1 << 6 | 1 << 9 | 1 << 11
-"""Making devices and sockets."""
+"""Rights to make devices and sockets."""
 
 _READABLE = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"),
@@ -201,7 +189,7 @@ _READABLE = (
 
 
 def _file_rules(version: int, folder: str | None) -> int:
-    """An open file that stands for the rules."""
+    """Rules for reading, and for writing to `folder`, as an open file descriptor."""
     rights = _RIGHTS[min(version, 5)]
     # TCP (from version 4), and signals and abstract sockets to processes outside (from 6): seccomp forbids more.
     attributes = struct.pack("QQQ", rights, 3, 3)[: 24 if version >= 6 else 16 if version >= 4 else 8]
@@ -211,7 +199,7 @@ def _file_rules(version: int, folder: str | None) -> int:
     _allow(rules, "/dev/null", _READ | _WRITE)
     if folder is not None:
         _allow(rules, folder, rights & ~(_EXECUTE | _DEVICE_CALLS | _SPECIAL_FILES))
-    # Above the numbers that a program's files are given.
+    # Moved above the descriptors that a program is given.
     high = fcntl.fcntl(rules, fcntl.F_DUPFD_CLOEXEC, 64)
     os.close(rules)
     return high
@@ -233,7 +221,7 @@ def _allow(rules: int, path: str, rights: int) -> None:
 # ---- seccomp
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""By machine, the kernel's number for it, and its place in the tables below."""
+"""By machine: the kernel's number for it, and its column in the tables below."""
 
 _ALLOWED = """
     read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, lseek 8 62, close 3 57, close_range
@@ -253,19 +241,19 @@ _ALLOWED = """
     flock 73 32, fsync 74 82, fdatasync 75 83, ftruncate 77 46, sendto 44 206, recvfrom 45 207, shutdown 48 210,
     getsockopt 55 209, setsockopt 54 208, getsockname 51 204, getpeername 52 205
 """
-"""Name and number on x86-64 and on arm64 of the calls that are allowed with any arguments."""
+"""System calls that are allowed with any arguments: name, number on x86-64, number on arm64."""
 
 _ALLOWED_WRITING = """
     mkdir 83 -, mkdirat 258 34, unlink 87 -, unlinkat 263 35, rmdir 84 -, rename 82 -, renameat 264 38, renameat2 316
     276, link 86 -, linkat 265 37, symlink 88 -, symlinkat 266 36
 """
-"""The same, where there is a folder to write to. None sets the mode, owner or times of a file: landlock leaves that
-open for all files."""
+"""Allowed in addition if there is a folder to write to. No call is listed that sets the mode, owner or times of a file,
+because landlock does not restrict these."""
 
 _ALLOWED_SOMETIMES = """
     openat 257 56, kill 62 129, tgkill 234 131, prlimit64 302 261, ioctl 16 29, fcntl 72 25, socketpair 53 199
 """
-"""See `_conditions`; signals go to the process itself only."""
+"""Allowed under `_conditions`; signals only to the process itself."""
 
 _LOAD, _EQUAL, _AND, _RETURN = 0x20, 0x15, 0x54, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
@@ -281,12 +269,9 @@ def _numbers(table: str) -> dict[str, int]:
 
 
 def _conditions(writing: bool) -> dict[str, list[tuple[int, int, Sequence[int]]]]:
-    """By call, what must hold: the number of an argument, the bits that are looked at, the values that they may have.
-
-    Arguments that are looked at are 32 bits wide.
-    """
+    """Conditions by call: number of an argument (32 bits wide), the bits that count, their allowed values."""
     if writing:
-        # Opening for reading and truncating is writing, which landlock before version 3 does not see.
+        # Opening for reading with O_TRUNC writes, which landlock before version 3 does not notice.
         flags = os.O_ACCMODE | os.O_TRUNC
         opening: list[tuple[int, int, Sequence[int]]] = [(2, flags, (0, 1, 2, os.O_TRUNC | 1, os.O_TRUNC | 2))]
     else:
@@ -294,17 +279,17 @@ def _conditions(writing: bool) -> dict[str, list[tuple[int, int, Sequence[int]]]
     return {
         "openat": opening,
         "prlimit64": [(0, _ALL_BITS, (0,))],
-        # Is it a terminal, and inheritance; no terminal can be typed into.
+        # Asking whether a file is a terminal, and inheritance; not TIOCSTI, which types into a terminal.
         "ioctl": [(1, _ALL_BITS, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451))],
-        # Duplicates, flags and locks; nobody can be made the receiver of a file's signals.
+        # Duplicates, flags and locks; not F_SETOWN, which makes another process receive a file's signals.
         "fcntl": [(1, _ALL_BITS, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032))],
-        # Streams, which asyncio wants: they cannot be sent to an address.
+        # Only streams, which asyncio needs; datagrams could be sent to any address.
         "socketpair": [(0, _ALL_BITS, (1,)), (1, 0xF, (1,))],
     }
 
 
 class _Filter:
-    """Leaves the listed calls; all others fail with EPERM."""
+    """Allows the listed system calls; all others fail with EPERM."""
 
     def __init__(self, writing: bool) -> None:
         allowed = _numbers(_ALLOWED) | (_numbers(_ALLOWED_WRITING) if writing else {})
@@ -319,17 +304,17 @@ class _Filter:
         self._signals = [conditional["kill"], conditional["tgkill"]]
 
     def install(self) -> None:
-        """In this process."""
+        """Restrict this process."""
         own = [(0, _ALL_BITS, (os.getpid(),))]
         end = [step for number in self._signals for step in _block(number, own)]
         program = self._start + b"".join([*end, _step(_RETURN, 0, 0, _REFUSE)])
         code = ctypes.create_string_buffer(program)
-        # struct sock_fprog: the number of steps, and where they are.
+        # struct sock_fprog: the number of steps, and their address.
         _prctl(_PR_SET_SECCOMP, 2, struct.pack("HP", len(program) // 8, ctypes.addressof(code)))
 
 
 def _block(number: int, conditions: Sequence[tuple[int, int, Sequence[int]]]) -> list[bytes]:
-    """Steps for a call that is allowed under conditions."""
+    """Steps of the filter for a call that is allowed under conditions."""
     block = []
     for argument, mask, values in conditions:
         block += [_step(_LOAD, 0, 0, 16 + 8 * argument), _step(_AND, 0, 0, mask)]
@@ -362,7 +347,7 @@ def _prctl(option: int, value: int, argument: object = 0) -> None:
 
 
 def _works(protect: Callable[[], object]) -> bool:
-    """Whether it can be done, tried in a process of its own."""
+    """Whether `protect` succeeds, tried in a forked process."""
     pid = os.fork()
     if pid == 0:
         status = 1

@@ -1,13 +1,13 @@
-"""Tests and the program that they test, each in a process of its own, with a channel between them.
+"""Runs tests and the program that they test, each in a process of its own, with a channel between them.
 
-The judge runs the tests; where they call a function of the program, the arguments go to the program's process, and the
-value comes back. So the program never sees a test, nor what it expects; it cannot change what `==`, `assert` or
-`sorted` mean to the judge; and where it ends, by whatever exit, the tests that are left fail.
+The judge process runs the tests. When they call a function of the program, the arguments go to the program's process,
+and the value comes back. So the program never sees a test or an expected value; it cannot change what `==`, `assert`
+or `sorted` mean to the judge; and if it ends, however it does, the remaining tests fail.
 
-Only plain data comes back as a copy: numbers, text, containers, and a few types of the standard library. Anything else
-(an instance of a class of the program, a generator, a function) stays where it is, and the judge holds a `Remote`
-of it, which can be called, iterated, indexed and asked for attributes, and is equal to nothing but another one of the
-program's. A list, dict or set that the program changes in place is changed in the tests as well.
+Only plain data comes back as a copy: numbers, text, containers, and a few types of the standard library. Any other
+object (an instance of one of the program's classes, a generator, a function) stays in the program's process. The judge
+then holds a `Remote` for it, which can be called, iterated, indexed and asked for attributes, and can only be equal to
+another `Remote`. If the program changes a list, dict or set in place, the tests' own object is changed as well.
 
 Standard library only: this runs in processes without site-packages.
 """
@@ -35,7 +35,7 @@ from typing import Any
 _BASES = (int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset, range, slice)
 _EXACT = (*_BASES, Counter, OrderedDict, deque, date, datetime, time, timedelta, timezone, Decimal, Fraction)
 _NAMES = {(kind.__module__, kind.__qualname__): kind for kind in _EXACT}
-"""All that a message from the program can make the judge construct."""
+"""The only types that a message from the program can make the judge construct."""
 _PLAIN: dict[type, Callable[[Any], Any]] = {
     int: int.__int__,
     float: float.__float__,
@@ -45,7 +45,7 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {
     dict: lambda value: {key: dict.__getitem__(value, key) for key in dict.__iter__(value)},
     set: lambda value: set(set.__iter__(value)),
 }
-"""A subclass (a named tuple, an enumeration of numbers, a defaultdict) comes back as what it is a subclass of."""
+"""An instance of a subclass (a named tuple, an enumeration of numbers, a defaultdict) comes back as its base class."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _HEADER = struct.Struct(">Q")
 
@@ -61,7 +61,7 @@ def _yours(number: int) -> Any:
 
 
 class Remote:
-    """What the judge holds of an object of the program, and the program of a function of the tests."""
+    """Stands for an object in the other process: in the judge one of the program, or the other way round."""
 
     __slots__ = ("_remote",)
     __hash__ = object.__hash__
@@ -116,11 +116,11 @@ class Remote:
 
 
 class Channel:
-    """One end. Both ends can ask, also while they are being asked: a test may hand a function to the program.
+    """One end of the connection. Both can ask, also while being asked: a test may pass a function to the program.
 
     Args:
         connection: to the other process.
-        trusting: whether the other side may have any object constructed here, and any of `_OPERATIONS` done.
+        trusting: whether the other side may construct any object here, and do all `_OPERATIONS`.
     """
 
     def __init__(self, connection: socket.socket, *, trusting: bool) -> None:
@@ -135,7 +135,7 @@ class Channel:
         """Have the other side do one of `_OPERATIONS`.
 
         Raises:
-            Exception: what was raised there, where it is one of Python's own, else RuntimeError.
+            Exception: the exception raised there if it is a builtin one, else RuntimeError.
             ConnectionError: the other side is gone.
         """
         self._send((what, *arguments))
@@ -155,7 +155,7 @@ class Channel:
                 self._answer(what, arguments)
 
     def dump(self, value: Any) -> bytes:
-        """A value as bytes, with what cannot be copied as a number."""
+        """A value as bytes, with a number in place of each object that cannot be copied."""
         stream = io.BytesIO()
         _Pickler(self, stream).dump(value)
         return stream.getvalue()
@@ -165,7 +165,7 @@ class Channel:
         return _Unpickler(self, io.BytesIO(data)).load()
 
     def call(self, number: int, sent: bytes) -> tuple[Any, Any]:
-        """Call an object of this side; its value, and the arguments where it has changed them."""
+        """Call an object of this side; the value, and the arguments if the call has changed them, else None."""
         args, kwargs = self.load(sent)
         result = self._objects[number](*args, **kwargs)
         with suppress(Exception):
@@ -181,7 +181,7 @@ class Channel:
         return self._numbers[id(value)]
 
     def reduce(self, value: Any) -> Any:
-        """How a value is sent that is no plain data; see pickle.Pickler.reducer_override."""
+        """How an object is sent; see pickle.Pickler.reducer_override."""
         if isinstance(value, Remote):
             return _yours, (value._remote[1],)
         if value is _mine or value is _yours or type(value) in _EXACT or (isinstance(value, type) and value in _EXACT):
@@ -194,7 +194,7 @@ class Channel:
         return NotImplemented
 
     def find(self, module: str, name: str) -> Any:
-        """What a message may name; see pickle.Unpickler.find_class."""
+        """The object that a message names, if it may; see pickle.Unpickler.find_class."""
         if module == __name__ and name in ("_mine", "_yours"):
             return self._remote if name == "_mine" else self._objects.__getitem__
         if self._trusting:
@@ -206,7 +206,7 @@ class Channel:
         if (module, name) not in _NAMES:
             raise pickle.UnpicklingError(f"{module}.{name}")
         kind = _NAMES[module, name]
-        # Not the class: a message can set attributes of what it names, and so change what `==` is.
+        # Not the class itself: a message can set attributes of the object that it names, and so redefine `==`.
         return lambda *arguments: kind(*arguments)
 
     def _remote(self, number: int) -> Remote:
@@ -268,7 +268,7 @@ def _is_importable(function: Any) -> bool:
 
 
 def _update(old: Any, new: Any) -> None:
-    """Make an argument what the program has made of it."""
+    """Apply the program's changes to an argument."""
     if type(old) is not type(new):
         return
     if isinstance(old, list | bytearray):
@@ -299,10 +299,10 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "next": lambda iterator: list(islice(iterator, 1)),
     "names": lambda names: {name: _PROGRAM[name] for name in names if name in _PROGRAM},
 }
-"""What the judge can ask of the program."""
+"""The operations that the judge can ask for."""
 
 _PROGRAM: dict[str, Any] = {}
-"""The names of the program, in its own process."""
+"""The global names of the program, in the program's process."""
 
 
 def run_program(source: str, name: str) -> None:
@@ -314,7 +314,7 @@ def run_program(source: str, name: str) -> None:
 
 
 def serve_program(source: str, connection: socket.socket) -> None:
-    """Run a program, and then what the judge asks of it."""
+    """Run a program, then do what the judge asks for."""
     global _PROGRAM
     run_program(source, "solution")
     _PROGRAM = vars(sys.modules["solution"])
@@ -325,9 +325,9 @@ def judge(tests: str, verdict: int, connection: socket.socket) -> None:
     """Run tests against the program at the other end.
 
     Args:
-        tests: JSON of `names`, which are the program's, and `parts`, pairs of a piece of code and whether it is a
-            test. They run one after the other in one module.
-        verdict: file, to which "1" or "0" is written for every test.
+        tests: JSON of `names`, the program's names that the tests use, and `parts`, pairs of a piece of code and
+            whether it is a test. They run one after the other in one module.
+        verdict: descriptor of a file to which "1" or "0" is written for every test.
         connection: to the program.
     """
     order = json.loads(tests)
@@ -337,7 +337,7 @@ def judge(tests: str, verdict: int, connection: socket.socket) -> None:
     sys.modules["solution"] = module
     with suppress(Exception):
         found = channel.ask("names", order["names"])
-        # Nothing else: a name too many could be a builtin of the program's making.
+        # Only the names asked for: another one could replace a builtin.
         found = {name: found[name] for name in order["names"] if name in found}
         space.update(found)
         vars(module).update(found)

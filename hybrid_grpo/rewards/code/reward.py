@@ -1,7 +1,7 @@
-"""Reward of programs: the share of the tests that they pass, run in a sandbox.
+"""The built-in reward `code_tests`: the share of the tests that a program passes, run in a sandbox.
 
-The verdict is not the program's: asserts are run in another process than the program, outputs are compared in this one
-(sandbox.py, judging.py). Torch-free.
+The program has no part in the verdict: asserts run in another process (judging.py), and outputs are compared in this
+one. No torch here.
 """
 
 from __future__ import annotations
@@ -42,28 +42,24 @@ def code_tests(
 ) -> list[float | None]:
     """Share of its tests that the program in a completion passes.
 
-    The program is the last closed block fenced as Python, or else the last fenced without a language. None where the
-    column `tests` is None; 0.0 where there is no program.
+    The program is the last closed block fenced as Python, or else the last fenced without a language. The reward is
+    None if the column `tests` is None, and 0.0 if there is no program.
 
     Args:
         completions: [B], text or chats.
-        tests: [B]. Python as text, or a list of such texts: every assert of the top level is a test, or, where there
-            are none, `check(entry_point)` (HumanEval), every function `test_...` and every method of a
-            unittest.TestCase. What they use and do not define is the program's, which is also the module `solution`.
-            Or `{"inputs": [...], "outputs": [...]}`, also as JSON text: what is read from standard input and expected
-            on standard output, or, with `fn_name` or `entry_point`, arguments and value of that function, of the
-            program or of its class `Solution` (APPS, TACO, LiveCodeBench).
-        entry_point: [B], name of the function that is tested, where the tests need one.
-        score: `share`, or `all`: 1.0 if all are passed, else 0.0.
-        fence: `optional` takes the whole completion where nothing is fenced.
-        timeout_s: seconds for all tests of a completion; those that are not reached have failed.
+        tests: [B], in one of the forms of docs/rewards/code.md. Names that tests in Python use and do not define are
+            the program's, which is also importable as `solution`.
+        entry_point: [B], name of the tested function, if the tests need it.
+        score: `share`, or `all`: 1.0 if all tests are passed, else 0.0.
+        fence: `optional` takes the whole completion if nothing is fenced.
+        timeout_s: seconds for all tests of a completion; tests that are not reached have failed.
         memory_mb: MiB of address space, Python's own 30 included.
         disk_mb: MiB that the program may have in files; 0: it cannot write any.
         tolerance: numbers on standard output may differ by this much, absolutely or relatively.
         require: protections without which nothing is run; see `containment.PROTECTIONS`.
 
     Raises:
-        ValueError: a setting cannot be honoured here, or the tests of the data set are none.
+        ValueError: a setting cannot be honoured here, or the data set's tests test nothing.
         RuntimeError: the sandbox has failed.
     """
     _check(score, fence, timeout_s, memory_mb, disk_mb, tolerance)
@@ -86,7 +82,7 @@ def code_tests(
 
 
 def program_of(text: str, bare: bool = False) -> str | None:
-    """The last fenced block of Python that is closed, or else the last without a language; `bare`: or else all."""
+    """The last closed block fenced as Python, or else the last without a language, or else, if `bare`, the text."""
     fence, language = "", ""
     block: list[str] = []
     found: dict[bool, str] = {}
@@ -106,7 +102,7 @@ def program_of(text: str, bare: bool = False) -> str | None:
 
 
 class _Asserts:
-    """Tests that are Python."""
+    """Tests written in Python."""
 
     def __init__(self, text: str, entry_point: str | None) -> None:
         try:
@@ -118,7 +114,7 @@ class _Asserts:
         self.count = sum(counts for _, counts in parts)
         if not self.count:
             raise ValueError(f"tests of the data set test nothing: {text[:80]!r}: give asserts, or entry_point")
-        # Modules that the tests rely on the program to import: it could give them others of the same name.
+        # The tests import standard modules themselves: the program could pass others under their names.
         modules = sorted(names & _modules(ast.parse(text)))
         parts = [(f"import {name}", False) for name in modules] + parts
         self._order = json.dumps({"names": sorted(names - set(modules)), "parts": parts})
@@ -131,7 +127,7 @@ class _Asserts:
 
 
 class _Pairs:
-    """Tests that are inputs and outputs."""
+    """Tests given as standard input and expected output."""
 
     def __init__(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         self._pairs = [(_lines(given), _lines(expected)) for given, expected in zip(inputs, outputs, strict=True)]
@@ -169,7 +165,7 @@ def _check(score: str, fence: str, timeout_s: float, memory_mb: int, disk_mb: in
 
 
 def _sandbox(require: Collection[str]) -> Sandbox:
-    """That of this thread."""
+    """The sandbox of this thread."""
     sandbox = getattr(_local, "sandbox", None)
     if sandbox is None or not sandbox.usable:
         sandbox = _local.sandbox = Sandbox()
@@ -192,11 +188,11 @@ def _job(tests: Any, entry_point: str | None) -> _Asserts | _Pairs:
 
 
 _asserts = lru_cache(maxsize=1024)(_Asserts)
-"""All completions of a prompt have the same tests."""
+"""Cached, because all completions of a prompt have the same tests."""
 
 
 def _parts(module: ast.Module, entry_point: str | None) -> list[tuple[str, bool]]:
-    """Pieces of code, each with whether it is a test."""
+    """The tests' statements, and calls of their test functions, each with whether it counts as a test."""
     definitions = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
     functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
     testing = {name for name, node in functions.items() if _asserts_in(node)}
@@ -227,7 +223,7 @@ def _calls_in(node: ast.AST) -> set[str]:
 
 
 def _names_of_the_program(text: str, entry_point: str | None) -> set[str]:
-    """What the tests use and do not define. Builtins are Python's own: the program has no say in what `sorted` is."""
+    """Names that the tests use and do not define; not builtins, or the program could redefine `sorted`."""
     top = symtable.symtable(text, "<tests>", "exec")
     defined = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
     used: set[str] = set()
@@ -246,13 +242,13 @@ def _names_of_the_program(text: str, entry_point: str | None) -> set[str]:
 
 
 def _modules(module: ast.Module) -> set[str]:
-    """Names of the standard library of which an attribute is used."""
+    """Standard modules of which the tests use an attribute."""
     nodes = (n.value for n in ast.walk(module) if isinstance(n, ast.Attribute))
     return {node.id for node in nodes if isinstance(node, ast.Name)} & sys.stdlib_module_names
 
 
 def _calls(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
-    """Asserts for arguments and values. As JSON they have no tuples, and APPS has some values in a list of one."""
+    """Asserts for arguments and values. JSON has no tuples, and APPS wraps some values in a list of one."""
     return "\n".join(
         [
             "import json as _json",
@@ -274,7 +270,7 @@ def _calls(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
 
 
 def _decoded(value: Any, each_line: bool = False) -> Any:
-    """LiveCodeBench has the arguments as lines of JSON, and the value as JSON."""
+    """LiveCodeBench gives the arguments as lines of JSON, and the value as JSON."""
     if not isinstance(value, str):
         return value
     return [json.loads(line) for line in value.splitlines() if line.strip()] if each_line else json.loads(value)
@@ -285,7 +281,7 @@ def _lines(text: Any) -> str:
 
 
 def _same(output: str, expected: str, tolerance: float) -> bool:
-    """The same words on the same lines, white space and empty lines at the end aside."""
+    """Whether the same words are on the same lines, apart from white space and empty lines at the end."""
     ours, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (output, expected))
     return list(map(len, ours)) == list(map(len, theirs)) and all(
         x == y or (tolerance > 0 and _near(x, y, tolerance))

@@ -1,12 +1,12 @@
-"""Programs that nobody has read, run where they can do no harm.
+"""Runs programs that nobody has read where they can do no harm.
 
     with Sandbox() as sandbox:
         sandbox.run("print(input()[::-1])", "abc", limits=Limits(), timeout_s=2.0).stdout  # "cba\n"
 
-A program is a process of its own, forked from a small template (warden.py) that holds none of the caller's memory,
-files or environment, and shut in by containment.py before its first line is run. It can start no other process; it is
-killed when its time is over, and when its caller or the template ends. What holds on this machine is
-`Sandbox.protections`, also printed by `python -m hybrid_grpo.rewards.code.sandbox`.
+Each program is a process of its own, forked from a small template process (template.py) that holds nothing of the
+caller's memory, files or environment. Before its first line runs, containment.py takes its rights away: it can start
+no other process. It is killed when its time is over, and when its caller or the template ends. The protections that
+this machine offers are in `Sandbox.protections`, and printed by `python -m hybrid_grpo.rewards.code.sandbox`.
 
 Torch-free. Linux only.
 """
@@ -18,8 +18,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,45 +36,44 @@ _START = (
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
-    # The same program has the same output.
+    # So that the same program has the same output every time.
     "PYTHONHASHSEED": "0",
     "PYTHONUTF8": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 _SLACK_S = 30.0
-"""How long the template may take beyond a program's time before it is given up; it takes milliseconds."""
+"""Seconds beyond a program's time after which the template is given up; it needs milliseconds."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """What became of a program."""
+class ProgramResult:
+    """How a program ended, and what it wrote."""
 
     end: str
     """`exited`, `timeout`, `disk` (it filled its folder), or the name of the signal that ended it."""
     status: int
     """Exit status, negative for a signal."""
     wall_s: float
-    """Seconds from the request until it is dead."""
+    """Seconds from the request to the program's death."""
     cpu_s: float
     """Seconds of CPU time."""
     stdout: str = ""
-    """At most `Limits.output_kb`."""
     stderr: str = ""
-    """The same."""
+    """Like `stdout`, at most `Limits.output_kb`."""
     verdicts: tuple[bool, ...] = ()
-    """Whether each test was passed, for those that were reached; see `Sandbox.test`."""
+    """Whether each test was passed, up to the last one that was reached; see `Sandbox.test`."""
 
 
 class Sandbox:
-    """A template process, and the programs that are run in forks of it, one at a time.
+    """A template process, and the programs that run in forks of it, one at a time.
 
-    Belongs to the process and thread that made it.
+    It belongs to the process and thread that made it.
 
     Args:
-        without: protections of the kernel to do without, as if they were not there: `seccomp`, `landlock`, `user`.
+        without: protections of the kernel that are not used, for tests: `seccomp`, `landlock`, `user`.
 
     Raises:
-        UserError: this is no Linux.
+        UserError: this is not Linux.
         RuntimeError: the template cannot be started.
     """
 
@@ -108,12 +107,12 @@ class Sandbox:
         self.close()
 
     def __del__(self) -> None:
-        # Not `close`: a copy in a forked process must not wait for a child that is not its own.
+        # Not `close`: a copy of this object in a forked process must not wait for the parent's child.
         if hasattr(self, "_control"):
             self._control.close()
 
     def close(self) -> None:
-        """End the template, and the program that it runs."""
+        """End the template and its program."""
         self._control.close()
         if os.getpid() == self._owner:
             with suppress(subprocess.TimeoutExpired):
@@ -125,68 +124,51 @@ class Sandbox:
 
     @property
     def usable(self) -> bool:
-        """Whether it can be used: by the process that made it, while the template lives."""
+        """Whether this is the process that made the sandbox, and the template lives."""
         return os.getpid() == self._owner and self._control.fileno() >= 0 and self._process.poll() is None
 
     def require(self, names: Collection[str]) -> None:
-        """Refuse to go on without protections.
-
-        Args:
-            names: of PROTECTIONS.
-
-        Raises:
-            UserError: one does not exist, or is not in force here.
-        """
+        """Raise UserError unless these PROTECTIONS exist and are in force on this machine."""
         for name in names:
             if name not in PROTECTIONS:
                 raise UserError(f"require {name!r} is no protection: {did_you_mean(name, PROTECTIONS)}")
             if name not in self.protections:
                 raise UserError(
                     f"require {name}: this machine cannot promise that {PROTECTIONS[name]}:"
-                    f" {_REMEDIES[name]}; or leave {name} out of `require`"
+                    f" {_REMEDIES.get(name, _NEEDS_SECCOMP)}; or leave {name} out of `require`"
                 )
 
     def describe(self) -> str:
-        """One line: what is in force, and what is not."""
+        """One line that says which protections are in force and which are not."""
         held = ", ".join(f"{name} ({how})" for name, how in self.protections.items())
         missing = ", ".join(name for name in PROTECTIONS if name not in self.protections)
         return f"sandbox: {held or 'nothing'}" + (f"; NOT IN FORCE: {missing}" if missing else "")
 
-    def run(self, source: str, stdin: str = "", *, limits: Limits | None = None, timeout_s: float = 10.0) -> Run:
-        """Run a program, as `python program.py` does.
-
-        Args:
-            source: Python.
-            stdin: what it can read from standard input.
-            limits: of the program.
-            timeout_s: seconds, after which it is killed.
+    def run(
+        self, source: str, stdin: str = "", *, limits: Limits | None = None, timeout_s: float = 10.0
+    ) -> ProgramResult:
+        """Run Python source as `python program.py` does, and kill it after `timeout_s` seconds.
 
         Raises:
             RuntimeError: the sandbox has failed, not the program.
         """
         limits = limits or Limits()
         with _files(source, stdin, "", "") as files:
-            reply = self._request(files.numbers, limits, timeout_s, judged=False)
-            stdout, stderr = (files.read(index, limits.output_kb << 10) for index in (2, 3))
-            return Run(**reply, stdout=stdout, stderr=stderr)
+            reply = self._request(files, limits, timeout_s, judged=False)
+            stdout, stderr = (_start_of(file, limits.output_kb << 10) for file in files[2:])
+            return ProgramResult(**reply, stdout=stdout, stderr=stderr)
 
-    def test(self, source: str, tests: str, *, limits: Limits | None = None, timeout_s: float = 10.0) -> Run:
-        """Run tests against a program, each of the two in a process of its own; see judging.py.
-
-        Args:
-            source: Python; what the tests use is looked up in it.
-            tests: for `judging.judge`.
-            limits: of each process.
-            timeout_s: seconds for the program and all tests.
+    def test(self, source: str, tests: str, *, limits: Limits | None = None, timeout_s: float = 10.0) -> ProgramResult:
+        """Run `tests` (see `judging.judge`) against a program: two processes, each with these limits.
 
         Raises:
             RuntimeError: the sandbox has failed, not the program.
         """
         limits = limits or Limits()
         with _files(source, "", tests, "") as files:
-            reply = self._request(files.numbers, limits, timeout_s, judged=True)
-            verdicts = tuple(letter == "1" for letter in files.read(3, 1 << 20))
-            return Run(**reply, stderr=files.read(1, limits.output_kb << 10), verdicts=verdicts)
+            reply = self._request(files, limits, timeout_s, judged=True)
+            verdicts = tuple(letter == "1" for letter in _start_of(files[3], 1 << 20))
+            return ProgramResult(**reply, stderr=_start_of(files[1], limits.output_kb << 10), verdicts=verdicts)
 
     def _request(self, files: list[int], limits: Limits, timeout_s: float, *, judged: bool) -> dict[str, Any]:
         request = {"limits": asdict(limits), "timeout_s": timeout_s, "judged": judged}
@@ -211,36 +193,30 @@ class Sandbox:
         return json.loads(message)
 
 
-class _files:
-    """Open files in memory with these texts, closed at the end."""
-
-    def __init__(self, *texts: str) -> None:
-        self.numbers: list[int] = []
+@contextmanager
+def _files(*texts: str) -> Iterator[list[int]]:
+    """Descriptors of files in memory with these texts."""
+    with ExitStack() as stack:
+        numbers = []
         for text in texts:
-            self.numbers.append(os.memfd_create("program"))
-            with os.fdopen(os.dup(self.numbers[-1]), "wb") as file:
-                file.write(text.encode("utf-8", "surrogatepass"))
-            os.lseek(self.numbers[-1], 0, os.SEEK_SET)
-
-    def read(self, index: int, size: int) -> str:
-        """The first bytes that one has now, as text."""
-        return os.pread(self.numbers[index], size, 0).decode("utf-8", "replace")
-
-    def __enter__(self) -> _files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number in self.numbers:
-            os.close(number)
+            file = stack.enter_context(os.fdopen(os.memfd_create("program"), "w+b"))
+            file.write(text.encode("utf-8", "surrogatepass"))
+            file.seek(0)
+            numbers.append(file.fileno())
+        yield numbers
 
 
+def _start_of(file: int, size: int) -> str:
+    """The first `size` bytes of a file as text."""
+    return os.pread(file, size, 0).decode("utf-8", "replace")
+
+
+_NEEDS_SECCOMP = "it needs a kernel and a container that allow seccomp filters, on x86-64 or arm64"
 _REMEDIES = {
     "reads": "it needs a kernel with Landlock (Linux 5.13, and `landlock` in its list of security modules)",
-    "writes": "it needs a kernel and a container that allow seccomp filters, on x86-64 or arm64",
-    "network": "it needs a kernel and a container that allow seccomp filters, on x86-64 or arm64",
-    "processes": "it needs a kernel and a container that allow seccomp filters, on x86-64 or arm64",
     "privileges": "run as another user than root",
 }
+"""For the other protections: `_NEEDS_SECCOMP`."""
 
 if __name__ == "__main__":
     with Sandbox() as _sandbox:

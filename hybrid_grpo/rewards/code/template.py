@@ -1,8 +1,8 @@
-"""The process that programs are forked from, that watches over them, and that ends them.
+"""The template process of a sandbox: programs are forked from it, and it watches and ends them.
 
-Started by sandbox.py, one for every process that runs programs; it has imported what programs like to import, and so
-has a program in a millisecond. It never sees a program, a test or an output: they pass by it as open files. It serves
-one request after the other, and ends when its starter does.
+sandbox.py starts one for every process that runs programs. It has imported what programs often import, so that a fork
+is ready in a millisecond. It never reads a program, a test or an output: it only passes them on as open files. It
+serves one request after the other, and ends when its starter does.
 
 Standard library only: this runs in a process without site-packages.
 """
@@ -37,36 +37,36 @@ MODULES = (
     "abc array bisect cmath collections.abc copy dataclasses datetime decimal enum fractions functools heapq io"
     " itertools json math operator queue random re statistics string sys textwrap time typing"
 )
-"""What is imported before any program is there, and is shared by all."""
+"""Modules that are imported before the first fork, and so are shared by all programs."""
 _CONTAINED = b"contained"
 _WATCH_MS = 5
-"""Between two looks at a program's folder."""
+"""Milliseconds between two looks at a program's folder."""
 
 
 def main(descriptor: int, without: list[str]) -> None:
     """Serve requests until the other end of the socket is closed.
 
     Args:
-        descriptor: of a socket that keeps messages apart. A request is JSON of `limits`, `timeout_s` and whether
-            there are tests (`judged`), with open files: source, input, output, error output; with tests: source,
-            error output, tests, verdict.
+        descriptor: of a socket that preserves message boundaries. A request is JSON of `limits`, `timeout_s` and
+            whether there are tests (`judged`), with open files: source, input, output, error output; with tests:
+            source, error output, tests, verdict.
         without: see `Kernel.find`.
     """
     control = socket.socket(fileno=descriptor)
     for module in MODULES.split():
         importlib.import_module(module)
     warnings.simplefilter("ignore")
-    warden = Warden(Kernel.find(without), control)
+    template = SandboxTemplate(Kernel.find(without), control)
     gc.collect()
     gc.freeze()
     try:
-        warden.serve()
+        template.serve()
     finally:
-        remove(warden.folder)
+        remove(template.folder)
 
 
-class Warden:
-    """Runs programs one after the other, all in one folder that is emptied in between."""
+class SandboxTemplate:
+    """Runs programs one after the other in one folder, which is emptied in between."""
 
     def __init__(self, kernel: Kernel, control: socket.socket) -> None:
         self.folder = _new_folder(os.path.join(tempfile.gettempdir(), f"hybrid-grpo-sandbox-{os.getuid()}"))
@@ -76,12 +76,12 @@ class Warden:
         if kernel.user:
             os.chown(self.folder, kernel.user, kernel.user)
         if not kernel.seccomp:
-            # What a program leaves behind becomes a child of this process.
+            # Processes that a program leaves behind then become children of this process.
             kernel.adopt()
         control.send(json.dumps({"protections": kernel.protections()}).encode())
 
     def serve(self) -> None:
-        """Answer requests until there is nobody to make them."""
+        """Answer requests until the other end of the socket is closed."""
         while True:
             message, files, _, _ = socket.recv_fds(self._control, 1 << 16, 8)
             if not message:
@@ -94,7 +94,7 @@ class Warden:
             if reply is None:
                 return
             self._control.send(json.dumps(reply).encode())
-            # Nobody waits for it: a program may have left thousands of folders in one another.
+            # After the reply, as this may take long: a program may have left thousands of nested folders.
             empty(self.folder)
 
     def _run(self, request: dict[str, Any], files: list[int]) -> dict[str, Any] | None:
@@ -139,8 +139,8 @@ class Warden:
             theirs.close()
 
     def _fork(self, files: list[int], limits: Limits, writing: bool, main: Callable[[], None]) -> _Child:
-        """A process that has these files, from number 0, and no others, and contains itself before it runs `main`."""
-        warden = os.getpid()
+        """A process that has only these files, numbered from 0, and contains itself before it runs `main`."""
+        template = os.getpid()
         ready, tell = os.pipe()
         pid = os.fork()
         if pid:
@@ -157,7 +157,7 @@ class Warden:
             tell = len(files) - 1
             try:
                 self._containment.enter(limits, writing=writing)
-                assert os.getppid() == warden, "the warden is gone"
+                assert os.getppid() == template, "the template is gone"
             except BaseException as error:
                 os.write(tell, f"{type(error).__name__}: {error}".encode())
                 os._exit(1)
@@ -168,7 +168,7 @@ class Warden:
             os._exit(1)
 
     def _watch(self, family: list[_Child], deadline: float, limits: Limits, writing: bool) -> str:
-        """Wait for the first of them to end; why it did, or is to."""
+        """Wait until the first process ends or has to be ended; the reason."""
         first = os.pidfd_open(family[0].pid)
         try:
             poll = select.poll()
@@ -190,33 +190,24 @@ class Warden:
 
 
 class NotContained(Exception):
-    """A protection that was found to work does not."""
+    """A protection that worked when it was tried does not work now."""
 
 
 class _Child:
-    """A contained process.
-
-    Args:
-        pid: its id.
-        ready: where it says that it is contained, before it runs anything.
-    """
+    """A contained process; `ready` is the pipe on which it says so before it runs anything."""
 
     def __init__(self, pid: int, ready: int) -> None:
         self.pid = pid
         self._ready = open(ready, "rb")  # noqa: SIM115
 
     def check(self) -> None:
-        """Wait until it is contained.
-
-        Raises:
-            NotContained: it could not be, and has run nothing.
-        """
+        """Wait until it is contained; raise NotContained if it could not be, and so has run nothing."""
         said = self._ready.read()
         if said != _CONTAINED:
             raise NotContained(said.decode() or "a process died before it was contained")
 
     def end(self) -> tuple[int, float]:
-        """Kill it and its group; its exit status, negative for a signal, and the seconds of CPU time it took."""
+        """Kill it and its process group; exit status, negative for a signal, and seconds of CPU time."""
         self._ready.close()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -239,12 +230,12 @@ def _run_judge() -> None:
 
 
 def _main(main: Callable[[], None]) -> None:
-    """What Python does around a program."""
+    """Run `main` with the standard streams and the exit status that Python gives a program."""
     standard = io.TextIOWrapper(io.BufferedReader(io.FileIO(0)), "utf-8", "replace"), _writer(1), _writer(2)
     for name, file in zip(("stdin", "stdout", "stderr"), standard, strict=True):
         setattr(sys, name, file)
         setattr(sys, f"__{name}__", file)
-    random.seed(0)  # forking has seeded it anew
+    random.seed(0)  # Python seeds it anew in every fork
     status: Any = 0
     try:
         main()
@@ -273,12 +264,12 @@ def _read(descriptor: int) -> str:
 
 
 def _new_folder(parent: str) -> str:
-    """A folder in `parent`, from which those of wardens that were killed are removed."""
+    """A new folder in `parent`; the folders of templates that were killed are removed from there."""
     with suppress(FileExistsError):
         os.mkdir(parent, 0o711)
     state = os.lstat(parent)
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
-        return tempfile.mkdtemp(prefix="program-")  # somebody else has taken the name
+        return tempfile.mkdtemp(prefix="program-")  # another user has taken the name
     os.chmod(parent, 0o711)
     all_of_them = _locked(parent, fcntl.LOCK_EX)
     try:
@@ -304,7 +295,7 @@ def _locked(folder: str, how: int) -> int:
 
 
 def _overfull(folder: str, pid: int, limits: Limits) -> bool:
-    """Whether a program has more in its folder than it may, files included that it has deleted and holds open."""
+    """Whether a program has exceeded the limits of its folder; deleted files that it holds open count too."""
     count, size = 0, 0
     with suppress(OSError):
         for file in os.listdir(f"/proc/{pid}/fd"):
@@ -325,7 +316,7 @@ def _overfull(folder: str, pid: int, limits: Limits) -> bool:
 
 
 def empty(folder: str) -> None:
-    """Remove what is in a folder, whatever it is: folders as deep as they come, and without rights."""
+    """Remove everything in a folder, also nested folders of any depth and folders without access rights."""
     for number in range(1 << 30):
         nested = None
         with os.scandir(folder) as entries:
@@ -337,7 +328,7 @@ def empty(folder: str) -> None:
         if nested is None:
             return
         os.chmod(nested, 0o700)
-        # Its contents come up, so that no path gets long.
+        # Its contents move up a level, so that no path gets too long for the system.
         for index, name in enumerate(os.listdir(nested)):
             path = os.path.join(nested, name)
             if os.path.isdir(path) and not os.path.islink(path):
@@ -347,13 +338,13 @@ def empty(folder: str) -> None:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder and all that is in it."""
+    """Remove a folder and everything in it."""
     empty(folder)
     os.rmdir(folder)
 
 
 def _end_descendants() -> None:
-    """Kill what a program has left behind: it is a child of this process, or becomes one when its own parent ends."""
+    """Kill the processes that a program has left behind: children of this process, now or when their parents end."""
     while True:
         for name in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError, IndexError), open(f"/proc/{name}/stat", "rb") as file:

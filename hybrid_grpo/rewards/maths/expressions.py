@@ -1,18 +1,19 @@
 r"""Expressions in LaTeX or plain notation: their values, and whether two are the same everywhere.
 
-Variables are replaced by fixed pseudo-random rationals, positive and negative (the identity test of Schwartz and
-Zippel). No expression is rewritten, so time follows the length of the text. This is no computer algebra: it solves
-nothing, and sums, integrals and limits are not read.
+Two expressions are compared by their values where variables are replaced by fixed pseudo-random rationals, positive and
+negative (the identity test of Schwartz and Zippel). No expression is rewritten, so the time follows the length of the
+text. This is no computer algebra: it solves nothing, and it does not read sums, integrals and limits.
 """
 
 from __future__ import annotations
 
+import operator
 import random
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import reduce
+from functools import partial, reduce
 
 from hybrid_grpo.rewards.maths import values
 from hybrid_grpo.rewards.maths.values import Unreadable, Value
@@ -20,7 +21,7 @@ from hybrid_grpo.rewards.maths.values import Unreadable, Value
 Evaluate = Callable[[Mapping[str, Fraction]], Value]
 """The value at a point, given by the name of each variable."""
 
-_DEEPEST = 75  # of sums, factors and atoms in one another: 25 brackets
+_DEEPEST = 75  # nesting of sums, factors and atoms: 25 brackets
 _FUNCTIONS = {
     "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "ln", "log", "lg",
     "exp",
@@ -30,6 +31,7 @@ _GREEK = {
     "rho", "sigma", "tau", "phi", "varphi", "chi", "psi", "omega", "Delta", "Gamma", "Omega", "ell",
 }  # fmt: skip
 _WORDS = _FUNCTIONS | {"sqrt", "pi", "infinity", "frac", "binom", "lfloor", "rfloor", "lceil", "rceil", "overline"}
+_CONSTANTS = {"π": "π", "pi": "π", "∞": "∞", "infinity": "∞"}
 _OPERATORS = {"*": False, "/": True}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|", "lfloor": "rfloor", "lceil": "rceil"}
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
@@ -43,22 +45,22 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True)
 class Expression:
-    """What a text stands for."""
+    """The mathematical expression that a text stands for."""
 
     value: Evaluate
     names: frozenset[str]
-    """Of its variables."""
+    """Names of its variables."""
 
 
 def read_expression(text: str) -> Expression:
-    r"""The expression that `text` is, cleaned as notation.py does it.
+    r"""The expression that `text` is, after notation.py has cleaned it.
 
     Understood: + - * / ^ ! and °, products without a sign, \frac{a}{b} and \frac12, mixed numbers, repeating decimals,
     roots, |x|, floor and ceiling, \binom, trigonometric and exponential functions, \log with a base, π, e, i, ∞, and
     variables of one letter with a subscript.
 
     Raises:
-        Unreadable: anything else is there.
+        Unreadable: the text holds anything else.
     """
     reader = _Reader(_tokens(text))
     value = reader.sum()
@@ -67,13 +69,13 @@ def read_expression(text: str) -> Expression:
 
 
 def identical(first: Expression, second: Expression) -> bool:
-    """The two have the same value everywhere: at four points, or at the only one if they hold no variables."""
+    """Whether both have the same value at four points; without variables one point is enough."""
     pairs = _values(first, second)
     return bool(pairs) and all(values.close(a, b) for a, b in pairs)
 
 
 def proportional(first: Expression, second: Expression, positive: bool = False) -> bool:
-    """One is a constant times the other, neither being constant; the factor is positive if `positive`."""
+    """Whether one is a constant times the other, and neither is constant; `positive` requires a positive factor."""
     (a, b), *others = _values(first, second) or [(Fraction(0), Fraction(0))]
     if not first.names or not second.names or values.close(a, Fraction(0)) or values.close(b, Fraction(0)):
         return False
@@ -83,9 +85,7 @@ def proportional(first: Expression, second: Expression, positive: bool = False) 
 
 def difference(first: Expression, second: Expression) -> Expression:
     """first - second."""
-    return Expression(
-        lambda at: values.plus(first.value(at), values.minus(second.value(at))), first.names | second.names
-    )
+    return Expression(lambda at: values.plus(first.value(at), -second.value(at)), first.names | second.names)
 
 
 def product(first: Expression, second: Expression) -> Expression:
@@ -99,7 +99,7 @@ def constant(value: Fraction | int | str) -> Expression:
 
 
 def _values(first: Expression, second: Expression) -> list[tuple[Value, Value]]:
-    """Of both at every point; none at all where one of them has no value."""
+    """The values of both at every point; an empty list where one of them has no value."""
     names = sorted(first.names | second.names)
     points = [{name: _at(name, k) for name in names} for k in range(4 if names else 1)]
     try:
@@ -111,12 +111,12 @@ def _values(first: Expression, second: Expression) -> list[tuple[Value, Value]]:
 def _at(name: str, point: int) -> Fraction:
     draw = random.Random(f"{name} {point}")
     size = Fraction(draw.randint(101, 999), draw.choice((101, 211, 307, 401)))
-    # Two points in which all are positive, two of mixed signs: \sqrt{x^2} is not x.
+    # Two points where all variables are positive, two with mixed signs: \sqrt{x^2} is not x.
     return size if point < 2 or draw.random() < 0.4 else -size
 
 
 def _tokens(text: str) -> list[tuple[str, str]]:
-    """(kind, text) of each; letters that are no known word stand for themselves, one by one."""
+    """(kind, text) of each token; every letter of a word that is not known is a variable."""
     tokens, at = [], 0
     text = _SHORT_FRACTION.sub(r"\\\1{\2}\3", text)
     text = _SHORT_BELOW.sub(r"\1{\2}", text)
@@ -140,7 +140,7 @@ def _tokens(text: str) -> list[tuple[str, str]]:
 
 
 class _Reader:
-    """Recursive descent over the tokens; every method reads what it is named after, and returns its value."""
+    """Recursive descent over the tokens; every method reads what it is named after, and returns how to evaluate it."""
 
     def __init__(self, tokens: list[tuple[str, str]]) -> None:
         self.tokens, self.at, self.depth = tokens, 0, 0
@@ -177,7 +177,7 @@ class _Reader:
             while self.token in ("+", "-"):
                 negative ^= self.take() == "-"
             term = self.product()
-            terms.append(_map(values.minus, term) if negative else term)
+            terms.append(_map(operator.neg, term) if negative else term)
             if self.token not in ("+", "-"):
                 self.depth -= 1
                 return terms[0] if len(terms) == 1 else _map(lambda *parts: reduce(values.plus, parts), *terms)
@@ -189,7 +189,7 @@ class _Reader:
                 below = _OPERATORS[self.take()]
                 negative = self.token == "-" and bool(self.take())
                 factor = self.factor()
-                factors.append((below, _map(values.minus, factor) if negative else factor))
+                factors.append((below, _map(operator.neg, factor) if negative else factor))
             elif self.starts_factor() and self.kind not in ("number", "repeating"):
                 mixed = self.mixed()
                 if mixed is None:
@@ -218,7 +218,7 @@ class _Reader:
         return self.kind in ("number", "repeating", "name") or self.token in _WORDS | {"(", "[", "{", "|", "π", "∞"}
 
     def mixed(self) -> Evaluate | None:
-        r"""The fraction of 1\frac{3}{4}, where it is one: an integer right before, digits above more digits."""
+        r"""The fraction of a mixed number such as 1\frac{3}{4}: a whole number, then digits above larger ones."""
         kind, before = self.tokens[self.at - 1]
         powers = self.at > 1 and self.tokens[self.at - 2][1] in ("^", "_")
         if self.token != "frac" or kind != "number" or not before.isdigit() or powers:
@@ -247,7 +247,7 @@ class _Reader:
     def exponent(self) -> Evaluate:
         if self.token == "-":
             self.take()
-            return _map(values.minus, self.factor())
+            return _map(operator.neg, self.factor())
         return self.factor()
 
     def group(self) -> Evaluate:
@@ -256,12 +256,10 @@ class _Reader:
         value = self.sum()
         self.expect(self.closing.pop())
         if opening == "|":
-            return _map(values.modulus, value)
-        if opening in ("lfloor", "lceil"):
-            return _map(
-                values.floor if opening == "lfloor" else lambda v: values.minus(values.floor(values.minus(v))), value
-            )
-        return value
+            return _map(abs, value)
+        if opening == "lfloor":
+            return _map(values.floor, value)
+        return _map(lambda v: -values.floor(-v), value) if opening == "lceil" else value
 
     def atom(self) -> Evaluate:
         self.go_down()
@@ -276,8 +274,8 @@ class _Reader:
             return _constant(_repeating(self.take()))
         if self.token in ("(", "[", "{", "|", "lfloor", "lceil"):
             return self.group()
-        if self.token in ("π", "∞", "pi", "infinity"):
-            return _map(values.pi if self.take() in ("π", "pi") else values.infinity)
+        if self.token in _CONSTANTS:
+            return partial(_named, _CONSTANTS[self.take()])
         if self.kind == "name":
             return self.name()
         word = self.take()
@@ -309,7 +307,7 @@ class _Reader:
         while self.token == "'":
             name += self.take()
         if name in ("e", "i"):
-            return _map(values.e if name == "e" else values.i)
+            return partial(_named, name)
         self.names.add(name)
         return lambda at: at[name]
 
@@ -325,7 +323,7 @@ class _Reader:
         if self.token in ("(", "[", "{", "|"):
             value = self.factor()
         else:
-            # \sin 2x is the sine of the product; a sign, a bracket or another function ends it.
+            # \sin 2x is the sine of the product 2x; a sign, a bracket or another function ends the product.
             parts = [self.factor()]
             while self.kind == "name" or self.token in ("π", "pi", "frac", "sqrt"):
                 parts.append(self.factor())
@@ -346,6 +344,10 @@ def _map(function: Callable[..., Value], *parts: Evaluate) -> Evaluate:
 
 def _constant(value: Value) -> Evaluate:
     return lambda at: value
+
+
+def _named(name: str, at: Mapping[str, Fraction]) -> Value:
+    return values.named(name)
 
 
 def _repeating(text: str) -> Fraction:

@@ -1,4 +1,4 @@
-r"""Whether two texts are the same answer. rewards/maths.py states the conventions."""
+r"""Whether two texts are the same answer, by the conventions that the docstring of `math_answer` states."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def same_answer(stated: str, gold: str) -> bool:
 
 
 def is_mathematical(text: str) -> bool:
-    """Whether the text is read as something else than words; letters alone are words."""
+    """Whether the text is read as anything but words; letters alone are words."""
     text = clean(text)
     if len(text) > LONGEST or re.fullmatch("[A-Za-z ]*", text):
         return False
@@ -68,15 +68,26 @@ def _same(first: Answer, second: Answer) -> bool:
     match a, b:
         case Number(), Number():
             return _same_number(a, b)
+        case (Ordered(relation=Relation() as one), Ordered(relation=Relation() as other)) | (
+            Unordered(relation=Relation() as one),
+            Unordered(relation=Relation() as other),
+        ):
+            return _same_relation(one, other)
         case Ordered(), Ordered():
-            if a.relation and b.relation:
-                return _same_relation(a.relation, b.relation)
             alike = a.brackets == b.brackets and len(a.parts) == len(b.parts)
             return alike and all(map(_same, a.parts, b.parts))
         case Unordered(), Unordered():
-            return (a.kind == "union") == (b.kind == "union") and _same_parts(list(a.parts), list(b.parts))
+            parts = [_distinct(each.parts) if "set" in (a.kind, b.kind) else list(each.parts) for each in (a, b)]
+            return (a.kind == "union") == (b.kind == "union") and _same_parts(*parts)
+        case (Ratio() as ratio, Ordered(ratio=Ratio() as time)) | (Ordered(ratio=Ratio() as time), Ratio() as ratio):
+            return _in_ratio(ratio.parts, time.parts)
         case Ratio(), Ratio():
-            return len(a.parts) == len(b.parts) and _in_ratio(a.parts, b.parts)
+            return _in_ratio(a.parts, b.parts)
+        case (Ratio(parts=(_, _) as parts), Number(sign="") as number) | (
+            Number(sign="") as number,
+            Ratio(parts=(_, _) as parts),
+        ):
+            return not number.unit.known and _in_ratio(parts, (number.expression, constant(1)))
         case Words(), Words():
             return words(a.text) == words(b.text)
     relations = _as_relation(a), _as_relation(b)
@@ -86,9 +97,9 @@ def _same(first: Answer, second: Answer) -> bool:
 
 
 def _settled(answer: Answer) -> Answer | None:
-    """What a chain of equals is, or a set of one; None for a chain that is not true."""
-    if isinstance(answer, Unordered) and answer.kind == "list" and len(answer.parts) == 1:
-        return answer.parts[0]
+    """The one answer that a chain of equals or a set of one element is; None for a chain that is not true."""
+    if isinstance(answer, Unordered) and answer.kind == "set" and len(parts := _distinct(answer.parts)) == 1:
+        return parts[0]
     if not isinstance(answer, Chain):
         return answer
     *parts, last = answer.parts
@@ -120,7 +131,7 @@ def _same_number(a: Number, b: Number) -> bool:
 
 
 def _in_digits(number: Number) -> Number:
-    """The digits of a whole number read in base 16, as _based reads them."""
+    """A whole number with its digits read in base 16, as reading.py reads numbers with a base."""
 
     def value(at: Mapping[str, Fraction]) -> Fraction:
         decimal = number.expression.value(at)
@@ -132,12 +143,21 @@ def _in_digits(number: Number) -> Number:
 
 
 def _in_ones(number: Number) -> Expression:
-    """50% is 1/2."""
+    """The value of a number whose percent sign is a factor: 50% is 1/2."""
     return product(number.expression, constant("1/100")) if number.sign == "%" else number.expression
 
 
+def _distinct(parts: Sequence[Answer]) -> list[Answer]:
+    """The parts of a set, each once."""
+    distinct: list[Answer] = []
+    for part in parts[:MOST_PARTS]:
+        if not any(_same(part, other) for other in distinct):
+            distinct.append(part)
+    return distinct
+
+
 def _same_parts(a: list[Answer], b: list[Answer]) -> bool:
-    """In any order."""
+    """Whether the parts are the same in any order."""
     if len(a) != len(b) or len(a) > MOST_PARTS:
         return False
     for part in a:
@@ -149,13 +169,14 @@ def _same_parts(a: list[Answer], b: list[Answer]) -> bool:
 
 
 def _in_ratio(a: Sequence[Expression], b: Sequence[Expression]) -> bool:
-    if any(identical(part, constant(0)) for part in (*a, *b)):
+    """Whether a and b have the same proportions; zeros have none."""
+    if len(a) != len(b) or any(identical(part, constant(0)) for part in (*a, *b)):
         return False
     return all(identical(product(x, b[0]), product(a[0], y)) for x, y in zip(a[1:], b[1:], strict=True))
 
 
 def _as_relation(answer: Answer | None) -> Relation | None:
-    """y = 2x is the value of y, and an equation of x and y."""
+    """The relation that an answer is or can be read as: y = 2x gives the value of y, and relates x and y."""
     if isinstance(answer, Relation | Ordered):
         return answer if isinstance(answer, Relation) else answer.relation
     if isinstance(answer, Number) and (name := expression_of(answer.name)) is not None:
@@ -169,7 +190,7 @@ def _same_relation(a: Relation, b: Relation) -> bool:
 
 
 def _by_math_verify(stated: str, gold: str) -> bool:
-    """Sums, integrals, limits and the like. It may take long, and relies on the time limit of its caller."""
+    """Compare sums, integrals, limits and set differences. Slow at times: the caller's time limit bounds it."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -1,11 +1,11 @@
-r"""The notation of answers: one way of writing for what has several, and what stands outside of brackets."""
+r"""The notation of answers: one spelling for what can be written in several ways, and splitting outside of brackets."""
 
 from __future__ import annotations
 
 import re
 
 LONGEST = 500
-"""Characters of an answer that is read; longer ones are compared as words."""
+"""Characters of an answer that is read as mathematics; longer answers are compared as words."""
 
 _SYMBOLS = {
     "\u2212": "-", "\u2013": "-", "\u00d7": "*", "\u222a": "⊔", "·": "*", "÷": "/", "√": r"\sqrt", "≤": "<=", "≥": ">=",
@@ -29,15 +29,16 @@ _DOLLARS = re.compile(r"\\\$\s*(-?\s*(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d]|,\d)")
 _LARGE_POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _LARGE = re.compile(rf"(?<=[\d}}])\s*(\\text\{{)?\s*({'|'.join(_LARGE_POWERS)})\b")
+_UNEQUAL = re.compile(r"(?:(?<=[A-Za-z])|(?<=\s))!=|\\not\s*=")  # 5!=120 has a factorial
 _OPENING, _CLOSED = "([{⦃", ")]}⦄"
 
 
 def clean(text: str) -> str:
-    r"""One notation for what has several: no spacing, sizes or `$`, one sign for each operation.
+    r"""The text in one notation: without spacing, sizes of brackets and `$`, with one sign for each operation.
 
-    Kept are \frac, \sqrt, \text{} and the like; `⦃` and `⦄` stand for the braces of sets.
+    Commands such as \frac, \sqrt and \text{} stay; `⦃` and `⦄` stand for the braces of sets.
     """
-    text = text[: 4 * LONGEST].strip(" \t\n*`")
+    text = _UNEQUAL.sub("≠", text[: 4 * LONGEST].strip(" \t\n*`"))
     text = _dollars(re.sub(r"\\!\s*", "", text).replace("{,}", ","))
     text = re.sub(r"\\\\\s*\[[^\]]*\]", r"\\\\", text)  # the row distance of a matrix
     text = re.sub(r"(?<!\\)\\[()\[\]]|\{\}", "", text)
@@ -58,7 +59,7 @@ def clean(text: str) -> str:
 
 
 def _dollars(text: str) -> str:
-    r"""Without the `$` of mathematics; a `$` of money, `\$` or one without a partner, becomes a unit."""
+    r"""Remove the `$` of mathematics; a `$` of money (`\$`, or one without a partner) becomes a unit."""
     if text.replace(r"\$", "").count("$") % 2:
         text = re.sub(r"(?<!\\)\$(?=\s*-?[\d.])", r"\\$", text)
     text = re.sub(r"(?<!\\)\$", "", text)
@@ -67,18 +68,18 @@ def _dollars(text: str) -> str:
 
 
 def without_thousands(text: str) -> str:
-    """1,000 as 1000; not where there are brackets: (1,000) is a point."""
+    """Write 1,000 as 1000, unless the text has brackets: (1,000) is a point."""
     return text if re.search(r"[(\[⦃]", text) else _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
 
 
 def bare(text: str) -> str:
-    r"""Without \text{} and doubled spaces."""
+    r"""Remove \text{} and doubled spaces."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
     return re.sub(r"\s+", " ", text).strip(' "').rstrip(" .,")
 
 
 def words(text: str) -> str:
-    """For comparing as words: of three letters and more in any case; of anything else without spaces around signs."""
+    """A form for comparing as words: words of three letters and more in lower case, all else without extra spaces."""
     text = bare(text)
     if re.fullmatch(r"[A-Za-z][A-Za-z .,'-]*", text) and re.search(r"[A-Za-z]{3}|^no$", text, re.IGNORECASE):
         return text.casefold()
@@ -86,7 +87,7 @@ def words(text: str) -> str:
 
 
 def closing(text: str, start: int) -> int:
-    """Where the bracket that opens at `start` closes; any closing bracket closes any opening one, as in [0, 1)."""
+    """Index of the bracket that closes the one at `start`, or -1; the kinds may differ, as in [0, 1)."""
     depth = 0
     for at in range(start, len(text)):
         depth += (text[at] in _OPENING) - (text[at] in _CLOSED)
@@ -96,7 +97,7 @@ def closing(text: str, start: int) -> int:
 
 
 def split(text: str, separator: str) -> list[str]:
-    """At the matches of a pattern that stand outside of all brackets."""
+    """Split the text at the matches of a pattern that stand outside of all brackets."""
     parts, begin, depth, at = [], 0, 0, 0
     pattern = re.compile(separator)
     while at < len(text):
@@ -111,7 +112,7 @@ def split(text: str, separator: str) -> list[str]:
 
 
 def outside(text: str) -> str:
-    """Without what is in brackets."""
+    """The text with everything in brackets replaced by spaces."""
     kept, depth = [], 0
     for character in text:
         depth -= character in _CLOSED

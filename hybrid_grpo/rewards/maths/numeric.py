@@ -1,7 +1,7 @@
-r"""Numbers in text: where a completion states its answer, and which number that is.
+r"""Plain numbers in text, without reading expressions.
 
-Exact rationals throughout, so that 0.5, 1/2 and \frac{1}{2} are one number and 0.333 is not 1/3. This is no
-computer algebra: an expression (2+3, \sqrt{4}, 1e3) is not a number here.
+Numbers are exact rationals, so that 0.5, 1/2 and \frac{1}{2} are one number and 0.333 is not 1/3. An expression (2+3,
+\sqrt{4}, 1e3) is not a number here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ _LONGEST = 100  # characters of a number: int() refuses, and takes quadratic tim
 
 _FRAC = re.compile(r"(?<![0-9])\\[dt]?frac\s?\{\s?(-?[0-9.,]+)\s?\}\s?\{\s?([0-9.,]+)\s?\}")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]*)\}")
-_MARKER = re.compile(r"####|\\boxed\s?\{")
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -40,40 +39,10 @@ def parse_number(text: str) -> Fraction | None:
     return None if match is None else _value(match, match["sign"] or match["outer_sign"])
 
 
-def stated_number(text: str, last_number: bool = False) -> Fraction | None:
-    r"""The last number that `text` marks as its answer, by `####` (up to the end of the line) or `\boxed{}`.
-
-    Marks that hold no number, such as a heading `#### Step 1`, are passed over. Where none holds one, and
-    `last_number` is set, it is the last number anywhere in the text.
-    """
-    for content in reversed(_marked(text)):
-        number = parse_number(content)
-        if number is not None:
-            return number
-    if last_number:
-        matches = [match for match in _INSIDE.finditer(text) if len(match[0]) <= _LONGEST]
-        return _value(matches[-1], matches[-1]["sign"]) if matches else None
-    return None
-
-
-def _marked(text: str) -> list[str]:
-    contents = []
-    for match in _MARKER.finditer(text):
-        rest = text[match.end() : match.end() + _LONGEST + 1]
-        content = rest.partition("\n")[0] if match[0] == "####" else _until_closed(rest)
-        if content is not None:
-            contents.append(content)
-    return contents
-
-
-def _until_closed(text: str) -> str | None:
-    """What stands before the brace that closes one opened before `text`; None if none does."""
-    depth = 1
-    for brace in re.finditer(r"[{}]", text):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return text[: brace.start()]
-    return None
+def last_number_in(text: str) -> Fraction | None:
+    """The last number anywhere in a text, or None."""
+    matches = [match for match in _INSIDE.finditer(text) if len(match[0]) <= _LONGEST]
+    return _value(matches[-1], matches[-1]["sign"]) if matches else None
 
 
 def _plain(text: str) -> str:

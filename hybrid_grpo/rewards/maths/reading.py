@@ -1,7 +1,7 @@
 r"""What kind of answer a text is.
 
-A text is read from the outside in: a list, a union, a relation, a matrix, something in brackets, a number with its
-unit, an expression; what is none of these is words.
+A text is read from the outside in. It is tried as a list, a union, a relation, a matrix, something in brackets, a ratio
+and a number with its unit; a text that is none of these is words.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hybrid_grpo.rewards.maths.notation import closing, outside, split, without_
 from hybrid_grpo.rewards.maths.units import NO_UNIT, Unit, is_unit_words, read_unit
 from hybrid_grpo.rewards.maths.values import Unreadable
 
-_DEEPEST = 12  # of answers in one another: a set of points of ...
+_DEEPEST = 12  # nesting of answers, such as a set of points
 MOST_PARTS = 20
 
 
@@ -26,16 +26,16 @@ class Number:
     expression: Expression
     unit: Unit = NO_UNIT
     sign: str = ""
-    """`%` or `°` behind it, which is not in the expression."""
+    """`%` or `°` behind the number; not part of the expression."""
     base: str = ""
-    """Of its digits, as in 2516_8."""
+    """The base in which its digits are written, as in 2516_8."""
     name: str = ""
-    """Of what it is the value of, as in x = 5."""
+    """The name that is said to have this value, as in x = 5."""
     whole: Expression | None = None
-    """With what stands behind it as a part of the expression: 5 m may be m five times, and 180° is π."""
+    """The expression with the unit or sign as a part: 5 m may be five times m, and 180° is π."""
 
     def called(self, name: str) -> Number:
-        """With this name, if it has none."""
+        """The number with this name, unless it has one already."""
         return replace(self, name=self.name or name)
 
 
@@ -46,20 +46,24 @@ class Ordered:
     brackets: str
     parts: tuple[Answer, ...]
     relation: Relation | None = None
-    """As which the interval was written: x > 2."""
+    """For an interval that was written as a relation, such as x > 2: the relation."""
+    ratio: Ratio | None = None
+    """For a time of the day: the ratio that it may be instead."""
 
 
 @dataclass(frozen=True)
 class Unordered:
-    """A list of answers or a set ('list'), or a union of intervals ('union')."""
+    """A list of answers ('list'), a set ('set'), both values of a ± ('±') or a union of intervals ('union')."""
 
     kind: str
     parts: tuple[Answer, ...]
+    relation: Relation | None = None
+    """For a union that was written as a relation, x ≠ 2: the relation."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """a:b."""
+    """a:b or a:b:c, where only proportions count."""
 
     parts: tuple[Expression, ...]
 
@@ -75,17 +79,17 @@ class Relation:
 
 @dataclass(frozen=True)
 class Chain:
-    """a = b = c, which is one answer if all are the same, and otherwise `relation` if that is there."""
+    """a = b = c: one answer if all parts are the same, otherwise `relation`, if there is one."""
 
     parts: tuple[Answer, ...]
     name: str
-    """Of what comes first, where that is a name and no part."""
+    """The name in front, as x in x = 2 = 4/2; empty without one."""
     relation: Relation | None
 
 
 @dataclass(frozen=True)
 class Words:
-    """Anything else."""
+    """A text that is read as nothing else."""
 
     text: str
 
@@ -95,7 +99,7 @@ _ALL_TEXT = re.compile(r"\\text\s*\{[^{}]*\}")
 
 
 def read_answer(text: str, depth: int = 0) -> Answer:
-    """What a clean text is."""
+    """The answer that a text is, after notation.clean."""
     text = _unwrapped(text.strip().rstrip(".").strip())
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text) if _ALL_TEXT.fullmatch(text) else text
     text = text.strip()
@@ -109,10 +113,12 @@ def read_answer(text: str, depth: int = 0) -> Answer:
 
 
 def holds_words(answer: Answer) -> bool:
+    """Whether the answer is words, or has a part that is."""
     return isinstance(answer, Words) or any(map(holds_words, getattr(answer, "parts", ())))
 
 
 def expression_of(text: str) -> Expression | None:
+    """The expression that a text is; None where it cannot be read."""
     try:
         return read_expression(text) if text.strip() else None
     except Unreadable:
@@ -120,7 +126,7 @@ def expression_of(text: str) -> Expression | None:
 
 
 def _unwrapped(text: str) -> str:
-    """Without braces around the whole."""
+    """Remove braces around the whole text."""
     while text.startswith("{") and closing(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     return text
@@ -139,7 +145,7 @@ def _is_name(text: str) -> bool:
 
 
 def _is_asked(text: str) -> bool:
-    """What an answer can be the value of: a name, or a term of variables alone (m + n, not m + 2)."""
+    """Whether a text can stand for the unknown: a name, or a term of variables alone (m + n, not m + 2)."""
     if _is_name(text):
         return True
     expression = None if re.search(r"\d", text) else expression_of(text)
@@ -178,7 +184,7 @@ def _each_inequality(texts: Sequence[str]) -> bool:
 
 
 def _flat(parts: Sequence[Answer]) -> tuple[Answer, ...]:
-    """1 ± 2 among others is two of them."""
+    """The parts of a list, where 1 ± 2 is two of them."""
     return tuple(
         inner
         for part in parts
@@ -195,7 +201,7 @@ _TURNED = {">": "<", ">=": "<="}
 
 
 def _chain(text: str, depth: int) -> Answer | None:
-    """What holds = < > ≠ ≈."""
+    """A text with one of the signs = < > ≠ ≈ outside of brackets."""
     texts = split(text, "<=|>=|<|>|=|≠|≈")
     if len(texts) == 1:
         return None
@@ -210,9 +216,18 @@ def _chain(text: str, depth: int) -> Answer | None:
         return _inequality(texts, signs, depth)
     if set(signs) <= {">", ">="}:
         return _inequality(texts[::-1], [_TURNED[sign] for sign in signs[::-1]], depth)
-    if signs == ["≠"] and _is_name(texts[0]):
-        return read_answer(f"(-∞,{texts[1]}) ⊔ ({texts[1]},∞)", depth)
-    return _relation("≠", *texts) if signs == ["≠"] else None
+    if signs != ["≠"]:
+        return None
+    relation = _relation("≠", *texts)
+    name, value = texts if _is_name(texts[0]) else texts[::-1]
+    if not _is_name(name):
+        return relation
+    return replace(_all_but(value, depth), relation=relation)
+
+
+def _all_but(value: str, depth: int) -> Unordered:
+    """All real numbers but one."""
+    return Unordered("union", tuple(read_answer(part, depth) for part in (f"(-∞,{value})", f"({value},∞)")))
 
 
 def _equation(texts: list[str], depth: int) -> Answer | None:
@@ -227,7 +242,7 @@ def _equation(texts: list[str], depth: int) -> Answer | None:
 
 
 def _inequality(texts: list[str], signs: list[str], depth: int) -> Answer | None:
-    """With all signs pointing up; of a name it is an interval."""
+    """A chain of < and <=; where it bounds a name, it is an interval."""
     opening, closing = "[" if signs[0] == "<=" else "(", "]" if signs[-1] == "<=" else ")"
     if len(texts) == 3:
         return read_answer(f"{opening}{texts[0]},{texts[2]}{closing}", depth) if _is_name(texts[1]) else None
@@ -270,7 +285,7 @@ def _bracketed(text: str, depth: int) -> Answer | None:
             return read_answer(condition[0], depth)
         texts = [part for part in split(inner, "[,;]") if part.strip()]
         parts = [read_answer(part, depth) for part in texts[:MOST_PARTS]]
-        return Unordered("list", _flat(parts)) if len(texts) <= MOST_PARTS else None
+        return Unordered("set", _flat(parts)) if len(texts) <= MOST_PARTS else None
     texts = split(inner, "[,;]")
     if len(texts) == 1:
         return read_answer(inner, depth)
@@ -286,6 +301,8 @@ def _two_signs(text: str, depth: int) -> Answer | None:
 
 def _ratio(text: str, depth: int) -> Answer | None:
     text, unit = _unit(text)
+    if re.fullmatch(r"[\d.]+(?: to [\d.]+)+", re.sub(r"\\text\s*\{\s*to\s*\}", "to", text)):
+        text = re.sub(r"\\text\s*\{\s*to\s*\}|to", ":", text)
     texts = [part.strip() for part in split(text, ":")]
     if len(texts) == 1:
         return None
@@ -294,7 +311,8 @@ def _ratio(text: str, depth: int) -> Answer | None:
     except Unreadable:
         return None
     if re.fullmatch(r"\d{1,2}(:\d\d)+", text):
-        return Ordered(":", (*map(Number, parts), Number(constant(1), unit)))
+        ratio = None if unit.known else Ratio(parts)
+        return Ordered(":", (*map(Number, parts), Number(constant(1), unit)), ratio=ratio)
     return Ratio(parts)
 
 
@@ -309,7 +327,7 @@ def _based(text: str, depth: int) -> Answer | None:
     if match is None:
         return None
     base = match[2] or match[3] or match[4]
-    # As if in base 16: it is only compared with others, digit by digit.
+    # Digits are read as if in base 16: numbers with a base are only compared digit by digit.
     return Number(constant(int(match[1], 16)), base=_NAMED_BASES.get(base, base))
 
 
@@ -336,7 +354,7 @@ _QUALIFIED = re.compile(
 
 
 def _unit(text: str) -> tuple[str, Unit]:
-    """What stands before the unit, and the unit."""
+    """The text in front of the unit, and the unit."""
     match = _TEXT_UNIT.fullmatch(text)
     if match and r"\text" not in match[1] and not _QUALIFIED.search(match[2]):
         words = match[2] + (match[3] or "") + re.sub(r"\\text|[{}]", " ", match[4])

@@ -1,46 +1,50 @@
-r"""Whether the final answer of a completion is, mathematically, the gold answer: GSM8K, MATH and their like."""
+r"""Rewards for final answers of mathematical problems (GSM8K, MATH): where one is stated, and whether it is right."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from fractions import Fraction
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 from hybrid_grpo.rewards.maths.grading import is_mathematical, same_answer
 from hybrid_grpo.rewards.maths.notation import LONGEST
+from hybrid_grpo.rewards.maths.numeric import last_number_in, parse_number
 from hybrid_grpo.rewards.rules import Completions, completion_texts
 
 
 def math_answer(completions: Completions, answer: list[Any], *, boxed_only: bool = False) -> list[float | None]:
     r"""1.0 where the final answer that a completion states is mathematically the column `answer`, else 0.0.
 
-    **Where it is stated.** After the last `</think>`, if there is one: in the last `\boxed{}`, or after a later
-    `####` (unless words stand there: a heading). Boxes that only `,`, `and`, `or` or `x =` separate are one list. Where
-    nothing is marked: in the last `<answer>` tag, else behind the last "answer is" or "Answer:", else in the words
-    after `####`. With `boxed_only` nothing but a box counts. A last box that is not closed states nothing, nor does a
-    number that merely occurs.
+    **Where it is stated.** Only text after the last `</think>` counts. The answer stands in the last `\boxed{}`, or
+    after a later `####` (words there are a heading). Boxes that only `,`, `and`, `or` or `x =` separate are one list.
+    Without such a mark it stands in the last `<answer>` tag, else behind the last "answer is" or "Answer:", else in the
+    words after `####`. With `boxed_only` nothing but a box counts. A last box that is not closed states nothing, nor
+    does a number that merely occurs.
 
     **What it must be.** The gold answer is bare, or a worked solution that ends in `####` or holds `\boxed{}`. Values
-    are compared, not their notation (2/4 is 0.5), and exactly: 0.333 is not 1/3 and 3.14 is not \pi, since where
-    rounding is asked for the gold answer is round. Conventions:
+    are compared, not their notation (2/4 is 0.5), and exactly: 0.333 is not 1/3 and 3.14 is not \pi, since a problem
+    that asks for rounding has a rounded gold answer. Conventions:
 
     - 1,000 is a thousand and 1.000 is one; (1,000) is a point.
-    - A percent or degree sign is read both as a unit that may be left out (MATH's own grader drops it, and gold
-      answers have it or not) and as what it means: 12% is 12, and is 0.12; 180° is 180, and is \pi.
-    - A unit may be left out or added; two units that are known must be of one dimension and are converted (5 m is
-      500 cm, not 5 cm). Nouns ("eggs") are no units. `$` is dollars.
+    - A percent or degree sign is read both as a unit that may be left out (MATH's own grader drops it, and not all gold
+      answers have it) and as what it means: 12% is 12, and is 0.12; 180° is 180, and is \pi.
+    - A unit may be left out or added; two known units must have the same dimension and are converted (5 m is 500 cm,
+      not 5 cm). Nouns ("eggs") are no units. `$` is dollars.
     - A base may be left out, and may not differ: 2516_8 is 2516 in an answer to "in base 8".
     - A list and a set are unordered, (a, b) is ordered and its brackets count: (1, 2) is neither [1, 2] nor {1, 2} nor
       "1, 2". x < 2 is (-\infty, 2); x = 1, y = 2 is (1, 2); a ± b is a list of two. All of a list must be right:
-      "3 or 4" is not 3.
+      "3 or 4" is not 3. Elements of a set count once: {1, 1, 2} is {1, 2}.
+    - 6:8 is 3:4, is "3 to 4", and is 3/4; a ratio of two-digit numbers is also read as a time of the day.
     - `x = 5` is 5, `m + n = 5` is 5; `y = 5` is not `x = 5`, `x + 2 = 5` is not 5; in a chain a = b = c all must be
       equal. Equations are the same if one is a multiple of the other.
-    - Expressions are the same if they have the same values, \sqrt{x^2} not being x. Mixed numbers: 1\frac{1}{2} is 3/2.
-    - Words are compared in any case, letters with their case; (A) is A, and is "A) 42".
+    - Expressions are the same if they have the same values; \sqrt{x^2} is not x. Mixed numbers: 1\frac{1}{2} is 3/2.
+    - Words are compared in any case, single letters with their case; (A) is A, and is "A) 42".
 
-    Set differences, and sums, integrals and limits where the gold answer has them, are compared by math-verify,
-    everything else here. None where `answer` is None.
+    math-verify compares set differences, and gold answers that have a sum, an integral or a limit. Everything else is
+    compared here. The function does not apply where `answer` is None.
 
     Raises:
         ValueError: math-verify is not installed, or an answer of the data set is empty.
@@ -54,10 +58,10 @@ def math_answer(completions: Completions, answer: list[Any], *, boxed_only: bool
 
 
 def gold_answer(gold: Any) -> str:
-    """The answer itself, where the data set has a worked solution.
+    """The answer that a data set gives: bare, or stated in a worked solution.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it is empty.
     """
     text = str(gold).strip()
     stated = next((found for find in (_marked, _headed) if (found := find(text)) is not None), text).strip()
@@ -67,15 +71,53 @@ def gold_answer(gold: Any) -> str:
 
 
 def stated_answer(text: str, boxed_only: bool = False) -> str | None:
-    """The text of the final answer that a completion states, or None. math_answer says where that is."""
+    """The text of the final answer that a completion states, or None; `math_answer` says where it stands."""
     text = text.rpartition("</think>")[2]
     finders = (_boxed,) if boxed_only else (_marked, _tagged, _phrased, _headed)
     return next((found for find in finders if (found := find(text)) is not None), None)
 
 
+def numeric_answer(completions: Completions, answer: list[Any], *, last_number: bool = False) -> list[float | None]:
+    r"""1.0 where the number that the completion states as its answer equals the column `answer`, else 0.0.
+
+    A completion states it as for `math_answer`, after `####` (GSM8K, arXiv:2110.14168) or in `\boxed{}`. With
+    `last_number`, the last number of a completion that marks none counts. `parse_number` says which notations are
+    understood; the comparison is exact.
+
+    `answer` is a number, the text of one, or a worked solution that itself ends in `####` or `\boxed{}`. The function
+    does not apply where it is None.
+
+    Raises:
+        ValueError: an answer of the data set is not a number.
+    """
+    golds = [None if gold is None else _gold_number(gold) for gold in answer]
+    return [
+        None if gold is None else float(stated_number(text, last_number) == gold)
+        for text, gold in zip(completion_texts(completions), golds, strict=True)
+    ]
+
+
+def stated_number(text: str, last_number: bool = False) -> Fraction | None:
+    """The number that a text marks as its answer, or None; see `numeric_answer`."""
+    marked = _marked(text, lambda line: parse_number(line) is not None)
+    number = None if marked is None else parse_number(marked)
+    return last_number_in(text) if number is None and last_number else number
+
+
+def _gold_number(gold: Any) -> Fraction:
+    if isinstance(gold, str):
+        number = parse_number(gold)
+        number = stated_number(gold) if number is None else number
+        if number is None:
+            raise ValueError(f"answer {gold!r} is not a number, and states none after #### or in \\boxed{{}}")
+        return number
+    # str gives the shortest decimal of a float: 0.1 in the data is the number 0.1, not its binary neighbour.
+    return Fraction(str(gold))
+
+
 _BOX = re.compile(r"\\f?box(?:ed)?\s*(?:\{|(?<=boxed)\s+(?=[^\s{]))")
 _BRACE = re.compile(r"\\[{}\\]|[{}]")
-_HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
+_HASHES = re.compile(r"(?<!#)####(?!#)[ \t:]*([^\n]*)")
 _TAG = re.compile(r"<answer>([^<]{0,2000})</answer>")
 _PHRASE = re.compile(
     r"\banswers?\b[*_]*(?:\s(?:to|for|of)\b[^.\n:]{0,80}?)?(?:\s(?:is|are|was)\b[*_]*\s?[:=]?|\s?[:=])[*_\s]*"
@@ -85,7 +127,9 @@ _PHRASE = re.compile(
 _SENTENCE_END = re.compile(r"\.(?=\s|$|[*_$])|\n|,?\s(?:because|since|as|which|where|so|I hope)\b")
 _JOINT = re.compile(r"and|or|,|;")
 _JOINED = re.compile(r"[\s$,;()\\]*(?:and|or)?[\s$()\\]*(?:[A-Za-z](?:_\w)?\s*=\s*)?[\s$]*")
-_LONGEST_JOINT, _MOST_JOINED, _MOST_HEADINGS = 40, 20, 20
+_SPACING = re.compile(r"\\(?:q?quad|text|textrm|mathrm|mbox|hspace)(?![A-Za-z])|\\[,;:! ]|[{}~]")
+"""Spacing and the commands of text between two boxes: \\quad \\text{and} is "and"."""
+_LONGEST_JOINT, _MOST_JOINED, _MOST_HEADINGS = 60, 20, 20
 
 
 def _is_right(text: str, gold: str, boxed_only: bool) -> bool:
@@ -93,15 +137,15 @@ def _is_right(text: str, gold: str, boxed_only: bool) -> bool:
     return stated is not None and len(stated) <= 4 * LONGEST and same_answer(stated, gold)
 
 
-def _marked(text: str) -> str | None:
-    """In a box, or after a `####` that stands behind all boxes and is no heading of words."""
+def _marked(text: str, is_answer: Callable[[str], bool] = is_mathematical) -> str | None:
+    """The answer in a box, or after a `####` that stands behind all boxes; a line that is no answer is a heading."""
     end = max((box.end() for box in _BOX.finditer(text)), default=0)
     lines = _after_hashes(text[end:])[-_MOST_HEADINGS:]
-    return next((line for line in reversed(lines) if is_mathematical(line)), None) or _boxed(text)
+    return next((line for line in reversed(lines) if is_answer(line)), None) or _boxed(text)
 
 
 def _headed(text: str) -> str | None:
-    """After the last `####`, words or not."""
+    """The text after the last `####`, words or not."""
     lines = _after_hashes(text)
     return lines[-1] if lines else None
 
@@ -111,8 +155,9 @@ def _after_hashes(text: str) -> list[str]:
 
 
 def _boxed(text: str) -> str | None:
-    """In the last box, and those that are joined to it; empty where one is not closed or far too many are, None
-    where there is none.
+    """The content of the last box and of those that are joined to it, as a list.
+
+    Empty where one of them is not closed, or where far too many are joined; None where there is no box.
     """
     boxes = list(_BOX.finditer(text))
     if not boxes:
@@ -124,14 +169,15 @@ def _boxed(text: str) -> str | None:
             return ""
         content, after = _content(text, box)
         between = text[after:begin]
-        if not 0 < len(between) <= _LONGEST_JOINT or not _JOINED.fullmatch(between) or not _JOINT.search(between):
+        between = _SPACING.sub(" ", between) if len(between) <= _LONGEST_JOINT else ""
+        if not _JOINED.fullmatch(between) or not _JOINT.search(between):
             break
         contents, begin = [content, *contents], box.start()
     return "" if "" in contents else ", ".join(contents)
 
 
 def _content(text: str, box: re.Match[str]) -> tuple[str, int]:
-    """What is in the box, and where it ends; empty where it is not closed, or holds far too much."""
+    """The content of a box, and where the box ends; empty where it is not closed, or holds far too much."""
     if not box[0].endswith("{"):
         content = re.compile(r"[^\s$]+").match(text, box.end())
         return (content[0], content.end()) if content else ("", box.end())

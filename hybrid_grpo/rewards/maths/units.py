@@ -12,9 +12,9 @@ class Unit:
     """A product of powers of dimensions."""
 
     factor: Fraction
-    """Base units in one of it."""
+    """Number of base units that make one of this unit."""
     dimensions: tuple[tuple[str, int], ...]
-    """(name, power), sorted; nothing where the words are of no known unit."""
+    """(name, power), sorted; empty where the words name no known unit."""
 
     @property
     def known(self) -> bool:
@@ -60,7 +60,7 @@ _FILLING = {"of", "the", "a", "degree", "degrees", "each", "in"}
 
 
 def read_unit(words: str) -> Unit:
-    """The unit that the words name; NO_UNIT where they name none that is known (eggs, red apples)."""
+    """The unit that the words name; NO_UNIT where they name no known unit (eggs, red apples)."""
     factor, powers, sign, pending = Fraction(1), dict[str, int](), 1, 1
     last: tuple[Fraction, str] | None = None
     for part in _PART.findall(words.lower()):
@@ -89,7 +89,7 @@ def read_unit(words: str) -> Unit:
 
 
 def is_unit_words(words: str) -> bool:
-    """Plain words behind a number can be its unit: known ones, or nouns of three letters and more."""
+    """Whether the words behind a number can be its unit: known units, or nouns of three letters and more."""
     parts = re.findall(r"[A-Za-z.]+", words)
     return all(_known(part.strip(".").lower()) or len(part.strip(".")) > 2 or part in _FILLING for part in parts)
 

@@ -1,6 +1,6 @@
-"""Sequence classifiers of transformers, from a folder or the hub; what is no reward model is refused.
+"""Sequence classifiers of transformers, from a folder or the hub; a model that is no reward model is refused.
 
-Messages go on from the name of the setting that asks for one. Nothing heavy is imported before it is needed.
+Messages begin with `model`, the name of the setting. torch and transformers are imported where they are first needed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ def find_config(name: str) -> Any:
     """The configuration of a model folder or hub name.
 
     Raises:
-        ValueError: there is none, or it is not that of a sequence classifier of one or two labels.
+        ValueError: there is no such model, or it is no sequence classifier of one or two labels.
     """
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-    from hybrid_grpo.model.pretrained import load_config
+    from hybrid_grpo.model.loading import load_config
 
     if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
         raise ValueError(f"model {name}: there is no such folder")
@@ -35,7 +35,7 @@ def find_config(name: str) -> Any:
 
 
 def load_classifier(name: str, config: Any, dtype: str) -> Any:
-    """The model, in a type named as torch names it.
+    """The model, its weights in the type that torch calls `dtype`.
 
     Raises:
         ValueError: the weights do not load, or some are missing.
@@ -44,20 +44,20 @@ def load_classifier(name: str, config: Any, dtype: str) -> Any:
     from safetensors import SafetensorError
     from transformers import AutoModelForSequenceClassification
 
-    from hybrid_grpo.model.pretrained import first_line
+    from hybrid_grpo.model.loading import first_line
 
     try:
         model, loaded = AutoModelForSequenceClassification.from_pretrained(
             name,
             config=config,
             dtype=getattr(torch, dtype),
-            # Reported below, by name.
+            # Wrong shapes are reported below, by name.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise ValueError(f"model {name} does not load: {first_line(error)}") from error
-    # transformers starts such weights at random, with no more than a warning.
+    # transformers initializes such weights at random and only warns.
     for what, names in (("lacks", loaded["missing_keys"]), ("has the wrong shape for", loaded["mismatched_keys"])):
         if names:
             first = min(key if isinstance(key, str) else key[0] for key in names)
@@ -69,7 +69,7 @@ def load_classifier(name: str, config: Any, dtype: str) -> Any:
 
 
 def weight_bytes(config: Any, dtype: str) -> int:
-    """Bytes of the weights of a model, told from its configuration."""
+    """Bytes of the weights of a model, computed from its configuration."""
     import torch
     from transformers import AutoModelForSequenceClassification
 

@@ -1,10 +1,10 @@
-"""Reward models: sequence classifiers of transformers that read prompt and completion, and say how good it is.
+"""Reward models: sequence classifiers of transformers that read a prompt and a completion and return a score.
 
-A model holds a device, so it is called in a thread of the rank, with many completions at once, while others are
-sampled. Sharded over the ranks (ZeRO-3) it is called by all of them together, after sampling. Texts are made and cut
-into tokens by the model's own tokenizer, whatever the policy's is.
+A model occupies a device, so it is called in a thread of the rank, with many completions at once, while others are
+sampled. A model that is sharded over the ranks (ZeRO-3) is called by all of them together, after sampling. Texts are
+written and tokenized by the model's own tokenizer, whatever the policy's is.
 
-This knows no engine: who wants shards gives the function that makes them.
+This module knows no engine: the caller gives the function that shards a model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from hybrid_grpo.rewards.functions import Failure, Reply, Request
+from hybrid_grpo.config.importing import describe
+from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall
 from hybrid_grpo.rewards.models.classifiers import find_config, load_classifier, weight_bytes
 from hybrid_grpo.rewards.rules import Completions, completion_texts
 
@@ -31,15 +32,20 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Prompt = str | list[dict[str, Any]]
 """Text, or chat messages."""
 Shard = Callable[[Callable[[], Any], str], Any]
-"""From what reads a model, and the type of its weights, to its forward, sharded over the ranks, with its `device`."""
+"""Takes a function that reads a model and the type of its weights; returns the model's forward, sharded over the ranks,
+with its `device`."""
 
 _BATCH_TOKENS = {"cuda": 16384, "cpu": 2048}
-"""Of one forward. A CPU is slower where activations leave its caches."""
+"""Tokens of one forward. A CPU is slower where activations leave its caches."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Those of `reward_model`."""
+    """Settings of `reward_model`.
+
+    Raises:
+        ValueError: a setting has a value that it cannot have with any model.
+    """
 
     model: str
     device: str
@@ -50,12 +56,7 @@ class Settings:
     sigmoid: bool
     zero_stage: Literal[0, 3]
 
-    def check(self) -> None:
-        """Refuse what no model would do.
-
-        Raises:
-            ValueError: a setting is none of its values.
-        """
+    def __post_init__(self) -> None:
         if not isinstance(self.model, str):
             raise ValueError(f"model {self.model!r} must be a folder or a hub name")
         for name, choices in (("dtype", get_args(Dtype)), ("template", get_args(Template)), ("zero_stage", (0, 3))):
@@ -72,9 +73,7 @@ class Settings:
 
 
 class RewardModel:
-    """A model, and the tokens that it reads.
-
-    Its configuration and tokenizer are looked at here, its weights are read by `load`.
+    """A reward model and its tokenizer. Its configuration is checked here; `load` reads its weights.
 
     Raises:
         ValueError: there is no such model, it is no sequence classifier of one or two labels, it has no tokenizer, or
@@ -82,12 +81,12 @@ class RewardModel:
     """
 
     def __init__(self, settings: Settings) -> None:
-        from hybrid_grpo.model.pretrained import load_tokenizer
+        from hybrid_grpo.model.loading import load_tokenizer
 
         self.settings = settings
         self._config = find_config(settings.model)
         self._tokenizer = load_tokenizer(settings.model, "model")
-        self._config.get_text_config().use_cache = False  # keys and values of what is read once
+        self._config.get_text_config().use_cache = False  # the model reads every text once
         self._dtype = _dtype(settings, self._config)
         self._max_tokens = _max_tokens(settings, self._config, self._tokenizer)
         if settings.template == "chat" and self._tokenizer.chat_template is None:
@@ -97,7 +96,7 @@ class RewardModel:
         self._classifier: Any = None
         self._pad_id: int | None = None
         self._stream: Any = contextlib.nullcontext()
-        # A call that was given up for its time may still run when the next one comes.
+        # A call that took too long may still be running when the next one comes.
         self._turn = threading.Lock()
 
     @property
@@ -111,10 +110,10 @@ class RewardModel:
         return self.sharded or self.settings.device == "cpu"
 
     def load(self, shard: Shard | None = None) -> None:
-        """Read the weights, if they are not there. Collective where they are sharded.
+        """Read the weights, unless they are loaded. Collective where they are sharded.
 
         Raises:
-            ValueError: they do not load, or are not those of a sequence classifier.
+            ValueError: the weights do not load, or are not those of a sequence classifier.
         """
         with self._turn:
             if self._forward is None:
@@ -132,7 +131,7 @@ class RewardModel:
         self._forward = self._read().to(self._device).eval().requires_grad_(False)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            # Beside the stream of the rank, whose decoding would wait for every forward.
+            # A stream of its own: decoding on the rank's stream would wait for every forward.
             self._stream = torch.cuda.stream(torch.cuda.Stream(self._device))
 
     def _read(self) -> nn.Module:
@@ -143,13 +142,13 @@ class RewardModel:
         return model
 
     def bytes_of(self, ranks: int) -> int:
-        """What the weights take of each rank, told from the configuration."""
+        """Bytes of the weights on each rank, computed from the model's configuration."""
         return weight_bytes(self._config, self._dtype) // (ranks if self.sharded else 1)
 
     def tokens(self, prompt: Prompt, completion: str) -> tuple[list[int], int]:
-        """What the model reads, and how many tokens were cut off to make it `max_tokens`.
+        """The tokens that the model reads, and how many were cut off to make them `max_tokens`.
 
-        Cut is the beginning, so the prompt first; a beginning-of-sequence token stays.
+        The beginning is cut, so the prompt first; a beginning-of-sequence token stays.
 
         Raises:
             ValueError: the prompt is a chat and there is no chat template, or there is no token at all.
@@ -173,13 +172,13 @@ class RewardModel:
         return isinstance(prompt, list)
 
     def _chat(self, prompt: Prompt, completion: str) -> list[int]:
-        """By the template, which writes the special tokens itself."""
+        """Tokens of a chat by the chat template, which writes the special tokens itself."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         messages = [*messages, {"role": "assistant", "content": completion}]
         return list(self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
 
     def _text(self, prompt: Prompt, completion: str) -> list[int]:
-        """One text after the other, and the special tokens of the tokenizer, where the text does not have them."""
+        """Tokens of prompt and completion as one text, with the tokenizer's special tokens unless the text has them."""
         tokenizer = self._tokenizer
         text = (prompt if isinstance(prompt, str) else "".join(map(_line, prompt))) + completion
         ids = list(tokenizer(text)["input_ids"])
@@ -190,50 +189,38 @@ class RewardModel:
         return ids
 
     def scores(self, ids_B: Sequence[list[int]]) -> list[float]:
-        """The scores of rows of tokens. Collective where the model is sharded: ranks may have any number of rows.
+        """The scores of rows of tokens. Collective where the model is sharded; ranks may have any number of rows.
 
         Returns:
             [B], see `reward_model`.
         """
         import torch
 
+        from hybrid_grpo.distributed import all_reduce
+
         self.load()
         scores_B = [0.0] * len(ids_B)
         with self._turn, self._stream, torch.no_grad():
             budget = self.settings.batch_tokens or _BATCH_TOKENS[self._device.type]
             batches = forwards([len(ids) for ids in ids_B], budget)
-            for rows in self._in_step(batches):
-                score_b = self._score([ids_B[row] for row in rows])
-                for row, score in zip(rows, score_b, strict=True):
+            if self.sharded:  # every rank runs as many forwards; those without rows come last
+                most = int(all_reduce(torch.tensor([len(batches)], device=self._device), "max"))
+                batches += [[]] * (most - len(batches))
+            for rows in batches:
+                logits_bL = self._logits([ids_B[row] for row in rows] or [[0]])[: len(rows)].float()
+                score_b = logits_bL[:, 0] if logits_bL.shape[1] == 1 else logits_bL[:, 1] - logits_bL[:, 0]
+                for row, score in zip(
+                    rows, (score_b.sigmoid() if self.settings.sigmoid else score_b).tolist(), strict=True
+                ):
                     scores_B[row] = score
         return scores_B
 
-    def _in_step(self, batches: list[list[int]]) -> list[list[int]]:
-        """As many on every rank, where all have to run them together; those without rows come last."""
-        if not self.sharded:
-            return batches
+    def _logits(self, ids_b: list[list[int]]) -> Tensor:
+        """One forward of rows of tokens, padded on the right; [b, labels]."""
         import torch
 
-        from hybrid_grpo.distributed import all_reduce
-
-        most = int(all_reduce(torch.tensor([len(batches)], device=self._device), "max"))
-        return batches + [[]] * (most - len(batches))
-
-    def _score(self, ids_b: list[list[int]]) -> list[float]:
-        """One forward; of no rows it is run on a token for nothing."""
-        rows = len(ids_b)
-        input_ids_bS, mask_bS = self._padded(ids_b or [[0]])
-        logits_bL = self._forward(input_ids=input_ids_bS, attention_mask=mask_bS).logits[:rows].float()
-        score_b = logits_bL[:, 0] if logits_bL.shape[1] == 1 else logits_bL[:, 1] - logits_bL[:, 0]
-        values: list[float] = (score_b.sigmoid() if self.settings.sigmoid else score_b).tolist()
-        return values
-
-    def _padded(self, ids_b: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Rows padded on the right, and their mask; [b, S]."""
-        import torch
-
-        # Decoders read the score at the last token that has not the id of padding. One that knows no padding reads it
-        # at the last token of a text; it is told of a padding that no text of the batch ends in.
+        # Decoders read the score at the last token whose id is not that of padding. A model without a padding token
+        # reads it at the last token of a text; here it is given a padding token that no text of the batch ends in.
         if self._pad_id is None:
             last = {ids[-1] for ids in ids_b}
             self._classifier.pad_token_id = next(token for token in range(len(last) + 1) if token not in last)
@@ -241,21 +228,24 @@ class RewardModel:
         longest = max(map(len, ids_b))
         input_ids_bS = torch.tensor([ids + [pad] * (longest - len(ids)) for ids in ids_b], device=self._device)
         mask_bS = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in ids_b], device=self._device)
-        return input_ids_bS, mask_bS
+        logits: Tensor = self._forward(input_ids=input_ids_bS, attention_mask=mask_bS).logits
+        return logits
 
-    def reply(self, request: Request) -> Reply:
-        """The scores of a rank's rows, for a model that all ranks call together: a row that makes no text fails alone,
-        and anything else that is raised ends the run, since others wait."""
-        prompts, completions = request.inputs["prompts"], completion_texts(request.inputs["completions"])
+    def reply(self, call: RewardCall) -> Reply:
+        """The scores of a rank's rows, for a model that all ranks call together.
+
+        A row whose text cannot be written fails alone. Any other error ends the run, since other ranks wait.
+        """
+        prompts, completions = call.inputs["prompts"], completion_texts(call.inputs["completions"])
         read: dict[int, list[int]] = {}
-        cut, failures = [0] * len(prompts), [None] * len(prompts)  # type: tuple[list[int], list[Failure | None]]
+        cut = [0] * len(prompts)
+        values: list[Any] = [None] * len(prompts)
+        failures: list[Failure | None] = [None] * len(prompts)
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             try:
                 read[row], cut[row] = self.tokens(prompt, completion)
-            except Exception as error:  # of a template, above all
-                message = " ".join(f"raised {type(error).__name__}: {error}".split())
-                failures[row] = Failure("raised", message)
-        values: list[Any] = [None] * len(prompts)
+            except Exception as error:  # most likely from the chat template
+                failures[row] = Failure("raised", f"raised {describe(error, None)}")
         for row, score in zip(read, self.scores(list(read.values())), strict=True):
             if math.isfinite(score):
                 values[row] = score
@@ -278,42 +268,40 @@ def reward_model(
     sigmoid: bool = False,
     zero_stage: Literal[0, 3] = 0,
 ) -> list[float]:
-    """What a sequence classifier of transformers says of prompt and completion.
+    """The score that a sequence classifier of transformers gives a prompt and its completion.
 
-    The logit of a model with one label; of one with two the difference of their logits, second minus first, which is
-    the log-odds of the second. It is that of transformers' forward on the text alone, whatever else is in a batch.
+    It is the logit of a model with one label. For a model with two labels it is the second logit minus the first, the
+    log-odds of the second label. It equals the score of the text alone, whatever else is in a batch.
 
     Args:
         model: folder or hub name.
         device: `auto` is the rank's own; else cpu, cuda or cuda:NUMBER.
-        dtype: of weights and activations; `auto` is that of the checkpoint.
-        batch_tokens: tokens of one forward, padding included; not given: 16,384 on a GPU and 2,048 on a CPU.
-        max_tokens: the longest text, the rest is cut off its beginning; not given: what the model has positions for.
-        template: `chat` writes the messages, or a text prompt as the user's, by the model's chat template; `text` puts
-            prompt and completion one after the other, messages each on a line; `auto` is chat for chat prompts.
-        sigmoid: the sigmoid of the score: the probability of the second of two labels.
+        dtype: type of weights and activations; `auto` is the checkpoint's.
+        batch_tokens: tokens of one forward, padding included. Default: 16,384 on a GPU and 2,048 on a CPU.
+        max_tokens: longest text; longer ones lose their beginning. Default: the number of positions of the model.
+        template: `chat` uses the model's chat template and takes a text prompt as the user's message; `text` joins
+            prompt and completion, each message on a line; `auto` is `chat` for chat prompts and `text` for others.
+        sigmoid: return the sigmoid of the score, for two labels the probability of the second.
         zero_stage: 3 shards the weights over all ranks, in host memory.
 
     Raises:
         ValueError: see `RewardModel` and `RewardModel.tokens`.
     """
     settings = Settings(model, device, dtype, batch_tokens, max_tokens, template, sigmoid, zero_stage)
-    settings.check()
-    held = _held(settings)
+    held_model = _held(settings)
     texts = zip(prompts, completion_texts(completions), strict=True)
-    tokens = [held.tokens(prompt, completion) for prompt, completion in texts]
+    tokens = [held_model.tokens(prompt, completion) for prompt, completion in texts]
     if log_extra is not None and any(cut for _, cut in tokens):
         log_extra("cut_tokens", [cut for _, cut in tokens])
-    return held.scores([ids for ids, _ in tokens]) if tokens else []
+    return held_model.scores([ids for ids, _ in tokens]) if tokens else []
 
 
 reward_model.batch_size = 32  # type: ignore[attr-defined]
 
 
 def held(kwargs: dict[str, Any]) -> RewardModel:
-    """The model that `reward_model` is called with for these settings, which it has found to be sound."""
-    given: dict[str, Any] = {**(reward_model.__kwdefaults__ or {}), **kwargs}
-    return _held(Settings(**given))
+    """The model that `reward_model` uses with these settings; it is made once in a process."""
+    return _held(Settings(**{**(reward_model.__kwdefaults__ or {}), **kwargs}))
 
 
 @functools.cache
@@ -322,9 +310,10 @@ def _held(settings: Settings) -> RewardModel:
 
 
 def forwards(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Rows of about the same length together, so that none has more than `batch_tokens` tokens with its padding.
+    """Batches of rows of similar length, of at most `batch_tokens` tokens with padding.
 
-    The longest come first: what they need is there for all that follow. A row of more tokens is alone.
+    The longest rows come first, so that the first forward allocates the memory that all later ones reuse. A row that is
+    longer than `batch_tokens` is a batch of its own.
     """
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -346,7 +335,7 @@ def _dtype(settings: Settings, config: Any) -> str:
 
 
 def _max_tokens(settings: Settings, config: Any, tokenizer: Any) -> int | None:
-    """Of a text; None where the model has no limit."""
+    """Number of tokens that the model reads of a text; None where it has no limit."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     limits = [n for n in (positions, tokenizer.model_max_length) if isinstance(n, int) and n < 10**9]
     if settings.max_tokens is None:

@@ -1,10 +1,10 @@
-"""Rewards from a service on the network, by the convention of OpenRLHF's remote reward models.
+"""The built-in reward `remote`: rewards from a service on the network, in the format of OpenRLHF's or in our own.
 
     POST url  {"query": [...], "prompts": [...], "labels": [...]}  ->  {"rewards": [...], "extra_logs": {...}}
 
 `query` is prompt and completion as one text (openrlhf/utils/agent.py and openrlhf/cli/serve_rm.py of OpenRLHF). The
-token is read from the environment when a request leaves, and is in no setting, variable or message. Redirects are not
-followed, since they could carry it elsewhere.
+bearer token is read from the environment when a request leaves, and is in no setting, variable or message. Redirects
+are not followed, because they could carry the token elsewhere.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ import ssl
 import time
 import weakref
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import tenacity
 
 from hybrid_grpo.config.network import bearer_token, is_loopback
 from hybrid_grpo.rewards.rules import completion_texts
 
 for _library in ("httpx", "httpcore"):
-    logging.getLogger(_library).setLevel(logging.WARNING)  # below, they show URLs and headers
+    logging.getLogger(_library).setLevel(logging.WARNING)  # at lower levels they log URLs and headers
 
 _LARGEST_ANSWER = 16 * 2**20
-"""Bytes; an answer that goes on is cut off."""
+"""Bytes of an answer after which it is cut off."""
 _LONGEST_WAIT_S = 60.0
-"""Between two attempts, whatever the service asks for."""
-_PASSING = {408, 425, 429}
+"""Seconds between two attempts, whatever the service asks for."""
+_TEMPORARY = {408, 425, 429}
 """Statuses below 500 that may be different the next time."""
 
 _NUMBERS = (
@@ -72,33 +73,15 @@ async def remote(
     trainer_state: object = None,
     **row_columns: list[Any],
 ) -> list[float | None]:
-    """What a service says of the completions; all rows of a call in one request.
-
-    Server errors (5xx), 408, 425, 429, broken connections, timeouts and answers that are not one number or null per
-    row are asked again, after `backoff_s` * 2^attempt seconds (between half of that and all of it, at random) or what
-    Retry-After asks for, at most 60 s. Other statuses, redirects and untrusted certificates are final.
+    """Ask a service for the rewards of B completions, in one request.
 
     Args:
-        prompts: [B], text or chat messages.
-        completions: [B]
-        completion_ids: [B], tokens of each completion; only to be sent on.
-        url: where to post, as in http://127.0.0.1:8000/get_reward.
-        format: `openrlhf` sends texts: query, prompts and labels; `full` sends prompts as the data set has them,
-            completions, completion_ids and columns: what a local function is called with.
-        label_column: the column that is sent as `labels`; not given: empty texts.
-        columns: columns to send besides, by name; not given: none, or, in the full format, all. `completions` and
-            `completion_ids` count as columns here.
-        tokenizer: folder or hub name of the model whose chat template makes a text of chat prompts; not given: the
-            contents of their messages, one below the other. Only for the format openrlhf.
-        token_env: the environment variable that holds a bearer token.
-        timeout_s: for one attempt, from connecting to the last byte.
-        retries: attempts after the first.
-        backoff_s: seconds before the first of them.
-        verify: True, or a file of the certificates of authorities to trust (PEM).
-        max_connections: requests that are under way at once, in one worker process.
-        log_extra: is given what the service says beside the rewards: the lists of its `extra_logs`.
-        log_metric: not used, and not a column.
-        trainer_state: not used, and not a column.
+        prompts, completions: [B], text or chat messages.
+        completion_ids: [B], the tokens of each completion, which the service may be sent.
+        url, and the settings after it: see docs/rewards/remote.md. `columns` defaults to none with the format
+            openrlhf, and to all with full, our own.
+        log_extra: receives the lists in the answer's `extra_logs`.
+        log_metric, trainer_state: not used; named so that they are not taken for columns.
         row_columns: the columns of the data set.
 
     Returns:
@@ -125,11 +108,11 @@ async def remote(
         for name, column in _chosen(values, columns or []).items():
             if payload.setdefault(name, column) is not column:
                 raise ValueError(f"column {name} has a name that the format openrlhf gives a meaning: rename it")
-    answer = await _client(service).ask(_json(payload), len(prompts))
+    rewards, extra = await _client(service).ask(_json(payload), len(prompts))
     if log_extra is not None:
-        for name, logged in answer.extra.items():
+        for name, logged in extra.items():
             log_extra(name, logged)
-    return answer.rewards
+    return rewards
 
 
 def _openrlhf(
@@ -144,7 +127,7 @@ def _openrlhf(
 
 
 def _rendered(chat: list[dict[str, Any]], tokenizer: str | None) -> tuple[str, str]:
-    """A chat as text, and what stands between it and the completion."""
+    """A chat as text, and the text between it and the completion."""
     if tokenizer is None:
         return "\n".join(str(message["content"]) for message in chat), "\n"
     return _tokenizer(tokenizer).apply_chat_template(chat, add_generation_prompt=True, tokenize=False), ""
@@ -152,7 +135,7 @@ def _rendered(chat: list[dict[str, Any]], tokenizer: str | None) -> tuple[str, s
 
 @functools.cache
 def _tokenizer(name: str) -> Any:
-    from hybrid_grpo.model.pretrained import load_tokenizer
+    from hybrid_grpo.model.loading import load_tokenizer
 
     return load_tokenizer(name, "tokenizer")
 
@@ -176,7 +159,7 @@ def _json(payload: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class _Service:
-    """The settings that a client is made of."""
+    """The settings of a client."""
 
     url: str
     token_env: str | None
@@ -187,11 +170,7 @@ class _Service:
     max_connections: int
 
     def check(self) -> None:
-        """Refuse settings that cannot work.
-
-        Raises:
-            ValueError: in words that hold no secret.
-        """
+        """Raise ValueError, in words that hold no secret, where the settings cannot work."""
         for name, lowest, types in _NUMBERS:
             value = getattr(self, name)
             if type(value) not in types or not lowest <= value < math.inf:
@@ -242,35 +221,25 @@ class _Bearer(httpx.Auth):
         yield request
 
 
-@dataclass(frozen=True)
-class _Trouble:
-    """Why an attempt came to nothing, and whether to make another one."""
+class _AttemptError(Exception):
+    """An attempt without a usable answer; `again`: another may do better, `after_s` seconds later at the earliest."""
 
-    what: str
-    again: bool = True
-    after_s: float = 0.0
-    """What the service asks for."""
-
-
-class _TroubleError(Exception):
-    def __init__(self, what: str, again: bool = True, after_s: float = 0.0) -> None:
-        super().__init__(what)
-        self.trouble = _Trouble(what, again, after_s)
+    def __init__(self, message: str, *, again: bool = True, after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.again = again
+        self.after_s = after_s
 
 
-@dataclass(frozen=True)
-class _Answer:
-    rewards: list[float | None]
-    extra: dict[str, list[Any]]
-    """By name, one per row."""
+_Answer = tuple[list[float | None], dict[str, list[Any]]]
+"""Rewards, and the lists of `extra_logs` by name; each has one element per row."""
 
 
 class _Client:
-    """Connections of one event loop to one service."""
+    """The connections of one event loop to one service."""
 
     def __init__(self, service: _Service) -> None:
         self._service = service
-        # Requests wait for their turn here, where it does not count as the service's time.
+        # Requests wait here for their turn, which does not count as the service's time.
         self._turns = asyncio.Semaphore(service.max_connections)
         self._http = httpx.AsyncClient(
             auth=_Bearer(service.token_env) if service.token_env else None,
@@ -278,51 +247,62 @@ class _Client:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=service.max_connections),
             timeout=service.timeout_s,
             follow_redirects=False,
-            # A proxy of the environment must not see what is for this machine.
+            # A proxy named in the environment must not see requests to this machine.
             trust_env=not is_loopback(httpx.URL(service.url).host),
             headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
         )
 
     async def ask(self, body: bytes, rows: int) -> _Answer:
         """Post until there is an answer."""
-        service = self._service
-        for attempt in range(service.retries + 1):
-            try:
-                async with self._turns:
-                    return await asyncio.wait_for(self._attempt(body, rows), service.timeout_s)
-            except asyncio.TimeoutError:
-                trouble = _Trouble(f"gave no complete answer within {service.timeout_s:g} s")
-            except httpx.HTTPError as error:
-                trouble = _broken(error)
-            except _TroubleError as error:
-                trouble = error.trouble
-            trouble = replace(trouble, what=self._without_token(trouble.what))
-            if not trouble.again or attempt == service.retries:
-                break
-            backoff_s = service.backoff_s * 2**attempt * random.uniform(0.5, 1.0)
-            await asyncio.sleep(min(max(backoff_s, trouble.after_s), _LONGEST_WAIT_S))
-        # Outside of the handlers: an exception of the network holds its request, and that the token.
-        raise RuntimeError(f"{service.where} {trouble.what} (attempt {attempt + 1})")
+        attempts = tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_attempt(self._service.retries + 1),
+            wait=self._wait_s,
+            retry=tenacity.retry_if_exception(lambda error: isinstance(error, _AttemptError) and error.again),
+            sleep=asyncio.sleep,
+            reraise=True,
+        )
+        try:
+            return await attempts(self._attempt, body, rows)
+        except _AttemptError as error:
+            what = self._without_token(str(error))
+        # Raised outside of the handler: as its context the network's exception would hold the request, with the token.
+        raise RuntimeError(f"{self._service.where} {what} (attempt {attempts.statistics['attempt_number']})")
+
+    def _wait_s(self, state: tenacity.RetryCallState) -> float:
+        error = state.outcome.exception() if state.outcome else None
+        backoff_s = self._service.backoff_s * 2 ** (state.attempt_number - 1) * random.uniform(0.5, 1.0)
+        return min(max(backoff_s, getattr(error, "after_s", 0.0)), _LONGEST_WAIT_S)
 
     async def _attempt(self, body: bytes, rows: int) -> _Answer:
+        timeout_s = self._service.timeout_s
+        try:
+            async with self._turns:
+                text = await asyncio.wait_for(self._post(body), timeout_s)
+        except asyncio.TimeoutError:
+            raise _AttemptError(f"gave no complete answer within {timeout_s:g} s") from None
+        except httpx.HTTPError as error:
+            raise _broken(error) from None
+        return _read(self._without_token(text), rows)
+
+    async def _post(self, body: bytes) -> str:
         async with self._http.stream("POST", self._service.url, content=body) as response:
             if response.status_code != 200:
-                raise _status_trouble(response)
+                raise _refused(response)
             answer = bytearray()
             async for chunk in response.aiter_raw():
                 answer += chunk
                 if len(answer) > _LARGEST_ANSWER:
-                    raise _TroubleError(f"answered with more than {_LARGEST_ANSWER >> 20} MiB")
-        return _read(self._without_token(answer.decode("utf-8-sig", "replace")), rows)
+                    raise _AttemptError(f"answered with more than {_LARGEST_ANSWER >> 20} MiB")
+        return answer.decode("utf-8-sig", "replace")
 
     def _without_token(self, text: str) -> str:
-        """What a service says may repeat what it was sent."""
+        """The text with the token blanked out: a service may repeat what it was sent."""
         variable = self._service.token_env
         return text.replace(bearer_token("token_env", variable), "***") if variable else text
 
 
 _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Service, _Client]] = weakref.WeakKeyDictionary()
-"""Connections belong to the event loop that they were opened in."""
+"""Connections belong to the event loop in which they were opened."""
 
 
 def _client(service: _Service) -> _Client:
@@ -333,28 +313,29 @@ def _client(service: _Service) -> _Client:
     return clients[service]
 
 
-def _broken(error: httpx.HTTPError) -> _Trouble:
+def _broken(error: httpx.HTTPError) -> _AttemptError:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):
             what = f"has a certificate that is not trusted ({cause.verify_message}): give its authority in `verify`"
-            return _Trouble(what, again=False)
+            return _AttemptError(what, again=False)
         cause = cause.__cause__ or cause.__context__
     what = "could not be reached" if isinstance(error, httpx.ConnectError) else "broke the connection"
-    return _Trouble(f"{what} ({type(error).__name__}: {error})")
+    return _AttemptError(f"{what} ({type(error).__name__}: {error})")
 
 
-def _status_trouble(response: httpx.Response) -> _TroubleError:
+def _refused(response: httpx.Response) -> _AttemptError:
     status = response.status_code
     if response.is_redirect:
         target = response.headers.get("Location", "").partition("?")[0]
-        return _TroubleError(f"redirects to {target[:200]!r}, which is not followed: give the final url", again=False)
+        return _AttemptError(f"redirects to {target[:200]!r}, which is not followed: give the final url", again=False)
     what = f"answered {status} {response.reason_phrase[:100]}".rstrip()
-    return _TroubleError(what, status >= 500 or status in _PASSING, _seconds(response.headers.get("Retry-After", "")))
+    after_s = _seconds(response.headers.get("Retry-After", ""))
+    return _AttemptError(what, again=status >= 500 or status in _TEMPORARY, after_s=after_s)
 
 
 def _seconds(retry_after: str) -> float:
-    """Of the header Retry-After: seconds or a date; 0 for anything else."""
+    """Seconds to wait by the header Retry-After, which has seconds or a date; 0 for anything else."""
     if re.fullmatch(r"[0-9]{1,9}", retry_after):
         return float(retry_after)
     try:
@@ -367,32 +348,30 @@ def _read(text: str, rows: int) -> _Answer:
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):
-        raise _TroubleError("answered with what is not JSON") from None
+        raise _AttemptError("answered with what is not JSON") from None
     values = answer.get("rewards") if isinstance(answer, dict) else None
     if not isinstance(values, list):
-        raise _TroubleError("answered without a list `rewards`")
+        raise _AttemptError("answered without a list `rewards`")
     if len(values) != rows:
-        raise _TroubleError(f"answered with {len(values)} rewards, expected {rows}")
-    numbers = list(map(_number, values))
-    for value, number in zip(values, numbers, strict=True):
-        if value is not None and number is None:
-            raise _TroubleError(f"answered with a reward that is no finite number: {repr(value)[:100]}")
+        raise _AttemptError(f"answered with {len(values)} rewards, expected {rows}")
+    rewards = list(map(_reward, values))
     logs = answer.get("extra_logs")
     logs = logs if isinstance(logs, dict) else {}
     extra = {name: column for name, column in logs.items() if isinstance(column, list) and len(column) == rows}
-    return _Answer(_with_failures(numbers, extra.pop("errors", [None] * rows)), extra)
+    errors = extra.pop("errors", [None] * rows)
+    failed = [reward is None and error is not None for reward, error in zip(rewards, errors, strict=True)]
+    if all(failed):
+        raise _AttemptError(f"failed: {' '.join(str(errors[0]).split())[:300]}", again=False)
+    return [math.nan if fails else reward for reward, fails in zip(rewards, failed, strict=True)], extra
 
 
-def _number(value: Any) -> float | None:
+def _reward(value: Any) -> float | None:
+    if value is None:
+        return None
     try:
         number = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _with_failures(numbers: list[float | None], errors: list[Any]) -> list[float | None]:
-    failed = [number is None and error is not None for number, error in zip(numbers, errors, strict=True)]
-    if all(failed):
-        raise _TroubleError(f"failed: {' '.join(str(errors[0]).split())[:300]}", again=False)
-    return [math.nan if fails else number for number, fails in zip(numbers, failed, strict=True)]
+        number = math.inf
+    if not math.isfinite(number):
+        raise _AttemptError(f"answered with a reward that is no finite number: {repr(value)[:100]}")
+    return number

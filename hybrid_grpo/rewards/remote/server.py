@@ -1,8 +1,7 @@
-"""A small HTTP/1.1 server for one question: JSON posted to one path, JSON answered.
+"""The HTTP side of `serve-reward`: JSON posted to one path, JSON answered. It knows nothing of rewards.
 
-It knows nothing of rewards: `answer` is what a question becomes an answer by. Parsing is h11's. Every connection is a
-task of one event loop, so that one that dawdles costs no thread; a request that is not there in time is given up.
-Nothing of a request's body is read before its path, method, token and length are found right.
+Starlette finds the path, uvicorn speaks HTTP/1.1. Every connection is served by one event loop, so that slow clients
+cost no thread; what uvicorn lacks for them, deadlines, is added here.
 """
 
 from __future__ import annotations
@@ -10,264 +9,199 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import math
 import signal
+import socket
 import ssl
 import sys
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-import h11
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from hybrid_grpo.config import ServeOptionsConfig
 
 _MOST_CONNECTIONS = 1024
 _LONGEST_HEAD = 16 * 2**10
-"""Bytes of request line and headers that are kept while they are not complete."""
-_CHUNK = 2**16
-"""Bytes of one read."""
-_LINGER_S = 2.0
-"""What a client still sends after a refusal is read away for so long, or it would not see the refusal."""
-_GRACE_S = 10.0
+"""Bytes of request line and headers."""
+_GRACE_S = 10
 """For requests that are being answered when the server is told to end."""
+_GOODBYE_S = 1.0
+"""For idle clients to close their side when the server ends: TLS waits for that."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What clients may ask of the server."""
-
-    body_bytes: int
-    """Of one request."""
-    requests: int
-    """Answered at the same time; more are told to come back."""
-    timeout_s: float
-    """For a request to arrive and for its answer to be taken."""
-
-
-class RefusedError(Exception):
-    """A request that cannot be answered: its status, and the reason in one line."""
-
-    def __init__(self, status: HTTPStatus, reason: str, **headers: str) -> None:
-        super().__init__(reason)
-        self.status = status
-        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
-
-
-class Server:
-    """Answers POST of `path` with what `answer` returns, and GET of /health.
+def application(
+    path: str, answer: Callable[[Any], Any], config: ServeOptionsConfig, token: str | None = None
+) -> Starlette:
+    """An application that answers POST of `path`, and GET of /health.
 
     Args:
         path: as in /get_reward.
-        answer: from the parsed body to what JSON can hold; called in threads, several at a time. A `RefusedError` of
-            its own becomes the answer's status; anything else it raises is printed, and is a 500.
-        limits: what is refused.
-        token: bearer token that questions must carry; None: any may ask.
+        answer: from a question to an answer, both as Python has JSON; called in several threads at a time. An
+            HTTPException becomes status and text of the response; any other exception is printed, and becomes a 500.
+        config: limits of what clients may ask.
+        token: bearer token that questions must carry; None: they need none.
     """
+    question = _Endpoint(answer, config, token)
+    return Starlette(
+        routes=[Route(path, question.post, methods=["POST"]), Route("/health", _health)],
+        exception_handlers={HTTPException: _refusal, ClientDisconnect: _nobody},
+    )
 
-    def __init__(self, path: str, answer: Callable[[Any], Any], limits: Limits, token: str | None) -> None:
-        self._path = path
-        self._answer = answer
-        self._limits = limits
-        self._token = token
-        self._threads = ThreadPoolExecutor(limits.requests, "answers")
-        self._connections: set[asyncio.Task[None]] = set()
-        self._answering: set[asyncio.Task[None]] = set()
-        self._ending = asyncio.Event()
 
-    async def run(self, host: str, port: int, tls: ssl.SSLContext | None, on_start: Callable[[int], None]) -> None:
-        """Serve until SIGINT or SIGTERM; what is being answered then is answered, within ten seconds.
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections at this address.
 
-        Args:
-            port: 0 takes a free one.
-            on_start: called with the port as soon as connections are taken.
+    Raises:
+        OSError: the address cannot be listened at.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=_MOST_CONNECTIONS)
 
-        Raises:
-            OSError: the address cannot be listened at.
-        """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._ending.set)
-        handshake_s = None if tls is None else self._limits.timeout_s
-        server = await asyncio.start_server(
-            self._connected, host, port, ssl=tls, ssl_handshake_timeout=handshake_s, limit=_CHUNK
+
+def serve(app: Starlette, listener: socket.socket, config: ServeOptionsConfig, tls: ssl.SSLContext | None) -> None:
+    """Serve until SIGINT or SIGTERM; requests that are being answered then have ten seconds more."""
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=_Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=math.ceil(config.timeout_s),
+            timeout_graceful_shutdown=_GRACE_S,
+            h11_max_incomplete_event_size=_LONGEST_HEAD,
+            ssl_context_factory=None if tls is None else lambda config, default: tls,
         )
-        on_start(server.sockets[0].getsockname()[1])
-        await self._ending.wait()
-        server.close()
-        for task in self._connections - self._answering:
-            task.cancel()
-        if self._answering:
-            await asyncio.wait(self._answering, timeout=_GRACE_S)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # After its end uvicorn restores these handlers and raises the signal again: that must do nothing.
+        signal.signal(number, server.handle_exit)
+    server.run([listener])
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        if len(self._connections) >= _MOST_CONNECTIONS:
-            writer.transport.abort()
-            return
-        self._connections.add(task)
-        connection = _Connection(reader, writer, self._limits)
-        # Cancelled, it closes nothing: that would wait for a client, and the server is ending.
-        with suppress(asyncio.CancelledError):
-            try:
-                # A client that goes away, at any moment, is nothing to speak of.
-                with suppress(OSError, asyncio.TimeoutError, h11.ProtocolError):
-                    while await self._exchange(connection):
-                        self._answering.discard(task)
-                        if self._ending.is_set():  # since the answer was made: nobody would cancel the next request
-                            return
-                self._answering.discard(task)
-                await connection.close()
-            finally:
-                self._answering.discard(task)
-                self._connections.discard(task)
-                writer.transport.abort()
 
-    async def _exchange(self, connection: _Connection) -> bool:
-        """One request and its answer; whether another may come."""
-        try:
-            request = await connection.request()
-            if request is None:
-                return False
-            status, value, headers = HTTPStatus.OK, await self._answered(request, connection), {}
-        except RefusedError as refused:
-            status, value, headers = refused.status, {"error": str(refused)}, refused.headers
-        except asyncio.TimeoutError:
-            status, value, headers = HTTPStatus.REQUEST_TIMEOUT, {"error": "the request did not arrive in time"}, {}
-        return await connection.respond(status, value, headers, last=self._ending.is_set())
+class _Endpoint:
+    def __init__(self, answer: Callable[[Any], Any], config: ServeOptionsConfig, token: str | None) -> None:
+        self._answer = answer
+        self._config = config
+        self._token = token
+        self._threads = ThreadPoolExecutor(config.max_requests, "answers")
+        self._answering = 0
 
-    async def _answered(self, request: h11.Request, connection: _Connection) -> Any:
-        target = request.target.decode("ascii", "replace").partition("?")[0]
-        method = {"/health": b"GET", self._path: b"POST"}.get(target)
-        if method is None:
-            raise RefusedError(HTTPStatus.NOT_FOUND, f"there is POST {self._path} and GET /health")
-        if request.method != method:
-            raise RefusedError(
-                HTTPStatus.METHOD_NOT_ALLOWED, f"{target} takes {method.decode()}", Allow=method.decode()
-            )
-        if target == "/health":
-            return {"status": "ok"}
+    async def post(self, request: Request) -> Response:
         self._check_token(request)
-        if dict(request.headers).get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
-            # What a page in a browser here cannot send unasked: a server of this machine's own may need no token.
-            raise RefusedError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the Content-Type must be application/json")
-        if len(self._answering) >= self._limits.requests:
-            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at once", Retry_After="1")
-        task = asyncio.current_task()
-        assert task is not None
-        self._answering.add(task)
-        body = await connection.body(request)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, body)
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            # JSON is what a web page cannot send to another site unasked; a server without a token relies on that.
+            raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the Content-Type must be application/json")
+        if self._answering >= self._config.max_requests:
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at once", {"Retry-After": "1"})
+        self._answering += 1
+        try:
+            body = await asyncio.wait_for(self._body(request), self._config.timeout_s)
+            answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._answered, body)
+        except asyncio.TimeoutError:
+            raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive in time") from None
+        finally:
+            self._answering -= 1
+        return Response(answer, media_type="application/json")
 
-    def _check_token(self, request: h11.Request) -> None:
-        if self._token is None:
-            return
-        scheme, _, given = dict(request.headers).get(b"authorization", b"").partition(b" ")
+    def _check_token(self, request: Request) -> None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
         # In constant time: how long a comparison takes must not tell how much of the token was right.
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._token.encode()):
-            raise RefusedError(HTTPStatus.UNAUTHORIZED, "the bearer token is not right", WWW_Authenticate="Bearer")
+        if self._token is not None and not (
+            scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._token.encode())
+        ):
+            raise HTTPException(
+                HTTPStatus.UNAUTHORIZED, "the bearer token is not right", {"WWW-Authenticate": "Bearer"}
+            )
 
-    def _ask(self, body: bytes) -> Any:
+    async def _body(self, request: Request) -> bytes:
+        limit = int(self._config.max_body_mb * 2**20)
+        too_large = HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have {limit} bytes")
+        if int(request.headers.get("content-length", 0)) > limit:
+            raise too_large
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise too_large
+        return bytes(body)
+
+    def _answered(self, body: bytes) -> bytes:
         try:
             question = json.loads(body)
         except (ValueError, RecursionError):
-            raise RefusedError(HTTPStatus.BAD_REQUEST, "the body is not JSON") from None
+            raise HTTPException(HTTPStatus.BAD_REQUEST, "the body is not JSON") from None
         try:
-            return self._answer(question)
-        except RefusedError:
+            return json.dumps(self._answer(question), allow_nan=False).encode()
+        except HTTPException:
             raise
         except Exception:
             traceback.print_exc(file=sys.stderr)
-            raise RefusedError(HTTPStatus.INTERNAL_SERVER_ERROR, "see the server's output") from None
+            raise HTTPException(HTTPStatus.INTERNAL_SERVER_ERROR, "see the server's output") from None
 
 
-class _Connection:
-    """One client's bytes."""
+async def _health(request: Request) -> Response:
+    return JSONResponse({"status": "ok"})
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: Limits) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._limits = limits
-        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_LONGEST_HEAD)
-        self._head_only = False
-        # An answer counts as sent when all of it has left. (With a mark of 0 asyncio's TLS would never call it sent.)
-        writer.transport.set_write_buffer_limits(high=1, low=0)
 
-    async def request(self) -> h11.Request | None:
-        """The next head; None where the client is done, or has said nothing for too long."""
-        try:
-            event = await asyncio.wait_for(self._event(), self._limits.timeout_s)
-        except asyncio.TimeoutError:
-            if self._http.trailing_data == (b"", False):
-                return None
-            raise
-        if not isinstance(event, h11.Request):
-            return None
-        self._head_only = event.method == b"HEAD"
-        return event
+async def _refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": error.detail}, error.status_code, error.headers)
 
-    async def body(self, request: h11.Request) -> bytes:
-        """What follows the head."""
-        limit = self._limits.body_bytes
-        too_large = RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have {limit} bytes")
-        if int(dict(request.headers).get(b"content-length", b"0")) > limit:
-            raise too_large
-        if self._http.they_are_waiting_for_100_continue:
-            await self._send(h11.InformationalResponse(status_code=100, headers=[]))
 
-        async def read() -> bytes:
-            data = bytearray()
-            while isinstance(event := await self._event(), h11.Data):
-                data += event.data
-                if len(data) > limit:
-                    raise too_large
-            return bytes(data)
+async def _nobody(request: Request, error: Exception) -> Response:
+    return Response()  # the client has gone
 
-        return await asyncio.wait_for(read(), self._limits.timeout_s)
 
-    async def respond(self, status: HTTPStatus, value: Any, headers: dict[str, str], last: bool) -> bool:
-        """Send JSON; whether the connection can be used again."""
-        if self._http.their_state is h11.SEND_BODY:
-            self._http.next_event()  # of a request without a body: its end
-        complete = self._http.their_state is h11.DONE
-        body = json.dumps(value, allow_nan=False).encode()
-        headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}
-        if last or not complete:
-            headers["Connection"] = "close"
-        response = h11.Response(status_code=status.value, headers=list(headers.items()), reason=status.phrase.encode())
-        await self._send(response, *([] if self._head_only else [h11.Data(data=body)]), h11.EndOfMessage())
-        if not complete:
-            await self._linger()
-        if self._http.our_state is not h11.DONE or not complete:
-            return False
-        self._http.start_next_cycle()
-        return True
+class _Connection(H11Protocol):
+    """uvicorn's connection, closed unless a request's head arrives, or an answer is taken, within a deadline.
 
-    async def _event(self) -> Any:
-        try:
-            while (event := self._http.next_event()) is h11.NEED_DATA:
-                self._http.receive_data(await self._reader.read(_CHUNK))
-        except h11.RemoteProtocolError as error:
-            raise RefusedError(HTTPStatus(error.error_status_hint), "this is not proper HTTP") from None
-        return event
+    Slow clients gain no time by sending or reading a few bytes now and then.
+    """
 
-    async def _send(self, *events: Any) -> None:
-        self._writer.write(b"".join(filter(None, map(self._http.send, events))))
-        await asyncio.wait_for(self._writer.drain(), self._limits.timeout_s)
+    _deadline: asyncio.TimerHandle | None = None
 
-    async def close(self) -> None:
-        """Send what is still to be sent, and close."""
-        self._writer.close()
-        with suppress(OSError, asyncio.TimeoutError):
-            await asyncio.wait_for(self._writer.wait_closed(), self._limits.timeout_s)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > _MOST_CONNECTIONS:
+            transport.abort()
+        self._wait()
 
-    async def _linger(self) -> None:
-        async def read_away() -> None:
-            while await self._reader.read(_CHUNK):
-                pass
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
 
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(read_away(), _LINGER_S)
+    def on_response_complete(self) -> None:
+        self._stop_waiting()
+        self._wait()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():
+            self.loop.call_later(_GOODBYE_S, self.transport.abort)
+
+    def _wait(self) -> None:
+        self._deadline = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()

@@ -1,17 +1,18 @@
-"""Rewards asked for by other machines: from the JSON of a question to rows, from scores to the JSON of an answer.
+"""The questions that `serve-reward` answers: from their JSON to rows, and from scores to the JSON of an answer.
 
-Two forms of question, each a mapping of lists with one element per row:
+A question has one of two formats, each a mapping of lists with one element per row:
 
     {"query": [...], "prompts": [...], "labels": [...]}         OpenRLHF's; `query` is prompt and completion as one text
-    {"prompts": [...], "completions": [...], "answer": [...]}   what local functions are called with
+    {"prompts": [...], "completions": [...], "answer": [...]}   our own: what local functions are called with
 
-`completion_ids` and any other name are columns of the data in both. The answer is
+Any other name is a column of the data in both. The answer is
 
     {"rewards": [...], "scores": [...], "extra_logs": {name of a function: [...], ...}}
 
-with the weighted sums of the functions, twice, and what each of them said. A row has the reward null where no function
-applies, and where one fails: then the reason is in `errors` of `extra_logs`, which is there only where one fails. Rows
-of one question that do not differ in prompt and columns are the group of functions that look at whole groups.
+`rewards` and, for OpenRLHF, `scores` are the weighted sums of the functions; `extra_logs` has each function's values. A
+reward is null if no function applies to the row, or if one fails. The second case has its reason in `errors`, a list
+in `extra_logs` that is there only if a function failed. Functions that look at whole groups are given all rows of a
+question as one group if the rows agree in prompt and columns.
 """
 
 from __future__ import annotations
@@ -20,25 +21,26 @@ import math
 from http import HTTPStatus
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from hybrid_grpo.config import ServeOptionsConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus
-from hybrid_grpo.rewards.remote.server import RefusedError
 from hybrid_grpo.rewards.scoring import Rewards
 
 _MOST_ROWS = 10_000
 
 
 class RewardService:
-    """Answers questions; several threads may ask at the same time."""
+    """Answers questions; several threads may ask at the same time.
+
+    Args:
+        rewards: the functions.
+        config: names of columns.
+        needs_ids: names of the functions that need `completion_ids`.
+    """
 
     def __init__(self, rewards: Rewards, config: ServeOptionsConfig, needs_ids: list[str]) -> None:
-        """
-        Args:
-            rewards: the functions.
-            config: names of columns.
-            needs_ids: functions that cannot do without `completion_ids`.
-        """
         self._rewards = rewards
         self._config = config
         self._needs_ids = needs_ids
@@ -47,7 +49,7 @@ class RewardService:
         """Score the rows of a question.
 
         Raises:
-            RefusedError: the question is not one of the two forms, or lacks what a function needs.
+            HTTPException: the question has neither format, or lacks what a function needs.
         """
         columns = _columns(question)
         if "completions" in columns:
@@ -74,7 +76,7 @@ class RewardService:
             raise _refused(str(error)) from None
 
     def _completion(self, query: str, prompt: str) -> str:
-        """What follows the prompt; the template or the tokenizer may have put something before it."""
+        """The text after the prompt, before which a template or a tokenizer may have put something."""
         _, found, completion = query.partition(prompt) if prompt else ("", True, query)
         if not found:
             raise _refused("a `query` does not hold its prompt: give `completions` instead")
@@ -105,7 +107,7 @@ class RewardService:
 
 
 def _error(status: dict[str, int]) -> str | None:
-    """What went wrong with one row, by the functions' statuses."""
+    """Which functions failed on a row, and how; None if none did."""
     what = {RewardStatus.FAILED: "failed", RewardStatus.TIMED_OUT: "timed out"}
     return ", ".join(f"{name} {what[RewardStatus(s)]}" for name, s in status.items() if s in what) or None
 
@@ -114,8 +116,8 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _refused(reason: str) -> RefusedError:
-    return RefusedError(HTTPStatus.UNPROCESSABLE_ENTITY, reason)
+def _refused(reason: str) -> HTTPException:
+    return HTTPException(HTTPStatus.UNPROCESSABLE_ENTITY, reason)
 
 
 def _columns(question: Any) -> dict[str, list[Any]]:

@@ -1,4 +1,4 @@
-"""The rank's side of worker.py: a nursery, its workers, and the connections to them."""
+"""The rank's side of the worker processes (worker.py): the fork server, its workers, the connections to them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from typing import Any
 
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.rewards.functions import Interface, Reply, Request
-from hybrid_grpo.rewards.workers.worker import HEADER, decode_reply, entries_message, receive
+from hybrid_grpo.rewards.functions import Interface, Reply, RewardCall
+from hybrid_grpo.rewards.workers.worker import decode_reply, framed, read_frame
 
 _IMPORT_SECONDS = 300.0
-_LARGEST_REPLY = 1 << 28
 
 
-class Nursery:
+class ForkServer:
     """The process that workers are forked from; see worker.py. Used by one thread at a time.
 
     Raises:
@@ -32,7 +31,7 @@ class Nursery:
     """
 
     def __init__(self, entries: list[tuple[str, RewardConfig]], memory_bytes: int) -> None:
-        self._message = entries_message(entries, memory_bytes)
+        self._orders = pickle.dumps((sys.path, entries, memory_bytes))
         self.connections: set[asyncio.StreamWriter] = set()
         """To the workers."""
         self.interfaces = self._start()
@@ -42,49 +41,53 @@ class Nursery:
         package = str(Path(__file__).parents[3])
         code = (
             f"import sys; sys.path.insert(0, {package!r});"
-            f" from hybrid_grpo.rewards.workers.worker import nursery; nursery({theirs.fileno()})"
+            f" from hybrid_grpo.rewards.workers.worker import serve_forks; serve_forks({theirs.fileno()})"
         )
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
-                # Away from the terminal: Ctrl-C is for the rank, which ends them.
+                # Away from the terminal: Ctrl-C is for the rank, which ends its processes itself.
                 start_new_session=True,
-                # Workers are many: one thread of a numerical library in each.
+                # There are many workers: one thread of a numerical library in each.
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(self._message)
-        # Reaped whenever it ends.
+            process.stdin.write(self._orders)
+        # Reaps the process whenever it ends.
         threading.Thread(target=process.wait, daemon=True).start()
         self._control.settimeout(_IMPORT_SECONDS)
         try:
-            reply = receive(self._control)
+            answer = self._answer()
         except TimeoutError:
             process.kill()
             raise UserError(
                 f"rewards: importing the functions takes longer than {_IMPORT_SECONDS:g} s: look for what their"
                 " modules do outside of functions"
             ) from None
-        if reply is None:
-            raise UserError("rewards: the process that imports the functions died: import them by hand to see why")
-        answer = json.loads(reply)
+        except EOFError:
+            raise UserError(
+                "rewards: the process that imports the functions died: import them by hand to see why"
+            ) from None
         if "error" in answer:
             raise UserError(answer["error"])
         self._control.settimeout(30.0)
         return [Interface(**interface) for interface in answer["interfaces"]]
 
-    def fork(self, kind: str) -> tuple[int, socket.socket]:
-        """A new worker, `sync` or `async`: its number, for `end`, and the socket to it."""
+    async def start_worker(self, kind: str) -> Worker:
+        """A new worker, `sync` or `async`."""
         try:
-            return self._fork(kind)
+            pid, connection = self._fork(kind)
         except (OSError, EOFError):
-            # Somebody has killed it, and with it all workers.
+            # The fork server was killed, and all workers with it: start another.
             self.close()
             self._start()
-            return self._fork(kind)
+            pid, connection = self._fork(kind)
+        reader, writer = await asyncio.open_connection(sock=connection)
+        self.connections.add(writer)
+        return Worker(self, pid, reader, writer)
 
     def _fork(self, kind: str) -> tuple[int, socket.socket]:
         ours, theirs = socket.socketpair()
@@ -93,23 +96,26 @@ class Nursery:
         return int(self._answer()), ours
 
     def end(self, pid: int) -> int | None:
-        """Kill a worker; its exit status, negative for the signal that ended it. None where its nursery is gone."""
+        """Kill a worker; its exit status, negative for the signal that ended it. None if its fork server is gone."""
         try:
             self._control.sendall(f"end {pid}".encode())
             answer = self._answer()
         except (OSError, EOFError):
-            self.close()  # an answer that comes late would be taken for that to something else
+            self.close()  # a late answer would be taken for the answer to another command
             return None
         return None if answer is None else int(answer)
 
     def _answer(self) -> Any:
-        reply = receive(self._control)
-        if reply is None:
-            raise EOFError
-        return json.loads(reply)
+        line = b""
+        while not line.endswith(b"\n"):
+            part = self._control.recv(1 << 16)
+            if not part:
+                raise EOFError
+            line += part
+        return json.loads(line)
 
     def close(self) -> None:
-        """End it, and all workers."""
+        """End the fork server and all workers."""
         self._control.close()
         for connection in self.connections:
             connection.transport.abort()
@@ -119,62 +125,57 @@ class Nursery:
 class Worker:
     """One worker process and the connection to it."""
 
-    def __init__(self, nursery: Nursery, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._nursery = nursery
+    def __init__(
+        self, fork_server: ForkServer, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._fork_server = fork_server
         self._pid = pid
         self._reader = reader
         self._writer = writer
         self._numbers = itertools.count()
-        self._ended = False
-
-    @classmethod
-    async def hire(cls, nursery: Nursery, kind: str) -> Worker:
-        pid, connection = nursery.fork(kind)
-        reader, writer = await asyncio.open_connection(sock=connection)
-        nursery.connections.add(writer)
-        return cls(nursery, pid, reader, writer)
-
-    def number(self) -> int:
-        """For the next request."""
-        return next(self._numbers)
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self.calls = 0
+        """Calls under way, as the pool counts them."""
+        self._listener = asyncio.create_task(self._listen())
 
     def is_gone(self) -> bool:
-        """Whether it was ended, or has ended."""
-        return self._ended or self._reader.at_eof()
+        """Whether the process was ended, or has ended."""
+        return self._listener.done() or self._reader.at_eof()
 
-    async def ask(self, index: int, request: Request, timeout_s: float) -> Reply:
-        """Send a request, and wait for the only reply that is due."""
-        number = self.number()
-        await self.send(number, index, request, timeout_s)
-        answered, reply = await self.receive()
-        if answered != number or len(reply.values) != len(request.lengths):
-            raise EOFError("a reply to something else")
-        return reply
-
-    async def send(self, number: int, index: int, request: Request, timeout_s: float) -> None:
-        """Send a request; it needs a number of its own."""
-        message = pickle.dumps((number, index, request, timeout_s))
-        self._writer.write(HEADER.pack(len(message)) + message)
-        await self._writer.drain()
-
-    async def receive(self) -> tuple[int, Reply]:
-        """The next reply, and the number of its request.
+    async def ask(self, index: int, call: RewardCall, timeout_s: float) -> Reply:
+        """Send a call, and wait for its reply. Several calls can be under way if the worker is `async`.
 
         Raises:
             EOFError, OSError: the process is gone, or what it sends is no reply.
         """
-        (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-        if size > _LARGEST_REPLY:
-            raise EOFError(f"a reply of {size} bytes")
-        message = await self._reader.readexactly(size)
+        if self._listener.done():
+            raise EOFError
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            return decode_reply(message)
-        except (ValueError, TypeError) as error:  # a function may write to whatever descriptor it finds
-            raise EOFError("no reply") from error
+            self._writer.write(framed(pickle.dumps((number, index, call, timeout_s))))
+            await self._writer.drain()
+            reply = await answer
+        finally:
+            del self._waiting[number]
+        if len(reply.values) != len(call.lengths):
+            raise EOFError("a reply to something else")
+        return reply
+
+    async def _listen(self) -> None:
+        # ValueError, TypeError: no reply. A function may write to whatever descriptor it finds.
+        with suppress(EOFError, OSError, ValueError, TypeError):
+            while True:
+                number, reply = decode_reply(await read_frame(self._reader))
+                answer = self._waiting.get(number)
+                if answer is not None and not answer.done():
+                    answer.set_result(reply)
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(EOFError())
 
     def end(self) -> int | None:
-        """Kill it; its exit status, see `Nursery.end`."""
-        self._ended = True
-        self._nursery.connections.discard(self._writer)
+        """Kill the process; its exit status, see `ForkServer.end`."""
+        self._fork_server.connections.discard(self._writer)
         self._writer.transport.abort()
-        return self._nursery.end(self._pid)
+        return self._fork_server.end(self._pid)

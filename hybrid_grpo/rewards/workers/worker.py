@@ -1,11 +1,11 @@
-"""The processes that call reward functions: started by pool.py, and talked to over sockets.
+"""The processes that call reward functions. processes.py starts them, and talks to them over sockets.
 
-A *nursery* imports the functions of a run once, says what their signatures are, and forks a *worker* whenever it is
-asked to: a new worker is there in milliseconds, whatever the functions import. A worker calls functions with what comes
-over its socket until the socket closes, or until it is killed with everything it has started. It does not outlive the
-nursery, and the nursery does not outlive the rank. None of them needs torch.
+A *fork server* imports the functions of a run once, says what their signatures are, and forks a *worker* whenever it
+is asked to: a new worker is there in milliseconds, whatever the functions import. A worker calls functions with the
+arguments that come over its socket until the socket closes, or until it is killed with all that it has started. It
+does not outlive the fork server, and the fork server does not outlive the rank. Neither needs torch.
 
-Requests are pickled; replies are JSON, so that nothing of a worker is run in the rank.
+Calls are pickled; replies are JSON, so that nothing that a worker sends is run in the rank.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import struct
 import sys
 import warnings
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,33 +32,29 @@ import psutil
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.importing import describe
-from hybrid_grpo.rewards.functions import Failure, Function, Reply, Request, failed, load_function
+from hybrid_grpo.rewards.functions import Failure, Function, Reply, RewardCall, failed, load_function
 
-HEADER = struct.Struct(">I")
-"""Length of the message that follows."""
+_HEADER = struct.Struct(">I")
+"""Length of the message that follows; the frames of multiprocessing's Connection, up to 2 GiB."""
+_LARGEST_REPLY = 1 << 28
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def send(connection: socket.socket, message: bytes) -> None:
-    """Send a message whole."""
-    connection.sendall(HEADER.pack(len(message)) + message)
+def framed(message: bytes) -> bytes:
+    """A message as it is sent."""
+    return _HEADER.pack(len(message)) + message
 
 
-def receive(connection: socket.socket) -> bytes | None:
-    """The next message; None where the other side is gone."""
-    header = _exactly(connection, HEADER.size)
-    return None if header is None else _exactly(connection, HEADER.unpack(header)[0])
+async def read_frame(reader: asyncio.StreamReader, largest: int = _LARGEST_REPLY) -> bytes:
+    """The next message, of at most `largest` bytes.
 
-
-def _exactly(connection: socket.socket, size: int) -> bytes | None:
-    parts = []
-    while size:
-        part = connection.recv(min(size, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+    Raises:
+        EOFError, OSError: the other side is gone, or sends something else.
+    """
+    (size,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+    if size > largest:
+        raise EOFError(f"a message of {size} bytes")
+    return await reader.readexactly(size)
 
 
 def encode_reply(number: int, reply: Reply) -> bytes:
@@ -67,23 +64,23 @@ def encode_reply(number: int, reply: Reply) -> bytes:
 
 
 def decode_reply(message: bytes) -> tuple[int, Reply]:
-    """The number of the request, and the reply to it."""
+    """The number of the call, and the reply to it."""
     number, values, failures, extra, spent, whole = json.loads(message)
     known = {int(row): Failure(**failure) for row, failure in failures.items()}
-    # Steps are pairs.
+    # JSON made lists of the pairs that stand for steps.
     values = [[(end, reward) for end, reward in v] if isinstance(v, list) else v for v in values]
     return number, Reply(values, [known.get(row) for row in range(len(values))], extra, spent, whole)
 
 
-def nursery(descriptor: int) -> None:
-    """Main of the nursery: import, describe, then fork and kill on demand.
+def serve_forks(descriptor: int) -> None:
+    """Main function of the fork server: import, describe, then fork and kill on demand.
 
     Args:
         descriptor: of the socket to the rank. What to import comes on standard input.
     """
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
-    # While it imports it does not see that the rank is gone.
+    # While the process imports it does not look at the socket, and so does not see that the rank is gone.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     path, entries, memory_bytes = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -92,18 +89,16 @@ def nursery(descriptor: int) -> None:
     try:
         functions = [load_function(config, entry) for entry, config in entries]
     except UserError as error:
-        send(control, json.dumps({"error": str(error)}).encode())
-        return
-    except BaseException as error:  # a module that ends the process while it is imported, above all
-        send(control, json.dumps({"error": f"rewards: importing them raised {describe(error, None)}"}).encode())
-        return
+        return _tell(control, {"error": str(error)})
+    except BaseException as error:  # above all a module that ends the process while it is imported
+        return _tell(control, {"error": f"rewards: importing them raised {describe(error, None)}"})
     _prctl(_PR_SET_PDEATHSIG, 0)
-    send(control, json.dumps({"interfaces": [vars(function.interface) for function in functions]}).encode())
-    # What is there now is shared with every worker.
+    _tell(control, {"interfaces": [vars(function.interface) for function in functions]})
+    # All objects of this moment are shared with every worker.
     gc.collect()
     gc.freeze()
     workers: set[int] = set()
-    helpers = set(_children(os.getpid()))  # that a module has started
+    helpers = set(_children(os.getpid()))  # processes that a module has started
     try:
         while True:
             command, descriptors, _, _ = socket.recv_fds(control, 64, 1)
@@ -111,27 +106,30 @@ def nursery(descriptor: int) -> None:
                 return
             what, _, argument = command.decode().partition(" ")
             if what == "fork":
-                connection = socket.socket(fileno=descriptors[0])
-                connection.set_inheritable(False)  # a program that outlives the worker would keep it open
-                pid = _fork(connection, control, functions, memory_bytes, argument)
-                connection.close()
+                with socket.socket(fileno=descriptors[0]) as connection:
+                    connection.set_inheritable(False)  # a program that outlives the worker would keep it open
+                    pid = _fork(connection, control, functions, memory_bytes, argument)
                 workers.add(pid)
-                send(control, json.dumps(pid).encode())
+                _tell(control, pid)
             else:
                 pid = int(argument)
-                status = _end(pid) if pid in workers else None  # it was of a nursery that was killed
+                status = _end(pid) if pid in workers else None  # None: a worker of a fork server that was killed
                 workers.discard(pid)
                 _end_orphans(workers | helpers)
-                send(control, json.dumps(status).encode())
+                _tell(control, status)
     finally:
         _kill(_descendants(os.getpid()))
+
+
+def _tell(control: socket.socket, answer: Any) -> None:
+    control.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def _fork(
     connection: socket.socket, control: socket.socket, functions: list[Function], memory_bytes: int, kind: str
 ) -> int:
     with warnings.catch_warnings():
-        # A module may have started threads when it was imported.
+        # Python warns of forking where a module has started threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
@@ -161,7 +159,7 @@ def _end(pid: int) -> int:
 
 
 def _end_orphans(ours: set[int]) -> None:
-    """Kill what dead workers have left: the nursery has inherited it."""
+    """Kill the processes that dead workers have left: they are children of the fork server now."""
     while orphans := [child for child in _children(os.getpid()) if child not in ours]:
         _kill(orphans)
         for orphan in orphans:
@@ -176,7 +174,7 @@ def _kill(processes: list[int]) -> None:
 
 
 def _children(pid: int) -> list[int]:
-    """Of one process. The kernel's own list, where there is one: to look through all processes takes milliseconds."""
+    """Children of a process, by the kernel's own list where it has one: psutil takes milliseconds."""
     try:
         lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
         if lists:
@@ -192,15 +190,15 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _settle(memory_bytes: int) -> None:
-    """What a new worker does first: it dies with its parent, is a group of its own, inherits what the programs that it
-    starts leave, and has its limits."""
+    """Set up a new worker: it dies with its parent, has a process group of its own, becomes the parent of processes
+    that the programs it starts leave behind, and has its limits."""
     os.setpgid(0, 0)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # elsewhere the limit is not on mapped memory, or not kept at all
+    if sys.platform == "linux":  # on other systems the limit does not count mapped memory, or is not enforced
         status = Path("/proc/self/status").read_text()
         here = int(status.split("VmData:")[1].split()[0]) * 1024
         resource.setrlimit(resource.RLIMIT_DATA, (here + memory_bytes, here + memory_bytes))
@@ -216,11 +214,13 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _work(connection: socket.socket, functions: list[Function]) -> None:
-    while (message := receive(connection)) is not None:
-        number, index, request, _ = _read(message)
-        reply = functions[index].score(request)
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that was forgotten would end the next call
-        send(connection, encode_reply(number, reply))
+    frames = Connection(connection.detach())
+    with suppress(EOFError):
+        while True:
+            number, index, call, _ = pickle.loads(frames.recv_bytes())
+            reply = functions[index].score(call)
+            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function forgot would end the next call
+            frames.send_bytes(encode_reply(number, reply))
 
 
 async def _work_async(connection: socket.socket, functions: list[Function]) -> None:
@@ -228,32 +228,20 @@ async def _work_async(connection: socket.socket, functions: list[Function]) -> N
     reader, writer = await asyncio.open_connection(sock=connection)
     tasks: set[asyncio.Task[None]] = set()
 
-    async def answer(number: int, index: int, request: Request, timeout_s: float) -> None:
+    async def answer(number: int, index: int, call: RewardCall, timeout_s: float) -> None:
         try:
-            reply = await asyncio.wait_for(functions[index].score_async(request), timeout_s)
+            reply = await asyncio.wait_for(functions[index].score_async(call), timeout_s)
         except asyncio.TimeoutError:
-            reply = timed_out(timeout_s, len(request.lengths))
-        message = encode_reply(number, reply)
-        writer.write(HEADER.pack(len(message)) + message)
+            reply = timed_out(timeout_s, len(call.lengths))
+        writer.write(framed(encode_reply(number, reply)))
 
     with suppress(asyncio.IncompleteReadError):
         while True:
-            (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-            task = asyncio.create_task(answer(*_read(await reader.readexactly(size))))
+            task = asyncio.create_task(answer(*pickle.loads(await read_frame(reader, sys.maxsize))))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
-
-
-def _read(message: bytes) -> tuple[int, int, Request, float]:
-    number, index, request, timeout_s = pickle.loads(message)
-    return number, index, request, timeout_s
 
 
 def timed_out(timeout_s: float, rows: int) -> Reply:
     """The reply for a call that took too long."""
     return failed(Failure("timeout", f"took longer than its timeout_s, {timeout_s:g}"), rows)
-
-
-def entries_message(entries: list[tuple[str, Any]], memory_bytes: int) -> bytes:
-    """What a nursery reads first: where to import from, the entries of `rewards` with their names, and the limit."""
-    return pickle.dumps((sys.path, entries, memory_bytes))

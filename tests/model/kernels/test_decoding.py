@@ -7,7 +7,7 @@ from tiny_models import ARCHITECTURES, pair
 from torch import nn
 
 from hybrid_grpo.generation import GREEDY, Request, Sampling, generate
-from hybrid_grpo.generation.attention import Step, masked_attention
+from hybrid_grpo.generation.attention import DecodeStep, masked_attention
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.fused import fused
 from hybrid_grpo.generation.sampler import Sampler
@@ -75,7 +75,7 @@ def test_attention_over_pages_is_that_over_the_sequence(heads, kv, d, window, so
     position = torch.tensor(lengths) - 1
     query = random(n, heads, 1, d, seed=3)
     new = [torch.stack([t[row, :, i] for row, i in enumerate(position)])[:, :, None] for t in (keys, values)]
-    batch = Step(cache, table, position, 6)
+    batch = DecodeStep(cache, table, position, 6)
     batch.update(*new, 0)
     out = batch.attend(query, *new, 0.3, window, softcap)
     expected = masked_attention(query, keys, values, position[:, None], 0.3, window, softcap)

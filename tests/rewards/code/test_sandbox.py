@@ -1,4 +1,4 @@
-"""Hostile programs (sandbox_programs.py), run by every kind of user that this machine has for it."""
+"""Hostile programs (sandbox_programs.py), run as each kind of user that this machine has."""
 
 import contextlib
 import json

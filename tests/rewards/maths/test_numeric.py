@@ -4,7 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from hybrid_grpo.rewards.maths.numeric import parse_number, stated_number
+from hybrid_grpo.rewards.maths.numeric import parse_number
+from hybrid_grpo.rewards.maths.reward import stated_number
 
 
 @pytest.mark.parametrize(

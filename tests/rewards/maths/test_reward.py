@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from maths_pairs import pairs
 
+from hybrid_grpo.rewards.maths import reward as maths
 from hybrid_grpo.rewards.maths.reward import math_answer, stated_answer
-from hybrid_grpo.rewards.maths.reward import reward as maths
 
 PAIRS = pairs()
 
@@ -29,7 +29,7 @@ def test_table_is_marked_as_a_careful_grader_would() -> None:
     """97 % at least, and every miss is one that the table explains.
 
     Measured: 99.6 %. Of the same table plain math-verify 0.9 has 80 % right, the rule of the last number 54 %
-    (`python tests/maths_pairs.py`).
+    (`python tests/support/maths_pairs.py`).
     """
     misses = [row for row in PAIRS if is_right(row[1], row[2]) != row[3]]
     share = 1 - len(misses) / len(PAIRS)

@@ -22,7 +22,7 @@ from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.models.reward import forwards, held, reward_model
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.hardware import Hardware
-from hybrid_grpo.run.plan import foresee
+from hybrid_grpo.run.plan import estimate
 
 PROMPTS = [f"{'abcdefgh' * (k % 4)}{k}? " for k in range(12)]
 SHARDED = {"zero_stage": 3}
@@ -144,7 +144,7 @@ def test_it_runs_in_a_thread_of_the_rank_or_in_processes_on_the_cpu(tmp_path):
     here = RewardConfig("reward_model", kwargs=kwargs)
     apart = RewardConfig("reward_model", name="apart", kwargs=kwargs, isolation="process", batch_size=4)
     rewards = Rewards(load_rewards([here, apart], ScoringConfig(workers=1)))
-    in_thread, in_process = rewards._rewards
+    in_thread, in_process = rewards.functions
     assert (in_thread.interface.batch_size, in_process.interface.batch_size) == (32, 4)
     assert in_thread.model is held(kwargs) and in_process.model is None
     rewards.load_models()
@@ -167,7 +167,7 @@ def test_the_plan_counts_the_weights(tmp_path, kwargs, on_device, on_host):
     config = TrainConfig(policy=PolicyConfig(str(tmp_path / "policy")), data=DataConfig("unread"))
     rewards = Rewards(load_rewards([RewardConfig("reward_model", kwargs={"model": str(folder), **kwargs})]))
     gpu = Hardware("gpu", True, 80 << 30, 80 << 30, 1 << 30, 1e14, 1e12)
-    made = foresee(config, batch_plan(config, 2), 16, gpu, rewards.models)
+    made = estimate(config, batch_plan(config, 2), 16, gpu, rewards.models)
     assert made is not None
     parameters = sum(p.numel() for p in AutoModelForSequenceClassification.from_pretrained(folder).parameters())
     device = {part.name: part.bytes for part in made.peak.parts}

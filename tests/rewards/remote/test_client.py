@@ -30,7 +30,7 @@ from hostile_service import (
 )
 
 from hybrid_grpo.config import RewardConfig
-from hybrid_grpo.rewards.functions import Request, load_function
+from hybrid_grpo.rewards.functions import RewardCall, load_function
 from hybrid_grpo.rewards.remote.client import remote
 
 TOKEN = "s3cr3t-0123456789"
@@ -122,7 +122,7 @@ TRANSIENT: dict[str, tuple[Behaviour, str]] = {
 
 
 @pytest.mark.parametrize("name", TRANSIENT)
-def test_what_may_pass_is_asked_again(name):
+def test_temporary_trouble_is_tried_again(name):
     behaviour, says_what = TRANSIENT[name]
     with Service(behaviour, behaviour, lengths) as service:
         assert ask(service.url, retries=2) == [4.0]
@@ -135,7 +135,7 @@ def test_what_may_pass_is_asked_again(name):
 
 
 @pytest.mark.parametrize("status", ["400 Bad Request", "401 Unauthorized", "404 Not Found", "422 No", "204 No Content"])
-def test_what_will_not_pass_is_asked_once(status):
+def test_a_final_status_is_not_tried_again(status):
     with Service(answer("", status)) as service:
         assert f"answered {status}" in refusal(service.url)
         assert len(service.asked) == 1
@@ -228,7 +228,7 @@ def test_as_a_configured_function_each_row_fails_by_itself():
         assert function.interface.is_async and function.interface.batch_size == 2
         assert function.interface.required == ["completions", "prompts"], "texts will do, as in `score`"
         inputs = {"prompts": ["p", "q"], "completions": ["a", "b"], "completion_ids": [[1], [2]], "url_of": ["", ""]}
-        reply = asyncio.run(function.score_async(Request(inputs, [1, 1])))
+        reply = asyncio.run(function.score_async(RewardCall(inputs, [1, 1])))
     assert reply.values == [None, 1.5] and reply.extra == {"q": [1, 2]}
     assert [failure and failure.kind for failure in reply.failures] == ["invalid", None]
 
@@ -306,8 +306,8 @@ def test_the_token_goes_to_the_service_and_nowhere_else(monkeypatch, caplog):
             shown = traceback.TracebackException.from_exception(caught.value, capture_locals=True)
             assert TOKEN.encode() not in pickle.dumps(caught.value)
             assert TOKEN not in str(caught.value) + repr(caught.value)
-            # What a debugger would print of our frames and of those of the libraries; the tests' own hold the token.
-            frames = [frame for frame in shown.stack if "test_rewards_remote" not in frame.filename]
+            # The variables of all frames but the test's own, as a debugger would print them.
+            frames = [frame for frame in shown.stack if "test_client" not in frame.filename]
             assert frames and TOKEN not in str([frame.locals for frame in frames])
     assert "Using selector" in caplog.text
     assert TOKEN not in caplog.text

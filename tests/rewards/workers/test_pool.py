@@ -15,7 +15,7 @@ from reward_helpers import command_lines, completion, inline, isolated, rows, st
 
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.data.batch import Scores
-from hybrid_grpo.rewards.functions import Reply, Request
+from hybrid_grpo.rewards.functions import Reply, RewardCall
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.rewards.workers.pool import Outcome, busy_seconds
 
@@ -68,7 +68,7 @@ def names_of_children() -> set[str]:
     return {line for line in command_lines() if line in ("sleep 271", "sleep 272", "sleep 273", "sleep 274")}
 
 
-def test_every_act_is_foreseen() -> None:
+def test_every_act_has_an_expected_result() -> None:
     assert ACTS.keys() == FAILED.keys() | set(HANGS) | SCORED.keys() | {"does not apply"}
 
 
@@ -258,7 +258,7 @@ def test_whatever_is_raised_here_and_now_comes_back_as_a_failure(error: BaseExce
         raise error
 
     reward = inline(raises, batch_size=1)
-    outcome = reward.lane.start(Request({"completions": ["a"]}, [1])).result()
+    outcome = reward.caller.start(RewardCall({"completions": ["a"]}, [1])).result()
     (failure,) = outcome.reply.failures
     assert failure is not None and failure.kind == "raised" and type(error).__name__ in failure.message
 
@@ -276,8 +276,8 @@ def test_a_group_is_scored_in_torch_s_normal_modes() -> None:
     from hybrid_grpo.rewards.workers.pool import Pool
 
     pool = Pool([], 1, 0)
-    lane = pool.threaded(inline(modes).lane._function, 5.0, lambda: None)  # type: ignore[attr-defined]
+    caller = pool.threaded(inline(modes).caller._function, 5.0, lambda: None)  # type: ignore[attr-defined]
     with torch.inference_mode():
-        assert lane.start(Request({"completions": ["a"]}, [1])).result().reply.values == [1.0]
+        assert caller.start(RewardCall({"completions": ["a"]}, [1])).result().reply.values == [1.0]
     assert seen[0][:2] == (False, True) and seen[0][2] != threading.get_ident()
     pool.close()

@@ -20,14 +20,14 @@ HERE = SUPPORT
 RANK = """
 import os, sys
 from hybrid_grpo.config import RewardConfig
-from hybrid_grpo.rewards.functions import Request
+from hybrid_grpo.rewards.functions import RewardCall
 from hybrid_grpo.rewards.workers.pool import Pool
 
 pytestmark = pytest.mark.process
 
 pool = Pool([("rewards[0]", RewardConfig(sys.argv[1]))], 2, 1 << 32)
-lane = pool.isolated(0, 60.0)
-calls = [lane.start(Request({"completions": [text]}, [1])) for text in ("hangs with children", "1")]
+caller = pool.isolated(0, 60.0)
+calls = [caller.start(RewardCall({"completions": [text]}, [1])) for text in ("hangs with children", "1")]
 calls[1].result()
 print("at work", flush=True)
 sys.stdin.readline()
@@ -44,12 +44,12 @@ def foreign(function: str, **fields: Any) -> RewardConfig:
 
 
 def family(pid: int | None = None) -> list[psutil.Process]:
-    """All processes below one: nurseries, workers and what functions have started."""
+    """All descendants of a process: fork servers, workers and programs that functions have started."""
     return psutil.Process(pid).children(recursive=True)
 
 
 def wait_for_end(processes: list[psutil.Process]) -> None:
-    """A process that nobody waits for is at its end as well."""
+    """A zombie counts as ended."""
 
     def alive(process: psutil.Process) -> bool:
         try:
@@ -128,7 +128,7 @@ def test_processes_end_with_the_rewards() -> None:
     def mine() -> list[psutil.Process]:
         return [process for process in family() if process.pid not in before]
 
-    assert in_time(lambda: len(mine()) >= 5), "a nursery, two workers, two programs"
+    assert in_time(lambda: len(mine()) >= 5), "a fork server, two workers, two programs"
     ended = mine()
     del rewards, stream
     gc.collect()
@@ -166,12 +166,12 @@ def test_a_process_that_imports_for_ever_ends_with_the_rank(tmp_path: Path) -> N
 def test_processes_that_somebody_kills_are_replaced() -> None:
     rewards = isolated(act())
     assert rewards.score(*rows("1", "2")).reward_B.tolist() == [1.0, 2.0]
-    nursery = max(psutil.Process().children(), key=lambda process: process.create_time())
-    for worker in nursery.children():
+    fork_server = max(psutil.Process().children(), key=lambda process: process.create_time())
+    for worker in fork_server.children():
         worker.kill()
     time.sleep(0.1)
     assert rewards.score(*rows("3", "4")).reward_B.tolist() == [3.0, 4.0]
-    nursery.kill()
+    fork_server.kill()
     time.sleep(0.1)
     assert rewards.score(*rows("5", "6")).reward_B.tolist() == [5.0, 6.0]
 
@@ -179,7 +179,7 @@ def test_processes_that_somebody_kills_are_replaced() -> None:
 def test_dead_processes_do_not_pile_up() -> None:
     rewards = isolated(act(timeout_s=0.05))
     rewards.score(*rows(*["hangs with children", "exits with children", "exits at once"] * 5))
-    nursery = max(psutil.Process().children(), key=lambda process: process.create_time())
-    assert in_time(lambda: len(nursery.children()) <= 2), "its workers"
+    fork_server = max(psutil.Process().children(), key=lambda process: process.create_time())
+    assert in_time(lambda: len(fork_server.children()) <= 2), "its workers"
     statuses = {process.pid: process.info["status"] for process in psutil.process_iter(["status"])}
-    assert psutil.STATUS_ZOMBIE not in [statuses.get(process.pid) for process in nursery.children(recursive=True)]
+    assert psutil.STATUS_ZOMBIE not in [statuses.get(process.pid) for process in fork_server.children(recursive=True)]

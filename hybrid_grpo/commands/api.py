@@ -1,0 +1,149 @@
+"""The commands from Python: `import hybrid_grpo as hg; hg.train(model=..., data=..., rewards=[f], ...)`.
+
+The signature is the configuration's: every keyword is one of its sections, as a dictionary. `model`, `data` and
+`rewards` are short for the settings that nearly every call has, and take objects where the command line takes names. In
+one process no launcher is needed; under the `deepspeed` launcher the same script runs on every rank, and every rank
+returns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid_grpo.config import GenerateConfig, SftConfig, TrainConfig
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.parsing import ConfigT, Parsed, configure
+from hybrid_grpo.config.recipes import overlay, read_recipe
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["FinishedRun", "UserError", "evaluate", "generate", "sft", "train"]
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What a run left behind."""
+
+    folder: Path
+    """Folder of the run."""
+
+    @property
+    def model(self) -> Path:
+        """Folder of the trained model, which loads with `from_pretrained`."""
+        return self.folder / "model"
+
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """metrics.jsonl as a table: one row a step, one column a metric."""
+        import pandas
+
+        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return pandas.DataFrame([json.loads(line) for line in lines])
+
+
+def train(
+    model: Any = None, data: Any = None, rewards: Any = None, *, config: Any = None, **sections: Any
+) -> FinishedRun:
+    """Train by GRPO, as `hybrid-grpo train` does.
+
+    Args:
+        model: folder or hub name of the starting model, `policy.model`.
+        data: the prompts: what `data.path` takes, a `datasets.Dataset`, a list of dictionaries; or the section `data`.
+        rewards: names, functions, or dictionaries with a `function` and its settings.
+        config: a recipe in YAML or a list of recipes, of which later ones win; the other arguments win over them.
+        sections: sections of the configuration, as in `policy={"lr": 1e-6}`; `hybrid-grpo train --help` lists them.
+
+    Raises:
+        UserError: one line that names the setting and the way out.
+    """
+    from hybrid_grpo.commands.train import train as run
+
+    return FinishedRun(run(_configure(TrainConfig, model, data, rewards, config, sections)))
+
+
+def sft(model: Any = None, data: Any = None, *, config: Any = None, **sections: Any) -> FinishedRun:
+    """Train on pairs of prompt and completion, as `hybrid-grpo sft` does; for the arguments see `train`.
+
+    Raises:
+        UserError: one line that names the setting and the way out.
+    """
+    from hybrid_grpo.commands.sft import sft as run
+
+    return FinishedRun(run(_configure(SftConfig, model, data, None, config, sections)))
+
+
+def evaluate(
+    model: Any = None, data: Any = None, rewards: Any = None, *, config: Any = None, **sections: Any
+) -> dict[str, float]:
+    """Greedy accuracy and mean reward on held-out prompts, as `hybrid-grpo eval` measures them.
+
+    Args:
+        data: the held-out prompts, in one of the forms of `train`; a section `data` is taken as it is.
+        model, rewards, config, sections: see `train`.
+
+    Returns:
+        The numbers by their metric names, such as `eval/heldout/accuracy`; the same on every rank.
+
+    Raises:
+        UserError: one line that names the setting and the way out.
+    """
+    from hybrid_grpo.commands.eval import evaluate as run
+
+    if data is not None and not isinstance(data, Mapping):
+        data = {"path": data, "eval_path": data}
+    # Nothing is drawn from the prompts: as few as there are ranks will do.
+    sections["rollout"] = {"prompts_per_step": int(os.environ.get("WORLD_SIZE", "1")), **sections.get("rollout", {})}
+    return run(_configure(TrainConfig, model, data, rewards, config, sections).config)
+
+
+def generate(model: Any = None, data: Any = None, *, config: Any = None, **sections: Any) -> list[dict[str, Any]]:
+    """Completions of prompts, as `hybrid-grpo generate` makes them; for the arguments see `train`.
+
+    Args:
+        data: also a list of texts.
+
+    Returns:
+        A dictionary for every completion of this rank's share of the prompts, in the order of the prompts: `id`,
+        `sample`, `prompt`, `completion`, `finish`, `tokens`, `logp` and `columns`.
+
+    Raises:
+        UserError: one line that names the setting and the way out.
+    """
+    from hybrid_grpo.commands.generate import generate as run
+
+    if isinstance(data, Sequence) and not isinstance(data, str):
+        data = [{"prompt": row} if isinstance(row, str) else row for row in data]
+    parsed = _configure(GenerateConfig, model, data, None, config, sections)
+    if parsed.config.reads_stdin:
+        raise UserError("data.path is not set: give data, such as a list of prompts")
+    rows: list[dict[str, Any]] = []
+    run(parsed.config, nullcontext(rows.append))
+    return sorted(rows, key=lambda row: (row["id"], row["sample"]))
+
+
+def _configure(
+    cls: type[ConfigT], model: Any, data: Any, rewards: Any, config: Any, sections: Mapping[str, Any]
+) -> Parsed[ConfigT]:
+    settings: dict[str, Any] = {}
+    recipes = [] if config is None else [config] if isinstance(config, str | Path) else config
+    for recipe in recipes:
+        settings = overlay(settings, read_recipe(Path(recipe)))
+    settings = overlay(settings, sections)
+    if model is not None:
+        settings = overlay(settings, {"policy": {"model": str(model)}})
+    if data is not None:
+        settings = overlay(settings, {"data": data if isinstance(data, Mapping) else {"path": _source(data)}})
+    if rewards is not None:
+        settings["rewards"] = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
+    return configure(cls, settings)
+
+
+def _source(data: Any) -> Any:
+    return str(data) if isinstance(data, Path) else data

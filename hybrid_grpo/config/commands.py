@@ -1,0 +1,232 @@
+"""The whole configuration of every command: its sections, and what must agree between them."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Literal
+
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
+
+from hybrid_grpo.config.data import CurriculumConfig, DataConfig
+from hybrid_grpo.config.errors import did_you_mean, refuse
+from hybrid_grpo.config.fields import SECTION, Count, Number, Text, Whole
+from hybrid_grpo.config.grpo import GrpoConfig
+from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
+from hybrid_grpo.config.rewards import RewardList, ScoringConfig, ServeOptionsConfig, reward_name
+from hybrid_grpo.config.rollout import RolloutConfig
+from hybrid_grpo.config.run import CheckpointConfig, EvalConfig, LogConfig, RunConfig
+
+
+@dataclass(frozen=True, config=SECTION)
+class _RunsModel:
+    """What every command with a model has."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> _RunsModel:
+        refuse(
+            self.policy.dtype == "bfloat16" and self.engine.zero_stage == 0,
+            "policy.dtype bfloat16 needs engine.zero_stage 1 or higher (at stage 0 DeepSpeed keeps no float32 weights):"
+            " set engine.zero_stage to 1, or policy.dtype to float32",
+        )
+        return self
+
+
+@dataclass(frozen=True, config=SECTION)
+class TrainConfig(_RunsModel):
+    """GRPO training."""
+
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    rewards: RewardList = field(default_factory=list)
+    """Reward functions: names as in `exact_match,mine.py:f`, or `[{function: exact_match, weight: 1.0}, ...]`."""
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @model_validator(mode="after")
+    def _check_sections(self) -> TrainConfig:
+        """What must agree between the sections. Commands that only read a recipe for training have checks of their
+        own, by overriding this: they may replace its rewards or its lengths."""
+        rollout, grpo, names = self.rollout, self.grpo, [reward_name(reward) for reward in self.rewards]
+        refuse(
+            rollout.num_generations < 2,
+            f"rollout.num_generations {rollout.num_generations} makes no group: advantages need 2 or more",
+        )
+        refuse(
+            rollout.temperature == 0,
+            "rollout.temperature 0 samples the same completion for a whole group: give a value above 0",
+        )
+        refuse(
+            self.lora.rank > 0 and grpo.ref_every > 0,
+            f"grpo.ref_every {grpo.ref_every} refreshes the reference, which with lora.rank is the model without"
+            " adapters: take out one of them",
+        )
+        refuse(
+            grpo.combine_rewards == "normalize" and len(names) == 1,
+            "grpo.combine_rewards normalize weighs rewards against each other, and rewards has one: set"
+            " grpo.combine_rewards to sum",
+        )
+        refuse(
+            grpo.mask_truncated and rollout.ignore_eos,
+            "grpo.mask_truncated leaves nothing to learn from where rollout.ignore_eos cuts every completion: set one"
+            " of them to false",
+        )
+        refuse(
+            grpo.overlong_buffer >= rollout.max_completion_tokens,
+            f"grpo.overlong_buffer {grpo.overlong_buffer} punishes every completion: set it below"
+            f" rollout.max_completion_tokens {rollout.max_completion_tokens}",
+        )
+        outcome = self.eval.outcome
+        refuse(
+            outcome is not None and outcome not in names,
+            f"eval.outcome {outcome!r} is not a reward of this run: {did_you_mean(outcome or '', names)}",
+        )
+        refuse(
+            not self.data.shuffle and (self.curriculum.sampling == "difficulty" or self.curriculum.skips),
+            "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
+            " the settings of curriculum",
+        )
+        if self.data.eval_path is None and self.data.eval_split is None:
+            for setting, value in (("eval.every", self.eval.every), ("data.eval_limit", self.data.eval_limit)):
+                refuse(bool(value), f"{setting} {value} needs held-out prompts: set data.eval_path or data.eval_split")
+        return self
+
+
+@dataclass(frozen=True, config=SECTION)
+class SftLoopConfig:
+    """The supervised stage."""
+
+    batch_size: Count = 64
+    """Rows of one optimizer step, over all ranks."""
+    max_completion_tokens: Count = 512
+    """Longest target that is kept; rows with a longer one are dropped and counted."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class SftConfig(_RunsModel):
+    """Supervised fine-tuning, on the same engine."""
+
+    sft: SftLoopConfig = field(default_factory=SftLoopConfig)
+
+    @model_validator(mode="after")
+    def _check_sections(self) -> SftConfig:
+        for name in ("eval_path", "eval_split", "eval_limit"):
+            refuse(
+                getattr(self.data, name) is not None,
+                f"data.{name} is set, but sft does not evaluate: take it out, and use `hybrid-grpo eval` on the result",
+            )
+        return self
+
+
+@dataclass(frozen=True, config=SECTION)
+class OutputConfig:
+    """Where completions go."""
+
+    output: Text = "-"
+    """File of JSON lines, written anew; `-` is standard output. Several ranks write a file each: out.0.jsonl, ..."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class GenerateConfig(TrainConfig):
+    """Completions of prompts, one JSON object a line. Takes the recipe of a training run; the sections that only
+    training has are without effect."""
+
+    data: DataConfig = field(default_factory=lambda: DataConfig(over_long="refuse"))
+    """The prompts are those of `path` and `split`. Without a path and a task, or with `-`, they come from standard
+    input: one a line, as text or as a JSON object with the columns of a data set."""
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(num_generations=1))
+    """All but `prompts_per_step` counts; temperature 0 takes the most probable tokens."""
+    generate: OutputConfig = field(default_factory=OutputConfig)
+    """Where completions go."""
+
+    @property
+    def reads_stdin(self) -> bool:
+        """Whether prompts come from standard input."""
+        path = self.data.path
+        return isinstance(path, str) and (path == "-" or (path == "" and self.data.task is None))
+
+    @model_validator(mode="after")
+    def _check_sections(self) -> GenerateConfig:
+        rollout = self.rollout
+        refuse(
+            rollout.temperature == 0 and rollout.num_generations > 1,
+            f"rollout.temperature 0 has one completion for a prompt, and rollout.num_generations is"
+            f" {rollout.num_generations}: set it to 1, or the temperature above 0",
+        )
+        refuse(
+            self.reads_stdin and self.data.task is not None,
+            f"data.path - is prompts from standard input, and data.task {self.data.task} reads rows: take out one of"
+            " them",
+        )
+        return self
+
+
+@dataclass(frozen=True, config=SECTION)
+class PlanOptionsConfig:
+    """Where the planned run would be."""
+
+    world_size: Count | None = None
+    """Ranks. Default: as many as run this command."""
+    gpu: Literal["a100-40gb", "a100-80gb", "l40s", "h100", "h200", "b200"] | None = None
+    """Plan for an empty GPU of this kind, by its data sheet. Default: the device that is here."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class PlanConfig(TrainConfig):
+    """Memory and time of a training run, by its recipe, without loading weights."""
+
+    plan: PlanOptionsConfig = field(default_factory=PlanOptionsConfig)
+    """Where the planned run would be."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class ScoreOptionsConfig:
+    """Where rewards go, and how a run's saved rollouts are compared."""
+
+    output: Text | None = None
+    """A file of completions: JSON lines are written here, anew. Default: standard output, `-`. A run: the report of the
+    comparison. Default: RUN_FOLDER/score/NAMES_OF_FUNCTIONS.json; disagreements stand beside it."""
+    steps: str | None = None
+    """A run: steps to score, as in `100-200`, `100-`, `-200` or `100`. Default: all that were saved."""
+    threshold: Number | None = None
+    """A run: a completion is right when its new reward is at least this. Default: `eval.threshold`, as for the old
+    reward."""
+    limit: Whole = 50
+    """A run: disagreements that are written for each function, the largest first."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class ScoreConfig(TrainConfig):
+    """Try reward functions on completions that exist already, without a model. SOURCE is a file of rows with
+    completions (anything that `data.path` takes, or `-` for JSON lines from standard input), or the folder of a run.
+    A row of a file has a prompt, the column of `data.completion_column` with a text, or one with an `s` behind that
+    name with a list of texts, and columns for the functions; any recipe can be given. For a run, the settings start
+    from the run's own, its saved rollouts are scored, and the new rewards are compared with the run's."""
+
+    score: ScoreOptionsConfig = field(default_factory=ScoreOptionsConfig)
+    """Where rewards go, and how a run's saved rollouts are compared."""
+
+    @model_validator(mode="after")
+    def _check_sections(self) -> ScoreConfig:
+        return self  # of the recipe only the rewards, the columns and the making of advantages count
+
+
+@dataclass(frozen=True, config=SECTION)
+class ServeRewardConfig:
+    """Reward functions as a service for other machines, by OpenRLHF's convention."""
+
+    rewards: RewardList = field(default_factory=list)
+    """Reward functions: names as in `exact_match,mine.py:f`, or `[{function: exact_match, weight: 1.0}, ...]`."""
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    """How they are run."""
+    serve: ServeOptionsConfig = field(default_factory=ServeOptionsConfig)
+    """Where they are served, and to whom."""

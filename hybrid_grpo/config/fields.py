@@ -1,0 +1,64 @@
+"""The types of settings: numbers with their bounds, text that is not empty, and what Python may give as an object."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Le, MinLen
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict, PlainSerializer, Strict
+from pydantic_core import PydanticCustomError
+
+SECTION = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+"""Every section and every configuration: unknown names are refused, and the text below a field is its help."""
+
+
+def _read_number(value: Any) -> Any:
+    """Text such as `1e-6`, which YAML takes for text, as a number."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _check_name(name: str) -> str:
+    if not re.fullmatch(r"[\w.][\w.\-]{0,127}", name) or name.strip(".") == "":
+        raise ValueError(f"{name!r} must be at most 128 letters, digits, '.', '_' or '-', without '-' in front")
+    return name
+
+
+def _check_source(source: Any) -> Any:
+    if source is None or isinstance(source, (bool, int, float, Mapping)):
+        raise PydanticCustomError("source_type", "no source of rows")
+    return source
+
+
+def _source_text(source: Any) -> Any:
+    kind = type(source)
+    return source if source is None or isinstance(source, str) else f"<{kind.__module__}.{kind.__qualname__}>"
+
+
+def function_text(function: str | Callable[..., Any]) -> str:
+    """The place of a function as settings name it, `module:name`."""
+    if isinstance(function, str):
+        return function
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+Number = Annotated[float, Strict(), AllowInfNan(False), BeforeValidator(_read_number)]
+Positive = Annotated[Number, Gt(0)]
+NotNegative = Annotated[Number, Ge(0)]
+Share = Annotated[Number, Ge(0), Le(1)]
+PositiveShare = Annotated[Number, Gt(0), Le(1)]
+Whole = Annotated[int, Strict(), Ge(0)]
+Count = Annotated[int, Strict(), Ge(1)]
+Switch = Annotated[bool, Strict()]
+Text = Annotated[str, MinLen(1)]
+Name = Annotated[str, AfterValidator(_check_name)]
+"""Name of a file, folder or metric."""
+Function = Annotated[Text | Callable[..., Any], PlainSerializer(function_text)]
+"""`path/to/file.py:name`, `package.module:name` or the name of a built-in; from Python also the function itself."""
+Source = Annotated[Any, AfterValidator(_check_source), PlainSerializer(_source_text)]
+"""File, folder or hub name; from Python also a `datasets.Dataset` or a list of rows."""

@@ -1,0 +1,190 @@
+"""Settings of the objective, and which of them contradict each other."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Gt, Lt
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
+
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.fields import (
+    SECTION,
+    Count,
+    Function,
+    NotNegative,
+    Number,
+    Positive,
+    PositiveShare,
+    Switch,
+    Whole,
+)
+
+
+@dataclass(frozen=True, config=SECTION)
+class GrpoConfig:
+    """The objective."""
+
+    objective: Function | None = None
+    """Loss of your own in place of the one below, `path/to/file.py:name`. Default: the built-in one."""
+    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    """Average of the token losses: over all tokens (dapo), per completion then over completions (grpo), or by the
+    constant B * max_completion_tokens (dr_grpo)."""
+    importance: Literal["token", "sequence"] = "token"
+    """Ratio of the policy to the one that sampled: of every token, or of the completion, as the exponential of its
+    tokens' mean log-ratio (GSPO, arXiv:2507.18071, which is `sequence` with loss_type grpo)."""
+    surrogate: Literal["clip", "cispo"] = "clip"
+    """What becomes of the ratio: PPO's clipped surrogate, or its value cut at 1 + epsilon_high, as a constant weight of
+    the log-probability (CISPO, arXiv:2506.13585), which keeps the gradient of every token."""
+    epsilon_low: Annotated[Number, Gt(0), Lt(1)] = 0.2
+    """The ratio is clipped from below at 1 - epsilon_low. Not used by cispo, which has no lower bound."""
+    epsilon_high: Positive = 0.2
+    """The ratio is clipped from above at 1 + epsilon_high (0.28 in DAPO; 3e-4 and 4e-4 are GSPO's low and high)."""
+    dual_clip: Annotated[Number, Gt(1)] | None = None
+    """With a negative advantage A the loss is at most -dual_clip * A, however large the ratio (arXiv:1912.09729; 3 is
+    usual); for surrogate clip."""
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What rewards are compared with: the mean of their group, or of the others in it (RLOO, arXiv:2402.14740)."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide the centred rewards by their standard deviation in the group, by that over all completions of the step
+    (REINFORCE++-baseline, arXiv:2501.03262), or do not (Dr. GRPO)."""
+    combine_rewards: Literal["sum", "normalize"] = "sum"
+    """Weighted sum of the reward functions as they are, or each first centred and scaled within the group (GDPO,
+    arXiv:2601.05242, which is `normalize` with scale_rewards batch)."""
+    step_credit: Literal["reward_to_go", "normalized"] = "reward_to_go"
+    """With rewards of steps, a token's advantage is what its completion still earns, relative to what the others of the
+    group still earn at the same token. Or (normalized) it is the sum over the steps to come, each relative to all steps
+    of the group, as in DeepSeekMath, arXiv:2402.03300, section 4.1.3, which rewards ending before a step that may go
+    wrong."""
+    beta: NotNegative = 0.0
+    """Weight of the KL to the reference; 0 loads no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """KL of a token, with d = ref_logp - logp: -d (k1), d^2 / 2 (k2) or exp(d) - d - 1 (k3)."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """The KL is a term of the loss, or is subtracted from the reward, summed over the completion."""
+    kl_unbiased: Switch = False
+    """Multiply the KL of the loss by the ratio of its token, gradient included. That makes its gradient (of k1 and k3)
+    the gradient of the KL itself, off-policy too (DeepSeek-V3.2); without it k1 in the loss is noise."""
+    kl_target: Positive | None = None
+    """Adapt beta, which is where it starts, to hold policy/kl at this many nats per token (arXiv:1909.08593)."""
+    kl_horizon: Count = 10000
+    """Completions over which a KL that is 20 % or more off its target changes beta by a fifth."""
+    entropy_coef: NotNegative = 0.0
+    """Weight of the entropy that the loss rewards."""
+    old_logp: Literal["auto", "sampler", "policy"] = "auto"
+    """Who gives the log-probabilities that ratios are relative to, where a rollout has several optimizer steps: the
+    sampler, which recorded them, or a pass of the training forward before the first step. `auto` takes the sampler's,
+    unless sampler_correction is on or rollout.logprobs is sampling."""
+    sampler_correction: Literal["none", "truncate", "mask"] = "none"
+    """Correct for a sampler that differs from the training forward. `truncate` weighs the loss of every token with the
+    ratio of the two, at most sampler_ratio_max (truncated importance sampling). `mask` drops completions whose
+    geometric mean of that ratio is outside the bounds."""
+    sampler_ratio_max: Number = 2.0
+    """Upper bound of sampler_correction, 1 or greater."""
+    sampler_ratio_min: Number = 0.5
+    """Lower bound of sampler_correction mask, at most 1."""
+    mask_truncated: Switch = False
+    """Completions cut at the length limit take no part in the loss, but still in their group's mean and standard
+    deviation (DAPO, section 3.4)."""
+    overlong_buffer: Whole = 0
+    """Tokens before max_completion_tokens over which a punishment for length grows from 0 to overlong_penalty (DAPO
+    eq. 13); 0 punishes nothing."""
+    overlong_penalty: Positive = 1.0
+    """What a completion of max_completion_tokens loses of its reward where overlong_buffer is set."""
+    dynamic_sampling: Switch = False
+    """Replace prompts whose completions all have the same reward, before any punishment, by other prompts (DAPO
+    eq. 11)."""
+    max_resamples: Count = 5
+    """Rounds of dynamic_sampling in one step, after which the step goes on with the prompts it has."""
+    ref_every: Whole = 0
+    """Steps between refreshes of the reference from the policy; 0 keeps the starting model."""
+    ref_mix: PositiveShare = 1.0
+    """Share of the policy in a refreshed reference: 1 replaces it (iterative GRPO), a small share with ref_every 1 is
+    a moving average."""
+    num_iterations: Count = 1
+    """Passes over one rollout (mu of DeepSeekMath)."""
+    num_minibatches: Count = 1
+    """Optimizer steps per pass."""
+
+    @model_validator(mode="after")
+    def _check_contradictions(self) -> GrpoConfig:
+        if self.surrogate == "cispo":
+            refuse(
+                self.importance == "sequence",
+                "grpo.importance sequence is not defined for grpo.surrogate cispo, whose weights belong to tokens: set"
+                " grpo.importance to token (CISPO), or grpo.surrogate to clip (GSPO)",
+            )
+        refuse(
+            self.baseline == "leave_one_out" and self.scale_rewards == "batch",
+            "grpo.baseline leave_one_out multiplies all advantages by one number, which grpo.scale_rewards batch"
+            " divides out again: set grpo.baseline to mean, or grpo.scale_rewards to none (RLOO)",
+        )
+        refuse(
+            self.combine_rewards == "normalize" and self.scale_rewards == "group",
+            "grpo.combine_rewards normalize and grpo.scale_rewards group divide by the deviation of the group twice:"
+            " set grpo.scale_rewards to batch (GDPO) or none",
+        )
+        refuse(
+            self.kl_target is not None and self.beta == 0,
+            f"grpo.kl_target {self.kl_target} multiplies grpo.beta, and 0 stays 0: set grpo.beta to what it starts"
+            " from, such as 0.01",
+        )
+        refuse(
+            self.kl_unbiased and self.kl_in == "reward",
+            "grpo.kl_unbiased corrects a KL in the loss, and grpo.kl_in reward has no gradient to correct: set one of"
+            " them back",
+        )
+        refuse(
+            self.kl_unbiased and self.kl_estimator == "k2",
+            "grpo.kl_unbiased cannot correct grpo.kl_estimator k2, whose mean is not the KL: set it to k3 or k1",
+        )
+        refuse(
+            self.kl_estimator == "k1" and self.beta > 0 and self.kl_in == "loss" and not self.kl_unbiased,
+            "grpo.kl_estimator k1 in the loss has a gradient of mean 0: set grpo.kl_unbiased to true, grpo.kl_in to"
+            " reward, or grpo.kl_estimator to k3",
+        )
+        refuse(
+            self.old_logp == "sampler" and self.sampler_correction != "none",
+            f"grpo.sampler_correction {self.sampler_correction} compares the sampler with the training forward, and"
+            " grpo.old_logp sampler leaves out the latter: set grpo.old_logp to auto",
+        )
+        refuse(
+            not 0 < self.sampler_ratio_min <= 1 <= self.sampler_ratio_max,
+            f"grpo.sampler_ratio_min {self.sampler_ratio_min} and grpo.sampler_ratio_max {self.sampler_ratio_max}: set"
+            " them to 0 < min <= 1 <= max, since the ratio is 1 where sampler and policy agree",
+        )
+        return self
+
+    @model_validator(mode="after")
+    def _check_effect(self) -> GrpoConfig:
+        """Refuse settings that are changed and have no effect."""
+        cispo = self.surrogate == "cispo"
+        no_reference = "grpo.beta 0, which loads no reference: set grpo.beta"
+        for names, idle, because in (
+            ("kl_estimator kl_in kl_unbiased ref_every", self.beta == 0, no_reference),
+            ("kl_horizon", self.kl_target is None, "a fixed grpo.beta: set grpo.kl_target"),
+            ("ref_mix", self.ref_every == 0, "grpo.ref_every 0: set grpo.ref_every"),
+            ("dual_clip", cispo, "grpo.surrogate cispo, which clips no gradient: set grpo.surrogate to clip"),
+            ("epsilon_low", cispo, "grpo.surrogate cispo, which has no lower bound: set grpo.surrogate to clip"),
+            ("overlong_penalty", self.overlong_buffer == 0, "grpo.overlong_buffer 0: set that"),
+            (
+                "sampler_ratio_max",
+                self.sampler_correction == "none",
+                "grpo.sampler_correction none: set that to truncate or mask",
+            ),
+            (
+                "sampler_ratio_min",
+                self.sampler_correction != "mask",
+                "grpo.sampler_correction other than mask: set that to mask",
+            ),
+            ("max_resamples", not self.dynamic_sampling, "grpo.dynamic_sampling false: set that to true"),
+        ):
+            for name in names.split() if idle else ():
+                value = getattr(self, name)
+                shown = str(value).lower() if isinstance(value, bool) else value
+                refuse(
+                    value != type(self).__dataclass_fields__[name].default,
+                    f"grpo.{name} {shown} has no effect with {because}, or take grpo.{name} out",
+                )
+        return self

@@ -1,0 +1,139 @@
+"""Settings of the model that is trained, its adapters, its optimizer and the DeepSpeed engine."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Lt
+from pydantic import BeforeValidator, model_validator
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
+
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.fields import SECTION, Count, NotNegative, Number, Positive, Switch, Text, Whole
+
+_Decay = Annotated[Number, Ge(0), Lt(1)]
+
+
+@dataclass(frozen=True, config=SECTION)
+class PolicyConfig:
+    """The model that is trained and its optimizer."""
+
+    model: str = ""
+    """Folder or hub name of the starting model and its tokenizer."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the weights in forward and backward. The optimizer always keeps float32 weights."""
+    attn_implementation: Literal["auto", "packed", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """Attention of the training forward. `packed` computes no padding, with flash-attn's kernels where it is installed,
+    else torch's; `auto` takes it for every architecture that allows it, else `sdpa`. The others are those of
+    transformers, on padded rows (flash_attention_2 needs the extra `flash`)."""
+    shared_prefix: Literal["auto", "on", "off"] = "auto"
+    """With `packed`, compute the prompt of a group only once in training too. The result is exact; `auto` does so where
+    it saves time."""
+    gradient_checkpointing: Switch = False
+    """Recompute each layer's activations in backward instead of keeping them."""
+    lr: Positive = 1e-6
+    """Peak learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up; linear and cosine end at 0 with the last step."""
+    warmup_steps: Whole = 0
+    """Optimizer steps of linear warm-up from 0."""
+    weight_decay: NotNegative = 0.0
+    """AdamW weight decay."""
+    betas: tuple[_Decay, _Decay] = (0.9, 0.95)
+    """AdamW moment decays."""
+    max_grad_norm: Positive = 1.0
+    """Global gradient norm above which gradients are scaled down."""
+    micro_batch_tokens: Count | None = None
+    """Tokens of one forward and backward pass on a rank, padding included. A row that is longer gets a pass of its own.
+    Default: 16,384 on a GPU; 4,096 on a CPU, where larger activations are slower to allocate for every layer."""
+
+    @model_validator(mode="after")
+    def _check(self) -> PolicyConfig:
+        refuse(
+            self.shared_prefix == "on" and self.attn_implementation not in ("auto", "packed"),
+            f"policy.shared_prefix on needs packed rows, and policy.attn_implementation {self.attn_implementation} pads"
+            " them: set policy.attn_implementation to auto",
+        )
+        return self
+
+
+@dataclass(frozen=True, config=SECTION)
+class LoraConfig:
+    """Low-rank adapters (LoRA, arXiv:2106.09685): the model's weights stay as they are, and small matrices beside its
+    linear layers are trained (needs the extra `lora`)."""
+
+    rank: Whole = 0
+    """Rank of the adapters; 0 trains the weights themselves."""
+    alpha: Count = 32
+    """An adapter adds alpha / rank times the product of its two matrices to the weight of its layer."""
+    target_modules: list[Text] | Literal["all-linear"] = "all-linear"
+    """Layers that get an adapter, by the ends of their names, as in [q_proj, v_proj]. `all-linear` means every linear
+    layer but the output head. Experts that are stored as one tensor are not linear layers."""
+
+    @model_validator(mode="after")
+    def _check(self) -> LoraConfig:
+        for name, default in (("alpha", 32), ("target_modules", "all-linear")):
+            refuse(
+                not self.rank and getattr(self, name) != default,
+                f"lora.{name} is set, but without lora.rank there are no adapters: set lora.rank, or take it out",
+            )
+        refuse(
+            not self.target_modules,
+            f"lora.target_modules {self.target_modules}: name layers, as in [q_proj, v_proj], or all-linear",
+        )
+        return self
+
+
+_OWNED = {
+    "zero_optimization.stage": "set by engine.zero_stage",
+    "bf16.enabled": "set by policy.dtype",
+    "fp16.enabled": "set by policy.dtype",
+    "gradient_clipping": "set by policy.max_grad_norm",
+    "gradient_accumulation_steps": "derived from policy.micro_batch_tokens",
+    "train_batch_size": "derived from the batch settings",
+    "train_micro_batch_size_per_gpu": "derived from policy.micro_batch_tokens",
+    "managed_gradient_accumulation": "derived from policy.micro_batch_tokens",
+    "hybrid_engine.enabled": "always on, since generation depends on it",
+    "optimizer.params.lr": "set by policy.lr",
+    "optimizer.params.betas": "set by policy.betas",
+    "optimizer.params.weight_decay": "set by policy.weight_decay",
+    "scheduler": "set by policy.lr_schedule",
+}
+"""DeepSpeed settings that follow from settings of hybrid_grpo."""
+
+
+def _refuse_bool(value: Any) -> Any:
+    if isinstance(value, bool):  # True equals 1, and would be taken for stage 1
+        raise PydanticCustomError("stage_type", "no stage")
+    return value
+
+
+@dataclass(frozen=True, config=SECTION)
+class EngineConfig:
+    """The DeepSpeed engine."""
+
+    zero_stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_refuse_bool)] = 3
+    """ZeRO stage of the policy: 3 shards weights, gradients and optimizer over the ranks."""
+    offload_optimizer: Switch = False
+    """Keep optimizer state in host memory (ZeRO stage 1 or higher)."""
+    adam: Literal["auto", "torch", "deepspeed"] = "auto"
+    """AdamW kernels: `deepspeed` compiles its own on first use; `auto` takes them for GPU runs that offload."""
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed configuration merged over the one built here, section by section."""
+
+    @model_validator(mode="after")
+    def _check(self) -> EngineConfig:
+        refuse(
+            self.offload_optimizer and self.zero_stage == 0,
+            "engine.offload_optimizer needs engine.zero_stage 1 or higher: set engine.zero_stage to 1, 2 or 3",
+        )
+        for owned, origin in _OWNED.items():
+            section, path = self.deepspeed, "engine.deepspeed"
+            *above, last = owned.split(".")
+            for key in above:
+                section, path = section.get(key, {}), f"{path}.{key}"
+                refuse(not isinstance(section, dict), f"{path} {section!r} must be a section of DeepSpeed's settings")
+            refuse(last in section, f"engine.deepspeed.{owned} is {origin}: take it out of engine.deepspeed")
+        return self

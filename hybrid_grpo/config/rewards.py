@@ -1,0 +1,131 @@
+"""Settings of reward functions: which there are, how they are run, and how they are served to other machines."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Le
+from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic.dataclasses import dataclass
+
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.fields import (
+    SECTION,
+    Count,
+    Function,
+    Name,
+    NotNegative,
+    Number,
+    Positive,
+    Text,
+    Whole,
+    function_text,
+)
+
+
+@dataclass(frozen=True, config=SECTION)
+class RewardConfig:
+    """One reward function."""
+
+    function: Function
+    """`exact_match` or another built-in, `path/to/file.py:function`, or `package.module:function`; from Python also
+    the function itself."""
+    weight: Number = 1.0
+    """Factor of this reward in the sum."""
+    name: Name | None = None
+    """Name in the metrics. Default: the function's own."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Fixed keyword arguments for the function."""
+    timeout_s: Positive = 60.0
+    """Seconds of one call. A call that takes longer is given up: its completions have no reward of this function."""
+    batch_size: Count | Literal["auto", "group"] = "auto"
+    """Completions of one call; `group` is all of one prompt; `auto` is what the function asks for by an attribute
+    `batch_size`, else 1."""
+    isolation: Literal["auto", "process", "none"] = "auto"
+    """`process` calls the function in worker processes. `none` calls it in a thread of the rank, for functions that
+    hold a GPU; a crash then ends the rank. `auto` is `process` but for simple built-ins."""
+
+
+def reward_name(reward: RewardConfig) -> str:
+    """The name of a reward in the metrics."""
+    return reward.name or function_text(reward.function).rpartition(":")[2].rpartition(".")[2]
+
+
+def _read_list(rewards: Any) -> Any:
+    """`exact_match,mine.py:f` as a list; null, an empty section of YAML, as an empty one."""
+    return rewards.split(",") if isinstance(rewards, str) else [] if rewards is None else rewards
+
+
+def _read_entry(entry: Any) -> Any:
+    return {"function": entry.strip() if isinstance(entry, str) else entry} if _is_function(entry) else entry
+
+
+def _is_function(entry: Any) -> bool:
+    return isinstance(entry, str) or (callable(entry) and not isinstance(entry, RewardConfig))
+
+
+def _check_names(rewards: list[RewardConfig]) -> list[RewardConfig]:
+    names = [reward_name(reward) for reward in rewards]
+    doubles = {name for name in names if names.count(name) > 1}
+    refuse(bool(doubles), f"rewards: two are named {', '.join(sorted(doubles))}: set `name` on one of them")
+    return rewards
+
+
+RewardList = Annotated[
+    list[Annotated[RewardConfig, BeforeValidator(_read_entry)]],
+    BeforeValidator(_read_list),
+    AfterValidator(_check_names),
+]
+
+
+@dataclass(frozen=True, config=SECTION)
+class ScoringConfig:
+    """How reward functions are run."""
+
+    workers: Whole = 0
+    """Worker processes of a rank, which call functions at the same time; 0: one for each of its cores, 2 to 8."""
+    memory_gb: Positive = 4.0
+    """GiB that a worker may allocate; beyond it a function gets a MemoryError."""
+    max_failed_frac: NotNegative = 0.5
+    """Stop the run, with a checkpoint, where a function fails for more than this share of a step's completions."""
+    max_wait_s: Positive = 600.0
+    """Seconds to wait for rewards after the last completion of a step. Rewards that are not there then have failed."""
+
+
+def _check_identifier(name: str) -> str:
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} must be a name")
+    return name
+
+
+@dataclass(frozen=True, config=SECTION)
+class ServeOptionsConfig:
+    """Where rewards are served, and to whom."""
+
+    host: Text = "127.0.0.1"
+    """Address to listen at. Any address but this machine's own needs `token_env`."""
+    port: Annotated[Whole, Le(65535)] = 8000
+    """Port to listen at; 0 takes a free one."""
+    token_env: Text | None = None
+    """Name of the environment variable with the bearer token that clients must send."""
+    certificate: Text | None = None
+    """File of the TLS certificate and its chain (PEM). Default: plain HTTP."""
+    key: Text | None = None
+    """File of the certificate's private key (PEM). Default: it is in the certificate's file."""
+    max_body_mb: Positive = 16.0
+    """Largest request, in MiB."""
+    max_requests: Count = 256
+    """Requests that are answered at the same time; more are told to come back (503). A rank sends up to 32."""
+    timeout_s: Positive = 30.0
+    """Seconds for a request to arrive, and for its answer to be taken."""
+    label_column: Annotated[str, AfterValidator(_check_identifier)] = "answer"
+    """Name under which functions are given the `labels` of a request."""
+    ends: list[Text] = field(default_factory=list)
+    """Texts taken off the end of a `query`, such as `<|im_end|>`: OpenRLHF sends special tokens with it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ServeOptionsConfig:
+        lone_key = self.key is not None and self.certificate is None
+        refuse(lone_key, "serve.key is set: give serve.certificate as well")
+        return self

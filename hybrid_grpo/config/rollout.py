@@ -1,0 +1,99 @@
+"""Settings of sampling."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, model_validator
+from pydantic.dataclasses import dataclass
+
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.fields import (
+    SECTION,
+    Count,
+    NotNegative,
+    Number,
+    Positive,
+    PositiveShare,
+    Share,
+    Switch,
+    Text,
+    Whole,
+)
+
+
+def _text_keys(value: Any) -> Any:
+    """YAML and Python give token ids as numbers, the command line as text."""
+    return {str(k) if type(k) is int else k: v for k, v in value.items()} if isinstance(value, dict) else value
+
+
+@dataclass(frozen=True, config=SECTION)
+class RolloutConfig:
+    """How completions are sampled."""
+
+    prompts_per_step: Count = 32
+    """Prompts of one rollout, over all ranks (P)."""
+    num_generations: Count = 8
+    """Completions per prompt (G), the group that advantages are relative to."""
+    max_completion_tokens: Count = 512
+    """Longest completion."""
+    min_completion_tokens: Whole = 0
+    """Shortest completion: until it has so many tokens, stop ids are not drawn and stop strings do not end it."""
+    temperature: NotNegative = 1.0
+    """Softmax temperature, of sampling and of every log-probability in the loss."""
+    top_p: PositiveShare = 1.0
+    """Nucleus: smallest set of tokens with at least this probability; 1 keeps all."""
+    top_k: Whole = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    min_p: Share = 0.0
+    """After top-k and top-p, keep the tokens with at least this share of the largest probability; 0 keeps all."""
+    repetition_penalty: Positive = 1.0
+    """Logits of tokens in the prompt or the completion so far are divided by this where positive, else multiplied by
+    it (CTRL, arXiv:1909.05858); 1 changes nothing."""
+    logit_bias: Annotated[dict[str, Number], BeforeValidator(_text_keys)] = field(default_factory=dict)
+    """Added to the logits of tokens, by token id: `{"42": -100.0}`."""
+    stop_ids: list[Whole] = field(default_factory=list)
+    """Token ids that end a completion, beside the model's own end-of-sequence ids."""
+    stop_strings: list[Text] = field(default_factory=list)
+    """Texts that end a completion as soon as it contains one; they stay part of it."""
+    ignore_eos: Switch = False
+    """For benchmarks: nothing but max_completion_tokens ends a completion."""
+    logprobs: Literal["softmax", "sampling"] = "softmax"
+    """Distribution that `old_logp` is recorded under: `softmax` is that of the training forward, at the temperature;
+    `sampling` the filtered one that the tokens were really drawn from."""
+    decoder: Literal["paged", "transformers"] = "paged"
+    """`transformers` decodes with generate(), for architectures that the paged decoder cannot run."""
+    max_slots: Count = 256
+    """Completions decoded at the same time on one rank."""
+    prefill_tokens: Count | None = None
+    """Prompt tokens of one prefill forward; a longer prompt is read in several. Default: 16,384 on a GPU, 2,048 on a
+    CPU."""
+    cache_gb: Positive | None = None
+    """GiB of keys and values on one rank. Default: what free memory allows."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RolloutConfig:
+        refuse(
+            self.min_completion_tokens > self.max_completion_tokens,
+            f"rollout.min_completion_tokens {self.min_completion_tokens} is more than rollout.max_completion_tokens"
+            f" {self.max_completion_tokens}: set it to that or lower",
+        )
+        for token in self.logit_bias:
+            refuse(
+                not re.fullmatch(r"0|[1-9][0-9]*", token),
+                f"rollout.logit_bias {token!r} is no token id: give a whole number, 0 or greater",
+            )
+        for name in ("stop_ids", "stop_strings"):
+            refuse(
+                self.ignore_eos and bool(getattr(self, name)),
+                f"rollout.{name} ends completions, and rollout.ignore_eos lets only the length limit end them: set one"
+                " of the two",
+            )
+        refuse(
+            self.cache_gb is not None and self.decoder == "transformers",
+            f"rollout.cache_gb {self.cache_gb} has no effect on rollout.decoder transformers, whose caches have no"
+            " bound: take it out",
+        )
+        return self

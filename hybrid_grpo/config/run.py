@@ -1,0 +1,72 @@
+"""Settings of the run as a whole: its folder, its length, its evaluations, checkpoints and logs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
+
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.fields import SECTION, Count, Name, Number, Positive, Text, Whole
+
+
+@dataclass(frozen=True, config=SECTION)
+class RunConfig:
+    """The run as a whole: where it writes, how long it lasts, how it repeats."""
+
+    name: Name = "run"
+    """Name of the run; its folder is DIR/NAME."""
+    dir: Text = "runs"
+    """Folder that holds the runs."""
+    seed: Whole = 0
+    """Seed of the data order and of every sampled token."""
+    steps: Count = 100
+    """Steps to train: rollouts for `train`, optimizer steps for `sft`."""
+    resume: Literal["never", "auto"] = "never"
+    """`auto` goes on from the newest checkpoint of this run, or starts where there is none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        refuse(self.dir.startswith("~"), f"run.dir {self.dir}: ~ is only known to shells: write the whole path")
+        return self
+
+
+@dataclass(frozen=True, config=SECTION)
+class EvalConfig:
+    """Greedy evaluation on the held-out prompts."""
+
+    every: Whole = 0
+    """Steps between evaluations; 0 evaluates before the first and after the last step only."""
+    name: Name = "heldout"
+    """Name of the set in the metrics: eval/NAME/accuracy."""
+    outcome: str | None = None
+    """Name of the reward that tells right from wrong. Default: the first one."""
+    threshold: Number = 1.0
+    """A completion is right when its outcome reward is at least this."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class CheckpointConfig:
+    """What is written to resume from."""
+
+    every: Whole = 0
+    """Steps between checkpoints; 0 writes none (the trained model is always exported at the end)."""
+    keep: Count = 2
+    """How many of the newest checkpoints are kept."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class LogConfig:
+    """What is shown and written during the run."""
+
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """`auto` is online where an account is configured, else offline."""
+    wandb_project: Text = "hybrid_grpo"
+    """Project on wandb."""
+    rollouts_every: Whole = 1
+    """Steps between rollouts written to rollouts/ and to the wandb table; 0 writes none."""
+    parity_alarm: Positive = 0.05
+    """Warn when sampler and training forward differ by more than this, on average, in log-probability."""
+    heldout_alarm: Positive = 0.05
+    """Warn when held-out accuracy is more than this below its best while the training reward is higher than then."""

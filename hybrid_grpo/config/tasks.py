@@ -1,0 +1,110 @@
+"""Tasks by name: `data.task` stacks a recipe of settings below those of the user.
+
+The recipe of a ready-made task is a YAML file beside the functions that read its rows, in `data/tasks/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hybrid_grpo.config.building import sections
+from hybrid_grpo.config.commands import ScoreConfig
+from hybrid_grpo.config.errors import did_you_mean, refuse
+from hybrid_grpo.config.importing import functions_of, import_place
+from hybrid_grpo.config.recipes import Settings, overlay, read_recipe
+
+Row = dict[str, Any]
+
+_RECIPES = Path(__file__).parents[1] / "data" / "tasks"
+READY_MADE = sorted(path.stem for path in _RECIPES.glob("*.yaml"))
+"""Names of the ready-made tasks."""
+
+_HELD_OUT = ("eval_path", "eval_split", "eval_limit")
+_SOURCE = ("path", "subset", "split", "limit", *_HELD_OUT)
+
+
+@dataclass(frozen=True)
+class TaskRecipe:
+    """A data set, how its rows become prompts, and what completions are worth."""
+
+    row: Callable[[Row], Row]
+    """Makes of a row of the source the `prompt` (text or chat messages), the columns of the rewards and, for `sft`, a
+    `completion`. A ValueError that it raises is reported with the number of the row."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults, in the form of a recipe: `{"data": {"path": ...}, "rewards": [...]}`. The first reward tells right from
+    wrong in evaluation. A reward `:name` is a function of the file that the task is in."""
+    made: Callable[[bool], Iterator[Row]] | None = None
+    """In place of `data.path`: makes rows without end, the same ones every time. Rows for True are held out, and none
+    of them is among the rows for False. The splits are `train` and `test`."""
+
+
+def ready_made_settings(name: str) -> Settings:
+    """The settings of a ready-made task."""
+    return read_recipe(_RECIPES / f"{name}.yaml")
+
+
+def own_task(name: str) -> TaskRecipe:
+    """A task of the user's: a TaskRecipe, or just a function that reads rows, as `path/to/file.py:name`.
+
+    Raises:
+        UserError: there is none of this name, or what is there is neither of the two.
+    """
+    place, colon, attribute = name.rpartition(":")
+    refuse(
+        not colon,
+        f"data.task {name}: there is no such task: {did_you_mean(name, READY_MADE)}; one of your own is given as"
+        " path/to/file.py:name or package.module:name",
+    )
+    module = import_place(place, f"data.task {name}")
+    known = [n for n, value in vars(module).items() if isinstance(value, TaskRecipe)] + functions_of(module)
+    refuse(
+        not hasattr(module, attribute),
+        f"data.task {name}: {place} has no {attribute}: {did_you_mean(attribute, known)}",
+    )
+    found = getattr(module, attribute)
+    if not isinstance(found, TaskRecipe):
+        refuse(
+            not callable(found),
+            f"data.task {name} is a {type(found).__name__}: give a TaskRecipe of hybrid_grpo.data.tasks, or a function"
+            " that makes a row with a prompt of a row",
+        )
+        found = TaskRecipe(found)
+    rewards = [_at_home(reward, place) for reward in found.settings.get("rewards", [])]
+    return replace(found, settings={**found.settings, "rewards": rewards}) if rewards else found
+
+
+def _at_home(reward: Any, place: str) -> Any:
+    """A reward whose function `:name` is in the task's own file, with that file's name."""
+    entry = dict(reward) if isinstance(reward, Mapping) else {"function": reward}
+    if isinstance(entry["function"], str) and entry["function"].startswith(":"):
+        entry["function"] = place + entry["function"]
+    return entry
+
+
+def with_task(cls: Any, given: Settings) -> Settings:
+    """The settings that were given, over those of the task that they name.
+
+    Settings of the task that belong to something the user replaces are left out: the splits of its source where
+    `data.path` is another, and its evaluation where the rewards are others.
+    """
+    data = given.get("data", {})
+    name = data.get("task")
+    if not isinstance(name, str) or "data" not in sections(cls):
+        return given
+    task = ready_made_settings(name) if name in READY_MADE else own_task(name).settings
+    # `score` reads its SOURCE in place of the task's source.
+    path = "SOURCE" if cls is ScoreConfig else data.get("path") or task.get("data", {}).get("path", "")
+    replaced: tuple[str, ...] = ()
+    if path != task.get("data", {}).get("path", ""):
+        replaced = _SOURCE
+    elif data.get("eval_path") is not None or "eval" not in sections(cls):
+        replaced = _HELD_OUT
+    below = {section: values for section, values in task.items() if section in sections(cls)}
+    below["data"] = {key: value for key, value in task.get("data", {}).items() if key not in replaced}
+    if given.get("rewards"):
+        below.pop("rewards", None)
+        below.pop("eval", None)
+    return overlay(below, given)

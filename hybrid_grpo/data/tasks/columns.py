@@ -1,0 +1,31 @@
+"""Columns of a row, read with a message for rows that lack them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybrid_grpo.config.tasks import Row
+
+
+def column(row: Row, *names: str) -> Any:
+    """The first of these columns that the row has a value in.
+
+    Raises:
+        ValueError: it has none of them.
+    """
+    for name in names:
+        if row.get(name) is not None:
+            return row[name]
+    raise ValueError(f"has no {' or '.join(names)}: its columns are {', '.join(row)}")
+
+
+def text(row: Row, *names: str) -> str:
+    """The same, of text.
+
+    Raises:
+        ValueError: it has none of them, or one that is not text.
+    """
+    value = column(row, *names)
+    if not isinstance(value, str):
+        raise ValueError(f"has {' or '.join(names)} {value!r:.40}, where text is expected")
+    return value

@@ -1,0 +1,19 @@
+"""What the length of a completion costs it: DAPO's soft overlong punishment (arXiv:2503.14476, equation 13)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def overlong_penalty(lengths: Sequence[int], max_completion_tokens: int, buffer: int, factor: float) -> list[float]:
+    """What is added to the reward of each completion for its length in tokens.
+
+    It is 0 up to `max_completion_tokens - buffer` tokens, falls linearly to `-factor` at `max_completion_tokens`, and
+    stays there. With `buffer` 0 it is 0 for all completions.
+    """
+    return [factor * linear_penalty(length - max_completion_tokens + buffer, buffer) for length in lengths]
+
+
+def linear_penalty(excess: int, span: int) -> float:
+    """0 where `excess` is 0 or less, falling linearly to -1 where it is `span` or more; 0 for all with `span` 0."""
+    return min(0.0, max(-1.0, -excess / span)) if span else 0.0

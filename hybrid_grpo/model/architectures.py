@@ -1,0 +1,165 @@
+"""Which architectures can be packed and decoded exactly, judged from a configuration before any weights are read.
+
+Packed training and the paged decoder store the keys and values of attention layers, and derive masks from positions
+and windows. An architecture that keeps other state, or whose attention needs more, is refused with the reason. Not all
+of this shows in a configuration: the rest is read from the source of the model's class, and what cannot be found there
+is refused too.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from hybrid_grpo.config.errors import UserError
+
+_TRANSFORMING_HEADS = (
+    *("bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "modernbert-decoder"),
+    *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+_IN_ITS_MODULES = {
+    "recurrent_gemma": "it carries a state from one prompt over to the next",
+    "rwkv": "it divides weights in place to decode, and training has the same ones",
+    # Training computes logits from the last hidden state, the head's weight, a scale and a soft cap: see LogitShape.
+    **dict.fromkeys(_TRANSFORMING_HEADS, "its head transforms hidden states before it multiplies them by its weight"),
+    "hyperclovax": "it multiplies logits by the logits_scaling that other models divide them by",
+    "inkling_text": "it divides hidden states before its head, and leaves out the end of the vocabulary",
+    "inkling2_text": "it leaves out the end of the vocabulary",
+    "xlstm": "it caps its logits by a setting that other models do not have",
+}
+"""Why models of these types would be trained or decoded wrongly without an error."""
+_LAYER_KINDS = {"full_attention", "sliding_attention"}
+_ATTENTION_OPTIONS = {"attention_mask", "dropout", "position_ids", "scaling", "sliding_window", "softcap"}
+"""Keywords of an attention call that `ATTENTION` honours or may ignore: masks are causal, dropout is off, and only
+flash attention looks at positions."""
+_CACHE_METHODS = {"update", "get_seq_length", "is_sliding"}
+_CROSS_ATTENTION_METHODS = {"cross_attention_cache", "is_updated", "layers", "self_attention_cache"}
+"""Used by classes that can also attend to an encoder; without an encoder they do not."""
+
+
+def check_architecture(config: Any, decoder: Literal["paged", "transformers"]) -> None:
+    """Raise `UserError` if a model, given its transformers configuration, cannot be decoded by `decoder`: `paged` is
+    the decode loop, `transformers` is the fallback `generate()`."""
+    model = _causal_lm(config)
+    name = f"policy.model {config.name_or_path}: {model.__name__ if model else type(config).__name__}"
+    if reason := undecodable(config):
+        raise UserError(f"{name} cannot be trained here, {reason}: take another model")
+    if decoder == "paged" and (reason := unsupported(config)):
+        raise UserError(f"{name} cannot be decoded page by page, {reason}: set rollout.decoder: transformers")
+
+
+def undecodable(config: Any) -> str | None:
+    """Why neither the decode loop nor the fallback can run an architecture, or None."""
+    if _causal_lm(config) is None:
+        return "transformers has no causal language model of this kind"
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        return "it attends to an encoder"
+    return _IN_ITS_MODULES.get(config.model_type)
+
+
+def unsupported(config: Any) -> str | None:
+    """Why the decode loop and packed training cannot run an architecture exactly, or None."""
+    return undecodable(config) or next(_reasons(config), None)
+
+
+def _causal_lm(config: Any) -> Any:
+    """The class that `AutoModelForCausalLM` selects, or None."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
+def _reasons(config: Any) -> Iterator[str]:
+    model, text = _causal_lm(config), config.get_text_config(decoder=True)
+    layers = getattr(text, "layer_types", None) or []
+    if odd := sorted(set(layers) - _LAYER_KINDS):
+        yield f"it has layers of kind {', '.join(odd)}"
+    if model._is_stateful:
+        yield "its layers keep a state beside keys and values"
+    if getattr(text, "num_kv_shared_layers", 0):
+        yield "its layers share keys and values"
+    # "vision" is fine: it means the tokens of images, and there are no images here.
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        yield "its attention looks ahead"
+    if not model._supports_attention_backend:
+        yield "it does not route attention through transformers' attention interface"
+    source = _Source(inspect.getsource(sys.modules[model.__module__]))
+    window = "sliding_attention" in layers or (not layers and getattr(text, "sliding_window", None))
+    if window and "sliding_window" not in source.options:
+        yield "its attention has windows that only its masks know"
+    yield from source.reasons()
+
+
+class _Source:
+    """What the source of a model's module does around its attention."""
+
+    def __init__(self, text: str) -> None:
+        nodes = list(ast.walk(ast.parse(text)))
+        # Attention without a cache belongs to encoders of images or sound, which do not run on text.
+        self.attentions = [
+            _Attention(node, call)
+            for node in nodes
+            if isinstance(node, ast.FunctionDef) and any(map(_is_update, _assignments(node)))
+            for call in ast.walk(node)
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "attention_interface"
+        ]
+        self.options = {word for attention in self.attentions for word in attention.options}
+        self.methods = {
+            node.attr
+            for node in nodes
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("past_key_value", "past_key_values")
+        }
+        self.keeps_keywords = any(
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) == "self.self_attn"
+            and {"past_key_values", None} & {word.arg for word in node.keywords} == {"past_key_values"}
+            for node in nodes
+        )
+        self.is_encoder = "self.is_decoder" in text
+
+    def reasons(self) -> Iterator[str]:
+        """See `unsupported`."""
+        if self.is_encoder:
+            yield "it is made for encoding"
+        if not self.attentions:
+            yield "its attention was not found in its source"
+        if more := sorted(self.options - _ATTENTION_OPTIONS):
+            yield f"its attention needs {', '.join(more)}"
+        if more := sorted(self.methods - _CACHE_METHODS - _CROSS_ATTENTION_METHODS):
+            yield f"its cache is one of its own ({', '.join(more)})"
+        if any(attention.mask not in ("attention_mask", "causal_mask") for attention in self.attentions):
+            yield "its attention makes a mask of its own"
+        if not all(attention.is_over_the_cache for attention in self.attentions):
+            yield "its attention is over other keys and values than it caches"
+        if self.keeps_keywords:
+            yield "its layers pass no keywords to their attention"
+
+
+class _Attention:
+    """A call of the attention interface, in a function that also updates a cache."""
+
+    def __init__(self, function: ast.FunctionDef, call: ast.Call) -> None:
+        arguments = [ast.unparse(argument) for argument in call.args]
+        words = {word.arg: ast.unparse(word.value) for word in call.keywords if word.arg}
+        self.options = words.keys()
+        self.mask = words.get("attention_mask", arguments[4] if len(arguments) > 4 else "")
+        before = [node for node in _assignments(function) if node.lineno < call.lineno]
+        self.is_over_the_cache = all(_is_last_set_by_update(name, before) for name in arguments[2:4])
+
+
+def _assignments(function: ast.FunctionDef) -> list[ast.Assign]:
+    nodes = (node for node in ast.walk(function) if isinstance(node, ast.Assign))
+    return sorted(nodes, key=lambda node: node.lineno)
+
+
+def _is_update(node: ast.Assign) -> bool:
+    return isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith(".update")
+
+
+def _is_last_set_by_update(name: str, assignments: list[ast.Assign]) -> bool:
+    # The target of an assignment is `key`, or `key, value`.
+    setting = [node for node in assignments if name in ast.unparse(node.targets[0]).strip("()").split(", ")]
+    return bool(setting) and _is_update(setting[-1])

@@ -1,0 +1,143 @@
+"""What the stages of a step look like in numbers: from their records to the metrics of the catalogue.
+
+The functions return `Numbers`, which a `Meter` adds up. Which numbers give an alarm is decided in alarms.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import psutil
+import torch
+from torch import Tensor
+
+from hybrid_grpo.config import EvalConfig
+from hybrid_grpo.data.batch import Completion, MicroBatch, Numbers, RewardStatus, Rollout, Scores
+from hybrid_grpo.grpo.advantages import group_stats
+from hybrid_grpo.rewards.rules import repeated_share
+
+_NGRAM = 3
+"""Tokens of a run that may repeat, as in the built-in reward `repetition_penalty`."""
+
+
+def measure_rollout(rollout: Rollout, scores: Scores, outcome: str, threshold: float) -> Numbers:
+    """Rewards, groups and completions of a rollout."""
+    rows, group_size = len(rollout.completions), rollout.num_generations
+    stats = group_stats(scores.reward_B, scores.by_function[outcome], group_size, threshold, scores.steps)
+    tokens = [tuple(c.token_ids) for c in rollout.completions]
+    groups = [tokens[i : i + group_size] for i in range(0, rows, group_size)]
+    return {
+        **measure_rewards(scores, group_size),
+        "group/count": (stats.groups, 1),
+        "group/zero_std_frac": (stats.zero_std / stats.groups, stats.groups),
+        "group/all_right_frac": (stats.all_right / stats.groups, stats.groups),
+        "group/all_wrong_frac": (stats.all_wrong / stats.groups, stats.groups),
+        **measure_lengths("completion", rollout.completions),
+        "completion/length_max": (max(rollout.lengths), 1),
+        "completion/duplicate_frac": (1 - sum(len(set(group)) for group in groups) / rows, rows),
+    }
+
+
+def measure_rewards(scores: Scores, group_size: int) -> Numbers:
+    """What the reward functions said of the completions that have a reward, and where functions failed."""
+    numbers: Numbers = {}
+    scored_B = scores.reward_B[~scores.reward_B.isnan()]
+    if len(scored_B):
+        numbers["reward/mean"] = scored_B.mean(), len(scored_B)
+        numbers["reward/max"] = scored_B.max(), 1
+        numbers["reward/min"] = scored_B.min(), 1
+    reward_PG = scores.reward_B.view(-1, group_size)
+    count_P = (~reward_PG.isnan()).sum(1)
+    squares_P = (reward_PG - reward_PG.nanmean(1, keepdim=True)).square().nansum(1)
+    spread_P = (squares_P / (count_P - 1)).sqrt()[count_P > 1]
+    numbers["reward/std"] = spread_P.mean(), len(spread_P)
+    for name, value_B in scores.by_function.items():
+        status_B = scores.status[name]
+        numbers[f"reward/{name}/mean"] = value_B.nanmean(), int((~value_B.isnan()).sum())
+        for what, counts_B in (
+            ("none", status_B == RewardStatus.NOT_APPLICABLE),
+            ("failed", status_B >= RewardStatus.FAILED),
+            ("timeout", status_B == RewardStatus.TIMED_OUT),
+        ):
+            numbers[f"reward/{name}/{what}_frac"] = counts_B.double().mean(), len(status_B)
+    return numbers
+
+
+def measure_lengths(stage: str, completions: list[Completion]) -> Numbers:
+    """Mean length of completions and the share that was cut at the limit."""
+    count = len(completions)
+    return {
+        f"{stage}/length_mean": (sum(len(c.token_ids) for c in completions) / max(count, 1), count),
+        f"{stage}/clipped_frac": (sum(c.finish == "length" for c in completions) / max(count, 1), count),
+    }
+
+
+def measure_eval(config: EvalConfig, outcome: str, completions: list[Completion], scores: Scores) -> Numbers:
+    """Accuracy and reward of the greedy completions of this rank's share of the held-out prompts."""
+    stage, count = f"eval/{config.name}", len(completions)
+    right_B = scores.by_function[outcome] >= config.threshold
+    failed_B = torch.stack([status_B >= RewardStatus.FAILED for status_B in scores.status.values()]).any(0)
+    return {
+        f"{stage}/accuracy": (right_B.double().mean(), count),
+        f"{stage}/reward_mean": (scores.reward_B.nanmean(), int((~scores.reward_B.isnan()).sum())),
+        f"{stage}/failed_frac": (failed_B.double().mean(), count),
+        **measure_lengths(stage, completions),
+    }
+
+
+def measure_health(rollout: Rollout, scores: Scores) -> Numbers:
+    """Signs of reward hacking: what rewards go along with inside a group. Groups of equal rewards say nothing."""
+    shape = (len(rollout.prompts), rollout.num_generations)
+    reward_PG = scores.reward_B.view(shape)
+    shares = [repeated_share(completion.token_ids, _NGRAM) for completion in rollout.completions]
+    repetition_B = torch.tensor(shares, dtype=torch.float64)
+    numbers: Numbers = {"health/repetition_mean": (repetition_B.mean(), len(repetition_B))}
+    for name, value_B in (
+        ("length", torch.tensor(rollout.lengths, dtype=torch.float64)),
+        ("repetition", repetition_B),
+    ):
+        correlation_P = group_correlation(reward_PG, value_B.view(shape))
+        numbers[f"health/reward_{name}_corr"] = correlation_P.nanmean(), int((~correlation_P.isnan()).sum())
+    highest_P1 = reward_PG.nan_to_num(-math.inf).amax(1, keepdim=True)
+    lowest_P1 = reward_PG.nan_to_num(math.inf).amin(1, keepdim=True)
+    best_PG = (reward_PG == highest_P1) & (highest_P1 > lowest_P1)
+    clipped_B = torch.tensor([completion.finish == "length" for completion in rollout.completions])
+    clipped_N = clipped_B.view(shape)[best_PG].double()
+    numbers["health/best_clipped_frac"] = clipped_N.mean(), len(clipped_N)
+    return numbers
+
+
+def group_correlation(reward_PG: Tensor, value_PG: Tensor) -> Tensor:
+    """float64 [P], Pearson correlation of rewards with another number inside each group.
+
+    NaN where all rewards or all numbers of a group are equal; completions whose reward is NaN are left out.
+    """
+    applies_PG = ~reward_PG.isnan()
+    count_P1 = applies_PG.sum(1, keepdim=True).clamp(min=1)
+    centred, varies_P = [], torch.ones(len(reward_PG), dtype=torch.bool)
+    for number_PG in (reward_PG.double(), value_PG.double()):
+        highest_P = torch.where(applies_PG, number_PG, -torch.inf).amax(1)
+        lowest_P = torch.where(applies_PG, number_PG, torch.inf).amin(1)
+        varies_P &= highest_P > lowest_P
+        mean_P1 = torch.where(applies_PG, number_PG, 0.0).sum(1, keepdim=True) / count_P1
+        centred.append(torch.where(applies_PG, number_PG - mean_P1, 0.0))
+    one_PG, other_PG = centred
+    correlation_P = (one_PG * other_PG).sum(1) / (one_PG.square().sum(1) * other_PG.square().sum(1)).sqrt()
+    return torch.where(varies_P, correlation_P, torch.nan)
+
+
+def measure_parity(micro: MicroBatch, logp_bT: Tensor, old_logp_bT: Tensor) -> Numbers:
+    """How far the sampler was from the training forward of the same weights."""
+    if not micro.rows:
+        return {}
+    gap_N = (logp_bT.detach() - old_logp_bT)[micro.mask_bT].abs()
+    return {"parity/logp_abs_diff_mean": (gap_N.mean(), len(gap_N)), "parity/logp_abs_diff_max": (gap_N.max(), 1)}
+
+
+def measure_memory() -> Numbers:
+    """Peak of the GPU since the last call, and host memory now."""
+    numbers: Numbers = {"memory/rss_gb": (psutil.Process().memory_info().rss / 1e9, 1)}
+    if torch.cuda.is_available():
+        numbers["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9, 1
+        torch.cuda.reset_peak_memory_stats()
+    return numbers

@@ -1,0 +1,57 @@
+"""Completions that exist already, read from rows and from the rollouts of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from char_tokenizer import char_tokenizer, ids
+
+from hybrid_grpo.config import DataConfig
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
+from hybrid_grpo.data.completions import read_completions, read_step
+from hybrid_grpo.run.sinks import rollout_lines
+
+NAN = math.nan
+
+
+def f64(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("value", [3, [], [[]], ["a", 3], [{"role": "user", "content": "?"}]])
+def test_what_is_no_completion_is_named_by_its_row(tmp_path: Path, value: Any) -> None:
+    rows = [{"prompt": "", "completion": "a"}, {"prompt": "", "completion": value}]
+    path = tmp_path / "odd.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=r"completion: row 1 \(from 0\) of .*odd.jsonl has .*: give text, or a chat"):
+        read_completions(str(path), DataConfig(), [])
+
+
+def test_a_saved_step_is_the_step_that_was(tmp_path):
+    """Tokens are made of the text again, the one that ended it included; what is not in the text is unknown."""
+    prompts = [Prompt(4, "ab=", [1], {"answer": "b"}), Prompt(5, [{"role": "user", "content": "?"}], [1], {})]
+    tokens = [ids("ab", "<eos>"), ids("abc"), ids("a", "<pad>", "b"), ids("c", "<eos>")]
+    texts, finish = ["ab", "abc", "ab", "c"], ["stop", "length", "length", "stop"]
+    rows = [Completion(t, [-1.0] * len(t), f, text) for t, f, text in zip(tokens, finish, texts, strict=True)]
+    was = Scores(
+        f64(0.1, NAN, 1 / 3, 2),
+        {"f": f64(0.1, NAN, NAN, 2)},
+        {"f": torch.tensor([0, 2, 1, 0], dtype=torch.int8)},
+        failures={"f": [None, "raised", None, None]},
+    )
+    advantages = torch.tensor([0.1, 0.0, 1 / 3, -2])
+    (tmp_path / "s.jsonl").write_text("\n".join(rollout_lines(3, Rollout(prompts, rows, 2), was, advantages)) + "\n")
+    saved = read_step(tmp_path / "s.jsonl", char_tokenizer())
+    assert saved.step == 3 and saved.rollout.num_generations == 2 and saved.retokenized == 3
+    assert [p.text for p in saved.rollout.prompts] == [p.text for p in prompts]
+    assert saved.rollout.prompts[0].columns == {"answer": "b"}
+    assert [c.token_ids for c in saved.rollout.completions] == [tokens[0], tokens[1], [*ids("ab"), -1], tokens[3]]
+    assert torch.equal(saved.scores.reward_B.nan_to_num(-9), was.reward_B.nan_to_num(-9))
+    assert saved.scores.status["f"].tolist() == [0, 2, 1, 0] and torch.equal(saved.advantages_B, advantages)
+    assert read_step(tmp_path / "s.jsonl").rollout.lengths == [3, 3, 3, 2]

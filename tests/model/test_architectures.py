@@ -1,0 +1,109 @@
+import pytest
+from tiny_models import ARCHITECTURES, STATEFUL, tiny_config
+from transformers import AutoConfig
+
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.model.architectures import check_architecture, undecodable, unsupported
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_the_decode_loop_is_tested_with_is_supported(architecture):
+    config = tiny_config(architecture)
+    assert unsupported(config) is None
+    check_architecture(config, "paged")
+    check_architecture(config, "transformers")
+
+
+@pytest.mark.parametrize("architecture", STATEFUL)
+def test_layers_with_a_state_are_for_generate(architecture):
+    config = tiny_config(architecture)
+    assert "layers of kind" in unsupported(config)
+    assert undecodable(config) is None
+    check_architecture(config, "transformers")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("bamba", "linear_attention"),
+        ("zamba2", "hybrid, linear_attention"),
+        ("nemotron_h", "linear_attention"),
+        ("granitemoehybrid", "linear_attention"),
+        ("minimax", "linear_attention"),
+        ("qwen3_5_text", "linear_attention"),
+        ("kimi_linear", "linear_attention"),
+        ("deepseek_v4", "compressed_sparse_attention"),
+        ("llama4_text", "chunked_attention"),
+        # Short convolutions, which no layer of this configuration has.
+        ("lfm2", "cache is one of its own (get_conv_state"),
+        # The compressed keys and values are cached, those attended to are made of them.
+        ("deepseek_v2", "other keys and values than it caches"),
+        ("deepseek_v3", "other keys and values than it caches"),
+        # Keys repeated, or values split, behind the cache.
+        ("jetmoe", "other keys and values than it caches"),
+        ("diffllama", "other keys and values than it caches"),
+        ("gemma3n_text", "share keys and values"),
+        ("gpt_oss", "needs s_aux"),
+        ("granite_swa", "needs s_aux"),
+        ("doge", "a mask of its own"),
+        # Layers that do not hand keyword arguments on.
+        ("nemotron", "no keywords"),
+        # Position in the mask (ALiBi), or attention of an older style.
+        ("bloom", "attention interface"),
+        ("mpt", "attention interface"),
+        ("falcon", "attention interface"),
+        ("bert-generation", "made for encoding"),
+        ("bart", "attends to an encoder"),
+        ("t5", "no causal language model"),
+        ("vit", "no causal language model"),
+    ],
+)
+def test_what_would_be_decoded_wrongly_is_refused_with_the_reason(architecture, reason):
+    assert reason in unsupported(AutoConfig.for_model(architecture))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "harmless", "harmful", "reason"),
+    [
+        # Their attention is not told of the window: only the mask has it, and the loop makes its own.
+        ("qwen2_moe", {}, {"use_sliding_window": True, "max_window_layers": 99}, "windows that only its masks know"),
+        ("phimoe", {"sliding_window": None}, {"sliding_window": 64}, "windows that only its masks know"),
+        ("gemma3n_text", {"num_kv_shared_layers": 0}, {"num_kv_shared_layers": 10}, "share keys and values"),
+        ("gemma3_text", {}, {"use_bidirectional_attention": True}, "looks ahead"),
+        ("gpt2", {}, {"add_cross_attention": True}, "attends to an encoder"),
+        ("qwen3", {}, {"layer_types": ["full_attention", "chunked_attention"] * 16}, "chunked_attention"),
+    ],
+)
+def test_an_architecture_is_refused_for_what_a_configuration_makes_of_it(architecture, harmless, harmful, reason):
+    assert unsupported(AutoConfig.for_model(architecture, **harmless)) is None
+    assert reason in unsupported(AutoConfig.for_model(architecture, **harmful))
+
+
+def test_the_way_out_is_named():
+    config = tiny_config("mamba")
+    config.name_or_path = "some/mamba"
+    with pytest.raises(UserError) as error:
+        check_architecture(config, "paged")
+    message = str(error.value)
+    assert message.startswith("policy.model some/mamba: MambaForCausalLM") and "\n" not in message
+    assert "linear_attention" in message and message.endswith("set rollout.decoder: transformers")
+
+
+@pytest.mark.parametrize("decoder", ["paged", "transformers"])
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("t5", "no causal language model"),
+        ("bart", "attends to an encoder"),
+        ("rwkv", "divides weights in place"),
+        ("recurrent_gemma", "carries a state"),
+        # What training would compute of their last hidden states are not their logits.
+        ("hyperclovax", "multiplies logits"),
+        ("modernbert-decoder", "head transforms"),
+        ("roberta", "head transforms"),
+        ("xlstm", "caps its logits"),
+    ],
+)
+def test_what_neither_can_decode_is_refused_for_both(architecture, reason, decoder):
+    with pytest.raises(UserError, match=f"{reason}.*: take another model$"):
+        check_architecture(AutoConfig.for_model(architecture), decoder)
