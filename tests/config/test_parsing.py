@@ -503,6 +503,7 @@ def test_printed_config_gives_the_same_config(user: User, cls: Any, capsys: pyte
     assert parse(cls, ["--config", user.yaml(direct.yaml)], "train").config == direct.config
 
 
+@pytest.mark.process
 def test_a_mistake_does_not_cost_an_import_of_torch(user: User) -> None:
     code = (
         "import sys; from hybrid_grpo.__main__ import main;"
