@@ -47,7 +47,6 @@ class TrainConfig(_RunsModel):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     rewards: RewardList = field(default_factory=list)
-    """Reward functions: names as in `exact_match,mine.py:f`, or `[{function: exact_match, weight: 1.0}, ...]`."""
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -151,8 +150,8 @@ class GenerateConfig(TrainConfig):
     @property
     def reads_stdin(self) -> bool:
         """Whether prompts come from standard input."""
-        given = isinstance(self.data.path, str) and self.data.path
-        return given == "-" or not (given or self.data.task)
+        path = self.data.path
+        return isinstance(path, str) and (path == "-" or not (path or self.data.task))
 
     @model_validator(mode="after")
     def _check_sections(self) -> GenerateConfig:
@@ -225,7 +224,6 @@ class ServeRewardConfig:
     """Reward functions as a service for other machines, by OpenRLHF's convention."""
 
     rewards: RewardList = field(default_factory=list)
-    """Reward functions: names as in `exact_match,mine.py:f`, or `[{function: exact_match, weight: 1.0}, ...]`."""
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     """How they are run."""
     serve: ServeOptionsConfig = field(default_factory=ServeOptionsConfig)

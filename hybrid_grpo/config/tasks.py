@@ -90,10 +90,11 @@ def with_task(cls: Any, given: Settings) -> Settings:
     Settings of the task that belong to something the user replaces are left out: the splits of its source where
     `data.path` is another, and its evaluation where the rewards are others.
     """
-    data = given.get("data", {})
-    name = data.get("task")
+    data = given.get("data")
+    name = data.get("task") if isinstance(data, Mapping) else None
     if not isinstance(name, str) or "data" not in sections(cls):
         return given
+    assert isinstance(data, Mapping)
     task = ready_made_settings(name) if name in READY_MADE else own_task(name).settings
     # `score` reads its SOURCE in place of the task's source.
     path = "SOURCE" if cls is ScoreConfig else data.get("path") or task.get("data", {}).get("path", "")
