@@ -49,6 +49,7 @@ setup(
             "mypy>=1.15",
             "peft>=0.19",
             "pytest>=8.2",
+            "pytest-xdist>=3.8",
             "ruff>=0.11",
             "types-PyYAML",
             "types-psutil",

@@ -45,10 +45,10 @@ class Evaluation:
     def __init__(self, arguments: list[str]) -> None:
         from hybrid_grpo.config import TrainConfig
         from hybrid_grpo.config.parsing import parse
-        from hybrid_grpo.run.inputs import Task
+        from hybrid_grpo.run.inputs import RunInputs
 
         self.config = parse(TrainConfig, arguments, "train").config
-        self.task = Task.read(self.config)
+        self.task = RunInputs.read(self.config)
 
     def accuracy(self, weights: Path | str) -> float:
         """Of the model in a folder."""

@@ -27,7 +27,7 @@ from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.model import logprobs
 from hybrid_grpo.policy import Policy, Reference
-from hybrid_grpo.run.inputs import Task
+from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
 
 
@@ -36,7 +36,7 @@ def build(arguments: list[str]) -> Trainer:
     config = parse(TrainConfig, arguments, "train").config
     plan = check_train(config, 1)
     device = engine.start()
-    task = Task.read(config)
+    task = RunInputs.read(config)
     policy = Policy(
         config.policy,
         config.engine,

@@ -1,7 +1,7 @@
 """hybrid_grpo: GRPO post-training inside one DeepSpeed engine.
 
-`train`, `sft`, `evaluate` and `generate` are the commands as functions; see `commands/api.py`. They are imported when they
-are first used, so that importing a room imports nothing else.
+`train`, `sft`, `evaluate` and `generate` are the commands as functions; see `commands/api.py`. They are imported when
+they are first used, so that importing a room imports nothing else.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -11,8 +11,8 @@ from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.data.pairs import Pair
 from hybrid_grpo.distributed import all_reduce, rank, world_size
 from hybrid_grpo.policy import Policy
+from hybrid_grpo.run.measure import measure_memory
 from hybrid_grpo.run.metrics import Meter
-from hybrid_grpo.run.monitor import measure_memory
 from hybrid_grpo.run.run import Stage
 
 

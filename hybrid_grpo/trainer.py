@@ -21,10 +21,15 @@ from hybrid_grpo.grpo.loss import micro_batch_loss, reward_kl
 from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
 from hybrid_grpo.grpo.resampling import group_slots, resample
 from hybrid_grpo.policy import Policy, Reference
-from hybrid_grpo.run.health import measure_health
-from hybrid_grpo.run.inputs import Task
+from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.run.measure import (
+    measure_eval,
+    measure_health,
+    measure_memory,
+    measure_parity,
+    measure_rollout,
+)
 from hybrid_grpo.run.metrics import Meter
-from hybrid_grpo.run.monitor import measure_eval, measure_memory, measure_parity, measure_rollout
 from hybrid_grpo.run.run import Stage
 
 
@@ -35,7 +40,7 @@ class Trainer(Stage):
         config, plan: the run's settings and batch equation.
         policy: what is trained.
         reference: what the policy is held close to; None where beta is 0.
-        task: prompts and rewards.
+        inputs: prompts and rewards.
         device: the device of this rank.
     """
 
@@ -45,16 +50,16 @@ class Trainer(Stage):
         plan: BatchPlan,
         policy: Policy,
         reference: Reference | None,
-        task: Task,
+        inputs: RunInputs,
         device: torch.device,
     ) -> None:
         self.config, self.plan, self.device = config, plan, device
-        self.policy, self.reference, self.task = policy, reference, task
-        self.eval_prompts = rank_share(task.eval_prompts, rank(), world_size())
-        self.meter = Meter(task.rewards.names, [config.eval.name], device)
+        self.policy, self.reference, self.inputs = policy, reference, inputs
+        self.eval_prompts = rank_share(inputs.eval_prompts, rank(), world_size())
+        self.meter = Meter(inputs.rewards.names, [config.eval.name], device)
         # A minibatch is a batch of the loader, so that its prompts do not depend on the number of ranks.
         self.loader = Curriculum(
-            task.prompts,
+            inputs.prompts,
             config.rollout.prompts_per_step // plan.num_minibatches,
             rank(),
             world_size(),
@@ -73,7 +78,7 @@ class Trainer(Stage):
         self.kl_in_reward = grpo.beta != 0 and grpo.kl_in == "reward"
         self.parts = {"loader": self.loader, "kl": self.kl}
         self.shards = reference if grpo.ref_every else None
-        self.eval_every = config.eval.every if task.eval_prompts else None
+        self.eval_every = config.eval.every if inputs.eval_prompts else None
 
     def step(self, step: int) -> None:
         """One GRPO step (DeepSeekMath, arXiv:2402.03300, algorithm 1, inner loop)."""
@@ -115,17 +120,17 @@ class Trainer(Stage):
         """
         counts = [int((status_B >= RewardStatus.FAILED).sum()) for status_B in scores.status.values()]
         *failures, rows = all_reduce(torch.tensor([*counts, len(scores.reward_B)], device=self.device)).tolist()
-        self.task.rewards.refuse_failures(dict(zip(scores.status, failures, strict=True)), rows)
+        self.inputs.rewards.refuse_failures(dict(zip(scores.status, failures, strict=True)), rows)
 
     def sample_and_score(self, prompts: list[Prompt], step: int) -> tuple[Rollout, Scores]:
         """A rollout and what the reward functions say of it; there may be no prompts on this rank."""
-        with self.task.rewards.stream(prompts, self.plan.num_generations, step) as stream:
+        with self.inputs.rewards.stream(prompts, self.plan.num_generations, step) as stream:
             rollout = self.sample(prompts, step, stream.add)
             with self.meter.time("time/reward_wait_s"):
                 # Most functions have given their scores during sampling.
                 scores = stream.scores()
             self.meter.add("time/reward_s", stream.seconds)
-        self.loader.note(prompts, scores.by_function[self.task.outcome], self.config.eval.threshold)
+        self.loader.note(prompts, scores.by_function[self.inputs.outcome], self.config.eval.threshold)
         return rollout, scores
 
     def draw_prompts(self) -> list[Prompt]:
@@ -136,7 +141,7 @@ class Trainer(Stage):
         """Complete every prompt `num_generations` times with the policy as it is."""
         start, seed = time.perf_counter(), self.config.run.seed
         rollout, _ = self.policy.rollout(
-            prompts, self.config.rollout, self.task.stop_ids, seed=seed, step=step, on_finish=on_finish
+            prompts, self.config.rollout, self.inputs.stop_ids, seed=seed, step=step, on_finish=on_finish
         )
         switch = self.policy.engine.switch_time
         self.meter.add("time/generate_s", time.perf_counter() - start - switch.gather_s - switch.release_s)
@@ -193,7 +198,9 @@ class Trainer(Stage):
         for number, batches in enumerate(self.optimizer_steps(rollout, signals)):
             for batch in batches:
                 logp_bT, entropy_bT = self.policy.logprobs(batch.micro, self.config.rollout.temperature)
-                loss, numbers = micro_batch_loss(batch, logp_bT, entropy_bT, self.config.grpo, self.kl.beta)
+                loss, numbers = micro_batch_loss(
+                    batch, logp_bT, entropy_bT, self.config.grpo, self.kl.beta, self.inputs.objective
+                )
                 self.policy.engine.backward(loss)
                 self.kl.add(numbers)
                 self.meter.update(numbers)
@@ -241,9 +248,9 @@ class Trainer(Stage):
             RunStopped: a reward function fails too often before the first step.
         """
         with self.meter.time("time/eval_s"):
-            completions = self.policy.greedy(self.eval_prompts, self.config.rollout, self.task.stop_ids)
-            scores = self.task.rewards.score(self.eval_prompts, completions, step=step)
-        self.meter.update(measure_eval(self.config.eval, self.task.outcome, completions, scores))
+            completions = self.policy.greedy(self.eval_prompts, self.config.rollout, self.inputs.stop_ids)
+            scores = self.inputs.rewards.score(self.eval_prompts, completions, step=step)
+        self.meter.update(measure_eval(self.config.eval, self.inputs.outcome, completions, scores))
         if step == 0:
             self.refuse_failures(scores)
 
@@ -253,7 +260,7 @@ class Trainer(Stage):
 
     def measure(self, rollout: Rollout, scores: Scores) -> None:
         """Numbers of the step that its stages did not add."""
-        self.meter.update(measure_rollout(rollout, scores, self.task.outcome, self.config.eval.threshold))
+        self.meter.update(measure_rollout(rollout, scores, self.inputs.outcome, self.config.eval.threshold))
         self.meter.update(measure_health(rollout, scores))
         self.meter.update(measure_memory())
         self.meter.update(self.loader.numbers())

@@ -1,8 +1,18 @@
-"""Fixtures of several files."""
+"""Fixtures of several files, and the order of tests."""
 
 import pytest
+import torch
 
 from hybrid_grpo.model.kernels import build as kernels
+
+# Matrices this small are slower on many threads, and far slower when tests share the processor.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    """Files whose tests start processes come first: they take longest, and one begun last would be waited for."""
+    long = {item.path for item in items if item.get_closest_marker("ranks") or item.get_closest_marker("process")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture

@@ -1,12 +1,26 @@
 #!/usr/bin/env bash
 # Lint, types, layers and tests, in an environment of its own where none is active.
+#
+#   bash tests/run.sh              everything
+#   bash tests/run.sh --fast       without the tests that start processes
+#   bash tests/run.sh -k sampler   other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . training_scripts/setup.sh
 setup dev
 export DS_ACCELERATOR=${DS_ACCELERATOR:-$(python -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")')}
+# The workers share the cores.
+export OMP_NUM_THREADS=1
+tests=()
+if [ "${1:-}" = --fast ]; then
+    shift
+    tests=(-m "not (ranks or process or gpu)")
+fi
 ruff check .
 ruff format --check .
-mypy
-lint-imports
-python -m pytest -q "$@"
+mypy &
+types=$!
+lint-imports || { wait; exit 1; }
+wait "$types"
+# Files stay whole, as most that start processes share them among their tests; conftest.py says in which order.
+python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "${tests[@]}" "$@"

@@ -11,9 +11,10 @@ from reward_helpers import in_time, isolated
 
 from hybrid_grpo.config import GrpoConfig, RewardConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, TrainBatch
 from hybrid_grpo.data.packing import pad
-from hybrid_grpo.grpo.loss import micro_batch_loss
+from hybrid_grpo.grpo.loss import load_objective, micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals
 from hybrid_grpo.trainer import Trainer
 
@@ -59,6 +60,7 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
         prompts=[Prompt(i, f"p{i}", [1], {}) for i in range(P)],
         eval_prompts=[],
         stop_ids=(),
+        objective=None,
     )
     return Trainer(config, batch_plan(config, 1), policy, None, task, torch.device("cpu"))
 
@@ -71,16 +73,17 @@ def first_step(run: Trainer, rollout: Rollout, old_logp_BT: torch.Tensor | None 
 
 def loss_of(run: Trainer, batch: TrainBatch) -> torch.Tensor:
     """The loss of a micro-batch; the trainer's meter has its numbers."""
-    loss, numbers = micro_batch_loss(batch, *run.policy.logprobs(batch.micro, 1.0), run.config.grpo, run.kl.beta)
+    logp_bT, entropy_bT = run.policy.logprobs(batch.micro, 1.0)
+    loss, numbers = micro_batch_loss(batch, logp_bT, entropy_bT, run.config.grpo, run.kl.beta, run.inputs.objective)
     run.meter.update(numbers)
     return loss
 
 
 def test_rewards_run_while_others_are_sampled(tmp_path):
     run = trainer(Sampler())
-    run.task.rewards = isolated(replace(SLOW, kwargs={"folder": str(tmp_path)}))
+    run.inputs.rewards = isolated(replace(SLOW, kwargs={"folder": str(tmp_path)}))
     prompts = run.draw_prompts()
-    with run.task.rewards.stream(prompts, G) as stream:
+    with run.inputs.rewards.stream(prompts, G) as stream:
 
         def finish(group, k, completion):
             stream.add(group, k, completion)
@@ -152,3 +155,25 @@ def test_a_loss_of_nothing_is_zero(loss_type):
     loss.backward()
     assert loss.item() == 0.0
     assert "policy/entropy" not in run.meter.reduce()
+
+
+def test_an_own_loss_takes_the_place_of_the_built_in_one(tmp_path):
+    file = tmp_path / "losses.py"
+    file.write_text(
+        "def reinforce(logp_bT, old_logp_bT, advantages_bT, weight_bT, grpo, *, beta, **others):\n"
+        "    return -(weight_bT * advantages_bT * logp_bT).sum()\n"
+    )
+    run = trainer(Sampler())
+    rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
+    (batch,) = first_step(run, rollout)
+    built_in = loss_of(run, batch)
+    run.inputs.objective = load_objective(f"{file}:reinforce")
+    own = loss_of(run, batch)
+    # All advantages are 1, so the weights sum to 1: the built-in loss has ratio 1, the own one the log-probability.
+    assert built_in.item() == pytest.approx(-1.0) and own.item() == pytest.approx(-math.log(0.5))
+    assert run.meter.reduce()["policy/ratio_max"] == 1.0
+    assert load_objective(own_loss := lambda *tensors, **others: tensors[0].sum()) is own_loss
+    with pytest.raises(UserError, match=r"^grpo.objective .*losses.py has no function reinforced: did you mean"):
+        load_objective(f"{file}:reinforced")
+    with pytest.raises(UserError, match=r"^grpo.objective reinforce: give path/to/file.py:name or package.module:name"):
+        load_objective("reinforce")

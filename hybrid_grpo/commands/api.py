@@ -1,8 +1,9 @@
 """The commands from Python: `import hybrid_grpo as hg; hg.train(model=..., data=..., rewards=[f], ...)`.
 
-The signature is the configuration's: every keyword is one of its sections, as a dictionary. `model`, `data` and `rewards`
-are short for the settings that nearly every call has, and take objects where the command line takes names. In one process
-no launcher is needed; under the `deepspeed` launcher the same script runs on every rank, and every rank returns.
+The signature is the configuration's: every keyword is one of its sections, as a dictionary. `model`, `data` and
+`rewards` are short for the settings that nearly every call has, and take objects where the command line takes names. In
+one process no launcher is needed; under the `deepspeed` launcher the same script runs on every rank, and every rank
+returns.
 """
 
 from __future__ import annotations

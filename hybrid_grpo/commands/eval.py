@@ -41,14 +41,14 @@ def evaluate(config: TrainConfig) -> dict[str, float]:
     from hybrid_grpo.generation import Request
     from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
     from hybrid_grpo.model.loading import load_model
-    from hybrid_grpo.run.inputs import Task
+    from hybrid_grpo.run.inputs import RunInputs
+    from hybrid_grpo.run.measure import measure_eval
     from hybrid_grpo.run.metrics import Meter
-    from hybrid_grpo.run.monitor import measure_eval
 
     device = engine.start()
     if rank() == 0:
         print(f"model: {config.policy.model}", file=sys.stderr, flush=True)
-    task = Task.read(config)
+    task = RunInputs.read(config)
     task.rewards.load_models(engine.Frozen)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()
     prompts = rank_share(task.eval_prompts, rank(), world_size())

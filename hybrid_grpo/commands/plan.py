@@ -23,13 +23,13 @@ def run(arguments: list[str]) -> None:
     from hybrid_grpo import engine
     from hybrid_grpo.distributed import rank
     from hybrid_grpo.run.hardware import of_device, of_table
-    from hybrid_grpo.run.inputs import Task
+    from hybrid_grpo.run.inputs import RunInputs
     from hybrid_grpo.run.plan import estimate, shortage
 
     device = engine.start()
-    task = Task.read(config)
+    inputs = RunInputs.read(config)
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
-    plan = estimate(config, batch, task.longest_prompt, hardware, task.rewards.models)
+    plan = estimate(config, batch, inputs.longest_prompt, hardware, inputs.rewards.models)
     if plan is None:
         raise UserError(f"policy.model {config.policy.model} cannot be planned: its code cannot run without data")
     if rank() == 0:

@@ -30,39 +30,39 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     from hybrid_grpo import engine
     from hybrid_grpo.policy import Policy, Reference, UnadaptedReference
     from hybrid_grpo.run.hardware import of_device
-    from hybrid_grpo.run.inputs import Task
+    from hybrid_grpo.run.inputs import RunInputs
     from hybrid_grpo.run.plan import estimate, shortage
     from hybrid_grpo.run.run import Run
     from hybrid_grpo.trainer import Trainer
 
     device = engine.start()
-    task = Task.read(config)
+    inputs = RunInputs.read(config)
     hardware = of_device(device, config.policy.dtype)
-    memory = estimate(config, plan, task.longest_prompt, hardware, task.rewards.models)
+    memory = estimate(config, plan, inputs.longest_prompt, hardware, inputs.rewards.models)
     warning = shortage(memory) if memory else None
     estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"
-    this = Run(parsed, {"batch": str(plan), "memory": estimated, **task.facts})
+    training = Run(parsed, {"batch": str(plan), "memory": estimated, **inputs.facts})
     if warning:
-        this.say(f"WARNING: it may not fit: {warning}")
-    task.rewards.load_models(engine.Frozen)
+        training.say(f"WARNING: it may not fit: {warning}")
+    inputs.rewards.load_models(engine.Frozen)
     policy = Policy(
         config.policy,
         config.engine,
-        task.tokenizer,
+        inputs.tokenizer,
         total_steps=config.run.steps * plan.num_iterations * plan.num_minibatches,
         decoder=config.rollout.decoder,
         lora=config.lora,
         seed=config.run.seed,
     )
-    this.write_engine_config(policy.deepspeed_config)
+    training.write_engine_config(policy.deepspeed_config)
     if policy.adapters is not None:
-        this.say(f"lora: {policy.adapters}")
+        training.say(f"lora: {policy.adapters}")
     reference = None
     if config.grpo.beta:
         reference = UnadaptedReference(policy.engine, policy.adapters) if policy.adapters else Reference(config.policy)
-    this.train(Trainer(config, plan, policy, reference, task, device))
-    this.say(summary(this.folder, config.eval.name, memory.measurable if memory else None))
-    return this.folder
+    training.train(Trainer(config, plan, policy, reference, inputs, device))
+    training.say(summary(training.folder, config.eval.name, memory.measurable if memory else None))
+    return training.folder
 
 
 def summary(folder: Path, eval_name: str, planned_bytes: int | None = None) -> str:

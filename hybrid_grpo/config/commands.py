@@ -151,7 +151,7 @@ class GenerateConfig(TrainConfig):
     def reads_stdin(self) -> bool:
         """Whether prompts come from standard input."""
         path = self.data.path
-        return isinstance(path, str) and (path == "-" or not (path or self.data.task))
+        return isinstance(path, str) and (path == "-" or (path == "" and self.data.task is None))
 
     @model_validator(mode="after")
     def _check_sections(self) -> GenerateConfig:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
+from hybrid_grpo.config.errors import did_you_mean, refuse
+from hybrid_grpo.config.importing import functions_of, import_place
 from hybrid_grpo.data.batch import Numbers, TrainBatch
 
 LOG_RATIO_LIMIT = 20.0
@@ -75,6 +77,24 @@ class CorrectionStats:
 
 Objective = Callable[..., Tensor]
 """A loss of the user's, `grpo.objective`: called with the arguments of `policy_loss`, returns the scalar loss."""
+
+
+def load_objective(given: str | Objective | None) -> Objective | None:
+    """The loss that `grpo.objective` names or is; None where the built-in one is used.
+
+    Raises:
+        UserError: there is no function of this name.
+    """
+    if not isinstance(given, str):
+        return given
+    setting, (place, colon, name) = f"grpo.objective {given}", given.rpartition(":")
+    refuse(not colon, f"{setting}: give path/to/file.py:name or package.module:name")
+    module = import_place(place, setting)
+    found: Objective | None = getattr(module, name, None)
+    refuse(
+        not callable(found), f"{setting}: {place} has no function {name}: {did_you_mean(name, functions_of(module))}"
+    )
+    return found
 
 
 def micro_batch_loss(

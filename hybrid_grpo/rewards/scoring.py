@@ -14,7 +14,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -42,20 +42,20 @@ class Rewards:
     """
 
     def __init__(self, rewards: Sequence[Reward], scoring: ScoringConfig | None = None, tokenizer: Any = None) -> None:
-        self._rewards = list(rewards)
-        self._scoring = scoring or ScoringConfig()
-        self._token_ends = None if tokenizer is None else TokenEnds(tokenizer)
+        self.functions = list(rewards)
+        self.scoring = scoring or ScoringConfig()
+        self.token_ends = None if tokenizer is None else TokenEnds(tokenizer)
         self._told: set[tuple[str, str]] = set()
 
     @property
     def names(self) -> list[str]:
         """Names of the functions, in the order of the configuration."""
-        return [reward.name for reward in self._rewards]
+        return [reward.name for reward in self.functions]
 
     @property
     def models(self) -> list[RewardModel]:
         """Models that functions hold in this process, each once."""
-        return list({id(reward.model): reward.model for reward in self._rewards if reward.model is not None}.values())
+        return list({id(reward.model): reward.model for reward in self.functions if reward.model is not None}.values())
 
     def load_models(self, shard: Shard | None = None) -> None:
         """Load the models that functions hold, which otherwise happens in their first call. Collective.
@@ -86,7 +86,7 @@ class Rewards:
                 raise UserError(
                     f"data: column {name} has the name under which rewards are given {name} of the rollout: rename it"
                 )
-        for reward in self._rewards:
+        for reward in self.functions:
             for name in columns:
                 if name in reward.kwargs and reward.interface.accepts(name):
                     raise UserError(
@@ -113,8 +113,7 @@ class Rewards:
 
     def stream(self, prompts: list[Prompt], num_generations: int, step: int = 0) -> Stream:
         """Score completions of these prompts as they come in; see `Stream`."""
-        columns, wait_s = self.common_columns(prompts), self._scoring.max_wait_s
-        return Stream(self._rewards, prompts, num_generations, columns, step, wait_s, self._token_ends, self._tell)
+        return Stream(self, prompts, num_generations, step)
 
     def refuse_failures(self, failures: dict[str, int], rows: int) -> None:
         """Stop the run where a function failed on too many completions.
@@ -126,7 +125,7 @@ class Rewards:
         Raises:
             RunStopped: on all ranks alike.
         """
-        limit = self._scoring.max_failed_frac
+        limit = self.scoring.max_failed_frac
         for name, count in failures.items():
             if count > limit * rows:
                 raise RunStopped(
@@ -154,7 +153,7 @@ class Rewards:
                 stream.add(row // num_generations, row % num_generations, completion)
             return stream.scores()
 
-    def _tell(self, name: str, failure: Failure) -> None:
+    def tell(self, name: str, failure: Failure) -> None:
         """Print the first failure of each kind of a function."""
         if (name, failure.kind) not in self._told:
             self._told.add((name, failure.kind))
@@ -182,38 +181,25 @@ class Stream:
     Leaving the block early, by an exception, cancels the calls under way.
 
     Args:
+        rewards: the functions and their settings.
         prompts: [P]; may be empty.
         num_generations: G
-        columns: names of the columns that every call of a function is given.
         step: step of the run.
-        max_wait_s: seconds after the last completion; a row that is not scored then has failed.
-        token_ends: finds the tokens at which the steps of a text end; None without a tokenizer.
-        tell: called with the name of a function and its failure.
     """
 
-    def __init__(
-        self,
-        rewards: list[Reward],
-        prompts: list[Prompt],
-        num_generations: int,
-        columns: list[str],
-        step: int,
-        max_wait_s: float,
-        token_ends: TokenEnds | None,
-        tell: Callable[[str, Failure], None],
-    ) -> None:
-        self._rewards = rewards
+    def __init__(self, rewards: Rewards, prompts: list[Prompt], num_generations: int, step: int) -> None:
+        self._rewards = rewards.functions
+        self._max_wait_s = rewards.scoring.max_wait_s
+        self._token_ends = rewards.token_ends
+        self._tell = rewards.tell
         self._prompts = prompts
+        self._columns = rewards.common_columns(prompts)
         self._num_generations = num_generations
-        self._columns = columns
         self._step = step
-        self._max_wait_s = max_wait_s
-        self._token_ends = token_ends
-        self._tell = tell
         self._completions: dict[int, Completion] = {}
         self._finished: Counter[int] = Counter()  # completions of each prompt
-        self._waiting: dict[str, list[int]] = {reward.name: [] for reward in rewards}  # rows of the next call
-        self._calls: dict[str, list[_Call]] = {reward.name: [] for reward in rewards}
+        self._waiting: dict[str, list[int]] = {reward.name: [] for reward in self._rewards}  # rows of the next call
+        self._calls: dict[str, list[_Call]] = {reward.name: [] for reward in self._rewards}
 
     def __enter__(self) -> Stream:
         return self

@@ -19,7 +19,7 @@ _TAG = re.compile(r"step_\d{6,}")
 
 
 class Shards(Protocol):
-    """Tensors beside the engine's, of which every rank writes and reads its own part."""
+    """Tensors that are not the engine's; every rank writes and reads its own part of them."""
 
     def save(self, folder: Path) -> None: ...
 
@@ -39,13 +39,13 @@ class Checkpoints:
         return pointer.read_text().strip() if pointer.is_file() else None
 
     def save(self, engine: Engine, step: int, state: dict[str, Any], shards: Shards | None = None) -> None:
-        """Write the checkpoint of `step`; `state` is this rank's own, and so are `shards`. Collective."""
+        """Write the checkpoint of `step`; `state` and `shards` are this rank's own. Collective."""
         tag = f"step_{step:06d}"
         if rank() == 0:
-            # Left by a run that was killed while it wrote.
+            # A run that was killed while it wrote may have left a part of one.
             shutil.rmtree(self.folder / tag, ignore_errors=True)
         barrier()
-        # One key of ours: the engine stores its own beside it.
+        # One key for our state: the engine stores its own keys beside it.
         engine.save(self.folder, tag, {"hybrid_grpo": {"step": step, **state}})
         if shards is not None:
             shards.save(self.folder / tag)

@@ -27,11 +27,11 @@ class Hardware:
     name: str
     on_gpu: bool
     device_bytes: int
-    """Free on the device; on a CPU, what this rank can have of the host, what its process has already included."""
+    """Free on the device; on a CPU, this rank's share of the host, with what its process already has."""
     host_bytes: int
-    """What this rank can have of the host, what its process has already included."""
+    """This rank's share of the host's free memory, with what its process already has."""
     process_bytes: int
-    """Host memory that the process has already."""
+    """Host memory that the process already has."""
     flops: float
     """Floating-point operations a second, of large matrix products in the type of the weights."""
     bandwidth: float
@@ -68,24 +68,24 @@ def of_device(device: torch.device, dtype: Literal["bfloat16", "float32"]) -> Ha
 
 
 def host_free_bytes() -> int:
-    """Host memory that can still be had, within the limit of this container."""
+    """Host memory that is still free, within the limit of this container."""
     free = int(psutil.virtual_memory().available)
     for limit, used in _CGROUPS:
         if limit.is_file() and (most := limit.read_text().strip()) != "max":
-            # What the system could drop, the cache of files read, counts as used in a container.
+            # The cache of files read counts as used in a container, although the system could drop it.
             free = min(free, max(0, int(most) - int(used.read_text()) + _file_cache(limit.parent)))
     return free
 
 
 def _file_cache(cgroup: Path) -> int:
-    """Bytes of files that the container holds in memory and that nobody maps or has written to."""
+    """Bytes of cached files that the system can drop: nobody maps them or has written to them."""
     statistics = cgroup / "memory.stat"
     lines = (line.split() for line in statistics.read_text().splitlines()) if statistics.is_file() else ()
     return sum(int(value) for name, value in lines if name in ("inactive_file", "total_inactive_file"))
 
 
 def _speed(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Operations of a square product and bytes of a sum, a second."""
+    """Floating-point operations a second of a square matrix product, and bytes a second of a sum."""
     size = 512 if device.type == "cpu" else 8192
     a = torch.ones(size, size, dtype=dtype, device=device)
     long = torch.ones((32 if device.type == "cpu" else 1024) << 20, dtype=torch.uint8, device=device).view(
@@ -95,7 +95,7 @@ def _speed(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Of the fastest of a few calls."""
+    """Seconds of the fastest of five calls."""
     times = []
     for _ in range(5):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a GRPO run is about: prompts, how completions end, and what they are worth. Read before any model loads."""
+"""What a GRPO run reads before any model loads: prompts, tokenizer, stop tokens and reward functions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.curriculum import classes
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import evaluation_source
+from hybrid_grpo.grpo.loss import Objective, load_objective
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.loading import check_lengths, check_token_ids, load_config, load_tokenizer, stop_ids
 from hybrid_grpo.model.lora import check_lora
@@ -19,7 +20,7 @@ from hybrid_grpo.rewards.scoring import Rewards
 
 
 @dataclass(frozen=True)
-class Task:
+class RunInputs:
     """The parts of a run that do not need the model's weights."""
 
     tokenizer: Any
@@ -30,6 +31,8 @@ class Task:
     """To train on; the same on every rank."""
     eval_prompts: list[Prompt]
     """Held out; empty where there is no evaluation."""
+    objective: Objective | None
+    """The user's own loss; None where the built-in one is used."""
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
     facts: dict[str, str]
@@ -37,17 +40,18 @@ class Task:
 
     @property
     def longest_prompt(self) -> int:
-        """Its tokens."""
+        """Tokens of the longest prompt, to train on or held out."""
         return max(len(prompt.token_ids) for prompt in self.prompts + self.eval_prompts)
 
     @classmethod
-    def read(cls, config: TrainConfig) -> Task:
+    def read(cls, config: TrainConfig) -> RunInputs:
         """Read everything that the configuration names.
 
         Raises:
             UserError: something is not there, or does not fit together.
         """
         loaded = load_rewards(config.rewards, config.scoring)
+        objective = load_objective(config.grpo.objective)
         model_config = load_config(config.policy.model)
         check_architecture(model_config, config.rollout.decoder)
         check_lora(config.lora, model_config)
@@ -74,11 +78,11 @@ class Task:
         outcome = config.eval.outcome or reward_name(config.rewards[0])
         facts["sampling"] = sampling_line(config.rollout, ends, tokenizer)
         facts["rewards"] = ", ".join(f"{reward.weight:g} {reward_name(reward)}" for reward in config.rewards)
-        return cls(tokenizer, rewards, outcome, prompts, eval_prompts, ends, facts)
+        return cls(tokenizer, rewards, outcome, prompts, eval_prompts, objective, ends, facts)
 
 
 _SAMPLING = ("temperature", "top_p", "top_k")
-"""Settings that are always shown; those of `_SAMPLING_IF_SET` where they are not the default."""
+"""Settings that are always shown. The ones below are shown where they are not the default."""
 _SAMPLING_IF_SET = (
     "min_p",
     "repetition_penalty",
@@ -91,7 +95,7 @@ _SAMPLING_IF_SET = (
 
 
 def sampling_line(rollout: RolloutConfig, ends: tuple[int, ...], tokenizer: Any) -> str:
-    """The effective settings: nothing else, the model's own generation config included, changes them."""
+    """The sampling settings in force. Nothing else changes them, not even the model's own generation config."""
     default = RolloutConfig()
     names = [*_SAMPLING, *(n for n in _SAMPLING_IF_SET if getattr(rollout, n) != getattr(default, n))]
     values = (getattr(rollout, name) for name in names)

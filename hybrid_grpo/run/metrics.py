@@ -232,7 +232,7 @@ class Meter:
             self.add(name, value, count)
 
     def total(self, name: str) -> float:
-        """What was added under a name on this rank since the last `reduce`."""
+        """The sum of what was added under a name on this rank since the last `reduce`."""
         return sum(float(value) for value, _ in self._added.get(name, ()))
 
     @contextmanager
@@ -272,7 +272,7 @@ class Meter:
 
 
 def _total(added: list[tuple[float, float]], reduction: Reduction) -> tuple[float, float]:
-    """What the sum over ranks needs: the total and its count; of extrema only whether there is a NaN."""
+    """What the sum over ranks takes in: total and count; for extrema only whether one of the values is NaN."""
     if reduction == "mean":
         return sum(value * count for value, count in added), sum(count for _, count in added)
     if reduction in ("sum", "rank_mean"):
@@ -281,7 +281,7 @@ def _total(added: list[tuple[float, float]], reduction: Reduction) -> tuple[floa
 
 
 def _extrema(added: list[tuple[float, float]], reduction: Reduction) -> tuple[float, float]:
-    """What the maximum over ranks needs: the highest value and minus the lowest one.
+    """What the maximum over ranks takes in: the highest value, and minus the lowest one.
 
     A comparison with NaN has no defined outcome in a collective: NaN is left out, and carried by the total.
     """

@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases of a step after the first, when all optimizer states exist, and on a CPU the export.
+        """The phases of a step after the first, when all optimizer states exist, and the export.
 
         The reference's and the sampler's scoring passes keep nothing for backward: they need less than the loss.
         """
@@ -159,7 +159,7 @@ class Plan:
             "backward": [*training, Part("one layer", layer, _MICRO_BATCH)],
             "reduction": [*updating, reduction],
             "optimizer step": [*updating, self.stepping()],
-            **({} if self.gpu else {"export": [*generating, self.export()]}),
+            "export": [*generating, self.export()],
         }
         return tuple(Phase(name, tuple(part for part in parts if part.bytes)) for name, parts in named.items())
 

@@ -172,7 +172,7 @@ def _column(name: str, lines: list[Line]) -> list[float | None]:
 
 
 def step_parts(line: Line) -> dict[str, float]:
-    """Seconds of a step by part, `other` being what no timer covers; empty for a line without a step."""
+    """Seconds of a step by part, with `other` for what no timer covers; empty for a line without a step."""
     total = line.get("time/step_s")
     if not total:
         return {}
@@ -181,7 +181,7 @@ def step_parts(line: Line) -> dict[str, float]:
 
 
 def times(lines: list[Line]) -> list[dict[str, Any]]:
-    """The layers of the time chart, parts that never take time left out; none where a single step was timed."""
+    """The layers of the time chart, without parts that never take time; none where only one step was timed."""
     parts = [step_parts(line) for line in lines]
     if sum(map(bool, parts)) < 2:
         return []
@@ -208,7 +208,7 @@ def time_shares(lines: list[Line]) -> list[dict[str, Any]]:
 
 
 def key_numbers(lines: list[Line]) -> list[dict[str, str]]:
-    """The figures at the head of the page: what improved, and what it took."""
+    """The numbers at the head of the page: what improved, and what it cost."""
     series: dict[str, list[tuple[int, float]]] = {}
     for line in lines:
         for name, value in line.items():
@@ -264,7 +264,8 @@ def facts(config_text: str) -> list[tuple[str, str]]:
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
-    """Of the first, the middle and the last saved step: the groups that differ most, their best and worst."""
+    """From the first, the middle and the last saved step: the groups whose rewards differ most, with their best and
+    worst completions."""
     paths = sorted(folder.glob("step_*.jsonl"))
     chosen = dict.fromkeys(paths[index] for index in (0, len(paths) // 2, -1)) if paths else ()
     steps = [(int(path.stem.removeprefix("step_")), read_jsonl(path)) for path in chosen]

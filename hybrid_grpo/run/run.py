@@ -1,4 +1,4 @@
-"""The life of a run around its steps: its folder, where it goes on from, what it leaves behind."""
+"""The life of a run around its steps: its folder, resuming, checkpoints, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.distributed import barrier, rank, world_size
 from hybrid_grpo.policy import Policy
+from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.checkpoint import Checkpoints, Shards
 from hybrid_grpo.run.files import read_jsonl, replace_text
-from hybrid_grpo.run.health import HeldoutWatch
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.report import write_report
 from hybrid_grpo.run.sinks import Log
 
 
 class Stateful(Protocol):
-    """Something a checkpoint holds."""
+    """Something whose state a checkpoint holds."""
 
     def state_dict(self) -> Any: ...
 
@@ -84,8 +84,7 @@ class Run:
         self.config = parsed.config
         run = parsed.config.run
         self.folder = Path(run.dir) / run.name
-        self._alarmed: set[str] = set()
-        self._heldout = HeldoutWatch(parsed.config.log.heldout_alarm)
+        self._alarms = Alarms(parsed.config.log)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", parsed.config.checkpoint.keep)
         self.resumes = run.resume == "auto" and self.checkpoints.latest() is not None
         if run.resume == "never" and (self.folder / "metrics.jsonl").exists():
@@ -93,7 +92,7 @@ class Run:
                 f"run.name {run.name}: {self.folder} holds a run already: pass --run.resume auto to go on with it,"
                 " or another --run.name"
             )
-        # Rank 0 makes the folder that the others have just looked for.
+        # Every rank has looked for the folder before rank 0 makes it.
         barrier()
         if rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -111,16 +110,6 @@ class Run:
         """Store the complete DeepSpeed configuration."""
         if rank() == 0:
             (self.folder / "deepspeed.json").write_text(json.dumps(config, indent=2) + "\n")
-
-    def is_due(self, step: int, every: int) -> bool:
-        """Whether a step is the last one, or one of every `every` (0: none but the last)."""
-        return step == self.config.run.steps or bool(every and step % every == 0)
-
-    def write_prompts(self, prompts: list[dict[str, Any]]) -> None:
-        """Write prompts.jsonl: how often each prompt was solved, one JSON object a line."""
-        if rank() == 0:
-            lines = (json.dumps(prompt, ensure_ascii=False, default=str) + "\n" for prompt in prompts)
-            replace_text(self.folder / "prompts.jsonl", "".join(lines))
 
     def train(self, stage: Stage) -> None:
         """Take a stage from the start or the newest checkpoint to the last step; then export the model and the report.
@@ -176,24 +165,10 @@ class Run:
             replace_text(self.folder / "prompts.jsonl", "".join(lines))
 
     def watched(self, step: int, values: dict[str, float]) -> dict[str, float]:
-        """The numbers of a step with its alarms; the first time one goes off it is also said."""
-        self._say_once("heldout", self._heldout.watch(step, values))
-        if "parity/logp_abs_diff_mean" in values:
-            gap, limit = values["parity/logp_abs_diff_mean"], self.config.log.parity_alarm
-            # Not `>`: a gap that is not a number is an alarm too.
-            values["parity/alarm"] = 0.0 if gap <= limit else 1.0
-            if values["parity/alarm"]:
-                self._say_once(
-                    "parity",
-                    f"sampler and training forward differ by {gap:.4f} nats a token on average, more than"
-                    f" log.parity_alarm {limit}: old_logp is not the policy's, so ratios and clipping are off",
-                )
-        return values
-
-    def _say_once(self, alarm: str, message: str | None) -> None:
-        if message and alarm not in self._alarmed:
-            self._alarmed.add(alarm)
+        """The numbers of a step with its alarms; an alarm that goes off for the first time is also said."""
+        for message in self._alarms.watch(step, values):
             self.say(f"ALARM: {message}")
+        return values
 
     def restore(self, stage: Stage) -> int:
         """Go on from the newest checkpoint, if there is one and it is wanted; return the steps done."""
@@ -203,17 +178,12 @@ class Run:
         stage.policy.load_state_dict(state["policy"])
         for name, part in stage.parts.items():
             part.load_state_dict(state[name])
-        self._remember(state["step"])
+        # Only rank 0 has the metrics.
+        for line in read_jsonl(self.folder / "metrics.jsonl") if rank() == 0 else ():
+            if (step := line.pop("step")) <= state["step"]:
+                self._alarms.remember(step, {name: value for name, value in line.items() if value is not None})
         self.say(f"resumed {self.folder} after step {state['step']}")
         return int(state["step"])
-
-    def _remember(self, done: int) -> None:
-        """The evaluations up to a step, which later ones are compared with. Of rank 0, which has the metrics."""
-        for line in read_jsonl(self.folder / "metrics.jsonl") if rank() == 0 else ():
-            if line["step"] <= done:
-                known = {name: value for name, value in line.items() if name != "step" and value is not None}
-                if self._heldout.watch(line["step"], known):
-                    self._alarmed.add("heldout")
 
 
 def _origin() -> dict[str, str]:
@@ -227,7 +197,7 @@ def _origin() -> dict[str, str]:
 
 
 def _git_commit() -> str:
-    """Of the checkout that the package runs from, if it is one."""
+    """Commit of the git checkout that the package runs from; "none" where there is no checkout."""
     here = Path(__file__).parent
     commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
     try:

@@ -37,7 +37,7 @@ class Sink(Protocol):
 
 
 class Log:
-    """All outputs of a run behind one door; made and called on every rank, it writes on rank 0 only."""
+    """All outputs of a run. It is made and called on every rank, and writes on rank 0 only."""
 
     def __init__(
         self, config: LogConfig, run_dir: Path, steps: int, done: int = -1, settings: dict[str, Any] | None = None
@@ -47,7 +47,7 @@ class Log:
             config: what is logged.
             run_dir: folder of the run; its name is the run's.
             steps: the last step of the run.
-            done: last step that counts, when resuming: what was written of later ones is removed. -1 starts anew.
+            done: last step to keep when a run resumes: whatever was written for later steps is removed. -1: a new run.
             settings: the configuration of the run, for wandb.
         """
         self._every, self._steps, self._dir = config.rollouts_every, steps, run_dir
@@ -84,10 +84,7 @@ class Log:
     def write_rollouts(
         self, step: int, rollout: Rollout, scores: Scores, advantages_B: Tensor, always: bool = False
     ) -> None:
-        """Write the completions of all ranks, if it is the turn of this step: the first, the last and every n-th.
-
-        All ranks must call it.
-        """
+        """Write the completions of all ranks after the first, the last and every n-th step, or `always`. Collective."""
         due = self._every and (step % self._every == 0 or step in (1, self._steps))
         if not (due or always):
             return
@@ -133,7 +130,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _step(line: str) -> float:
-    """The step of a line; infinite where the line is not whole."""
+    """The step of a line; infinite where the line is incomplete."""
     try:
         return int(json.loads(line)["step"]) if line.endswith("\n") else math.inf
     except (ValueError, KeyError, TypeError):
@@ -198,7 +195,7 @@ _TELLING = (
     ("throughput/generated_tokens_per_s", "{:,.0f} tok/s"),
     ("time/step_s", "{:.2f} s"),
 )
-"""The numbers of the console line, in order; `accuracy` is that of the latest evaluation."""
+"""The numbers of the console line, in order; `accuracy` is the one of the latest evaluation."""
 
 
 class ConsoleSink:

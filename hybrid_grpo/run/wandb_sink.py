@@ -49,7 +49,7 @@ class WandbSink:
         self._attempt(lambda: self._open(project, run_dir, settings, mode, resumes))
 
     def _open(self, project: str, run_dir: Path, settings: dict[str, Any], mode: WandbMode, resumes: bool) -> None:
-        import wandb  # here, so that a broken installation of it costs no more than its dashboard
+        import wandb  # here, so that a broken installation costs the dashboard only
 
         id_file = run_dir / "wandb" / "id"
         if not (resumes and id_file.exists()):

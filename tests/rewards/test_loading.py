@@ -180,7 +180,7 @@ def test_a_function_object_is_called_in_a_worker_by_its_name_or_else_in_a_thread
 
     rewards = isolated(RewardConfig(longer_is_better), RewardConfig(of_a_notebook), RewardConfig(exact_match))
     assert rewards.names == ["longer_is_better", "of_a_notebook", "exact_match"]
-    assert rewards._rewards[0].interface.required == ["completion_ids"]
+    assert rewards.functions[0].interface.required == ["completion_ids"]
     scores = rewards.score(*rows("abc", "b", answer=["abc", "a"]))
     assert scores.by_function["longer_is_better"].tolist() == [3.0, 1.0]
     assert scores.by_function["exact_match"].tolist() == [1.0, 0.0]

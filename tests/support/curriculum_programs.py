@@ -27,7 +27,9 @@ def curriculum(folder: Path) -> dict[str, Any]:
     plan = replace(first.plan, num_minibatches=2)
 
     def trainer() -> Trainer:
-        return Trainer(config, plan, first.policy, None, replace(first.task, outcome="letters_in_place"), first.device)
+        return Trainer(
+            config, plan, first.policy, None, replace(first.inputs, outcome="letters_in_place"), first.device
+        )
 
     ours = trainer()
     seen: dict[str, Any] = {"drawn": [], "metrics": []}

@@ -24,7 +24,7 @@ from hybrid_grpo.data.batch import MicroBatch, Rollout
 from hybrid_grpo.distributed import all_reduce, world_size
 from hybrid_grpo.policy import Policy, UnadaptedReference
 from hybrid_grpo.run.checkpoint import Checkpoints
-from hybrid_grpo.run.inputs import Task
+from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
 
 LORA = LoraConfig(rank=4, alpha=8)
@@ -42,14 +42,16 @@ def build(folder: Path, stage: int, *, lora: LoraConfig = LORA, gradient_checkpo
         ),
         lora=lora,
         engine=EngineConfig(zero_stage=stage),  # type: ignore[arg-type]
-        data=DataConfig(path=str(folder / "train.jsonl"), eval_path=str(folder / "heldout.jsonl"), eval_limit=24),
+        data=DataConfig(
+            path=str(folder / "train.jsonl"), limit=200, eval_path=str(folder / "heldout.jsonl"), eval_limit=24
+        ),
         rollout=RolloutConfig(prompts_per_step=8, num_generations=4, max_completion_tokens=12, max_slots=16),
         grpo=GrpoConfig(beta=0.1 if lora.rank else 0.0),
         rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
     )
     device = engines.start()
     plan = check_train(config, world_size())
-    task = Task.read(config)
+    task = RunInputs.read(config)
     policy = Policy(config.policy, config.engine, task.tokenizer, total_steps=100, lora=config.lora, seed=1)
     reference = UnadaptedReference(policy.engine, policy.adapters) if policy.adapters else None
     return Trainer(config, plan, policy, reference, task, device)
@@ -74,7 +76,7 @@ def adapted(folder: Path) -> dict[str, Any]:
             checkpoints.save(trainer.policy.engine, 1, {"loader": trainer.loader.state_dict()})
     trainer.evaluate(0)
     seen["eval"] = trainer.meter.reduce()
-    greedy = trainer.policy.greedy(trainer.eval_prompts, trainer.config.rollout, trainer.task.stop_ids)
+    greedy = trainer.policy.greedy(trainer.eval_prompts, trainer.config.rollout, trainer.inputs.stop_ids)
     seen["greedy"] = [c.token_ids for c in greedy]
     trainer.policy.export(out / "exported")
     seen["optimizer"] = int(all_reduce(torch.tensor(_numbers(trainer.policy.engine.engine.optimizer.state_dict()))))

@@ -46,7 +46,7 @@ def with_objective(trainer: Trainer, grpo: GrpoConfig, reference: Reference | No
     """A trainer of the same policy and task, at the first prompt again."""
     config = replace(trainer.config, grpo=grpo)
     held = reference if grpo.beta else None
-    return Trainer(config, batch_plan(config, world_size()), trainer.policy, held, trainer.task, trainer.device)
+    return Trainer(config, batch_plan(config, world_size()), trainer.policy, held, trainer.inputs, trainer.device)
 
 
 def frozen(trainer: Trainer) -> Reference:
@@ -62,7 +62,7 @@ def objectives(folder: Path) -> dict[str, Any]:
     """One step of every objective from the same weights; and what a reference is after a refresh."""
     trainer = build(folder, prompts_per_step=12)
     reference = frozen(trainer)
-    task, seen = trainer.task, {}
+    task, seen = trainer.inputs, {}
     of_wholes, file = trainer.config.rewards, SUPPORT.joinpath("acting_rewards.py")
     for name, settings in OBJECTIVES.items():
         rewards = list(of_wholes)
@@ -70,7 +70,7 @@ def objectives(folder: Path) -> dict[str, Any]:
             function = "letter_pieces" if name == "process, in pieces" else "letters"
             rewards.append(RewardConfig(f"{file}:{function}", weight=0.5))
         trainer.config = replace(trainer.config, rewards=rewards)
-        trainer.task = replace(task, rewards=Rewards(load_rewards(rewards), tokenizer=task.tokenizer))
+        trainer.inputs = replace(task, rewards=Rewards(load_rewards(rewards), tokenizer=task.tokenizer))
         one = with_objective(trainer, GrpoConfig(**settings), reference)
         one.step(1)
         assert one.last_rollout is not None

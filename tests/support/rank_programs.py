@@ -1,4 +1,4 @@
-"""Programs that tests start under the launcher, one function each: `python rank_programs.py NAME FOLDER`.
+"""Programs that tests run on one rank or more, one function each: `python rank_programs.py NAME FOLDER`.
 
 Every rank writes what it saw to FOLDER/NAME.WORLD.RANK.json; the tests compare the files.
 """
@@ -30,7 +30,7 @@ from hybrid_grpo.config import (
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.distributed import all_reduce, rank, world_size
 from hybrid_grpo.policy import Policy, Reference
-from hybrid_grpo.run.inputs import Task
+from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
 
 UNPACKED = "mamba"
@@ -109,7 +109,9 @@ def build(
             **more,
         ),
         engine=EngineConfig(zero_stage=stage, offload_optimizer=offload),  # type: ignore[arg-type]
-        data=DataConfig(path=str(folder / "train.jsonl"), eval_path=str(folder / "heldout.jsonl"), eval_limit=24),
+        data=DataConfig(
+            path=str(folder / "train.jsonl"), limit=200, eval_path=str(folder / "heldout.jsonl"), eval_limit=24
+        ),
         rollout=RolloutConfig(
             prompts_per_step=prompts_per_step,
             num_generations=4,
@@ -122,7 +124,7 @@ def build(
     )
     device = engines.start()
     plan: BatchPlan = check_train(config, world_size())
-    task = Task.read(config)
+    task = RunInputs.read(config)
     policy = Policy(config.policy, config.engine, task.tokenizer, total_steps=100, decoder=config.rollout.decoder)
     reference = Reference(config.policy) if beta else None
     return Trainer(config, plan, policy, reference, task, device)
@@ -140,7 +142,7 @@ def steps(folder: Path, stage: int, beta: float, num_minibatches: int = 1) -> di
         seen["rollouts"].append([(p.id, c.token_ids, c.logp, a) for p, c, a in rows])
         seen["metrics"].append(trainer.meter.reduce())
     trainer.evaluate(0)
-    greedy = trainer.policy.greedy(trainer.eval_prompts, trainer.config.rollout, trainer.task.stop_ids)
+    greedy = trainer.policy.greedy(trainer.eval_prompts, trainer.config.rollout, trainer.inputs.stop_ids)
     seen["greedy"] = [c.token_ids for c in greedy]
     seen["eval"] = trainer.meter.reduce()
     return seen
@@ -313,7 +315,7 @@ def switch(folder: Path) -> dict[str, Any]:
 def losses(folder: Path) -> dict[str, Any]:
     """Ten training losses, with and without a generation phase between them: the same forwards and backwards."""
     seen: dict[str, Any] = {}
-    trainer = build(folder)
+    trainer = build(folder, prompts_per_step=4)
     rollout = trainer.sample(trainer.draw_prompts(), 1)
     batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
     initial = folder / f"initial.{world_size()}"
@@ -324,7 +326,7 @@ def losses(folder: Path) -> dict[str, Any]:
         for step in range(10):
             if name == "with":
                 trainer.policy.rollout(
-                    rollout.prompts, trainer.config.rollout, trainer.task.stop_ids, seed=0, step=step
+                    rollout.prompts, trainer.config.rollout, trainer.inputs.stop_ids, seed=0, step=step
                 )
             total = torch.zeros((), device=trainer.device)
             for micro in batches:

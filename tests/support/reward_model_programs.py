@@ -56,8 +56,8 @@ def unequal(folder: Path) -> dict[str, Any]:
 def steps(folder: Path, zero_stage: int) -> dict[str, Any]:
     """Two steps and an evaluation."""
     trainer: Trainer = build(folder)
-    trainer.task = replace(trainer.task, rewards=rewards(folder, zero_stage))
-    trainer.meter.__init__(trainer.task.rewards.names, [trainer.config.eval.name], trainer.device)  # type: ignore[misc]
+    trainer.inputs = replace(trainer.inputs, rewards=rewards(folder, zero_stage))
+    trainer.meter.__init__(trainer.inputs.rewards.names, [trainer.config.eval.name], trainer.device)  # type: ignore[misc]
     seen: dict[str, Any] = {"scores": [], "rewards": [], "metrics": []}
     for step in (1, 2):
         trainer.step(step)

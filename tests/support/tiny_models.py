@@ -10,9 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, Pretraine
 
 from hybrid_grpo.model.attention import ATTENTION
 
-# Matrices this small are slower on many threads, and far slower when tests share the processor.
-torch.set_num_threads(1)
-
 VOCABULARY = 61
 WINDOW = 6
 ARCHITECTURES = [

@@ -173,6 +173,7 @@ def test_without_a_compiler_it_says_so_once_and_decodes_the_same(monkeypatch):
             assert mine.logp == pytest.approx(theirs.logp, abs=2e-5)
 
 
+@pytest.mark.process
 def test_a_source_that_does_not_compile_is_a_warning_with_the_reason(monkeypatch, tmp_path):
     (tmp_path / "wrong.c").write_text("this is no C\n")
     monkeypatch.setattr(kernels, "_SOURCES", [*kernels._SOURCES, tmp_path / "wrong.c"])
@@ -196,6 +197,7 @@ def test_the_process_keeps_its_denormal_numbers():
         kernels.load()
 
 
+@pytest.mark.process
 @needs_compiler
 def test_kernels_are_compiled_once_into_the_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HYBRID_GRPO_CACHE", str(tmp_path))

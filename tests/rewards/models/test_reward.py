@@ -144,7 +144,7 @@ def test_it_runs_in_a_thread_of_the_rank_or_in_processes_on_the_cpu(tmp_path):
     here = RewardConfig("reward_model", kwargs=kwargs)
     apart = RewardConfig("reward_model", name="apart", kwargs=kwargs, isolation="process", batch_size=4)
     rewards = Rewards(load_rewards([here, apart], ScoringConfig(workers=1)))
-    in_thread, in_process = rewards._rewards
+    in_thread, in_process = rewards.functions
     assert (in_thread.interface.batch_size, in_process.interface.batch_size) == (32, 4)
     assert in_thread.model is held(kwargs) and in_process.model is None
     rewards.load_models()

@@ -1,21 +1,57 @@
-"""Signs of reward hacking: what they are, and when they are said."""
+"""Numbers of a step: rewards where functions do not apply or fail, and signs of reward hacking."""
 
-import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from hybrid_grpo.config import RunConfig, TrainConfig
-from hybrid_grpo.config.parsing import Parsed
+from hybrid_grpo.config import EvalConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
-from hybrid_grpo.run.health import HeldoutWatch, group_correlation, measure_health
+from hybrid_grpo.run.measure import group_correlation, measure_eval, measure_health, measure_rewards
 from hybrid_grpo.run.metrics import Meter
-from hybrid_grpo.run.run import Run, Stage
 
 NAN = math.nan
+
+
+def scores_of(values: list[float], statuses: list[int]) -> Scores:
+    value_B = torch.tensor(values, dtype=torch.float64)
+    status_B = torch.tensor(statuses, dtype=torch.int8)
+    # Where the function does not apply (1) the reward is 0; where it failed (2, 3) there is none.
+    return Scores(value_B.nan_to_num(0.0).masked_fill(status_B >= 2, NAN), {"f": value_B}, {"f": status_B})
+
+
+def test_rewards_are_those_of_completions_that_have_one():
+    meter = Meter(["f"])
+    values = [4.0, 2.0, NAN, NAN, NAN, 9.0, NAN, NAN, NAN]
+    meter.update(measure_rewards(scores_of(values, [0, 0, 2, 3, 1, 0, 2, 2, 2]), 3))
+    assert meter.reduce() == {
+        "reward/mean": pytest.approx(15 / 4),
+        "reward/max": 9.0,
+        "reward/min": 0.0,
+        # Of groups with two rewards or more: 2 and 4; 0 and 9.
+        "reward/std": pytest.approx((2**0.5 + 40.5**0.5) / 2),
+        "reward/f/mean": 5.0,
+        "reward/f/none_frac": pytest.approx(1 / 9),
+        "reward/f/failed_frac": pytest.approx(5 / 9),
+        "reward/f/timeout_frac": pytest.approx(1 / 9),
+    }
+
+
+def test_without_any_reward_the_shares_are_all_there_is():
+    meter = Meter(["f"])
+    meter.update(measure_rewards(scores_of([NAN] * 4, [2, 2, 3, 3]), 2))
+    assert meter.reduce() == {"reward/f/none_frac": 0.0, "reward/f/failed_frac": 1.0, "reward/f/timeout_frac": 0.5}
+
+
+def test_a_failure_in_an_evaluation_counts_as_wrong():
+    meter = Meter(["f"], ["heldout"])
+    completions = [Completion([1], [0.0], "stop")] * 4
+    scores = scores_of([1.0, 0.25, NAN, NAN], [0, 0, 2, 1])
+    meter.update(measure_eval(EvalConfig(threshold=0.5), "f", completions, scores))
+    values = meter.reduce()
+    assert values["eval/heldout/accuracy"] == 0.25 and values["eval/heldout/failed_frac"] == 0.25
+    assert values["eval/heldout/reward_mean"] == pytest.approx(1.25 / 3)
 
 
 def measured(groups: list[list[tuple[float, list[int], str]]], meters: int = 1) -> dict[str, float]:
@@ -68,57 +104,3 @@ def test_the_numbers_do_not_depend_on_the_ranks():
     assert len(alone) == 4
     for ranks in (2, 3):
         assert measured(groups, ranks) == pytest.approx(alone, rel=1e-12)
-
-
-def played(steps: list[dict[str, float]], limit: float = 0.05) -> list[str | None]:
-    watch = HeldoutWatch(limit)
-    return [watch.watch(step, values) for step, values in enumerate(steps)]
-
-
-def line(reward: float | None, accuracy: float | None = None) -> dict[str, float]:
-    return {
-        **({} if reward is None else {"reward/mean": reward}),
-        **({} if accuracy is None else {"eval/heldout/accuracy": accuracy, "eval/heldout/reward_mean": 0.25}),
-    }
-
-
-def test_a_training_reward_that_rises_while_accuracy_falls_is_an_alarm():
-    steps = [line(None, 0.5), line(0.2), line(0.4, 0.6), line(0.5), line(0.6, 0.57), line(0.7), line(0.8, 0.5)]
-    said = played(steps)
-    assert said[:-1] == [None] * 6, "0.57 is within the limit of 0.6"
-    assert said[-1].startswith(
-        "held-out accuracy is 0.500 after 0.600 at step 2, while the training reward rose from 0.300 to 0.750: "
-    )
-    assert [s["health/alarm"] for s in steps if "health/alarm" in s] == [0.0, 0.0, 0.0, 1.0]
-    assert steps[4]["health/heldout_gap"] == pytest.approx(0.35) and "health/heldout_gap" not in steps[0]
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [
-        [line(None, 0.5), line(0.5), line(0.4, 0.3), line(0.3, 0.2)],
-        [line(None, 0.5), line(0.2), line(0.4, 0.47), line(0.6, 0.46)],
-        [line(0.2), line(0.4)],
-    ],
-    ids=["both fall", "a little", "no evaluation"],
-)
-def test_no_alarm_without_both(steps):
-    assert played(steps) == [None] * len(steps)
-
-
-def test_accuracy_that_falls_below_that_of_the_start_is_an_alarm():
-    assert played([line(None, 0.5), line(0.2), line(0.4, 0.4)])[-1].startswith("held-out accuracy is 0.400 after 0.500")
-
-
-def test_a_resumed_run_knows_its_best_evaluation(tmp_path, capsys):
-    run = Run(Parsed(TrainConfig(run=RunConfig(name="run", dir=str(tmp_path))), ""), {})
-    lines = [{"step": step, **numbers} for step, numbers in enumerate([line(None, 0.5), line(0.2), line(0.4, 0.9)])]
-    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(of | {"policy/loss": None}) + "\n" for of in lines))
-    run.resumes = True
-    # Its checkpoint is of the step before the last line.
-    run.checkpoints = SimpleNamespace(load=lambda engine, shards: {"policy": {}, "step": 1})
-    stage = Stage()
-    stage.policy, stage.parts = SimpleNamespace(engine=None, load_state_dict=lambda state: None), {}
-    assert run.restore(stage) == 1
-    assert run.watched(2, line(0.6, 0.4))["health/alarm"] == 1.0
-    assert "held-out accuracy is 0.400 after 0.500 at step 0" in capsys.readouterr().out

@@ -1,6 +1,11 @@
-"""What the stages of a step look like in numbers: from their records to the metrics of the catalogue."""
+"""What the stages of a step look like in numbers: from their records to the metrics of the catalogue.
+
+The functions return `Numbers`, which a `Meter` adds up. Which numbers give an alarm is decided in alarms.py.
+"""
 
 from __future__ import annotations
+
+import math
 
 import psutil
 import torch
@@ -9,6 +14,10 @@ from torch import Tensor
 from hybrid_grpo.config import EvalConfig
 from hybrid_grpo.data.batch import Completion, MicroBatch, Numbers, RewardStatus, Rollout, Scores
 from hybrid_grpo.grpo.advantages import group_stats
+from hybrid_grpo.rewards.rules import repeated_share
+
+_NGRAM = 3
+"""Tokens of a run that may repeat, as in the built-in reward `repetition_penalty`."""
 
 
 def measure_rollout(rollout: Rollout, scores: Scores, outcome: str, threshold: float) -> Numbers:
@@ -74,6 +83,47 @@ def measure_eval(config: EvalConfig, outcome: str, completions: list[Completion]
         f"{stage}/failed_frac": (failed_B.double().mean(), count),
         **measure_lengths(stage, completions),
     }
+
+
+def measure_health(rollout: Rollout, scores: Scores) -> Numbers:
+    """Signs of reward hacking: what rewards go along with inside a group. Groups of equal rewards say nothing."""
+    shape = (len(rollout.prompts), rollout.num_generations)
+    reward_PG = scores.reward_B.view(shape)
+    shares = [repeated_share(completion.token_ids, _NGRAM) for completion in rollout.completions]
+    repetition_B = torch.tensor(shares, dtype=torch.float64)
+    numbers: Numbers = {"health/repetition_mean": (repetition_B.mean(), len(repetition_B))}
+    for name, value_B in (
+        ("length", torch.tensor(rollout.lengths, dtype=torch.float64)),
+        ("repetition", repetition_B),
+    ):
+        correlation_P = group_correlation(reward_PG, value_B.view(shape))
+        numbers[f"health/reward_{name}_corr"] = correlation_P.nanmean(), int((~correlation_P.isnan()).sum())
+    highest_P1 = reward_PG.nan_to_num(-math.inf).amax(1, keepdim=True)
+    lowest_P1 = reward_PG.nan_to_num(math.inf).amin(1, keepdim=True)
+    best_PG = (reward_PG == highest_P1) & (highest_P1 > lowest_P1)
+    clipped_B = torch.tensor([completion.finish == "length" for completion in rollout.completions])
+    clipped_N = clipped_B.view(shape)[best_PG].double()
+    numbers["health/best_clipped_frac"] = clipped_N.mean(), len(clipped_N)
+    return numbers
+
+
+def group_correlation(reward_PG: Tensor, value_PG: Tensor) -> Tensor:
+    """float64 [P], Pearson correlation of rewards with another number inside each group.
+
+    NaN where all rewards or all numbers of a group are equal; completions whose reward is NaN are left out.
+    """
+    applies_PG = ~reward_PG.isnan()
+    count_P1 = applies_PG.sum(1, keepdim=True).clamp(min=1)
+    centred, varies_P = [], torch.ones(len(reward_PG), dtype=torch.bool)
+    for number_PG in (reward_PG.double(), value_PG.double()):
+        highest_P = torch.where(applies_PG, number_PG, -torch.inf).amax(1)
+        lowest_P = torch.where(applies_PG, number_PG, torch.inf).amin(1)
+        varies_P &= highest_P > lowest_P
+        mean_P1 = torch.where(applies_PG, number_PG, 0.0).sum(1, keepdim=True) / count_P1
+        centred.append(torch.where(applies_PG, number_PG - mean_P1, 0.0))
+    one_PG, other_PG = centred
+    correlation_P = (one_PG * other_PG).sum(1) / (one_PG.square().sum(1) * other_PG.square().sum(1)).sqrt()
+    return torch.where(varies_P, correlation_P, torch.nan)
 
 
 def measure_parity(micro: MicroBatch, logp_bT: Tensor, old_logp_bT: Tensor) -> Numbers:
