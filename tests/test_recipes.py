@@ -35,6 +35,7 @@ def handed_over(script: str, tmp_path: Path, *arguments: str) -> list[list[str]]
 
 
 @pytest.mark.parametrize("script", RECIPES)
+@pytest.mark.process
 def test_a_recipe_parses_and_its_last_word_is_the_user_s(script, tmp_path, monkeypatch):
     (call,) = handed_over(script, tmp_path, "--run.steps", "7")
     settings = call[call.index("hybrid_grpo") + 1 :]
@@ -77,6 +78,7 @@ def test_a_documented_objective_is_one(name):
     build(TrainConfig, {"grpo": DOCUMENTED[name], "rewards": ["a", "b"]})
 
 
+@pytest.mark.process
 def test_the_quickstart_warms_up_and_then_trains_on_what_it_made(tmp_path, monkeypatch):
     sft, train = handed_over("quickstart.sh", tmp_path, "--run.steps", "3")
     monkeypatch.chdir(SCRIPTS.parent)
@@ -95,12 +97,14 @@ def test_the_quickstart_warms_up_and_then_trains_on_what_it_made(tmp_path, monke
     }
 
 
+@pytest.mark.process
 def test_the_quickstart_takes_a_model_of_one_s_own(tmp_path):
     (call,) = handed_over("quickstart.sh", tmp_path, "--policy.model", "mine", "--data.path", "my.jsonl")
     assert call[call.index("train") :][-4:] == ["--policy.model", "mine", "--data.path", "my.jsonl"]
     assert not (tmp_path / "runs/quickstart-task").exists()
 
 
+@pytest.mark.process
 def test_a_finished_run_is_set_aside_and_not_overwritten(tmp_path):
     finished = tmp_path / "runs/quickstart/metrics.jsonl"
     finished.parent.mkdir(parents=True)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from paths import SUPPORT
-from reward_helpers import in_time, isolated
+from reward_helpers import in_time, inline, isolated
 
 from hybrid_grpo.config import GrpoConfig, RewardConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
@@ -16,6 +16,7 @@ from hybrid_grpo.data.batch import Completion, Prompt, Rollout, TrainBatch
 from hybrid_grpo.data.packing import pad
 from hybrid_grpo.grpo.loss import load_objective, micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals
+from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.trainer import Trainer
 
 P, G = 8, 2
@@ -46,6 +47,10 @@ SLOW = RewardConfig(f"{SUPPORT.joinpath('acting_rewards.py')}:leaves_files", nam
 WIDE = {"epsilon_low": 0.9, "epsilon_high": 0.9}
 
 
+def slow(completions):
+    return [0.0] * len(completions)
+
+
 def replaced(rollout: Rollout, **changes) -> Rollout:
     return replace(rollout, completions=[replace(c, **changes) for c in rollout.completions])
 
@@ -55,7 +60,7 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
         rollout=RolloutConfig(prompts_per_step=P, num_generations=G, **rollout), grpo=GrpoConfig(**(grpo or {}))
     )
     task = SimpleNamespace(
-        rewards=isolated(SLOW),
+        rewards=Rewards([inline(slow)]),
         outcome="slow",
         prompts=[Prompt(i, f"p{i}", [1], {}) for i in range(P)],
         eval_prompts=[],
@@ -79,6 +84,7 @@ def loss_of(run: Trainer, batch: TrainBatch) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.process
 def test_rewards_run_while_others_are_sampled(tmp_path):
     run = trainer(Sampler())
     run.inputs.rewards = isolated(replace(SLOW, kwargs={"folder": str(tmp_path)}))

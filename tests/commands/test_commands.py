@@ -17,6 +17,8 @@ from workshop import Workshop
 
 from hybrid_grpo.run.metrics import describe
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from launching import make_task
@@ -23,6 +24,7 @@ from hybrid_grpo.config.checks import check_generate
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 
+pytestmark = pytest.mark.process
 WORDS = ["dcab=", "zxy=", "hello=", "qrs=", "tac=", "god=", "mnbv="]
 MODEL = ["--policy.model=model", "--policy.dtype=float32", "--rollout.max_completion_tokens=8"]
 DATA = ["--data.path=words.jsonl"]
@@ -130,8 +132,8 @@ def test_a_line_for_every_completion(terminal: Terminal) -> None:
 def test_the_completions_are_those_of_step_0_of_a_rollout(terminal: Terminal, folder: Path) -> None:
     options = ["--rollout.num_generations=3", "--rollout.temperature=0.8", "--run.seed=5"]
     rows = terminal.generate(*DATA, *options)
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "rollout.py"], check=True, env=environment, capture_output=True, timeout=240)
+    done = forks.run("rollout.py")
+    assert done.status == 0, done.err
     rollout = json.loads((folder / "rollout.json").read_text())
     assert [[row["completion"], row["finish"]] for row in rows] == [row[:2] for row in rollout]
     assert [row["logp"] for row in rows] == pytest.approx([row[2] for row in rollout], rel=1e-5)
@@ -193,12 +195,10 @@ def test_greedy_is_that_of_eval_and_ends_by_the_same_rules(terminal: Terminal, f
     ends = ["--rollout.stop_strings=[z, '=']", "--rollout.min_completion_tokens=3"]
     rows = terminal.generate(*DATA, "--rollout.temperature=0", *ends)
     assert {row["finish"] for row in rows} == {"stop", "length"} and min(row["tokens"] for row in rows) == 3
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
     arguments = [*MODEL, *ends, *DATA, "--data.eval_path=words.jsonl", "--rollout.prompts_per_step=7"]
     arguments += ["--rewards=[{function: 'kept_rewards.py:kept', batch_size: 7}]"]
-    command = [sys.executable, "-m", "hybrid_grpo", "eval", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    done = forks.run("-m", "hybrid_grpo", "eval", *arguments)
+    assert done.status == 0, done.err
     assert json.loads((folder / "kept.json").read_text()) == {row["prompt"]: row["completion"] for row in rows}
 
 

@@ -22,6 +22,7 @@ from hybrid_grpo.__main__ import main
 from hybrid_grpo.config import ScoreConfig
 from hybrid_grpo.config.parsing import parse
 
+pytestmark = pytest.mark.process
 REWARDS = """
 import time
 

@@ -579,6 +579,7 @@ def test_an_entry_of_a_mapping_goes_over_a_recipe_s(user: User) -> None:
     assert user.train("--engine", "{zero_stage: 2}", yaml=recipe).engine.deepspeed["b"] == 3
 
 
+@pytest.mark.process
 def test_a_mistake_does_not_cost_an_import_of_torch(user: User) -> None:
     code = (
         "import sys; from hybrid_grpo.__main__ import main;"

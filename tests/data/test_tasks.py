@@ -1,16 +1,13 @@
 """Ready-made tasks: their rows, prompts and rewards, and how they become settings."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import forks
 import pytest
 import yaml
 from char_tokenizer import IDS, TEMPLATE, char_tokenizer
-from paths import ROOT
 from reward_helpers import completion
 from tiny_models import build, tiny_config
 
@@ -85,6 +82,7 @@ def settings(*arguments: str, cls=TrainConfig):
 
 
 @pytest.mark.parametrize("name", RIGHT_AND_WRONG)
+@pytest.mark.process
 def test_a_right_completion_is_worth_1_and_a_wrong_one_0(name, tmp_path):
     row, right, wrong = RIGHT_AND_WRONG[name]
     path = jsonl(tmp_path / "rows.jsonl", row, row)
@@ -197,6 +195,7 @@ def own(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.process
 def test_a_task_of_one_s_own(own):
     config = settings("--data.task", "my_task.py:shouting", "--data.chat_template", "never")
     assert config.rewards == [RewardConfig("my_task.py:shout", weight=2.0)] and config.eval.threshold == 0.5
@@ -319,6 +318,7 @@ def test_the_supervised_stage_learns_the_solutions_of_a_task(model):
 
 
 @pytest.mark.parametrize("task", ["letters", "countdown"])
+@pytest.mark.process
 def test_a_run_of_a_task_starts_and_steps(task, model, tmp_path):
     arguments = [
         *(
@@ -334,11 +334,9 @@ def test_a_run_of_a_task_starts_and_steps(task, model, tmp_path):
         *("--engine.adam", "torch", "--data.task", task, "--data.limit", "8", "--data.eval_limit", "4"),
         *("--rollout.prompts_per_step", "4", "--rollout.num_generations", "2", "--rollout.max_completion_tokens", "6"),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     for command, more in (("plan", []), ("train", ["--run.steps", "2", "--run.dir", str(tmp_path)])):
-        start = [sys.executable, "-m", "hybrid_grpo", command, *arguments, *more]
-        done = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr
+        done = forks.run("-m", "hybrid_grpo", command, *arguments, *more, cwd=tmp_path)
+        assert done.status == 0, done.err
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics if "policy/loss" in row] == [1, 2]
     assert "eval/heldout/accuracy" in metrics[0] and metrics[-1]["progress/completions"] == 16

@@ -1,9 +1,8 @@
 """Adapters: beside a model and merged into it, on their own; then in the engine, on one and on two ranks."""
 
-import subprocess
-import sys
 from copy import deepcopy
 
+import forks
 import pytest
 import torch
 from launching import assert_same_steps, make_task, ranks
@@ -228,10 +227,9 @@ def test_the_exported_model_is_the_one_that_was_decoded_and_its_adapter_gives_th
 def test_the_supervised_stage_trains_adapters_too(folder):
     data = ["--policy.model", f"{folder / 'model'}", "--data.path", f"{folder / 'sft.jsonl'}", "--policy.dtype=float32"]
     run = ["--run.dir", f"{folder / 'runs'}", "--run.steps=2", "--log.wandb=disabled", "--engine.zero_stage=0"]
-    command = [sys.executable, "-m", "hybrid_grpo", "sft", *data, *run, "--lora.rank=2", "--policy.lr=0.01"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert "lora: 12,288 weights are trained, in adapters of rank 2 beside 21 linear layers" in done.stdout
+    done = forks.run("-m", "hybrid_grpo", "sft", *data, *run, "--lora.rank=2", "--policy.lr=0.01")
+    assert done.status == 0, done.err
+    assert "lora: 12,288 weights are trained, in adapters of rank 2 beside 21 linear layers" in done.out
     out = folder / "runs" / "run" / "model"
     assert len(load_file(out / "adapter" / "adapter_model.safetensors")) == 42
     start, trained = (load_file(f / "model.safetensors") for f in (folder / "model", out))

@@ -83,6 +83,7 @@ def test_a_function_of_a_file_with_its_sibling(rules: Path) -> None:
     assert sys.path == path
 
 
+@pytest.mark.process
 def test_it_is_the_same_function_in_a_worker(rules: Path) -> None:
     before = set(sys.modules)
     rewards = isolated(RewardConfig(f"{rules}:bonus", kwargs={"scale": 3}), RewardConfig(f"{rules}:strict"))
@@ -90,6 +91,7 @@ def test_it_is_the_same_function_in_a_worker(rules: Path) -> None:
     assert not {name for name in set(sys.modules) - before if "rules" in name}, "it is not imported here"
 
 
+@pytest.mark.process
 def test_a_relative_path_and_a_module_are_found_in_the_working_folder(rules: Path, monkeypatch) -> None:
     monkeypatch.chdir(rules.parent)
     by_path, absolute = load("rules.py:bonus"), load(f"{rules}:bonus")
@@ -153,6 +155,7 @@ def test_a_file_can_be_loaded_once_it_is_mended(tmp_path: Path) -> None:
     assert load(f"{file}:f")({"completions": ["a"]}) == [4.0]
 
 
+@pytest.mark.process
 def test_kwargs_that_the_function_does_not_take(rules: Path) -> None:
     assert "answers: strict has no such parameter: did you mean answer?" in refusal(
         f"{rules}:strict", kwargs={"answers": 1}
@@ -226,6 +229,7 @@ def test_a_batch_size_that_is_none(tmp_path: Path) -> None:
         ("def g(completions): return []\n", "f does not exist in"),
     ],
 )
+@pytest.mark.process
 def test_what_goes_wrong_in_the_importing_process_is_told_in_a_line(monkeypatch, tmp_path, source, said) -> None:
     monkeypatch.setattr("hybrid_grpo.rewards.workers.processes._IMPORT_SECONDS", 1.0 if "sleep" in source else 60.0)
     (tmp_path / "broken.py").write_text(source)

@@ -68,6 +68,7 @@ def test_streamed_scores_are_those_of_all_rows_at_once(seed, batch_size):
 
 
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.process
 def test_processes_say_the_same(seed):
     prompts, groups = [prompt(i) for i in range(6)], [[completion(f"{G * i + k}") for k in range(G)] for i in range(6)]
     scorer = isolated(RewardConfig(f"{FILE}:act"), RewardConfig(f"{FILE}:act_async", weight=100.0))
@@ -99,6 +100,7 @@ def test_a_call_gets_its_rows_as_soon_as_they_are_there(batch_size, calls):
     ]
 
 
+@pytest.mark.process
 def test_slow_rewards_hide_behind_sampling(tmp_path):
     """Decoding lasts until the group before is scored; the seconds count when nobody waits, too."""
     prompts = [prompt(i) for i in range(10)]

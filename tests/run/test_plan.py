@@ -1,14 +1,12 @@
 """The plan against counts by hand, its refusals, and its command."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import forks
 import pytest
 import torch
-from paths import ROOT
+from launching import make_task
 from tiny_models import tiny_config
 from transformers import Qwen2Config
 
@@ -285,9 +283,9 @@ def test_a_container_s_limit_bounds_what_is_free(monkeypatch, tmp_path):
     assert here.flops > 1e8 and here.bandwidth > 1e7 and not here.on_gpu
 
 
+@pytest.mark.process
 def test_the_command_prints_the_plan_of_ranks_and_devices_that_are_not_here(tmp_path: Path):
-    script = ROOT / "training_scripts" / "quickstart_task.py"
-    subprocess.run([sys.executable, script, tmp_path], check=True, capture_output=True)
+    make_task(tmp_path)
     settings = {
         "policy.model": tmp_path / "model",
         "data.path": tmp_path / "train.jsonl",
@@ -298,10 +296,8 @@ def test_the_command_prints_the_plan_of_ranks_and_devices_that_are_not_here(tmp_
     }
 
     options = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "hybrid_grpo", "plan", *options]
-    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=200)
-    assert done.returncode == 0, done.stderr
+    done = forks.run("-m", "hybrid_grpo", "plan", *options)
+    assert done.status == 0, done.err
     for words in ("batch: 4 ranks x 8 prompts", "on l40s", "optimizer step", "keys and values", "it fits"):
-        assert words in done.stdout
+        assert words in done.out
     assert not list(tmp_path.glob("runs/*")), "a plan leaves no run behind"

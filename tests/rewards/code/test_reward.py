@@ -8,6 +8,8 @@ from reward_helpers import isolated, rows
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.rewards.code.reward import code_tests, program_of
 
+pytestmark = pytest.mark.process
+
 SQUARES = ["assert square(2) == 4", "assert square(3) == 9", "assert square(-1) == 1", "assert square(0) == 0"]
 RIGHT = "def square(x):\n    return x * x"
 

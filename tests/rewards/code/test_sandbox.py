@@ -21,6 +21,8 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.rewards.code.containment import PROTECTIONS, Limits
 from hybrid_grpo.rewards.code.sandbox import Sandbox
 
+pytestmark = pytest.mark.process
+
 NOBODY = 54321
 SYSTEM_PYTHON = shutil.which("python3", path="/usr/bin")
 ENDS = {

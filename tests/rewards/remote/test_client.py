@@ -282,6 +282,7 @@ def certificate(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.process
 def test_certificates(certificate, tmp_path):
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate)

@@ -8,6 +8,8 @@ import pytest
 from hostile_service import Asked, Behaviour, Service, after, answer, drops, hangs_up, says
 from workshop import Workshop
 
+pytestmark = pytest.mark.process
+
 TOKEN = "t0ken-0f-a-run"
 FLAWS: list[Behaviour] = [
     answer("", "500 Internal Server Error"),

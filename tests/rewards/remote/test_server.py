@@ -30,6 +30,7 @@ from hybrid_grpo.rewards.remote import server as http_server
 from hybrid_grpo.rewards.remote.client import remote
 from hybrid_grpo.rewards.scoring import Rewards
 
+pytestmark = pytest.mark.process
 TOKEN = "t0ken-of-the-tests"
 TIMEOUT_S = 4.0
 FUNCTIONS = """

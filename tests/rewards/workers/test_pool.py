@@ -19,6 +19,8 @@ from hybrid_grpo.rewards.functions import Reply, RewardCall
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.rewards.workers.pool import Outcome, busy_seconds
 
+pytestmark = pytest.mark.process
+
 FILE = SUPPORT.joinpath("acting_rewards.py")
 FAILED = {
     "raises": "raised KeyError: 'no such\\nthing' (acting_rewards.py:",

@@ -23,6 +23,8 @@ from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.rewards.functions import RewardCall
 from hybrid_grpo.rewards.workers.pool import Pool
 
+pytestmark = pytest.mark.process
+
 pool = Pool([("rewards[0]", RewardConfig(sys.argv[1]))], 2, 1 << 32)
 caller = pool.isolated(0, 60.0)
 calls = [caller.start(RewardCall({"completions": [text]}, [1])) for text in ("hangs with children", "1")]
