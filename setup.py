@@ -29,7 +29,7 @@ setup(
         "numpy>=1.26",
         "psutil>=5.9",
         "pyarrow>=16",
-        "pydantic>=2.7",
+        "pydantic>=2.11",
         "pyyaml>=6.0",
         "rich>=13.7",
         "starlette>=1.0",
