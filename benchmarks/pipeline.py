@@ -18,10 +18,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 from launching import make_task, ranks
-from test_logprobs import MEASURE
+from paths import SUPPORT
 
 
 def relative(ours: float, theirs: float) -> float:
@@ -38,7 +38,7 @@ def measure(folder: Path) -> dict[str, Any]:
     first, second = ranks(2, "switch", folder)
     losses = ranks(2, "losses", folder)
     (export, _) = ranks(2, "export", folder)
-    head = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True)
+    head = subprocess.run([sys.executable, SUPPORT / "head_memory.py"], capture_output=True, text=True, check=True)
     share, worst = map(float, head.stdout.split())
 
     def layout(name: str) -> float:

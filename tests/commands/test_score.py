@@ -6,13 +6,12 @@ import io
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forks
 import pytest
 import yaml
 from char_tokenizer import char_tokenizer
@@ -218,9 +217,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "eval": {"threshold": 0.5},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    command = [sys.executable, "-m", "hybrid_grpo", "train", "--config", "recipe.yaml"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    done = forks.run("-m", "hybrid_grpo", "train", "--config", "recipe.yaml", cwd=folder)
+    assert done.status == 0, done.err
     return folder
 
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from paths import SUPPORT
 from tiny_models import ARCHITECTURES, TIED, VOCABULARY, build, tiny_config
 
 from hybrid_grpo.model.attention import Selection
@@ -227,55 +228,12 @@ def test_padding_has_no_part_in_scores_and_gradients():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-MEASURE = """
-import torch
-from hybrid_grpo.model.logprobs import token_logprobs
-
-V, N, D = 151_936, 4096, 64
-torch.set_num_threads(2)
-generator = torch.Generator().manual_seed(0)
-hidden = torch.randn(N, D, generator=generator).requires_grad_()
-weight = (0.3 * torch.randn(V, D, generator=generator)).requires_grad_()
-target = torch.randint(V, (N,), generator=generator)
-of_logp, of_entropy = torch.randn(2, N, generator=generator) / N
-
-def resident(field):
-    # Not getrusage: its maximum is inherited over exec from the process that started this one.
-    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
-    return int(lines[field].split()[0]) * 1024
-
-# Code and thread buffers are paged in by first use.
-for values in token_logprobs(hidden[:8], weight[:200], None, target[:8] % 200):
-    torch.autograd.grad(values.sum(), [hidden, weight], retain_graph=True)
-before = resident("VmRSS")
-logp, entropy = token_logprobs(hidden, weight, None, target)
-(logp @ of_logp + entropy @ of_entropy).backward()
-extra = resident("VmHWM") - before
-
-# Against the plain ones for some of the tokens: of all, they take six times as long.
-M = 512
-hidden.grad = weight.grad = None
-logp, entropy = token_logprobs(hidden[:M], weight, None, target[:M])
-(logp @ of_logp[:M] + entropy @ of_entropy[:M]).backward()
-mine = hidden.grad, weight.grad
-hidden.grad = weight.grad = None
-logp_NV = (hidden[:M] @ weight.T).log_softmax(-1)
-plain_entropy = -(logp_NV.exp() * logp_NV).sum(-1)
-plain_logp = logp_NV.gather(1, target[:M, None])[:, 0]
-(plain_logp @ of_logp[:M] + plain_entropy @ of_entropy[:M]).backward()
-torch.testing.assert_close(logp, plain_logp, rtol=1e-5, atol=0)
-torch.testing.assert_close(entropy, plain_entropy, rtol=1e-5, atol=0)
-worst = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(mine, (hidden.grad, weight.grad)))
-print(extra / (4 * V * N), worst)
-"""
-
-
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_4096_tokens_of_a_large_vocabulary_take_15_percent_of_their_logits():
     """Counted: the growth of resident memory from the inputs alone to the peak of forward and backward, so the
     chunks, what is saved between the two, and the gradients of hidden states and weight themselves."""
-    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, SUPPORT / "head_memory.py"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     share, worst = map(float, done.stdout.split())
     assert 0.02 < share < 0.15
