@@ -57,19 +57,10 @@ class Trainer(Stage):
         self.policy, self.reference, self.inputs = policy, reference, inputs
         self.eval_prompts = rank_share(inputs.eval_prompts, rank(), world_size())
         self.meter = Meter(inputs.rewards.names, [config.eval.name], device)
-        # A minibatch is a batch of the loader, so that its prompts do not depend on the number of ranks.
         self.loader = Curriculum(
-            inputs.prompts,
-            config.rollout.prompts_per_step // plan.num_minibatches,
-            rank(),
-            world_size(),
-            config.run.seed,
-            config.data.shuffle,
-            config.curriculum,
-            plan.num_generations,
-            device,
+            inputs.prompts, plan, rank(), config.curriculum, config.run.seed, config.data.shuffle, device
         )
-        self.kl = KlController(config.grpo, config.rollout.prompts_per_step * plan.num_generations, device)
+        self.kl = KlController(config.grpo, plan.rows, device)
         grpo, filtered = config.grpo, config.rollout.logprobs == "sampling"
         auto = filtered or grpo.sampler_correction != "none"
         self.recomputes = auto if grpo.old_logp == "auto" else grpo.old_logp == "policy"
@@ -157,7 +148,7 @@ class Trainer(Stage):
         """
         if not self.recomputes:
             return rollout.logp_BT.to(self.device)
-        if self.plan.num_iterations * self.plan.num_minibatches == 1 and not self.kl_in_reward:
+        if self.plan.optimizer_steps == 1 and not self.kl_in_reward:
             return None
         with self.meter.time("time/old_logp_s"), torch.no_grad():
             logp_BT = torch.zeros(rollout.mask_BT.shape, device=self.device)
@@ -204,7 +195,7 @@ class Trainer(Stage):
                 self.policy.engine.backward(loss)
                 self.kl.add(numbers)
                 self.meter.update(numbers)
-                self.meter.add("policy/loss", loss / (self.plan.num_iterations * self.plan.num_minibatches))
+                self.meter.add("policy/loss", loss / self.plan.optimizer_steps)
                 if number == 0:
                     self.meter.update(measure_parity(batch.micro, logp_bT, batch.sampler_logp_bT))
             self.meter.add("policy/lr", self.policy.lr)

@@ -38,17 +38,20 @@ class BatchPlan:
     num_iterations: int
 
     @property
-    def rows_per_minibatch(self) -> int:
-        """Completions behind one optimizer step, over all ranks."""
-        return self.world_size * self.prompts_per_rank * self.num_generations // self.num_minibatches
+    def rows(self) -> int:
+        """Completions of one rollout, over all ranks."""
+        return self.world_size * self.prompts_per_rank * self.num_generations
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps on one rollout."""
+        return self.num_iterations * self.num_minibatches
 
     def __str__(self) -> str:
-        rows = self.world_size * self.prompts_per_rank * self.num_generations
-        steps = self.num_iterations * self.num_minibatches
         return (
             f"{self.world_size} ranks x {self.prompts_per_rank} prompts x {self.num_generations} completions"
-            f" = {rows} rows a rollout; {self.num_iterations} iterations x {self.num_minibatches} minibatches"
-            f" = {steps} optimizer steps of {self.rows_per_minibatch} rows"
+            f" = {self.rows} rows a rollout; {self.num_iterations} iterations x {self.num_minibatches} minibatches"
+            f" = {self.optimizer_steps} optimizer steps of {self.rows // self.num_minibatches} rows"
         )
 
 
