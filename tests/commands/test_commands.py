@@ -56,7 +56,8 @@ MISTAKES = {
     "no rows": Mistake(_train("--data.path=blank.jsonl"), ["data.path blank.jsonl", "no rows"]),
     "no prompt column": Mistake(_train("--data.path=noprompt.jsonl"), ["data.prompt_column prompt", "question"]),
     "no completion column": Mistake(
-        ["sft", "--config", "sft.yaml", "--data.path=train.jsonl"], ["data.completion_column completion", "answer"]
+        ["sft", "--config", "sft.yaml", "--data.path=train.jsonl"],
+        ["data.completion_column completion", "has no such column"],
     ),
     "over-long prompts": Mistake(_train("--data.max_prompt_tokens=2"), ["data.max_prompt_tokens 2: all 12 prompts"]),
     "more prompts than rows": Mistake(

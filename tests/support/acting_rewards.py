@@ -178,9 +178,14 @@ def leaves_an_alarm(completions: list[str]) -> list[float]:
 
 
 def letters(completions: list[str], completion_ids: list[list[int]], answer: list[str]) -> list[Any]:
-    """A step for every token, with reward 1 if it is the expected letter."""
+    """A step for every token, with reward 1 if it is the expected letter; tokens 0 and 1 are no letters."""
+
+    def right(c: str, ids: list[int], a: str, i: int) -> float:
+        at = sum(token > 1 for token in ids[:i])
+        return float(ids[i] > 1 and c[at : at + 1] == a[at : at + 1])
+
     return [
-        [(i + 1, float(c[i : i + 1] == a[i : i + 1] != "")) for i in range(len(ids))]
+        [(i + 1, right(c, ids, a, i)) for i in range(len(ids))]
         for c, ids, a in zip(completions, completion_ids, answer, strict=True)
     ]
 

@@ -50,8 +50,8 @@ def with_objective(trainer: Trainer, grpo: GrpoConfig, reference: Reference | No
 
 
 def frozen(trainer: Trainer) -> Reference:
-    """Optimizer steps that change nothing, and a reference that is not the policy: every KL is greater than 0."""
-    trainer.policy.config = replace(trainer.policy.config, lr=0.0)
+    """Optimizer steps too small to change a weight, and a reference that is not the policy: every KL is above 0."""
+    trainer.policy.config = replace(trainer.policy.config, lr=1e-30)
     reference = Reference(trainer.policy.config)
     for parameter in reference.engine.engine.module.parameters():
         parameter.ds_tensor.mul_(1.1)
