@@ -15,7 +15,7 @@ setup(
     package_data={
         "hybrid_grpo.data.tasks": ["*.yaml"],
         "hybrid_grpo.model.kernels": ["*.c", "*.h"],
-        "hybrid_grpo.run": ["*.j2"],
+        "hybrid_grpo.run": ["*.j2", "*.yaml"],
     },
     python_requires=">=3.10,<3.14",
     install_requires=[
