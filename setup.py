@@ -16,6 +16,7 @@ setup(
         "hybrid_grpo.data.tasks": ["*.yaml"],
         "hybrid_grpo.model.kernels": ["*.c", "*.h"],
         "hybrid_grpo.run": ["*.j2"],
+        "hybrid_grpo.rewards.code": ["*.ini"],
     },
     python_requires=">=3.10,<3.14",
     install_requires=[
