@@ -67,11 +67,9 @@ class Containment:
     """
 
     def __init__(self, folder: str, without: Iterable[str] = ()) -> None:
-        self.seccomp = (
-            "seccomp" not in without
-            and platform.machine() in _ARCHITECTURES
-            and _works(lambda: _filter_calls(writing=True))
-        )
+        has_filters = "seccomp" not in without and platform.machine() in _ARCHITECTURES
+        self._filters = {writing: _filter(writing) for writing in (True, False) if has_filters}
+        self.seccomp = has_filters and _works(lambda: _install(self._filters[True]))
         if not self.seccomp:
             # Processes that a program leaves behind then become children of this process, which can kill them.
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -122,7 +120,7 @@ class Containment:
         # Only now: changing the user resets it.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if self.seccomp:
-            _filter_calls(writing)
+            _install(self._filters[writing])
 
 
 def _limit(limits: Limits) -> None:
@@ -214,8 +212,6 @@ def _allow(rules: int, path: str, rights: int) -> None:
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """By machine: the kernel's number for it, and its column in system_calls.ini."""
-_SYSTEM_CALLS = ConfigParser()
-_SYSTEM_CALLS.read_string(Path(__file__).with_name("system_calls.ini").read_text())
 _LOAD, _EQUAL, _AND, _RETURN = 0x20, 0x15, 0x54, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 _step = struct.Struct("=HBBI").pack
@@ -223,11 +219,18 @@ _ALL_BITS = 0xFFFFFFFF
 _CREATE_UNNAMED = 0o20000000
 
 
-def _numbers(section: str) -> dict[str, int]:
-    """Numbers of the system calls in a section of system_calls.ini, by name."""
+@cache
+def _system_calls() -> dict[str, dict[str, int]]:
+    """Numbers of the system calls on this machine, by the section of system_calls.ini and by name."""
+    file = ConfigParser()
+    file.read_string(Path(__file__).with_name("system_calls.ini").read_text())
     column = _ARCHITECTURES[platform.machine()][1]
-    numbers = {name: columns.split()[column] for name, columns in _SYSTEM_CALLS[section].items()}
-    return {name: int(number) for name, number in numbers.items() if number != "-"}
+    numbers = {
+        section: {name: row.split()[column] for name, row in file[section].items()} for section in file.sections()
+    }
+    return {
+        section: {n: int(number) for n, number in calls.items() if number != "-"} for section, calls in numbers.items()
+    }
 
 
 def _conditions(writing: bool) -> dict[str, list[tuple[int, int, Sequence[int]]]]:
@@ -240,9 +243,6 @@ def _conditions(writing: bool) -> dict[str, list[tuple[int, int, Sequence[int]]]
         opening = [(2, os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | _CREATE_UNNAMED, (0,))]
     return {
         "openat": opening,
-        # Signals only to itself.
-        "kill": [(0, _ALL_BITS, (os.getpid(),))],
-        "tgkill": [(0, _ALL_BITS, (os.getpid(),))],
         "prlimit64": [(0, _ALL_BITS, (0,))],
         # Asking whether a file is a terminal, and inheritance; not TIOCSTI, which types into a terminal.
         "ioctl": [(1, _ALL_BITS, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451))],
@@ -253,20 +253,26 @@ def _conditions(writing: bool) -> dict[str, list[tuple[int, int, Sequence[int]]]
     }
 
 
-def _filter_calls(writing: bool) -> None:
-    """Restrict this process to the allowed system calls; all others fail with EPERM."""
-    allowed = _numbers("always") | (_numbers("writing") if writing else {})
+def _filter(writing: bool) -> bytes:
+    """Steps of the filter that allow the listed system calls, but for signals."""
+    calls = _system_calls()
     steps = [_step(_LOAD, 0, 0, 4), _step(_EQUAL, 1, 0, _ARCHITECTURES[platform.machine()][0])]
     steps += [_step(_RETURN, 0, 0, _REFUSE), _step(_LOAD, 0, 0, 0)]
-    for number in allowed.values():
+    for number in (calls["always"] | (calls["writing"] if writing else {})).values():
         steps += [_step(_EQUAL, 0, 1, number), _step(_RETURN, 0, 0, _ALLOW)]
-    conditional = _numbers("conditional")
     for name, conditions in _conditions(writing).items():
-        steps += _block(conditional[name], conditions)
-    steps += [_step(_RETURN, 0, 0, _REFUSE)]
-    code = ctypes.create_string_buffer(b"".join(steps))
+        steps += _block(calls["conditional"][name], conditions)
+    return b"".join(steps)
+
+
+def _install(steps: bytes) -> None:
+    """Restrict this process to the calls that these steps allow, and to signals to itself; others fail with EPERM."""
+    own = [(0, _ALL_BITS, (os.getpid(),))]
+    signals = [step for name in ("kill", "tgkill") for step in _block(_system_calls()["conditional"][name], own)]
+    program = steps + b"".join([*signals, _step(_RETURN, 0, 0, _REFUSE)])
+    code = ctypes.create_string_buffer(program)
     # struct sock_fprog: the number of steps, and their address.
-    _prctl(_PR_SET_SECCOMP, 2, struct.pack("HP", len(steps), ctypes.addressof(code)))
+    _prctl(_PR_SET_SECCOMP, 2, struct.pack("HP", len(program) // 8, ctypes.addressof(code)))
 
 
 def _block(number: int, conditions: Sequence[tuple[int, int, Sequence[int]]]) -> list[bytes]:
