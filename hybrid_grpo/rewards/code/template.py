@@ -27,6 +27,7 @@ import uuid
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -95,27 +96,23 @@ class SandboxTemplate:
     def _run(self, limits: Limits, judged: bool, files: list[int]) -> dict[str, Any] | None:
         deadline = time.monotonic() + limits.timeout_s
         writing = limits.disk_mb > 0 and self._containment.writable
-        family: list[_Child] = []
+        family: list[int] = []
+        fork = partial(self._fork, family, limits)
         try:
             source, *others = files
             if judged:
                 ours, theirs = socket.socketpair()
                 with ours, theirs:
                     # Neither has standard streams: those of the template itself go nowhere.
-                    files = [0, 1, 1, *others, theirs.fileno()]
-                    family.append(self._fork(files, limits, False, lambda: judge(_read(3), 4, Connection(5))))
-                    files = [0, 1, 1, source, ours.fileno()]
-                    family.append(self._fork(files, limits, writing, lambda: serve_program(_read(3), Connection(4))))
+                    fork([0, 1, 1, *others, theirs.fileno()], False, lambda: judge(_read(3), 4, Connection(5)))
+                    fork([0, 1, 1, source, ours.fileno()], writing, lambda: serve_program(_read(3), Connection(4)))
             else:
-                files = [*others, source]
-                family.append(self._fork(files, limits, writing, lambda: run_program(_read(3), "__main__")))
-            for child in family:
-                child.check()
+                fork([*others, source], writing, lambda: run_program(_read(3), "__main__"))
             end = self._watch(family, deadline, limits, writing)
         except NotContained as error:
             return {"error": str(error)}
         finally:
-            statuses = [child.end() for child in family]
+            statuses = [_end(pid) for pid in family]
             if not self._containment.seccomp:
                 _end_descendants()
         if end == "gone":
@@ -124,14 +121,25 @@ class SandboxTemplate:
             end = signal.Signals(-statuses[0]).name
         return {"end": end, "status": statuses[0]}
 
-    def _fork(self, files: list[int], limits: Limits, writing: bool, main: Callable[[], object]) -> _Child:
-        """A process that has only these files, numbered from 0, and contains itself before it runs `main`."""
+    def _fork(
+        self, family: list[int], limits: Limits, files: list[int], writing: bool, main: Callable[[], object]
+    ) -> None:
+        """Add a process to `family` that has only these files, numbered from 0, and is contained before it runs `main`.
+
+        Raises:
+            NotContained: it could not be contained, and has run nothing.
+        """
         template = os.getpid()
         ready, tell = os.pipe()
         pid = os.fork()
         if pid:
+            family.append(pid)
             os.close(tell)
-            return _Child(pid, ready)
+            with open(ready, "rb") as pipe:
+                said = pipe.read()
+            if said != _CONTAINED:
+                raise NotContained(said.decode() or "a process died before it was contained")
+            return
         try:
             os.setsid()
             files = [*files, tell]
@@ -153,16 +161,16 @@ class SandboxTemplate:
         finally:
             os._exit(1)
 
-    def _watch(self, family: list[_Child], deadline: float, limits: Limits, writing: bool) -> str:
+    def _watch(self, family: list[int], deadline: float, limits: Limits, writing: bool) -> str:
         """Wait until the first process ends or has to be ended; the reason."""
-        first, control = os.pidfd_open(family[0].pid), self._control.fileno()
+        first, control = os.pidfd_open(family[0]), self._control.fileno()
         try:
             while (left_s := deadline - time.monotonic()) > 0:
                 wait_s = min(left_s, _WATCH_S) if writing else left_s
                 ready, _, _ = select.select([first, control], [], [], wait_s)
                 if ready:
                     return "gone" if control in ready else "exited"
-                if writing and _overfull(self.folder, family[-1].pid, limits):
+                if writing and _overfull(self.folder, family[-1], limits):
                     return "disk"
             return "timeout"
         finally:
@@ -173,27 +181,13 @@ class NotContained(Exception):
     """A protection that worked when it was tried does not work now."""
 
 
-class _Child:
-    """A contained process; `ready` is the pipe on which it says so before it runs anything."""
-
-    def __init__(self, pid: int, ready: int) -> None:
-        self.pid = pid
-        self._ready = open(ready, "rb")  # noqa: SIM115
-
-    def check(self) -> None:
-        """Wait until it is contained; raise NotContained if it could not be, and so has run nothing."""
-        said = self._ready.read()
-        if said != _CONTAINED:
-            raise NotContained(said.decode() or "a process died before it was contained")
-
-    def end(self) -> int:
-        """Kill it and its process group; exit status, negative for a signal."""
-        self._ready.close()
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+def _end(pid: int) -> int:
+    """Kill a process and its process group; exit status, negative for a signal."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _main(main: Callable[[], object]) -> None:

@@ -19,15 +19,17 @@ import re
 import ssl
 import time
 import weakref
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import tenacity
+from pydantic import ValidationError
+from pydantic.dataclasses import dataclass
 
+from hybrid_grpo.config.fields import Count, NotNegative, Positive, Whole
 from hybrid_grpo.config.network import bearer_token, is_loopback
 from hybrid_grpo.rewards.rules import completion_texts
 
@@ -40,14 +42,6 @@ _LONGEST_WAIT_S = 60.0
 """Seconds between two attempts, whatever the service asks for."""
 _TEMPORARY = {408, 425, 429}
 """Statuses below 500 that may be different the next time."""
-
-_NUMBERS = (
-    ("timeout_s", 0.001, (int, float)),
-    ("retries", 0, (int,)),
-    ("backoff_s", 0, (int, float)),
-    ("max_connections", 1, (int,)),
-)
-"""Name, lowest value and types of the settings that are numbers."""
 
 Prompt = str | list[dict[str, Any]]
 
@@ -91,7 +85,11 @@ async def remote(
         ValueError: a setting or a column cannot be used.
         RuntimeError: no usable answer came, or the service failed on every row.
     """
-    service = _Service(url, token_env, timeout_s, retries, backoff_s, verify, max_connections)
+    try:
+        service = _Service(url, token_env, timeout_s, retries, backoff_s, verify, max_connections)
+    except ValidationError as error:  # told without the value, which may be a secret in the wrong place
+        wrong = error.errors()[0]
+        raise ValueError(f"{list(_Service.__dataclass_fields__)[int(wrong['loc'][0])]}: {wrong['msg']}") from None
     if format not in ("openrlhf", "full"):
         raise ValueError(f"format {format!r} is not known: give openrlhf or full")
     if not prompts:
@@ -163,30 +161,23 @@ class _Service:
 
     url: str
     token_env: str | None
-    timeout_s: float
-    retries: int
-    backoff_s: float
+    timeout_s: Positive
+    retries: Whole
+    backoff_s: NotNegative
     verify: bool | str
-    max_connections: int
+    max_connections: Count
 
     def check(self) -> None:
         """Raise ValueError, in words that hold no secret, where the settings cannot work."""
-        for name, lowest, types in _NUMBERS:
-            value = getattr(self, name)
-            if type(value) not in types or not lowest <= value < math.inf:
-                kind = "number" if float in types else "whole number"
-                raise ValueError(f"{name} {value!r} must be a {kind}, {lowest} or greater")
         try:
             url = httpx.URL(self.url)
-        except (httpx.InvalidURL, TypeError):
+        except httpx.InvalidURL:
             raise ValueError("url is not a URL: give one as in http://127.0.0.1:8000/get_reward") from None
         if url.scheme not in ("http", "https") or not url.host:
             raise ValueError("url must begin with http:// or https:// and name a host")
         if url.userinfo:
             raise ValueError("url holds a user name or password: take it out, and name a variable in token_env")
         if self.token_env is not None:
-            if not isinstance(self.token_env, str):
-                raise ValueError("token_env must be the name of an environment variable")
             bearer_token("token_env", self.token_env)
             if url.scheme == "http" and not is_loopback(url.host):
                 raise ValueError(f"url is plain http to {url.host}, where the token could be read: use https")
@@ -210,17 +201,6 @@ def _trust(verify: bool | str) -> ssl.SSLContext | bool:
         raise ValueError(f"verify {verify} has no certificates in PEM") from None
 
 
-class _Bearer(httpx.Auth):
-    """Reads the token when a request leaves, so that no variable, and no traceback with variables, holds it."""
-
-    def __init__(self, variable: str) -> None:
-        self._variable = variable
-
-    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        request.headers["Authorization"] = f"Bearer {bearer_token('token_env', self._variable)}"
-        yield request
-
-
 class _AttemptError(Exception):
     """An attempt without a usable answer; `again`: another may do better, `after_s` seconds later at the earliest."""
 
@@ -242,10 +222,10 @@ class _Client:
         # Requests wait here for their turn, which does not count as the service's time.
         self._turns = asyncio.Semaphore(service.max_connections)
         self._http = httpx.AsyncClient(
-            auth=_Bearer(service.token_env) if service.token_env else None,
+            auth=self._sign if service.token_env else None,
             verify=_trust(service.verify),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=service.max_connections),
-            timeout=service.timeout_s,
+            timeout=None,  # `_attempt` has one for the whole
             follow_redirects=False,
             # A proxy named in the environment must not see requests to this machine.
             trust_env=not is_loopback(httpx.URL(service.url).host),
@@ -294,6 +274,11 @@ class _Client:
                 if len(answer) > _LARGEST_ANSWER:
                     raise _AttemptError(f"answered with more than {_LARGEST_ANSWER >> 20} MiB")
         return answer.decode("utf-8-sig", "replace")
+
+    def _sign(self, request: httpx.Request) -> httpx.Request:
+        """Read the token when a request leaves, so that no variable, and no traceback with variables, holds it."""
+        request.headers["Authorization"] = f"Bearer {bearer_token('token_env', self._service.token_env or '')}"
+        return request
 
     def _without_token(self, text: str) -> str:
         """The text with the token blanked out: a service may repeat what it was sent."""

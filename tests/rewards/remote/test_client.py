@@ -236,17 +236,19 @@ def test_as_a_configured_function_each_row_fails_by_itself():
 BAD = {
     "no host": ({"url": "http:///x"}, "name a host"),
     "no scheme": ({"url": "localhost:8000"}, "http:// or https://"),
-    "no text": ({"url": 7}, "not a URL"),
+    "no text": ({"url": 7}, "url: Input should be a valid string"),
+    "a bad URL": ({"url": "https://[::1"}, "not a URL"),
     "a password": ({"url": f"http://me:{TOKEN}@127.0.0.1/"}, "user name or password"),
     "no variable": ({"token_env": "NO_SUCH_TOKEN"}, "NO_SUCH_TOKEN: there is no such"),
+    "a token for its variable": ({"token_env": [TOKEN]}, "token_env: Input should be a valid string"),
     "a bad token": ({"token_env": "BAD_TOKEN"}, "visible ASCII"),
     "plain http": ({"url": "http://rewards.example/", "token_env": "TOKEN"}, "plain http to rewards.example"),
     "no TLS": ({"verify": False}, "verify False must be true"),
     "no bundle": ({"verify": "no.pem"}, "verify 'no.pem'"),
     "a bundle of words": ({"verify": __file__}, "has no certificates"),
-    "a timeout in words": ({"timeout_s": "5"}, "timeout_s '5'"),
-    "half a retry": ({"retries": 1.5}, "retries 1.5 must be a whole number"),
-    "no connection": ({"max_connections": 0}, "max_connections 0"),
+    "a timeout in words": ({"timeout_s": "soon"}, "timeout_s: Input should be a valid number"),
+    "half a retry": ({"retries": 1.5}, "retries: Input should be a valid integer"),
+    "no connection": ({"max_connections": 0}, "max_connections: Input should be greater"),
     "a format": ({"format": "xml"}, "openrlhf or full"),
 }
 
