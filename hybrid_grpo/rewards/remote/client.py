@@ -22,14 +22,14 @@ import weakref
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import httpx
 import tenacity
-from pydantic import ValidationError
+from pydantic import AllowInfNan, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from hybrid_grpo.config.fields import Count, NotNegative, Positive, Whole
+from hybrid_grpo.config.fields import Count, NotNegative, Positive, Switch, Whole
 from hybrid_grpo.config.network import bearer_token, is_loopback
 from hybrid_grpo.rewards.rules import completion_texts
 
@@ -42,6 +42,8 @@ _LONGEST_WAIT_S = 60.0
 """Seconds between two attempts, whatever the service asks for."""
 _TEMPORARY = {408, 425, 429}
 """Statuses below 500 that may be different the next time."""
+
+_REWARDS = TypeAdapter(list[Annotated[float, Strict(), AllowInfNan(False)] | Switch | None])
 
 Prompt = str | list[dict[str, Any]]
 
@@ -87,9 +89,10 @@ async def remote(
     """
     try:
         service = _Service(url, token_env, timeout_s, retries, backoff_s, verify, max_connections)
-    except ValidationError as error:  # told without the value, which may be a secret in the wrong place
+    except ValidationError as error:
         wrong = error.errors()[0]
-        raise ValueError(f"{list(_Service.__dataclass_fields__)[int(wrong['loc'][0])]}: {wrong['msg']}") from None
+        # Without the value, which may be a secret in the wrong place.
+        raise ValueError(f"{[*_Service.__dataclass_fields__][int(wrong['loc'][0])]}: {wrong['msg']}") from None
     if format not in ("openrlhf", "full"):
         raise ValueError(f"format {format!r} is not known: give openrlhf or full")
     if not prompts:
@@ -102,7 +105,12 @@ async def remote(
     if format == "full":
         payload = {"prompts": prompts, **_chosen(values, columns), "completions": texts}
     else:
-        payload = _openrlhf(prompts, texts, tokenizer, label_column, values)
+        rendered = [(p, "") if isinstance(p, str) else _rendered(p, tokenizer) for p in prompts]
+        payload = {
+            "query": [prompt + between + text for (prompt, between), text in zip(rendered, texts, strict=True)],
+            "prompts": [prompt for prompt, _ in rendered],
+            "labels": [""] * len(texts) if label_column is None else _chosen(values, [label_column])[label_column],
+        }
         for name, column in _chosen(values, columns or []).items():
             if payload.setdefault(name, column) is not column:
                 raise ValueError(f"column {name} has a name that the format openrlhf gives a meaning: rename it")
@@ -111,17 +119,6 @@ async def remote(
         for name, logged in extra.items():
             log_extra(name, logged)
     return rewards
-
-
-def _openrlhf(
-    prompts: list[Prompt], texts: list[str], tokenizer: str | None, label_column: str | None, values: dict[str, Any]
-) -> dict[str, Any]:
-    rendered = [(p, "") if isinstance(p, str) else _rendered(p, tokenizer) for p in prompts]
-    return {
-        "query": [prompt + between + text for (prompt, between), text in zip(rendered, texts, strict=True)],
-        "prompts": [prompt for prompt, _ in rendered],
-        "labels": [""] * len(texts) if label_column is None else _chosen(values, [label_column])[label_column],
-    }
 
 
 def _rendered(chat: list[dict[str, Any]], tokenizer: str | None) -> tuple[str, str]:
@@ -185,11 +182,6 @@ class _Service:
             raise ValueError(f"verify {self.verify!r} must be true, or a file of certificates to trust")
         _trust(self.verify)
 
-    @property
-    def where(self) -> str:
-        """The URL without its query, which may hold a secret."""
-        return str(httpx.URL(self.url).copy_with(query=None, fragment=None))
-
 
 @functools.cache
 def _trust(verify: bool | str) -> ssl.SSLContext | bool:
@@ -210,10 +202,6 @@ class _AttemptError(Exception):
         self.after_s = after_s
 
 
-_Answer = tuple[list[float | None], dict[str, list[Any]]]
-"""Rewards, and the lists of `extra_logs` by name; each has one element per row."""
-
-
 class _Client:
     """The connections of one event loop to one service."""
 
@@ -232,8 +220,8 @@ class _Client:
             headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
         )
 
-    async def ask(self, body: bytes, rows: int) -> _Answer:
-        """Post until there is an answer."""
+    async def ask(self, body: bytes, rows: int) -> tuple[list[float | None], dict[str, list[Any]]]:
+        """Post until there is an answer: rewards, and the lists of `extra_logs`, each with one element per row."""
         attempts = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self._service.retries + 1),
             wait=self._wait_s,
@@ -246,14 +234,15 @@ class _Client:
         except _AttemptError as error:
             what = self._without_token(str(error))
         # Raised outside of the handler: as its context the network's exception would hold the request, with the token.
-        raise RuntimeError(f"{self._service.where} {what} (attempt {attempts.statistics['attempt_number']})")
+        where = httpx.URL(self._service.url).copy_with(query=None, fragment=None)  # a query may hold a secret
+        raise RuntimeError(f"{where} {what} (attempt {attempts.statistics['attempt_number']})")
 
     def _wait_s(self, state: tenacity.RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome else None
         backoff_s = self._service.backoff_s * 2 ** (state.attempt_number - 1) * random.uniform(0.5, 1.0)
         return min(max(backoff_s, getattr(error, "after_s", 0.0)), _LONGEST_WAIT_S)
 
-    async def _attempt(self, body: bytes, rows: int) -> _Answer:
+    async def _attempt(self, body: bytes, rows: int) -> tuple[list[float | None], dict[str, list[Any]]]:
         timeout_s = self._service.timeout_s
         try:
             async with self._turns:
@@ -329,17 +318,18 @@ def _seconds(retry_after: str) -> float:
         return 0.0
 
 
-def _read(text: str, rows: int) -> _Answer:
+def _read(text: str, rows: int) -> tuple[list[float | None], dict[str, list[Any]]]:
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):
         raise _AttemptError("answered with what is not JSON") from None
-    values = answer.get("rewards") if isinstance(answer, dict) else None
-    if not isinstance(values, list):
-        raise _AttemptError("answered without a list `rewards`")
-    if len(values) != rows:
-        raise _AttemptError(f"answered with {len(values)} rewards, expected {rows}")
-    rewards = list(map(_reward, values))
+    try:
+        rewards = _REWARDS.validate_python(answer.get("rewards") if isinstance(answer, dict) else None)
+    except ValidationError as error:
+        found = repr(error.errors()[0]["input"])[:100]
+        raise _AttemptError(f"answered without a list `rewards` of finite numbers or nulls: {found}") from None
+    if len(rewards) != rows:
+        raise _AttemptError(f"answered with {len(rewards)} rewards, expected {rows}")
     logs = answer.get("extra_logs")
     logs = logs if isinstance(logs, dict) else {}
     extra = {name: column for name, column in logs.items() if isinstance(column, list) and len(column) == rows}
@@ -348,15 +338,3 @@ def _read(text: str, rows: int) -> _Answer:
     if all(failed):
         raise _AttemptError(f"failed: {' '.join(str(errors[0]).split())[:300]}", again=False)
     return [math.nan if fails else reward for reward, fails in zip(rewards, failed, strict=True)], extra
-
-
-def _reward(value: Any) -> float | None:
-    if value is None:
-        return None
-    try:
-        number = float(value) if isinstance(value, int | float) else math.nan
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise _AttemptError(f"answered with a reward that is no finite number: {repr(value)[:100]}")
-    return number

@@ -76,7 +76,7 @@ def test_the_form_of_openrlhf():
 
 
 def test_the_full_form_sends_what_a_local_function_is_called_with():
-    with Service(says(rewards=[1, None])) as service:
+    with Service(says(rewards=[True, None])) as service:
         given = {"level": [1, 2]}
         assert ask(service.url, ["a", CHAT], ["x", [{"role": "assistant", "content": "y"}]], given, format="full") == [
             1.0,
@@ -112,11 +112,11 @@ TRANSIENT: dict[str, tuple[Behaviour, str]] = {
     "a list": (answer("[1.0]"), "without a list"),
     "no rewards": (says(score=[1.0]), "without a list"),
     "a wrong count": (says(rewards=[1.0, 2.0]), "2 rewards, expected 1"),
-    "NaN": (answer('{"rewards": [NaN]}'), "no finite number: nan"),
-    "infinity": (answer('{"rewards": [1e999]}'), "no finite number: inf"),
-    "a number beyond floats": (answer(f'{{"rewards": [{"9" * 400}]}}'), "no finite number: 999"),
-    "text": (says(rewards=["1.0"]), "no finite number: '1.0'"),
-    "a list in a list": (says(rewards=[[1.0]]), "no finite number: [1.0]"),
+    "NaN": (answer('{"rewards": [NaN]}'), "nulls: nan"),
+    "infinity": (answer('{"rewards": [1e999]}'), "nulls: inf"),
+    "a number beyond floats": (answer(f'{{"rewards": [{"9" * 400}]}}'), "nulls: 999"),
+    "text": (says(rewards=["1.0"]), "nulls: '1.0'"),
+    "a list in a list": (says(rewards=[[1.0]]), "nulls: [1.0]"),
     "no HTTP": (lambda connection, asked: connection.sendall(b"SSH-2.0-OpenSSH\r\n"), "broke the connection"),
 }
 
