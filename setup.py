@@ -15,6 +15,7 @@ setup(
     package_data={
         "hybrid_grpo.data.tasks": ["*.yaml"],
         "hybrid_grpo.model.kernels": ["*.c", "*.h"],
+        "hybrid_grpo.rewards.maths": ["*.yaml"],
         "hybrid_grpo.run": ["*.j2"],
     },
     python_requires=">=3.10,<3.14",
