@@ -47,7 +47,7 @@ _BEHIND: dict[str, Callable[[Value], Value]] = {
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
 _SHORT_FRACTION = re.compile(r"\\(frac|binom)\s*(\d)\s*([\d{])")  # \frac12, \frac1{2}
 _SHORT_BELOW = re.compile(r"(\\(?:frac|binom)\{[^{}]*\})\s*(\d)")  # \frac{1}2
-_MIXED = re.compile(r"(?<![\d.^_])(\d+)\s*(\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\})")
+_MIXED = re.compile(r"(?<![\d.^_])(?<!\d )(\d+)\s*(\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\})")
 _TOKEN = re.compile(
     r"\s*(?:(?P<repeating>\d*\.\d*\\overline\s*\{\d+\})|(?P<number>\d+\.?\d*|\.\d+)|(?P<word>\\?[A-Za-z]+)"
     r"|(?P<suffix>_\s*(?:\\[A-Za-z]+|\d+|[A-Za-z]|\{(?:[^{}]|\{[^{}]*\})*\})|')|(?P<mark>[-+*/^!°%(){}\[\]|π∞]))"
@@ -188,7 +188,7 @@ class _Parser:
         self.depth += 1
         if self.depth > _DEEPEST:
             raise Unreadable("too deep")
-        if self.token in ("+", "-"):
+        if self.token in ("+", "-") and above < _ATOM:
             sign = operator.neg if self.take() == "-" else operator.pos
             left = applied(sign, self.expression(max(above, _SUM)))
         else:

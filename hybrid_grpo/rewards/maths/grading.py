@@ -39,6 +39,7 @@ def same_answer(stated: str, gold: str) -> bool:
             return numbers[0] == numbers[1]
     if not stated.strip():
         return False
+    written = stated, gold
     stated, gold = clean(stated), clean(gold)
     if stated and words(stated) == words(gold):
         return True
@@ -48,7 +49,7 @@ def same_answer(stated: str, gold: str) -> bool:
     if choice and picked:
         return set(_LETTER.findall(bare(stated))) == {choice[1]} == {picked[1]}
     if _UNDONE.search(gold) or _SETS.search(stated + gold):
-        return _by_math_verify(stated, gold)
+        return _by_math_verify(*written)
     return _same(read_answer(stated), read_answer(gold))
 
 
@@ -153,20 +154,7 @@ def _by_math_verify(stated: str, gold: str) -> bool:
     logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
     config = [LatexExtractionConfig(boxed_match_priority=0)]
     read = [
-        parse(rf"\boxed{{{_latex(text)}}}", config, fallback_mode="no_fallback", parsing_timeout=None)
+        parse(rf"\boxed{{{text}}}", config, fallback_mode="no_fallback", parsing_timeout=None)
         for text in (gold, stated)
     ]
     return all(read) and bool(verify(read[0], read[1], float_rounding=15, strict=True, timeout_seconds=None))
-
-
-def _latex(text: str) -> str:
-    for plain, command in {
-        "π": r"\pi ",
-        "∞": r"\infty ",
-        "⊔": r"\cup ",
-        "*": r"\cdot ",
-        "⦃": r"\{",
-        "⦄": r"\}",
-    }.items():
-        text = text.replace(plain, command)
-    return text

@@ -71,7 +71,9 @@ def power(base: Value, exponent: Value) -> Value:
             # The real root, as taught at school: \sqrt[3]{-8} is -2.
             return power(-base, exponent) * (-1) ** (exponent.numerator % 2)
     base, exponent = wide(base), wide(exponent)
-    if base != 0 and not abs(context().log(base)) * abs(exponent) < _LARGEST_LOG:
+    if base == 0 and context().re(exponent) > 0:
+        return Fraction(0)
+    if not abs(context().log(base)) * abs(exponent) < _LARGEST_LOG:
         raise Unreadable("a power beyond all bounds")
     return base**exponent
 
