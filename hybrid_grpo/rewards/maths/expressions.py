@@ -41,12 +41,10 @@ _OPERATORS: dict[str, tuple[int, Callable[[Value, Value], Value]]] = {
 }
 _BEHIND: dict[str, Callable[[Value], Value]] = {
     "!": values.factorial,
-    "°": values.radians,
+    "°": lambda value: value * values.named("π") / 180,
     "%": lambda value: value / 100,
 }
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
-_SHORT_FRACTION = re.compile(r"\\(frac|binom)\s*(\d)\s*([\d{])")  # \frac12, \frac1{2}
-_SHORT_BELOW = re.compile(r"(\\(?:frac|binom)\{[^{}]*\})\s*(\d)")  # \frac{1}2
 _MIXED = re.compile(r"(?<![\d.^_])(?<!\d )(\d+)\s*(\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\})")
 _TOKEN = re.compile(
     r"\s*(?:(?P<repeating>\d*\.\d*\\overline\s*\{\d+\})|(?P<number>\d+\.?\d*|\.\d+)|(?P<word>\\?[A-Za-z]+)"
@@ -138,10 +136,7 @@ def _variable(name: str) -> Expression:
 def _tokens(text: str) -> list[tuple[str, str]]:
     """(kind, text) of each token; every letter of a word that is not known is a variable."""
     tokens, at = [], 0
-    text = _SHORT_FRACTION.sub(r"\\\1{\2}\3", text)
-    text = _SHORT_BELOW.sub(r"\1{\2}", text)
-    text = _MIXED.sub(lambda m: f"({m[1]}+{m[2]})" if int(m[3]) < int(m[4]) else m[0], text)
-    text = text.rstrip()
+    text = _MIXED.sub(lambda m: f"({m[1]}+{m[2]})" if int(m[3]) < int(m[4]) else m[0], text).rstrip()
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None:
@@ -238,7 +233,7 @@ class _Parser:
             return applied(operation, self.expression(_ATOM), self.expression(_ATOM))
         if word == "sqrt":
             degree = self.group() if self.token == "[" else constant(2)
-            return applied(values.root, self.expression(_ATOM), degree)
+            return applied(lambda x, n: values.power(x, 1 / n), self.expression(_ATOM), degree)
         if word in _FUNCTIONS:
             return self.function(word)
         raise Unreadable(word)
@@ -252,9 +247,7 @@ class _Parser:
     def function(self, word: str) -> Expression:
         base = power = None
         while self.kind == "suffix" or self.token == "^":
-            if [token for _, token in self.tokens[self.at : self.at + 5]] == ["^", "{", "-", "1", "}"]:
-                word, self.at = f"arc{word}", self.at + 5
-            elif self.kind == "suffix":
+            if self.kind == "suffix":
                 base = read_expression(self.take()[1:])
             else:
                 self.take()

@@ -293,19 +293,18 @@ def _ratio(text: str) -> Answer | None:
     return Ratio(tuple(parts))
 
 
-_BASED = re.compile(r"([0-9A-Fa-f]*\d[0-9A-Fa-f]*)\s*_\s*(\d|\{\s*(?:\\text\{)?\s*\w+\s*\}?\s*\}|\\text\{\s*\w+\s*\})")
 _NAMED_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 
 
 def _based(text: str) -> Answer | None:
     """A number in a base, as 2516_8, whose base may be left out."""
-    match = _BASED.fullmatch(text)
+    match = re.fullmatch(r"([0-9A-Fa-f]*\d[0-9A-Fa-f]*)_(\w+)", re.sub(r"\\text|[{}\s]", "", text))
     if match is None:
         return None
-    base = re.sub(r"\\text|\W", "", match[2])
+    digits, base = match.groups()
     # The digits are read in base 16 whatever the base: they are only compared one by one.
-    based = Ordered("_", (Number(constant(int(match[1], 16))), read_answer(_NAMED_BASES.get(base, base))))
-    return Either((based, Number(constant(match[1])))) if match[1].isdigit() else based
+    based = Ordered("_", (Number(constant(int(digits, 16))), read_answer(_NAMED_BASES.get(base, base))))
+    return Either((based, Number(constant(digits)))) if digits.isdigit() else based
 
 
 def _number(text: str) -> Answer | None:

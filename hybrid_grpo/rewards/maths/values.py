@@ -78,11 +78,6 @@ def power(base: Value, exponent: Value) -> Value:
     return base**exponent
 
 
-def root(value: Value, degree: Value) -> Value:
-    """value ** (1 / degree)."""
-    return power(value, 1 / degree)
-
-
 def factorial(value: Value) -> Value:
     """n! of a whole number up to 3,000."""
     if not _exact(value) or value.denominator != 1 or not 0 <= value <= _LARGEST_FACTORIAL:
@@ -93,11 +88,6 @@ def factorial(value: Value) -> Value:
 def binomial(n: Value, k: Value) -> Value:
     """n over k."""
     return factorial(n) / (factorial(k) * factorial(n - k))
-
-
-def radians(degrees: Value) -> Value:
-    """An angle in degrees, in radians."""
-    return degrees * context().pi / 180
 
 
 def floor(value: Value) -> Value:
