@@ -28,9 +28,13 @@ _GREEK = {
     "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "lambda", "mu", "nu", "xi",
     "rho", "sigma", "tau", "phi", "varphi", "chi", "psi", "omega", "Delta", "Gamma", "Omega", "ell",
 }  # fmt: skip
-_WORDS = _FUNCTIONS | {"sqrt", "pi", "infinity", "frac", "binom", "lfloor", "rfloor", "lceil", "rceil"}
-_CONSTANTS = {"π": "π", "pi": "π", "∞": "∞", "infinity": "∞"}
+_WORDS = _FUNCTIONS | {"sqrt", "frac", "binom", "lfloor", "rfloor", "lceil", "rceil"}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|", "lfloor": "rfloor", "lceil": "rceil"}
+_AROUND: dict[str, Callable[[Value], Value]] = {
+    "|": abs,
+    "lfloor": values.floor,
+    "lceil": lambda value: -values.floor(-value),
+}
 _SUM, _PRODUCT, _POWER, _ATOM = 1, 2, 3, 4
 _OPERATORS: dict[str, tuple[int, Callable[[Value, Value], Value]]] = {
     "+": (_SUM, operator.add),
@@ -44,10 +48,10 @@ _BEHIND: dict[str, Callable[[Value], Value]] = {
     "°": lambda value: value * values.named("π") / 180,
     "%": lambda value: value / 100,
 }
-_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
 _MIXED = re.compile(r"(?<![\d.^_])(?<!\d )(\d+)\s*(\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\})")
+_REPEATING = re.compile(r"(?<!\d)(?<!\d )(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
 _TOKEN = re.compile(
-    r"\s*(?:(?P<repeating>\d*\.\d*\\overline\s*\{\d+\})|(?P<number>\d+\.?\d*|\.\d+)|(?P<word>\\?[A-Za-z]+)"
+    r"\s*(?:(?P<number>\d+\.?\d*|\.\d+)|(?P<word>\\?[A-Za-z]+)"
     r"|(?P<suffix>_\s*(?:\\[A-Za-z]+|\d+|[A-Za-z]|\{(?:[^{}]|\{[^{}]*\})*\})|')|(?P<mark>[-+*/^!°%(){}\[\]|π∞]))"
 )
 
@@ -137,6 +141,8 @@ def _tokens(text: str) -> list[tuple[str, str]]:
     """(kind, text) of each token; every letter of a word that is not known is a variable."""
     tokens, at = [], 0
     text = _MIXED.sub(lambda m: f"({m[1]}+{m[2]})" if int(m[3]) < int(m[4]) else m[0], text).rstrip()
+    # 0.1\overline{6} is 0.1 + 6/90.
+    text = _REPEATING.sub(lambda m: f"({m[1]}.{m[2]}0+{m[3]}/{'9' * len(m[3])}{'0' * len(m[2])})", text)
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None:
@@ -212,22 +218,16 @@ class _Parser:
         self.closing.append(_CLOSING[opening])
         value = self.expression()
         self.expect(self.closing.pop())
-        if opening == "|":
-            return applied(abs, value)
-        if opening == "lfloor":
-            return applied(values.floor, value)
-        return applied(lambda v: -values.floor(-v), value) if opening == "lceil" else value
+        return applied(_AROUND[opening], value) if opening in _AROUND else value
 
     def atom(self) -> Expression:
-        if self.kind in ("number", "repeating"):
-            return constant(self.take().rstrip(".")) if self.kind == "number" else _repeating(self.take())
-        if self.kind == "name":
+        if self.kind == "number":
+            return constant(self.take().rstrip("."))
+        if self.kind == "name" or self.token in ("π", "∞"):
             return self.name()
         if self.token in _CLOSING:
             return self.group()
         word = self.take()
-        if word in _CONSTANTS:
-            return _named(_CONSTANTS[word])
         if word in ("frac", "binom"):
             operation = operator.truediv if word == "frac" else values.binomial
             return applied(operation, self.expression(_ATOM), self.expression(_ATOM))
@@ -242,7 +242,7 @@ class _Parser:
         name = self.take()
         while self.kind == "suffix":
             name += re.sub(r"[\s{}]", "", self.take())
-        return _named(name) if name in ("e", "i") else _variable(name)
+        return Expression((values.named(name),)) if name in ("e", "i", "π", "∞") else _variable(name)
 
     def function(self, word: str) -> Expression:
         base = power = None
@@ -255,21 +255,9 @@ class _Parser:
         bracketed = self.token in ("(", "[", "{", "|")
         value = self.expression(_PRODUCT)
         # \sin 2x is the sine of the product 2x; a sign, a bracket or another function ends the product.
-        while not bracketed and (self.kind == "name" or self.token in ("π", "pi", "frac", "sqrt")):
+        while not bracketed and (self.kind == "name" or self.token in ("π", "frac", "sqrt")):
             value = value * self.expression(_PRODUCT)
+        result = applied(partial(values.applied, word if base is None else "ln"), value)
         if base is not None:
-            logarithm = partial(values.applied, "ln")
-            result = applied(operator.truediv, applied(logarithm, value), applied(logarithm, base))
-        else:
-            result = applied(partial(values.applied, word), value)
+            result = applied(operator.truediv, result, applied(partial(values.applied, "ln"), base))
         return result if power is None else applied(values.power, result, power)
-
-
-def _named(name: str) -> Expression:
-    return Expression((values.named(name),))
-
-
-def _repeating(text: str) -> Expression:
-    whole, decimals, period = _REPEATING.fullmatch(text).groups()  # type: ignore[union-attr]
-    tail = Fraction(int(period), 10 ** len(period) - 1) / 10 ** len(decimals)
-    return constant(Fraction(f"{whole or 0}.{decimals or 0}") + tail)

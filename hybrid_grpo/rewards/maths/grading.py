@@ -1,4 +1,4 @@
-r"""Whether two texts are the same answer, by the conventions that the docstring of `math_answer` states."""
+"""Whether two texts are the same answer, by the conventions of docs/rewards/maths.md."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def _same(first: Answer, second: Answer) -> bool:
             return alike and all(map(_same, a.parts, b.parts))
         case Ordered(brackets=":", parts=(*times, Number() as last)), Ratio():
             ratio = [time.expression for time in times if isinstance(time, Number)]
-            return not last.unit.known and _in_ratio(ratio, b.parts)
+            return not last.unit.dimensions and _in_ratio(ratio, b.parts)
         case Ratio(), Ratio():
             return _in_ratio(a.parts, b.parts)
         case Ratio(parts=(_, _)), Number(sign=""):
-            return not b.unit.known and _in_ratio(a.parts, (b.expression, constant(1)))
+            return not b.unit.dimensions and _in_ratio(a.parts, (b.expression, constant(1)))
         case Number(), Number():
             return _same_number(a, b)
         case Number(relation=Relation() as relation), Relation():
@@ -107,7 +107,7 @@ def _same_number(a: Number, b: Number) -> bool:
             return False
     if (a.whole or b.whole) and identical(a.whole or a.expression, b.whole or b.expression):
         return True
-    if a.unit.known and b.unit.known:
+    if a.unit.dimensions and b.unit.dimensions:
         factors = constant(a.unit.factor), constant(b.unit.factor)
         alike = a.unit.dimensions == b.unit.dimensions
         return alike and identical(a.expression * factors[0], b.expression * factors[1])

@@ -16,7 +16,6 @@ _BEFORE, _AFTER = (
     [(re.compile(pattern), replacement) for pattern, replacement in _TABLE[steps]] for steps in ("before", "after")
 )
 _SIGN = re.compile(r"\\\\|\\[A-Za-z]+|\\?[^\sA-Za-z0-9]")
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d]|,\d)")
 _OPENING, _CLOSED = "([{⦃", ")]}⦄"
 
 
@@ -34,11 +33,6 @@ def clean(text: str) -> str:
     for pattern, replacement in _AFTER:
         text = pattern.sub(replacement, text)
     return text.strip().rstrip(".,;:").strip()
-
-
-def without_thousands(text: str) -> str:
-    """Write 1,000 as 1000, unless the text has brackets: (1,000) is a point."""
-    return text if re.search(r"[(\[⦃]", text) else _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
 
 
 def bare(text: str) -> str:

@@ -7,14 +7,15 @@ and a number with its unit; a text that is none of these is words.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hybrid_grpo.rewards.maths.expressions import Expression, constant, read_expression
-from hybrid_grpo.rewards.maths.notation import nesting, outside, split, without_thousands, wrapped
+from hybrid_grpo.rewards.maths.notation import nesting, outside, split, wrapped
 from hybrid_grpo.rewards.maths.units import NO_UNIT, Unit, is_unit_words, read_unit
 from hybrid_grpo.rewards.maths.values import Unreadable
 
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d]|,\d)")
 _DEEPEST = 12  # brackets inside each other
 MOST_PARTS = 20
 
@@ -45,7 +46,7 @@ class Ordered:
 
 @dataclass(frozen=True)
 class Unordered:
-    """A list of answers ('list'), a set ('set'), both values of a ± ('±') or a union of intervals ('union')."""
+    """A list of answers ('list'), a set ('set') or a union of intervals ('union')."""
 
     kind: str
     parts: tuple[Answer, ...]
@@ -96,7 +97,9 @@ def read_answer(text: str) -> Answer:
     text = text.strip().rstrip(".").strip()
     while text.startswith("{") and wrapped(text):
         text = text[1:-1].strip()
-    text = re.sub(r"^\\text\s*\{([^{}]*)\}$", r"\1", without_thousands(text)).strip()
+    text = re.sub(r"^\\text\s*\{([^{}]*)\}$", r"\1", text).strip()
+    if not re.search(r"[(\[⦃]", text):  # (1,000) is a point
+        text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     if not text or nesting(text) > _DEEPEST:
         return Words(text)
     for read in (_membership, _list, _union, _chain, _matrix, _bracketed, _two_signs, _ratio, _based, _number):
@@ -148,7 +151,7 @@ def _list(text: str) -> Answer | None:
     texts = split(text, r"\s*(?:[,;]\s*)?\b(?:and|or)\b\s*|,|;")
     if len(texts) == 1:
         return None
-    texts = [part for part in texts if part.strip()]
+    texts = _signed(part for part in texts if part.strip())
     if not 1 < len(texts) <= MOST_PARTS:
         return Words(text)
     parts = [read_answer(part) for part in texts]
@@ -157,16 +160,18 @@ def _list(text: str) -> Answer | None:
         return Ordered("()", tuple(parts[names.index(name)] for name in sorted(names)))
     if all(re.match(r"\s*[^(\[⦃\s].*[<>]", part) for part in texts) and not re.search(r"\band\b", text):
         return Unordered("union", tuple(parts))
-    return Unordered("list", _flat(parts))
+    return Unordered("list", tuple(parts))
 
 
-def _flat(parts: Sequence[Answer]) -> tuple[Answer, ...]:
-    """The parts of a list, where 1 ± 2 is two of them."""
-    return tuple(
-        inner
-        for part in parts
-        for inner in (part.parts if isinstance(part, Unordered) and part.kind == "±" else (part,))
-    )
+def _signed(texts: Iterable[str]) -> list[str]:
+    """The texts, where 1 ± 2 is two of them."""
+    signed = []
+    for text in texts:
+        if "±" in text:
+            signed.append(text.replace("±", "+").replace("∓", "-"))
+            text = text.replace("±", "-").replace("∓", "+")
+        signed.append(text)
+    return signed
 
 
 def _union(text: str) -> Answer | None:
@@ -266,9 +271,8 @@ def _bracketed(text: str) -> Answer | None:
         name, *condition = split(inner, r"[|:]")
         if len(condition) == 1 and _is_name(name.partition("∈")[0]):
             return read_answer(condition[0])
-        texts = [part for part in split(inner, "[,;]") if part.strip()]
-        parts = [read_answer(part) for part in texts[:MOST_PARTS]]
-        return Unordered("set", _flat(parts)) if len(texts) <= MOST_PARTS else None
+        texts = _signed(part for part in split(inner, "[,;]") if part.strip())
+        return Unordered("set", tuple(map(read_answer, texts))) if len(texts) <= MOST_PARTS else None
     texts = split(inner, "[,;]")
     if len(texts) == 1:
         return read_answer(inner)
@@ -276,10 +280,7 @@ def _bracketed(text: str) -> Answer | None:
 
 
 def _two_signs(text: str) -> Answer | None:
-    if "±" not in text:
-        return None
-    both = text.replace("±", "+").replace("∓", "-"), text.replace("±", "-").replace("∓", "+")
-    return Unordered("±", tuple(read_answer(each) for each in both))
+    return Unordered("list", tuple(map(read_answer, _signed([text])))) if "±" in text else None
 
 
 def _ratio(text: str) -> Answer | None:
@@ -337,6 +338,6 @@ def _unit(text: str) -> tuple[str, Unit]:
     match = _PLAIN_UNIT.fullmatch(text)
     if match and is_unit_words(match[3]) and not _QUALIFIED.search(match[3]):
         unit = read_unit(match[3])
-        if match[2] or (unit.known and (len(match[3]) > 1 or match[1][-1] == "°")):
+        if match[2] or (unit.dimensions and (len(match[3]) > 1 or match[1][-1] == "°")):
             return match[1].strip(), unit
     return text, NO_UNIT

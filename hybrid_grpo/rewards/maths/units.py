@@ -20,10 +20,6 @@ class Unit:
     dimensions: tuple[tuple[str, int], ...]
     """(name, power), sorted; empty where the words name no known unit."""
 
-    @property
-    def known(self) -> bool:
-        return bool(self.dimensions)
-
 
 NO_UNIT = Unit(Fraction(1), ())
 

@@ -14,7 +14,7 @@ from typing import Any
 Value = Any
 """A Fraction, or a number of mpmath."""
 
-DIGITS, AGREEING = 60, 40
+_DIGITS, _AGREEING = 60, 40
 _MOST_BITS = 20_000  # of an exact number; a larger one is computed with 60 digits
 _LARGEST_LOG = 1e15  # natural logarithm of the largest number
 _LARGEST_ANGLE = 1e30  # largest argument of a function, and largest number that is rounded down
@@ -34,7 +34,7 @@ def context() -> Any:
         import mpmath
 
     made = mpmath.MPContext()
-    made.dps = DIGITS
+    made.dps = _DIGITS
     return made
 
 
@@ -58,8 +58,9 @@ def close(a: Value, b: Value) -> bool:
     a, b = alike(a, b)
     if a == b or _exact(a, b) or context().isinf(a) or context().isinf(b):
         return bool(a == b)
+    ten = context().mpf(10)
     # The floor of 1e-5 lets \sin\pi be 0.
-    return bool(abs(a - b) <= context().mpf(10) ** -AGREEING * max(abs(a), abs(b), context().mpf(10) ** -5))
+    return bool(abs(a - b) <= ten**-_AGREEING * max(abs(a), abs(b), ten**-5))
 
 
 def power(base: Value, exponent: Value) -> Value:
