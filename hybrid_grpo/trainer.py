@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
-from hybrid_grpo.data.batch import MicroBatch, Prompt, RewardStatus, Rollout, Scores, TrainBatch
+from hybrid_grpo.data.batch import MicroBatch, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.data.curriculum import Curriculum
 from hybrid_grpo.data.loader import rank_share
-from hybrid_grpo.distributed import all_reduce, rank, world_size
+from hybrid_grpo.distributed import rank, world_size
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
 from hybrid_grpo.grpo.kl import KlController
@@ -100,18 +100,8 @@ class Trainer(Stage):
         self.loader.update()
         # Kept before anything is learned from it, in case the run stops here. It has no advantages yet.
         self.last_rollout = (rollout, scores, torch.full_like(scores.reward_B, torch.nan))
-        self.refuse_failures(scores)
+        self.inputs.rewards.refuse_failures(scores, self.device)
         return rollout, scores
-
-    def refuse_failures(self, scores: Scores) -> None:
-        """End the run, on all ranks alike, where a reward function fails too often. Collective.
-
-        Raises:
-            RunStopped: a function failed on more than `scoring.max_failed_frac` of the completions.
-        """
-        counts = [int((status_B >= RewardStatus.FAILED).sum()) for status_B in scores.status.values()]
-        *failures, rows = all_reduce(torch.tensor([*counts, len(scores.reward_B)], device=self.device)).tolist()
-        self.inputs.rewards.refuse_failures(dict(zip(scores.status, failures, strict=True)), rows)
 
     def sample_and_score(self, prompts: list[Prompt], step: int) -> tuple[Rollout, Scores]:
         """A rollout and what the reward functions say of it; there may be no prompts on this rank."""
@@ -243,7 +233,7 @@ class Trainer(Stage):
             scores = self.inputs.rewards.score(self.eval_prompts, completions, step=step)
         self.meter.update(measure_eval(self.config.eval, self.inputs.outcome, completions, scores))
         if step == 0:
-            self.refuse_failures(scores)
+            self.inputs.rewards.refuse_failures(scores, self.device)
 
     def tried_prompts(self) -> list[dict[str, Any]]:
         """How often each prompt was solved, hardest first."""

@@ -14,8 +14,7 @@ import torch
 from hybrid_grpo.config import RewardConfig, ScoringConfig, reward_name
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.distributed import local_ranks
-from hybrid_grpo.rewards.builtin import BUILTINS
-from hybrid_grpo.rewards.functions import Interface, load_function
+from hybrid_grpo.rewards.functions import BUILTINS, Interface, load_function
 from hybrid_grpo.rewards.models.reward import RewardModel, held
 from hybrid_grpo.rewards.workers.pool import Caller, InlineCaller, Pool
 
