@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,10 +114,14 @@ class Policy:
             return pack(prompt_ids, completion_ids, rows, budget, self.engine.device, share=self.config.shared_prefix)
         return pad(prompt_ids, completion_ids, rows, budget, self.engine.device)
 
-    def logprobs(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability (differentiable) and entropy of the completion tokens, float32 [b, T]. Collective."""
         logp_N, entropy_N = self.engine(*micro.inputs, temperature)
         return micro.unflatten(logp_N), micro.unflatten(entropy_N)
+
+    def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
+        """logp_BT of all rows; see `scored`. Collective."""
+        return scored(self.engine, batches, shape, temperature)
 
     def step(self) -> StepResult:
         """One optimizer step with the gradients of `engine.backward`. If they are not finite, all ranks skip the step
@@ -186,6 +190,24 @@ def _untangled(state: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+@torch.no_grad()
+def scored(engine: Callable[..., Any], batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
+    """Log-probability of every completion token, float32, 0 on padding. Collective.
+
+    Args:
+        engine: runs `LogprobModel`.
+        batches: micro-batches that cover all rows, as many on every rank.
+        shape: (B, T) of the result.
+        temperature: of sampling.
+    """
+    logp_BT = torch.zeros(shape, device=batches[0].input_ids_bS.device)
+    for micro in batches:
+        logp_N, _ = engine(*micro.inputs, temperature)
+        if micro.rows:
+            logp_BT[micro.rows, : micro.mask_bT.shape[1]] = micro.unflatten(logp_N)
+    return logp_BT
+
+
 class Reference:
     """The reference policy: the starting weights, or later ones of the policy, scored once per rollout. A frozen copy,
     sharded over the ranks and kept in host memory (ZeRO-3)."""
@@ -197,25 +219,8 @@ class Reference:
         self.engine = engines.Frozen(read, policy.dtype)
 
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
-        """ref_logp_BT of every completion, float32, 0 on padding. Collective: ranks have equally many micro-batches.
-
-        Args:
-            batches: micro-batches that cover all rows.
-            shape: (B, T) of the result.
-            temperature: of sampling.
-        """
-        device = batches[0].input_ids_bS.device
-        ref_logp_BT = torch.zeros(shape, dtype=torch.float32, device=device)
-        for micro in batches:
-            logp_N = self._score(micro, temperature)
-            if micro.rows:
-                ref_logp_BT[micro.rows, : micro.mask_bT.shape[1]] = micro.unflatten(logp_N)
-        return ref_logp_BT
-
-    def _score(self, micro: MicroBatch, temperature: float) -> Tensor:
-        """logp_N of the completion tokens. Collective."""
-        logp_N, _ = self.engine(*micro.inputs, temperature)
-        return logp_N
+        """ref_logp_BT of all rows; see `scored`. Collective."""
+        return scored(self.engine, batches, shape, temperature)
 
     def refresh(self, policy: engines.Engine, mix: float) -> None:
         """Move the weights towards the policy's: to `mix` times the policy's plus (1 - `mix`) times their own (mix 1 is
@@ -245,11 +250,10 @@ class UnadaptedReference(Reference):
         self._policy = policy
         self._adapters = adapters
 
-    @torch.no_grad()
-    def _score(self, micro: MicroBatch, temperature: float) -> Tensor:
+    def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
+        """See `Reference.logprobs`."""
         with self._adapters.off():
-            logp_N, _ = self._policy(*micro.inputs, temperature)
-        return logp_N
+            return scored(self._policy, batches, shape, temperature)
 
 
 def _shards(folder: Path) -> Path:

@@ -3,14 +3,13 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from tiny_models import ARCHITECTURES, STATEFUL, tiny_config
+from tiny_models import ARCHITECTURES, STATEFUL, build, tiny_config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from hybrid_grpo import generation
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.data.batch import Completion, Prompt
+from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.generation import GREEDY, Sampling
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import load_tokenizer, training_attention
@@ -96,26 +95,20 @@ class Letters:
         return "".join(chr(96 + token) for token in token_ids if token or not skip_special_tokens)
 
 
-def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(monkeypatch):
-    def generate(view, requests, sampling, *, on_finish, decode, **_):
-        groups = [[Completion([i + 1, k + 1, 0], [0.0] * 3, "stop") for k in range(2)] for i in range(2)]
-        for i, k in [(1, 0), (0, 1), (0, 0), (1, 1)]:
-            on_finish(i, k, groups[i][k])
-        assert decode([1, 2, 0]) == "ab"
-        return groups, None
-
-    monkeypatch.setattr(generation, "generate", generate)
+@pytest.mark.parametrize("decoder", ["paged", "transformers"])
+def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(decoder):
+    view = build(tiny_config("qwen2"), ATTENTION if decoder == "paged" else "sdpa")
     policy = Policy.__new__(Policy)
-    policy.tokenizer, policy.engine = Letters(), SimpleNamespace(generation=nullcontext)
-    prompts = [Prompt(i, "", [1], {}) for i in range(2)]
-    config, seen = RolloutConfig(num_generations=2), []
+    policy.tokenizer, policy.engine = Letters(), SimpleNamespace(generation=lambda: nullcontext(view))
+    prompts = [Prompt(i, "", [1 + i], {}) for i in range(2)]
+    config, seen = RolloutConfig(num_generations=2, max_completion_tokens=5, decoder=decoder), []
     rollout, _ = policy.rollout(prompts, config, (), seed=0, step=1, on_finish=lambda *args: seen.append(args))
-    assert [(i, k, completion.text) for i, k, completion in seen] == [
-        (1, 0, "ba"), (0, 1, "ab"), (0, 0, "aa"), (1, 1, "bb")
-    ]  # fmt: skip
-    assert [c.text for c in rollout.completions] == ["aa", "ab", "ba", "bb"]
+    assert {(i, k) for i, k, _ in seen} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert all(completion is rollout.completions[2 * i + k] for i, k, completion in seen)
-    assert [c.text for c in policy.greedy(prompts, config, ())] == ["aa", "ba"]
+    greedy = policy.greedy(prompts, config, ())
+    for completion in [*rollout.completions, *greedy]:
+        assert completion.text == "".join(chr(96 + token) for token in completion.token_ids if token)
+    assert [completion.text for completion in rollout.completions] != [c.text for c in greedy for _ in range(2)]
 
 
 def test_an_exported_tokenizer_has_the_files_it_was_loaded_from(tmp_path):

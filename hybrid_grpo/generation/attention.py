@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +42,7 @@ class Prefill:
 
     def __init__(self, cache: PagedCache, pages: list[list[int]], start: int, lengths: list[int]) -> None:
         assert start == 0 or len(pages) == 1
-        device = cache.keys[0].device
+        device = cache.device
         self._cache = cache
         self._start = start
         position_N = torch.cat([torch.arange(start, start + n) for n in lengths])
@@ -155,6 +156,22 @@ class DecodeStep:
             block_table=self._table,
         )
         return out[:, None]
+
+
+def decode_step(
+    model: Any, cache: PagedCache, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int
+) -> Tensor:
+    """logits_nV of a model after each sequence was fed its token (int64 [n]); see `DecodeStep`."""
+    batch = DecodeStep(cache, table_nw, position_n, read)
+    out = model(
+        input_ids=token_n[:, None],
+        position_ids=position_n[:, None],
+        past_key_values=batch,
+        use_cache=True,
+        batch=batch,
+    )
+    logits_nV: Tensor = out.logits[:, -1]
+    return logits_nV
 
 
 def follows_lengths(keys: Tensor) -> bool:

@@ -20,26 +20,23 @@ from hybrid_grpo.model.kernels.build import usable
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, in the order of transformers: repetition penalty, minimum length, logit bias, temperature,
-    top-k, top-p, min-p."""
+    """How tokens are chosen and completions end; see the settings of the same names in `RolloutConfig`.
+
+    In the order of transformers: repetition penalty (CTRL, arXiv:1909.05858 section 4.1), minimum length, logit bias,
+    temperature, top-k, top-p, min-p.
+    """
 
     max_tokens: int
-    """Most tokens of a completion."""
     temperature: float = 1.0
-    """Softmax temperature; 0 takes the most probable token."""
+    """0 takes the most probable token."""
     top_k: int = 0
-    """Keep the k most probable tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Then keep the smallest set of tokens with at least this probability; 1 keeps all."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a completion; the completion includes them."""
     min_tokens: int = 0
     """Until a completion has so many tokens, stop tokens cannot be drawn and stop strings are ignored."""
     min_p: float = 0.0
-    """Then keep the tokens with at least this fraction of the largest probability."""
     repetition_penalty: float = 1.0
-    """Logits of tokens in the prompt or the completion so far are divided by this where positive, else multiplied
-    (CTRL, arXiv:1909.05858 section 4.1)."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token, amount added to its logit)."""
     stop_strings: tuple[str, ...] = ()

@@ -183,8 +183,8 @@ class Segments:
             if before or 0 < window < len(keys):
                 allowed = torch.ones(len(q[i]), len(keys), dtype=torch.bool, device=self._device).tril(before)
                 allowed = allowed.triu(before - window + 1) if window else allowed
-            given = (tensor.transpose(0, 1)[None] for tensor in (q[i], keys, values))
-            rows.append(attend(*given, allowed, scale, softcap)[0].transpose(0, 1))
+            queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (q[i], keys, values))
+            rows.append(attend(queries, keys, values, allowed, scale, softcap)[0].transpose(0, 1))
         return torch.cat(rows)
 
     @cached_property

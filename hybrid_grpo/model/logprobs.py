@@ -86,15 +86,13 @@ class _TokenLogprobs(torch.autograd.Function):
         shape, temperature, (row_tiles, column_tiles) = ctx.options
         needs_weight = ctx.weight.requires_grad
         # Sum over tiles in float32: in bfloat16 small contributions would be rounded away against the total.
-        dhidden_ND = torch.empty_like(hidden_ND, dtype=torch.float32)
+        dhidden_ND = torch.zeros_like(hidden_ND, dtype=torch.float32)
         dweight_VD = torch.empty_like(weight_VD) if needs_weight else None
         dbias_V = torch.empty_like(bias_V) if needs_weight and bias_V is not None else None
         for columns in column_tiles:
             weight = weight_VD[columns]
-            dweight = None if dweight_VD is None else dweight_VD[columns]
-            if dweight is not None and dweight.dtype != torch.float32:
-                dweight = torch.empty_like(weight, dtype=torch.float32)
-            dbias = None if dbias_V is None else torch.zeros(len(weight), device=weight.device)
+            dweight = torch.zeros_like(weight, dtype=torch.float32)
+            dbias = torch.zeros(len(weight), device=weight.device)
             for rows in row_tiles:
                 x = _logits(hidden_ND[rows], weight_VD, bias_V, columns, shape)
                 dx = softmax_gradient(
@@ -110,25 +108,23 @@ class _TokenLogprobs(torch.autograd.Function):
                 )
                 dx = shape.backward_(dx, x).to(weight.dtype)
                 del x
-                _add_product(dhidden_ND[rows], dx, weight, first=columns.start == 0)
-                if dweight is not None:
-                    _add_product(dweight, dx.T, hidden_ND[rows], first=rows.start == 0)
-                if dbias is not None:
+                _add_product(dhidden_ND[rows], dx, weight)
+                if dweight_VD is not None:
+                    _add_product(dweight, dx.T, hidden_ND[rows])
+                if dbias_V is not None:
                     dbias.add_(dx.sum(0, dtype=torch.float32))
                 del dx
-            if dweight_VD is not None and dweight is not None and dweight_VD.dtype != torch.float32:
+            if dweight_VD is not None:
                 dweight_VD[columns] = dweight
-            if dbias_V is not None and dbias is not None:
+            if dbias_V is not None:
                 dbias_V[columns] = dbias
         return dhidden_ND.to(hidden_ND.dtype), dweight_VD, dbias_V, None, None, None, None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """total += a @ b; the first product overwrites the uninitialised total instead."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b"""
     if a.dtype == total.dtype:
-        total.addmm_(a, b, beta=0.0 if first else 1.0)
-    elif first:
-        total.copy_(a @ b)
+        total.addmm_(a, b)
     else:
         total.add_(a @ b)
 
