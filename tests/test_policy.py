@@ -3,16 +3,15 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from tiny_models import ARCHITECTURES, STATEFUL, build, tiny_config
+from tiny_models import build, tiny_config
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
-from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.generation import GREEDY, Sampling
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.loading import load_tokenizer, training_attention
+from hybrid_grpo.model.loading import load_tokenizer
 from hybrid_grpo.policy import Policy, learning_rate, sampling_of, save_tokenizer
 
 
@@ -64,28 +63,6 @@ def test_the_configuration_s_defaults_are_the_sampler_s():
 def test_ignore_eos_leaves_the_limit_only():
     for greedy in (False, True):
         assert sampling_of(RolloutConfig(ignore_eos=True), (4,), greedy=greedy).stop_ids == ()
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_what_the_decode_loop_runs_is_trained_packed(architecture, tmp_path):
-    tiny_config(architecture).save_pretrained(tmp_path)
-    for setting, expected in {"auto": ATTENTION, "packed": ATTENTION, "eager": "eager"}.items():
-        policy = PolicyConfig(model=str(tmp_path), attn_implementation=setting)
-        assert training_attention(policy) == expected
-
-
-UNPACKED = {name: "sdpa" for name in ("jamba", "falcon_h1", "qwen3_next", "bamba", "deepseek_v3")}
-UNPACKED |= {name: "eager" for name in ("mamba", "bloom", "gpt_oss", "mpt")}
-
-
-@pytest.mark.parametrize("architecture", UNPACKED)
-def test_other_models_are_trained_by_transformers_attention_and_not_packed(architecture, tmp_path):
-    config = tiny_config(architecture) if architecture in STATEFUL else AutoConfig.for_model(architecture)
-    config.save_pretrained(tmp_path)
-    assert training_attention(PolicyConfig(model=str(tmp_path))) == UNPACKED[architecture]
-    for setting, value in (("attn_implementation", "packed"), ("shared_prefix", "on")):
-        with pytest.raises(UserError, match=rf"^policy\.{setting} {value} does not fit [^\n]*: set it to auto$"):
-            training_attention(PolicyConfig(model=str(tmp_path), **{setting: value}))
 
 
 class Letters:

@@ -20,21 +20,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from hybrid_grpo.model.kernels.attention import SegmentAttention
 from hybrid_grpo.model.kernels.build import usable
 
 try:
-    from flash_attn import flash_attn_varlen_func
+    import flash_attn
 except ImportError:
-    flash_attn_varlen_func = None
-try:
-    from torch.nn.attention.varlen import varlen_attn
+    flash_attn = None
 
-    _VARLEN = {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
-except ImportError:
-    _VARLEN = False
+VARLEN_OPTIONS = set(inspect.signature(varlen_attn).parameters)
+"""Options of torch's kernel for sequences of different lengths; older versions have fewer."""
 
 ATTENTION = "hybrid"
 
@@ -154,7 +152,7 @@ class Segments:
         half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
         if k.shape == v.shape and usable(q, k, v):
             out = SegmentAttention.apply(q, k, v, *self._table, scale, window, softcap)
-        elif half and (flash_attn_varlen_func is not None or (_VARLEN and not softcap)):
+        elif half and (flash_attn is not None or ("enable_gqa" in VARLEN_OPTIONS and not softcap)):
             out = self._ragged(q, k, v, scale, window, softcap)
         else:
             out = self._one_by_one(q, k, v, scale, window, softcap)
@@ -210,9 +208,11 @@ class Segments:
             key, value = gathered(key), gathered(value)
         given = (query.contiguous(), key.contiguous(), value.contiguous(), *begins, *longest)
         out: Tensor
-        if flash_attn_varlen_func is not None:
+        if flash_attn is not None:
             seen = (window - 1, 0) if window else (-1, -1)
-            out = flash_attn_varlen_func(*given, softmax_scale=scale, causal=True, window_size=seen, softcap=softcap)
+            out = flash_attn.flash_attn_varlen_func(
+                *given, softmax_scale=scale, causal=True, window_size=seen, softcap=softcap
+            )
         else:
             seen = (window - 1, 0) if window else (-1, 0)
             out = varlen_attn(*given, scale=scale, window_size=seen, enable_gqa=True)  # type: ignore[assignment]
