@@ -295,9 +295,7 @@ class Engine:
 class Frozen:
     """A model under ZeRO-3 that is only run forward, with its parameters in host memory. Creating one is collective.
 
-    Args:
-        read: loads the model, straight into shards.
-        dtype: type of the weights, by name.
+    `read` loads the model, straight into shards; `dtype` is the type of its weights.
     """
 
     def __init__(self, read: Callable[[], nn.Module], dtype: str) -> None:

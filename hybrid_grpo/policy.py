@@ -41,12 +41,9 @@ class Policy:
     """A causal language model inside one DeepSpeed engine.
 
     Args:
-        policy, engine: what to load and how to train it.
-        tokenizer: decodes completions.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         decoder: which decoder will sample from it; see `RolloutConfig`.
-        lora: adapters to train instead of the weights, if its rank is not 0.
-        seed: initialises the adapters.
+        lora: adapters to train instead of the weights, if its rank is not 0; `seed` initialises them.
     """
 
     def __init__(
@@ -59,11 +56,8 @@ class Policy:
         lora: LoraConfig | None = None,
         seed: int = 0,
     ) -> None:
-        self.config = policy
-        self.tokenizer = tokenizer
-        self.total_steps = total_steps
-        self.optimizer_steps = 0
-        self.skipped_steps = 0
+        self.config, self.tokenizer, self.total_steps = policy, tokenizer, total_steps
+        self.optimizer_steps = self.skipped_steps = 0
         self.deepspeed_config = engines.policy_config(policy, engine)
         attention = training_attention(policy)
         self.packs = attention == ATTENTION
@@ -87,9 +81,7 @@ class Policy:
         """Sample `num_generations` completions of every prompt. Ranks enter and leave together."""
         requests = requests_of(prompts, config.num_generations, seed, step)
         with self.engine.generation() as view:
-            groups, stats = complete(
-                view, self.tokenizer, requests, sampling_of(config, stop_ids), config, on_finish=on_finish
-            )
+            groups, stats = complete(view, self.tokenizer, requests, sampling_of(config, stop_ids), config, on_finish)
         return Rollout(prompts, [c for group in groups for c in group], config.num_generations), stats
 
     def greedy(self, prompts: list[Prompt], config: RolloutConfig, stop_ids: tuple[int, ...]) -> list[Completion]:

@@ -23,7 +23,6 @@ class Prefill:
     """A prefill without padding: several whole prompts one after the other, or the next part of a single long one.
 
     Args:
-        cache: where keys and values are stored.
         pages: pages of each prompt, enough for its tokens up to the end of this forward.
         start: entries that are in the cache already; more than 0 for a single prompt only.
         lengths: new tokens of each prompt.
@@ -68,7 +67,6 @@ class DecodeStep:
     """One new token for every sequence in decoding.
 
     Args:
-        cache: where keys and values are stored.
         table: int32 [n, width], the pages of each sequence, filled up with page 0.
         position: int64 [n], of the new tokens.
         read: pages of the longest sequence; attention that cannot follow each sequence's length reads as many of all.

@@ -81,13 +81,7 @@ class _Seen:
 
 
 class PagedCache:
-    """The pages of all layers, and how many sequences own each.
-
-    Args:
-        geometry: shapes and type of a token's entry.
-        pages: number of pages, page 0 included.
-        page: entries of a page.
-    """
+    """The pages of all layers, and how many sequences own each: `pages` pages, page 0 included, of `page` entries."""
 
     def __init__(self, geometry: Geometry, pages: int, page: int, device: torch.device) -> None:
         self.geometry, self.pages, self.page, self.device = geometry, pages, page, device

@@ -22,9 +22,6 @@ class Decoder:
     """Slots of sequences on the device; slots 0 to n - 1 are active.
 
     Args:
-        model: see `generate`.
-        cache: keys and values.
-        sampling: how tokens are chosen.
         slots: most sequences at a time.
         width: most pages of a sequence.
         capture: captures steps as CUDA graphs. Default: steps run without graphs.
@@ -106,7 +103,11 @@ class Decoder:
     def _advance(self, n: int, read: int) -> Tensor:
         """Advance slots 0 to n - 1 by a token; float64 [2, n], tokens and log-probabilities (exact for both)."""
         state_4n = self._state_4n[:, :n]
-        logits_nV = self._logits(state_4n[_TOKEN], self._table_nw[:n], state_4n[_POSITION], read)
+        token_n, position_n, table_nw = state_4n[_TOKEN], state_4n[_POSITION], self._table_nw[:n]
+        if self._fused is not None:
+            logits_nV = self._fused(token_n, table_nw, position_n, read)
+        else:
+            logits_nV = decode_step(self._model, self._cache, token_n, table_nw, position_n.clone(), read)
         seen_nV = None if self._seen_nV is None else self._seen_nV[:n]
         token_n, logp_n = self._sampler(logits_nV, state_4n[_KEY], state_4n[_COUNT], seen_nV)
         if seen_nV is not None:
@@ -114,11 +115,6 @@ class Decoder:
         state_4n[_TOKEN] = token_n
         state_4n[_POSITION : _COUNT + 1] += 1
         return torch.stack([token_n.double(), logp_n.double()])
-
-    def _logits(self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int) -> Tensor:
-        if self._fused is not None:
-            return self._fused(token_n, table_nw, position_n, read)
-        return decode_step(self._model, self._cache, token_n, table_nw, position_n.clone(), read)
 
     @staticmethod
     def read(outcome: Any) -> tuple[list[int], list[float]]:

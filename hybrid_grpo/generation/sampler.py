@@ -82,11 +82,13 @@ class Sampler:
         self._stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device)
         self._biased = torch.tensor([token for token, _ in sampling.logit_bias], dtype=torch.int64, device=device)
         self._bias = torch.tensor([bias for _, bias in sampling.logit_bias], device=device)
-
-    @property
-    def needs_seen(self) -> bool:
+        self.needs_seen = sampling.repetition_penalty != 1.0
         """Whether `__call__` needs `seen_nV`."""
-        return self.sampling.repetition_penalty != 1.0
+        self._delays_stops = bool(sampling.min_tokens and sampling.stop_ids)
+        self._changes_logits = bool(self.needs_seen or sampling.logit_bias or self._delays_stops)
+        filters = sampling.top_k or sampling.top_p < 1 or sampling.min_p
+        self._is_plain = not (self._changes_logits or filters)
+        """Whether tokens are drawn from the softmax at the temperature as it is."""
 
     def __call__(
         self, logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, seen_nV: Tensor | None = None
@@ -104,7 +106,7 @@ class Sampler:
             token_n (int64) and logp_n (float32); see `Sampling.logprobs`.
         """
         sampling = self.sampling
-        if self._plain and usable(logits_nV):
+        if self._is_plain and usable(logits_nV):
             return decoding.sample(logits_nV.contiguous(), key_n, counter_n, sampling.temperature)
         greedy = sampling.temperature == GREEDY
         plain_nV = logits_nV.float() if greedy else logits_nV.float() / sampling.temperature
@@ -124,24 +126,13 @@ class Sampler:
             return token_n, logp_n if greedy else logp_n - torch.as_tensor(kept_n).log()
         return token_n, plain_nV.gather(1, token_n[:, None])[:, 0]
 
-    @property
-    def _plain(self) -> bool:
-        """Whether tokens are drawn from the plain softmax at the temperature."""
-        sampling = self.sampling
-        return not (self._changes_logits or sampling.top_k or sampling.top_p < 1 or sampling.min_p)
-
-    @property
-    def _changes_logits(self) -> bool:
-        sampling = self.sampling
-        return bool(self.needs_seen or sampling.logit_bias or (sampling.min_tokens and sampling.stop_ids))
-
     def _changed(self, logits_nV: Tensor, counter_n: Tensor, seen_nV: Tensor | None) -> Tensor:
         penalty = self.sampling.repetition_penalty
         if self.needs_seen:
             assert seen_nV is not None, "a repetition penalty needs the tokens so far"
             penalised_nV = torch.where(logits_nV > 0, logits_nV / penalty, logits_nV * penalty)
             logits_nV = torch.where(seen_nV, penalised_nV, logits_nV)
-        if self.sampling.min_tokens and self.sampling.stop_ids:
+        if self._delays_stops:
             early_n = counter_n < self.sampling.min_tokens
             stops_ns = logits_nV[:, self._stop_ids].masked_fill(early_n[:, None], float("-inf"))
             logits_nV = logits_nV.index_copy(1, self._stop_ids, stops_ns)

@@ -115,11 +115,9 @@ class Scheduler:
         while self.pending and completions < wanted:
             group = self.pending[0]
             new = len(group.tokens) - 1
-            need = self.cache.pages_for(len(group.tokens) - 1)
-            if batch and tokens + new > budget:
-                break
-            # One more, for the page that the group's first sequence writes to.
-            if need + 1 > self._spare - len(batch):
+            need = self.cache.pages_for(new)
+            # One more page, which the group's first sequence writes to.
+            if (batch and tokens + new > budget) or need + 1 > self._spare - len(batch):
                 break
             self.pending.popleft()
             group.pages = self.cache.take(need)

@@ -8,7 +8,6 @@ vocabulary), in forward and again in backward. `LogprobModel` does this for any 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -182,7 +181,12 @@ class LogprobModel(nn.Module):
         self.model: Any = model
         self.shape = LogitShape.of(model.config.get_text_config())
         head = model.get_output_embeddings()
-        head.forward = MethodType(_head_forward, head)
+
+        def scored(hidden_ND: Tensor, target_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+            given = hidden_ND, head.weight, head.bias, target_N
+            return token_logprobs(*given, shape=self.shape, temperature=temperature)
+
+        head.forward = scored
 
     def forward(
         self,
@@ -203,13 +207,6 @@ class LogprobModel(nn.Module):
         """
         packed = {} if segments is None else {"batch": segments}
         out = self.model.base_model(input_ids=input_ids_bS, position_ids=position_ids_bS, use_cache=False, **packed)
-        head = self.model.get_output_embeddings()
         hidden_ND = source(out.last_hidden_state.flatten(0, 1))
-        logp_N, entropy_N = head(hidden_ND, target_N, self.shape, temperature)
+        logp_N, entropy_N = self.model.get_output_embeddings()(hidden_ND, target_N, temperature)
         return logp_N, entropy_N
-
-
-def _head_forward(
-    head: nn.Linear, hidden_ND: Tensor, target_N: Tensor, shape: LogitShape, temperature: float
-) -> tuple[Tensor, Tensor]:
-    return token_logprobs(hidden_ND, head.weight, head.bias, target_N, shape=shape, temperature=temperature)

@@ -47,9 +47,7 @@ class View:
         device: torch.device,
         adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
-        self.module = module
-        self._sharded = sharded
-        self._device = device
+        self.module, self._sharded, self._device = module, sharded, device
         self._adapters = adapters or {}
         # Typed as Any because DeepSpeed adds attributes to parameters under ZeRO-3.
         self._homes: dict[Any, list[tuple[nn.Module, str]]] = {}
