@@ -140,22 +140,21 @@ class Trainer(Stage):
             return rollout.logp_BT.to(self.device)
         if self.plan.optimizer_steps == 1 and not self.kl_in_reward:
             return None
-        with self.meter.time("time/old_logp_s"), torch.no_grad():
-            logp_BT = torch.zeros(rollout.mask_BT.shape, device=self.device)
-            for micro in self.micro_batches(rollout, range(len(rollout.completions)), gradients=False):
-                logp_bT, _ = self.policy.logprobs(micro, self.config.rollout.temperature)
-                if micro.rows:
-                    logp_BT[micro.rows, : logp_bT.shape[1]] = logp_bT
-        return logp_BT
+        with self.meter.time("time/old_logp_s"):
+            return self.scored(rollout, self.policy)
 
     def reference_logprobs(self, rollout: Rollout) -> Tensor | None:
         """The reference's log-probabilities, once per rollout; None without a reference."""
         if self.reference is None:
             return None
         with self.meter.time("time/reference_s"):
-            shape = (len(rollout.completions), max(rollout.lengths))
-            batches = self.micro_batches(rollout, range(shape[0]), gradients=False)
-            return self.reference.logprobs(batches, shape, self.config.rollout.temperature)
+            return self.scored(rollout, self.reference)
+
+    def scored(self, rollout: Rollout, model: Policy | Reference) -> Tensor:
+        """Log-probabilities [B, T] of all completions under a model, without gradients. Collective."""
+        shape = (len(rollout.completions), max(rollout.lengths))
+        batches = self.micro_batches(rollout, range(shape[0]), gradients=False)
+        return model.logprobs(batches, shape, self.config.rollout.temperature)
 
     def advantages(
         self, rollout: Rollout, scores: Scores, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None
@@ -178,7 +177,7 @@ class Trainer(Stage):
         signals = Signals(rollout.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT)
         for number, batches in enumerate(self.optimizer_steps(rollout, signals)):
             for batch in batches:
-                logp_bT, entropy_bT = self.policy.logprobs(batch.micro, self.config.rollout.temperature)
+                logp_bT, entropy_bT = self.policy.forward(batch.micro, self.config.rollout.temperature)
                 loss, numbers = micro_batch_loss(
                     batch, logp_bT, entropy_bT, self.config.grpo, self.kl.beta, self.inputs.objective
                 )

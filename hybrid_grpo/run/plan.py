@@ -14,7 +14,6 @@ from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.model.loading import load_config
-from hybrid_grpo.model.view import BUCKET_ELEMENTS
 from hybrid_grpo.rewards.models.reward import RewardModel
 from hybrid_grpo.run.dry_run import NeedsData, Sizes, measure
 from hybrid_grpo.run.hardware import Hardware
@@ -210,9 +209,7 @@ class Plan:
         """Whole weights for generation; adapters are merged into a copy."""
         if not (self.sharded or self.config.lora.rank):
             return Part("gathered weights", 0)
-        # While a bucket of view.py is gathered, this rank's shards of it exist and those of all ranks.
-        bucket = min(self.n, max(BUCKET_ELEMENTS, self.sizes.largest)) if self.sharded else 0
-        return Part("gathered weights", self.dtype * (self.n + bucket + bucket // self.ranks))
+        return Part("gathered weights", self.dtype * self.n)
 
     def fetched(self) -> Part:
         """Weights that ZeRO-3 holds whole on a rank: at most so many elements, or all of a small model."""
