@@ -16,14 +16,13 @@ from reward_helpers import command_lines, completion, in_time, isolated, rows, s
 
 from hybrid_grpo.config import RewardConfig
 
+pytestmark = pytest.mark.process
 HERE = SUPPORT
 RANK = """
 import os, sys
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.rewards.functions import RewardCall
 from hybrid_grpo.rewards.workers.pool import Pool
-
-pytestmark = pytest.mark.process
 
 pool = Pool([("rewards[0]", RewardConfig(sys.argv[1]))], 2, 1 << 32)
 caller = pool.isolated(0, 60.0)
