@@ -15,7 +15,9 @@ setup(
     package_data={
         "hybrid_grpo.data.tasks": ["*.yaml"],
         "hybrid_grpo.model.kernels": ["*.c", "*.h"],
-        "hybrid_grpo.run": ["*.j2"],
+        "hybrid_grpo.rewards.code": ["*.ini"],
+        "hybrid_grpo.rewards.maths": ["*.yaml"],
+        "hybrid_grpo.run": ["*.j2", "*.yaml"],
     },
     python_requires=">=3.10,<3.14",
     install_requires=[
@@ -29,8 +31,9 @@ setup(
         "numpy>=1.26",
         "psutil>=5.9",
         "pyarrow>=16",
-        "pydantic>=2.7",
+        "pydantic>=2.11",
         "pyyaml>=6.0",
+        "regex",
         "rich>=13.7",
         "starlette>=1.0",
         "tenacity>=9.0",

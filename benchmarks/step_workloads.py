@@ -7,7 +7,7 @@ import string
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rollout_workloads import WORKLOADS as ROLLOUTS
 
-from hybrid_grpo.config import TrainConfig
+from hybrid_grpo.config import TrainConfig, to_dict
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.data.packing import token_budget
@@ -56,7 +56,7 @@ class Job:
         fitting = min(rows, max(1, budget // longest))
         return {
             "arguments": arguments,
-            "config": asdict(config),
+            "config": to_dict(config),
             "lengths": self.lengths,
             "threads": threads,
             "micro_rows": micro_rows or next(n for n in range(fitting, 0, -1) if rows % n == 0),

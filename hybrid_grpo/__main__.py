@@ -11,7 +11,8 @@ import sys
 import time
 from typing import NoReturn
 
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo import __version__
+from hybrid_grpo.config.errors import UserError, refuse
 
 COMMANDS = {
     "train": "GRPO training",
@@ -35,8 +36,19 @@ def main(arguments: list[str] | None = None) -> int:
         print("usage: hybrid-grpo COMMAND [options]; `hybrid-grpo COMMAND --help` lists the options\n")
         print("\n".join(f"  {name:14} {what}" for name, what in COMMANDS.items()))
         return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"hybrid-grpo {__version__}")
+        return 0
     command, *rest = arguments
     try:
+        launched = next(
+            (argument for argument in arguments if argument.startswith(("--local_rank", "--local-rank"))), ""
+        )
+        refuse(
+            bool(launched),
+            f"the deepspeed launcher added {launched}, which is no setting: start it with --no_local_rank, as in"
+            " deepspeed --no_local_rank --module hybrid_grpo train ...",
+        )
         if command not in COMMANDS:
             raise UserError(f"there is no command {command}; known are {', '.join(COMMANDS)}")
         importlib.import_module(f"hybrid_grpo.commands.{command.replace('-', '_')}").run(rest)

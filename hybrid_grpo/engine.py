@@ -95,21 +95,14 @@ def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
     """The DeepSpeed configuration of the policy, with the user's sections merged in."""
     on_gpu = get_accelerator().device_name() != "cpu"
     torch_adam = engine.adam == "torch" or (engine.adam == "auto" and not (on_gpu and engine.offload_optimizer))
+    adam = {"lr": policy.lr, "betas": list(policy.betas), "weight_decay": policy.weight_decay, "torch_adam": torch_adam}
     config: dict[str, Any] = {
         **_common(policy.dtype),
         # One engine.step() is one optimizer step, after any number of micro-batches.
         "managed_gradient_accumulation": False,
         "data_types": {"grad_accum_dtype": "fp32"},
         "gradient_clipping": policy.max_grad_norm,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": policy.lr,
-                "betas": list(policy.betas),
-                "weight_decay": policy.weight_decay,
-                "torch_adam": torch_adam,
-            },
-        },
+        "optimizer": {"type": "AdamW", "params": adam},
         "zero_optimization": {"stage": engine.zero_stage, "memory_efficient_linear": False},
         "hybrid_engine": {"enabled": True},
         "checkpoint": {"tag_validation": "Fail"},
@@ -256,7 +249,7 @@ class Engine:
             self.engine.optimizer.empty_partition_cache()
             get_accelerator().empty_cache()
         self._generating = True
-        failed = torch.zeros(1, device=get_accelerator().current_device_name())
+        failed = torch.zeros(1, device=self.device)
         self._view.gather()
         get_accelerator().synchronize()
         self.switch_time.gather_s = time.perf_counter() - start
@@ -302,9 +295,7 @@ class Engine:
 class Frozen:
     """A model under ZeRO-3 that is only run forward, with its parameters in host memory. Creating one is collective.
 
-    Args:
-        read: loads the model, straight into shards.
-        dtype: type of the weights, by name.
+    `read` loads the model, straight into shards; `dtype` is the type of its weights.
     """
 
     def __init__(self, read: Callable[[], nn.Module], dtype: str) -> None:
@@ -329,13 +320,17 @@ class Frozen:
         Each rank updates its own shards, without communication. `source` is a module of the same class, at any ZeRO
         stage; the sum is rounded to the type of the weights.
         """
-        sources = dict(source.engine.module.named_parameters())
+        sources: dict[str, Any] = dict(source.engine.module.named_parameters())
         self._release()
         for name, parameter in self.engine.module.named_parameters():
-            shard = parameter.ds_tensor
-            target = _shard_of(sources[name], shard.numel()).to(shard.device, torch.float32)
-            own = shard[: len(target)]
-            own.copy_(torch.lerp(own.float(), target, mix))
+            own, theirs = parameter.ds_tensor, sources[name]
+            if source.stage == 3:
+                part = theirs.ds_tensor
+            else:
+                # Unpadded: the last ranks' parts may be shorter than their shards.
+                part = theirs.data.view(-1)[rank() * own.numel() : (rank() + 1) * own.numel()]
+            own = own[: len(part)]
+            own.copy_(torch.lerp(own.float(), part.to(own.device, torch.float32), mix))
 
     def save(self, path: Path) -> None:
         """Write this rank's shards."""
@@ -354,11 +349,3 @@ class Frozen:
     def _release(self) -> None:
         """Drop small weights that stay gathered between forwards, and would not follow a change of their shards."""
         self.engine.optimizer.empty_partition_cache()
-
-
-def _shard_of(parameter: Any, size: int) -> Tensor:
-    """This rank's flat part of a parameter, where ZeRO-3 makes shards of `size` elements; unpadded below stage 3."""
-    if hasattr(parameter, "ds_tensor"):
-        assert parameter.ds_tensor.numel() == size, "both are sharded over the same ranks"
-        return parameter.ds_tensor
-    return parameter.data.view(-1)[rank() * size : (rank() + 1) * size]

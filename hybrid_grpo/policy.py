@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,12 +41,9 @@ class Policy:
     """A causal language model inside one DeepSpeed engine.
 
     Args:
-        policy, engine: what to load and how to train it.
-        tokenizer: decodes completions.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         decoder: which decoder will sample from it; see `RolloutConfig`.
-        lora: adapters to train instead of the weights, if its rank is not 0.
-        seed: initialises the adapters.
+        lora: adapters to train instead of the weights, if its rank is not 0; `seed` initialises them.
     """
 
     def __init__(
@@ -59,11 +56,8 @@ class Policy:
         lora: LoraConfig | None = None,
         seed: int = 0,
     ) -> None:
-        self.config = policy
-        self.tokenizer = tokenizer
-        self.total_steps = total_steps
-        self.optimizer_steps = 0
-        self.skipped_steps = 0
+        self.config, self.tokenizer, self.total_steps = policy, tokenizer, total_steps
+        self.optimizer_steps = self.skipped_steps = 0
         self.deepspeed_config = engines.policy_config(policy, engine)
         attention = training_attention(policy)
         self.packs = attention == ATTENTION
@@ -87,9 +81,7 @@ class Policy:
         """Sample `num_generations` completions of every prompt. Ranks enter and leave together."""
         requests = requests_of(prompts, config.num_generations, seed, step)
         with self.engine.generation() as view:
-            groups, stats = complete(
-                view, self.tokenizer, requests, sampling_of(config, stop_ids), config, on_finish=on_finish
-            )
+            groups, stats = complete(view, self.tokenizer, requests, sampling_of(config, stop_ids), config, on_finish)
         return Rollout(prompts, [c for group in groups for c in group], config.num_generations), stats
 
     def greedy(self, prompts: list[Prompt], config: RolloutConfig, stop_ids: tuple[int, ...]) -> list[Completion]:
@@ -114,10 +106,14 @@ class Policy:
             return pack(prompt_ids, completion_ids, rows, budget, self.engine.device, share=self.config.shared_prefix)
         return pad(prompt_ids, completion_ids, rows, budget, self.engine.device)
 
-    def logprobs(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability (differentiable) and entropy of the completion tokens, float32 [b, T]. Collective."""
         logp_N, entropy_N = self.engine(*micro.inputs, temperature)
         return micro.unflatten(logp_N), micro.unflatten(entropy_N)
+
+    def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
+        """logp_BT of all rows; see `scored`. Collective."""
+        return scored(self.engine, batches, shape, temperature)
 
     def step(self) -> StepResult:
         """One optimizer step with the gradients of `engine.backward`. If they are not finite, all ranks skip the step
@@ -186,6 +182,24 @@ def _untangled(state: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+@torch.no_grad()
+def scored(engine: Callable[..., Any], batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
+    """Log-probability of every completion token, float32, 0 on padding. Collective.
+
+    Args:
+        engine: runs `LogprobModel`.
+        batches: micro-batches that cover all rows, as many on every rank.
+        shape: (B, T) of the result.
+        temperature: of sampling.
+    """
+    logp_BT = torch.zeros(shape, device=batches[0].input_ids_bS.device)
+    for micro in batches:
+        logp_N, _ = engine(*micro.inputs, temperature)
+        if micro.rows:
+            logp_BT[micro.rows, : micro.mask_bT.shape[1]] = micro.unflatten(logp_N)
+    return logp_BT
+
+
 class Reference:
     """The reference policy: the starting weights, or later ones of the policy, scored once per rollout. A frozen copy,
     sharded over the ranks and kept in host memory (ZeRO-3)."""
@@ -197,25 +211,8 @@ class Reference:
         self.engine = engines.Frozen(read, policy.dtype)
 
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
-        """ref_logp_BT of every completion, float32, 0 on padding. Collective: ranks have equally many micro-batches.
-
-        Args:
-            batches: micro-batches that cover all rows.
-            shape: (B, T) of the result.
-            temperature: of sampling.
-        """
-        device = batches[0].input_ids_bS.device
-        ref_logp_BT = torch.zeros(shape, dtype=torch.float32, device=device)
-        for micro in batches:
-            logp_N = self._score(micro, temperature)
-            if micro.rows:
-                ref_logp_BT[micro.rows, : micro.mask_bT.shape[1]] = micro.unflatten(logp_N)
-        return ref_logp_BT
-
-    def _score(self, micro: MicroBatch, temperature: float) -> Tensor:
-        """logp_N of the completion tokens. Collective."""
-        logp_N, _ = self.engine(*micro.inputs, temperature)
-        return logp_N
+        """ref_logp_BT of all rows; see `scored`. Collective."""
+        return scored(self.engine, batches, shape, temperature)
 
     def refresh(self, policy: engines.Engine, mix: float) -> None:
         """Move the weights towards the policy's: to `mix` times the policy's plus (1 - `mix`) times their own (mix 1 is
@@ -245,11 +242,10 @@ class UnadaptedReference(Reference):
         self._policy = policy
         self._adapters = adapters
 
-    @torch.no_grad()
-    def _score(self, micro: MicroBatch, temperature: float) -> Tensor:
+    def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
+        """See `Reference.logprobs`."""
         with self._adapters.off():
-            logp_N, _ = self._policy(*micro.inputs, temperature)
-        return logp_N
+            return scored(self._policy, batches, shape, temperature)
 
 
 def _shards(folder: Path) -> Path:

@@ -39,7 +39,7 @@ class SftTrainer(Stage):
             [pair.prompt.token_ids for pair in pairs], [pair.completion_ids for pair in pairs]
         )
         for micro in batches:
-            logp_bT, _ = self.policy.logprobs(micro, temperature=1.0)
+            logp_bT, _ = self.policy.forward(micro, temperature=1.0)
             # A filler has no rows: its token counts for nothing.
             loss = -logp_bT.sum() / total_tokens if micro.rows else 0.0 * logp_bT.sum()
             self.policy.engine.backward(loss)

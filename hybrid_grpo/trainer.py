@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
-from hybrid_grpo.data.batch import MicroBatch, Prompt, RewardStatus, Rollout, Scores, TrainBatch
+from hybrid_grpo.data.batch import MicroBatch, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.data.curriculum import Curriculum
 from hybrid_grpo.data.loader import rank_share
-from hybrid_grpo.distributed import all_reduce, rank, world_size
+from hybrid_grpo.distributed import rank, world_size
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
 from hybrid_grpo.grpo.kl import KlController
@@ -57,19 +57,10 @@ class Trainer(Stage):
         self.policy, self.reference, self.inputs = policy, reference, inputs
         self.eval_prompts = rank_share(inputs.eval_prompts, rank(), world_size())
         self.meter = Meter(inputs.rewards.names, [config.eval.name], device)
-        # A minibatch is a batch of the loader, so that its prompts do not depend on the number of ranks.
         self.loader = Curriculum(
-            inputs.prompts,
-            config.rollout.prompts_per_step // plan.num_minibatches,
-            rank(),
-            world_size(),
-            config.run.seed,
-            config.data.shuffle,
-            config.curriculum,
-            plan.num_generations,
-            device,
+            inputs.prompts, plan, rank(), config.curriculum, config.run.seed, config.data.shuffle, device
         )
-        self.kl = KlController(config.grpo, config.rollout.prompts_per_step * plan.num_generations, device)
+        self.kl = KlController(config.grpo, plan.rows, device)
         grpo, filtered = config.grpo, config.rollout.logprobs == "sampling"
         auto = filtered or grpo.sampler_correction != "none"
         self.recomputes = auto if grpo.old_logp == "auto" else grpo.old_logp == "policy"
@@ -109,18 +100,8 @@ class Trainer(Stage):
         self.loader.update()
         # Kept before anything is learned from it, in case the run stops here. It has no advantages yet.
         self.last_rollout = (rollout, scores, torch.full_like(scores.reward_B, torch.nan))
-        self.refuse_failures(scores)
+        self.inputs.rewards.refuse_failures(scores, self.device)
         return rollout, scores
-
-    def refuse_failures(self, scores: Scores) -> None:
-        """End the run, on all ranks alike, where a reward function fails too often. Collective.
-
-        Raises:
-            RunStopped: a function failed on more than `scoring.max_failed_frac` of the completions.
-        """
-        counts = [int((status_B >= RewardStatus.FAILED).sum()) for status_B in scores.status.values()]
-        *failures, rows = all_reduce(torch.tensor([*counts, len(scores.reward_B)], device=self.device)).tolist()
-        self.inputs.rewards.refuse_failures(dict(zip(scores.status, failures, strict=True)), rows)
 
     def sample_and_score(self, prompts: list[Prompt], step: int) -> tuple[Rollout, Scores]:
         """A rollout and what the reward functions say of it; there may be no prompts on this rank."""
@@ -157,24 +138,23 @@ class Trainer(Stage):
         """
         if not self.recomputes:
             return rollout.logp_BT.to(self.device)
-        if self.plan.num_iterations * self.plan.num_minibatches == 1 and not self.kl_in_reward:
+        if self.plan.optimizer_steps == 1 and not self.kl_in_reward:
             return None
-        with self.meter.time("time/old_logp_s"), torch.no_grad():
-            logp_BT = torch.zeros(rollout.mask_BT.shape, device=self.device)
-            for micro in self.micro_batches(rollout, range(len(rollout.completions)), gradients=False):
-                logp_bT, _ = self.policy.logprobs(micro, self.config.rollout.temperature)
-                if micro.rows:
-                    logp_BT[micro.rows, : logp_bT.shape[1]] = logp_bT
-        return logp_BT
+        with self.meter.time("time/old_logp_s"):
+            return self.scored(rollout, self.policy)
 
     def reference_logprobs(self, rollout: Rollout) -> Tensor | None:
         """The reference's log-probabilities, once per rollout; None without a reference."""
         if self.reference is None:
             return None
         with self.meter.time("time/reference_s"):
-            shape = (len(rollout.completions), max(rollout.lengths))
-            batches = self.micro_batches(rollout, range(shape[0]), gradients=False)
-            return self.reference.logprobs(batches, shape, self.config.rollout.temperature)
+            return self.scored(rollout, self.reference)
+
+    def scored(self, rollout: Rollout, model: Policy | Reference) -> Tensor:
+        """Log-probabilities [B, T] of all completions under a model, without gradients. Collective."""
+        shape = (len(rollout.completions), max(rollout.lengths))
+        batches = self.micro_batches(rollout, range(shape[0]), gradients=False)
+        return model.logprobs(batches, shape, self.config.rollout.temperature)
 
     def advantages(
         self, rollout: Rollout, scores: Scores, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None
@@ -197,14 +177,14 @@ class Trainer(Stage):
         signals = Signals(rollout.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT)
         for number, batches in enumerate(self.optimizer_steps(rollout, signals)):
             for batch in batches:
-                logp_bT, entropy_bT = self.policy.logprobs(batch.micro, self.config.rollout.temperature)
+                logp_bT, entropy_bT = self.policy.forward(batch.micro, self.config.rollout.temperature)
                 loss, numbers = micro_batch_loss(
                     batch, logp_bT, entropy_bT, self.config.grpo, self.kl.beta, self.inputs.objective
                 )
                 self.policy.engine.backward(loss)
                 self.kl.add(numbers)
                 self.meter.update(numbers)
-                self.meter.add("policy/loss", loss / (self.plan.num_iterations * self.plan.num_minibatches))
+                self.meter.add("policy/loss", loss / self.plan.optimizer_steps)
                 if number == 0:
                     self.meter.update(measure_parity(batch.micro, logp_bT, batch.sampler_logp_bT))
             self.meter.add("policy/lr", self.policy.lr)
@@ -252,7 +232,7 @@ class Trainer(Stage):
             scores = self.inputs.rewards.score(self.eval_prompts, completions, step=step)
         self.meter.update(measure_eval(self.config.eval, self.inputs.outcome, completions, scores))
         if step == 0:
-            self.refuse_failures(scores)
+            self.inputs.rewards.refuse_failures(scores, self.device)
 
     def tried_prompts(self) -> list[dict[str, Any]]:
         """How often each prompt was solved, hardest first."""

@@ -158,7 +158,7 @@ def test_when_pages_run_out_sequences_go_back_and_come_out_the_same(monkeypatch)
 @pytest.mark.parametrize("share", ["on", "off"])
 @pytest.mark.parametrize("architecture", ["qwen2", "mistral", "gemma2"])
 def test_packed_training_in_half_precision_is_that_of_the_cpu(architecture, share):
-    """The kernels for variable lengths, windows included; soft caps run in buckets where flash-attn is not there."""
+    """The kernels for variable lengths, windows included; soft caps go segment by segment without flash-attn."""
     rng = random.Random(0)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(n)] for n in (30, 7) for _ in range(4)]
     completions = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 40))] for _ in prompts]

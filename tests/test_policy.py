@@ -3,17 +3,15 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from tiny_models import ARCHITECTURES, STATEFUL, tiny_config
+from tiny_models import build, tiny_config
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from hybrid_grpo import generation
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
-from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.data.batch import Completion, Prompt
+from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.generation import GREEDY, Sampling
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.loading import load_tokenizer, training_attention
+from hybrid_grpo.model.loading import load_tokenizer
 from hybrid_grpo.policy import Policy, learning_rate, sampling_of, save_tokenizer
 
 
@@ -67,28 +65,6 @@ def test_ignore_eos_leaves_the_limit_only():
         assert sampling_of(RolloutConfig(ignore_eos=True), (4,), greedy=greedy).stop_ids == ()
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_what_the_decode_loop_runs_is_trained_packed(architecture, tmp_path):
-    tiny_config(architecture).save_pretrained(tmp_path)
-    for setting, expected in {"auto": ATTENTION, "packed": ATTENTION, "eager": "eager"}.items():
-        policy = PolicyConfig(model=str(tmp_path), attn_implementation=setting)
-        assert training_attention(policy) == expected
-
-
-UNPACKED = {name: "sdpa" for name in ("jamba", "falcon_h1", "qwen3_next", "bamba", "deepseek_v3")}
-UNPACKED |= {name: "eager" for name in ("mamba", "bloom", "gpt_oss", "mpt")}
-
-
-@pytest.mark.parametrize("architecture", UNPACKED)
-def test_other_models_are_trained_by_transformers_attention_and_not_packed(architecture, tmp_path):
-    config = tiny_config(architecture) if architecture in STATEFUL else AutoConfig.for_model(architecture)
-    config.save_pretrained(tmp_path)
-    assert training_attention(PolicyConfig(model=str(tmp_path))) == UNPACKED[architecture]
-    for setting, value in (("attn_implementation", "packed"), ("shared_prefix", "on")):
-        with pytest.raises(UserError, match=rf"^policy\.{setting} {value} does not fit [^\n]*: set it to auto$"):
-            training_attention(PolicyConfig(model=str(tmp_path), **{setting: value}))
-
-
 class Letters:
     """A tokenizer: token 1 is a, 2 is b, ...; 0 is special."""
 
@@ -96,26 +72,20 @@ class Letters:
         return "".join(chr(96 + token) for token in token_ids if token or not skip_special_tokens)
 
 
-def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(monkeypatch):
-    def generate(view, requests, sampling, *, on_finish, decode, **_):
-        groups = [[Completion([i + 1, k + 1, 0], [0.0] * 3, "stop") for k in range(2)] for i in range(2)]
-        for i, k in [(1, 0), (0, 1), (0, 0), (1, 1)]:
-            on_finish(i, k, groups[i][k])
-        assert decode([1, 2, 0]) == "ab"
-        return groups, None
-
-    monkeypatch.setattr(generation, "generate", generate)
+@pytest.mark.parametrize("decoder", ["paged", "transformers"])
+def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(decoder):
+    view = build(tiny_config("qwen2"), ATTENTION if decoder == "paged" else "sdpa")
     policy = Policy.__new__(Policy)
-    policy.tokenizer, policy.engine = Letters(), SimpleNamespace(generation=nullcontext)
-    prompts = [Prompt(i, "", [1], {}) for i in range(2)]
-    config, seen = RolloutConfig(num_generations=2), []
+    policy.tokenizer, policy.engine = Letters(), SimpleNamespace(generation=lambda: nullcontext(view))
+    prompts = [Prompt(i, "", [1 + i], {}) for i in range(2)]
+    config, seen = RolloutConfig(num_generations=2, max_completion_tokens=5, decoder=decoder), []
     rollout, _ = policy.rollout(prompts, config, (), seed=0, step=1, on_finish=lambda *args: seen.append(args))
-    assert [(i, k, completion.text) for i, k, completion in seen] == [
-        (1, 0, "ba"), (0, 1, "ab"), (0, 0, "aa"), (1, 1, "bb")
-    ]  # fmt: skip
-    assert [c.text for c in rollout.completions] == ["aa", "ab", "ba", "bb"]
+    assert {(i, k) for i, k, _ in seen} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert all(completion is rollout.completions[2 * i + k] for i, k, completion in seen)
-    assert [c.text for c in policy.greedy(prompts, config, ())] == ["aa", "ba"]
+    greedy = policy.greedy(prompts, config, ())
+    for completion in [*rollout.completions, *greedy]:
+        assert completion.text == "".join(chr(96 + token) for token in completion.token_ids if token)
+    assert [completion.text for completion in rollout.completions] != [c.text for c in greedy for _ in range(2)]
 
 
 def test_an_exported_tokenizer_has_the_files_it_was_loaded_from(tmp_path):

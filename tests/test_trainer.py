@@ -39,8 +39,11 @@ class Sampler:
     def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients):
         return pad(prompt_ids, completion_ids, rows, 16384, torch.device("cpu"))
 
-    def logprobs(self, micro, temperature):
+    def forward(self, micro, temperature):
         return torch.full(micro.mask_bT.shape, math.log(0.5), requires_grad=True), torch.zeros(micro.mask_bT.shape)
+
+    def logprobs(self, batches, shape, temperature):
+        return torch.full(shape, math.log(0.5))
 
 
 SLOW = RewardConfig(f"{SUPPORT.joinpath('acting_rewards.py')}:leaves_files", name="slow", batch_size="group")
@@ -78,7 +81,7 @@ def first_step(run: Trainer, rollout: Rollout, old_logp_BT: torch.Tensor | None 
 
 def loss_of(run: Trainer, batch: TrainBatch) -> torch.Tensor:
     """The loss of a micro-batch; the trainer's meter has its numbers."""
-    logp_bT, entropy_bT = run.policy.logprobs(batch.micro, 1.0)
+    logp_bT, entropy_bT = run.policy.forward(batch.micro, 1.0)
     loss, numbers = micro_batch_loss(batch, logp_bT, entropy_bT, run.config.grpo, run.kl.beta, run.inputs.objective)
     run.meter.update(numbers)
     return loss

@@ -1,10 +1,11 @@
 # Sourced by the scripts beside it and by tests/run.sh: an environment with hybrid_grpo and the extras in $1.
 #
-# Uses the virtual environment that is active, else makes and activates .venv. torch comes first and stays as it is
+# SKIP_SETUP=1 takes the environment as it is. Uses the virtual environment that is active, else makes and activates .venv. torch comes first and stays as it is
 # if it fits; TORCH_VERSION chooses another (on machines without a GPU, 2.13.0 has a CPU build). DeepSpeed is
 # installed without prebuilt kernels: those a run needs are compiled when it first starts.
 
 setup() {
+    if [ -n "${SKIP_SETUP:-}" ]; then return; fi
     local extras=${1:-} python=${PYTHON:-python3}
     if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
         if [ ! -x .venv/bin/python ]; then

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from hybrid_grpo.data.batch import Completion, Prompt
+    from hybrid_grpo.data.sources import Source
     from hybrid_grpo.generation import OnFinish
 
 
@@ -53,9 +55,9 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
     check_generate(config, ranks)
 
     # The settings are sound: now the imports that take seconds.
-    from hybrid_grpo.data.lines import read_lines, typed
     from hybrid_grpo.data.loader import rank_share
     from hybrid_grpo.data.prompts import read_prompts
+    from hybrid_grpo.data.sources import standard_input, training_source
     from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
     from hybrid_grpo.model.architectures import check_architecture
     from hybrid_grpo.model.loading import (
@@ -75,20 +77,20 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
     tokenizer = load_tokenizer(config.policy.model)
     ends = stop_ids(config.policy.model, tokenizer, rollout.stop_ids)
 
-    def read_typed(line: bytes, number: int) -> Prompt:
-        [prompt], _ = read_lines([line], config.data, tokenizer, first=number)
-        check_lengths(model_config, len(prompt.token_ids) + rollout.max_completion_tokens)
-        return prompt
+    def piped(lines: Iterable[bytes]) -> Source:
+        return standard_input(lines, "data.path", config.data.limit, config.data.prompt_column)
+
+    def read(source: Source) -> tuple[list[Prompt], str]:
+        prompts, data = read_prompts(config.data, tokenizer, source)
+        check_lengths(model_config, max(len(p.token_ids) for p in prompts) + rollout.max_completion_tokens)
+        return prompts, data
 
     batches: Iterable[list[Prompt]]
     if config.reads_stdin and sys.stdin.isatty():
         data = "one prompt a line, until the end of the input (Ctrl-D)"
-        batches = ([prompt] for prompt in typed(sys.stdin.buffer, read_typed))
+        batches = _typed(sys.stdin.buffer, lambda line: read(piped([line]))[0])
     else:
-        lines = read_lines(sys.stdin.buffer, config.data, tokenizer) if config.reads_stdin else None
-        prompts, report = lines or read_prompts(config.data, tokenizer)
-        check_lengths(model_config, max(len(p.token_ids) for p in prompts) + rollout.max_completion_tokens)
-        data = str(report)
+        prompts, data = read(piped(sys.stdin.buffer) if config.reads_stdin else training_source(config.data))
         batches = [rank_share(prompts, rank, ranks)]
     if rank == 0:
         sampling = f"{count} of each prompt, run.seed {config.run.seed}, {sampling_line(rollout, ends, tokenizer)}"
@@ -103,6 +105,26 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
             with _progress(len(batch) * count, shown) as advance:
                 on_finish = _writer(write, batch, advance)
                 complete(model, tokenizer, requests, sampling_of(rollout, ends), rollout, on_finish)
+
+
+def _typed(stdin: BinaryIO, read: Callable[[bytes], list[Prompt]]) -> Iterator[list[Prompt]]:
+    """Ask for one prompt after another until the input ends. A mistake is printed, and the next prompt is asked for."""
+    number = 0
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        line = stdin.readline()
+        if not line:
+            print(file=sys.stderr)
+            return
+        if not line.strip():
+            continue
+        try:
+            [prompt] = read(line)
+        except UserError as error:
+            print(error, file=sys.stderr)
+            continue
+        yield [replace(prompt, id=number)]
+        number += 1
 
 
 def _device() -> torch.device:

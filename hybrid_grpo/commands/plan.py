@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hybrid_grpo.config import PlanConfig
 from hybrid_grpo.config.checks import check_train
-from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 
 if TYPE_CHECKING:
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 def run(arguments: list[str]) -> None:
     """Parse, read the data, and print the plan; a run that clearly does not fit is refused as `train` refuses it."""
     config = parse(PlanConfig, arguments, "plan").config
-    ranks = config.plan.world_size
-    refuse(ranks is not None and ranks < 1, f"plan.world_size {ranks} must be 1 or greater")
-    batch = check_train(config, ranks or int(os.environ.get("WORLD_SIZE", "1")))
+    batch = check_train(config, config.plan.world_size or int(os.environ.get("WORLD_SIZE", "1")))
 
     # The settings are sound: now the imports that take seconds.
     from hybrid_grpo import engine

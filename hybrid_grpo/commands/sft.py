@@ -39,7 +39,7 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     tokenizer = load_tokenizer(config.policy.model)
     pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens)
     check_lengths(model_config, max(len(pair.prompt.token_ids) + len(pair.completion_ids) for pair in pairs))
-    this = Run(parsed, {"data": str(report)})
+    this = Run(parsed, {"data": report})
     # Its view of the model only exports.
     policy = Policy(
         config.policy,

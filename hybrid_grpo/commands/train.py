@@ -49,7 +49,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
         config.policy,
         config.engine,
         inputs.tokenizer,
-        total_steps=config.run.steps * plan.num_iterations * plan.num_minibatches,
+        total_steps=config.run.steps * plan.optimizer_steps,
         decoder=config.rollout.decoder,
         lora=config.lora,
         seed=config.run.seed,

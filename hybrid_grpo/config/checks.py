@@ -1,7 +1,8 @@
 """What a configuration needs of the place where it runs: files that exist, packages, ranks that share the work evenly.
 
 A command calls its check before it imports torch: a mistake costs the user a moment, not a model load. Numbers out of
-bounds and settings that contradict each other are refused earlier, by the configuration itself.
+bounds and settings that contradict each other are refused earlier, by the configuration itself. Every check raises a
+UserError of one line, which names the settings and the way out.
 """
 
 from __future__ import annotations
@@ -37,17 +38,20 @@ class BatchPlan:
     num_iterations: int
 
     @property
-    def rows_per_minibatch(self) -> int:
-        """Completions behind one optimizer step, over all ranks."""
-        return self.world_size * self.prompts_per_rank * self.num_generations // self.num_minibatches
+    def rows(self) -> int:
+        """Completions of one rollout, over all ranks."""
+        return self.world_size * self.prompts_per_rank * self.num_generations
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps on one rollout."""
+        return self.num_iterations * self.num_minibatches
 
     def __str__(self) -> str:
-        rows = self.world_size * self.prompts_per_rank * self.num_generations
-        steps = self.num_iterations * self.num_minibatches
         return (
             f"{self.world_size} ranks x {self.prompts_per_rank} prompts x {self.num_generations} completions"
-            f" = {rows} rows a rollout; {self.num_iterations} iterations x {self.num_minibatches} minibatches"
-            f" = {steps} optimizer steps of {self.rows_per_minibatch} rows"
+            f" = {self.rows} rows a rollout; {self.num_iterations} iterations x {self.num_minibatches} minibatches"
+            f" = {self.optimizer_steps} optimizer steps of {self.rows // self.num_minibatches} rows"
         )
 
 
@@ -70,11 +74,7 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
 
 
 def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
-    """Refuse a training run that cannot work here; return the batch equation.
-
-    Raises:
-        UserError: one line that names the settings and the way out.
-    """
+    """Refuse a training run that cannot work here; return the batch equation."""
     _check_model(config)
     _check_data(config.data)
     _check_rewards(config.rewards)
@@ -82,22 +82,14 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
 
 
 def check_sft(config: SftConfig, world_size: int) -> None:
-    """Refuse a supervised run that cannot work here.
-
-    Raises:
-        UserError: one line that names the settings and the way out.
-    """
+    """Refuse a supervised run that cannot work here."""
     _check_model(config)
     _check_data(config.data)
     _refuse_indivisible("sft.batch_size", config.sft.batch_size, world_size, "ranks")
 
 
 def check_generate(config: GenerateConfig, world_size: int) -> None:
-    """Refuse to generate where it cannot work.
-
-    Raises:
-        UserError: one line that names the settings and the way out.
-    """
+    """Refuse to generate where it cannot work."""
     _check_model(config)
     output = config.generate.output
     if config.reads_stdin:
@@ -109,11 +101,7 @@ def check_generate(config: GenerateConfig, world_size: int) -> None:
 
 
 def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
-    """Refuse to score `source`, a file of completions or the folder of a run, where it cannot work.
-
-    Raises:
-        UserError: one line that names the settings and the way out.
-    """
+    """Refuse to score `source`, a file of completions or the folder of a run, where it cannot work."""
     _check_rewards(config.rewards)
     score = config.score
     refuse(
@@ -133,11 +121,7 @@ def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
 
 
 def check_serve(config: ServeRewardConfig) -> None:
-    """Refuse to serve rewards where it cannot work.
-
-    Raises:
-        UserError: one line that names the settings and the way out.
-    """
+    """Refuse to serve rewards where it cannot work."""
     _check_rewards(config.rewards)
     serve = config.serve
     refuse(

@@ -47,7 +47,6 @@ class TrainConfig(_RunsModel):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     rewards: RewardList = field(default_factory=list)
-    """Reward functions: names as in `exact_match,mine.py:f`, or `[{function: exact_match, weight: 1.0}, ...]`."""
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -225,7 +224,6 @@ class ServeRewardConfig:
     """Reward functions as a service for other machines, by OpenRLHF's convention."""
 
     rewards: RewardList = field(default_factory=list)
-    """Reward functions: names as in `exact_match,mine.py:f`, or `[{function: exact_match, weight: 1.0}, ...]`."""
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     """How they are run."""
     serve: ServeOptionsConfig = field(default_factory=ServeOptionsConfig)

@@ -47,20 +47,19 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
             print(help_text(cls, command, rest[0] if rest and not rest[0].startswith("-") else None))
             sys.exit(0)
         refuse(not argument.startswith("--"), f"{argument} is no option: a setting is given as --section.name value")
-        name, given_here, text = argument[2:].partition("=")
+        name, equals, text = argument[2:].partition("=")
         if name == "print_config":
             print_config = True
             continue
-        if name != "config":
-            _setting_type(cls, name)
-        if not given_here:
+        hint = None if name == "config" else _setting_type(cls, name)
+        if not equals:
             refuse(not rest or rest[0].startswith("--"), f"{name}: expected one argument")
             text = rest.pop(0)
         if name == "config":
             known = [section for section in sections(cls) if section != "rewards"]
             given = overlay(given, read_recipe(Path(text), known))
         else:
-            given = _with_option(cls, given, name, text)
+            given = _with_option(given, name, hint, text)
     parsed = configure(cls, given)
     if print_config:
         print(parsed.yaml, end="")
@@ -97,27 +96,24 @@ def _setting_type(cls: Any, name: str) -> Any:
     section, *path = name.split(".")
     hint = sections(cls).get(section)
     if path and dataclasses.is_dataclass(hint):
-        key, *entry = path
-        hint = sections(hint).get(key)
-        if entry and takes_mapping(hint):
+        hint = sections(hint).get(path.pop(0))
+        if path and takes_mapping(hint):
             return Any
-        path = entry
     if hint is None or path:
         raise UserError(unknown_setting(name, cls))
     return hint
 
 
-def _with_option(cls: Any, given: Settings, name: str, text: str) -> Settings:
+def _with_option(given: Settings, name: str, hint: Any, text: str) -> Settings:
     """The settings with that of an option over them; `--section.name.key` sets one entry of a mapping."""
-    hint = _setting_type(cls, name)
     section, *path = name.split(".")
-    value = text if path[1:] == [] and _takes_text(hint) else read_value(text)
+    value = read_value(text) if path[1:] else _read(hint, text)
     if not path:
         return overlay(given, {section: value})
-    below: Any = given.get(section, {}).get(path[0])
-    for key in reversed(path[1:]):
-        value = {key: value}
-    return overlay(given, {section: {path[0]: _merged(below, value) if path[1:] else value}})
+    key, *entries = path
+    for entry in reversed(entries):
+        value = {entry: value}
+    return overlay(given, {section: {key: _merged(given.get(section, {}).get(key), value) if entries else value}})
 
 
 def _merged(below: Any, above: Any) -> Any:
@@ -127,11 +123,11 @@ def _merged(below: Any, above: Any) -> Any:
     return {**texts, **{key: _merged(texts.get(key), value) for key, value in above.items()}}
 
 
-def _takes_text(hint: Any) -> bool:
-    """Whether `--name 1` means the text and not the number."""
-    return all(
-        plain in (str, Any, type(None))
-        or (get_origin(plain) is Literal and all(isinstance(value, str) for value in get_args(plain)))
-        or not (plain in (int, float, bool) or get_origin(plain) in (list, dict, tuple, Literal))
-        for plain in plain_types(hint)
-    )
+def _read(hint: Any, text: str) -> Any:
+    """The value of an option: `1` is text for a setting that takes text, and a number for others."""
+    kinds = plain_types(hint)
+    if text == "null" and type(None) in kinds:
+        return None
+    values = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    others = [kind for kind in kinds if kind in (int, float, bool) or get_origin(kind) in (list, dict, tuple)]
+    return read_value(text) if others or int in map(type, values) or dataclasses.is_dataclass(hint) else text

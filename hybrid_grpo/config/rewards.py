@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Le
-from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
@@ -58,11 +58,9 @@ def _read_list(rewards: Any) -> Any:
 
 
 def _read_entry(entry: Any) -> Any:
-    return {"function": entry.strip() if isinstance(entry, str) else entry} if _is_function(entry) else entry
-
-
-def _is_function(entry: Any) -> bool:
-    return isinstance(entry, str) or (callable(entry) and not isinstance(entry, RewardConfig))
+    if isinstance(entry, str):
+        return {"function": entry.strip()}
+    return {"function": entry} if callable(entry) else entry
 
 
 def _check_names(rewards: list[RewardConfig]) -> list[RewardConfig]:
@@ -76,6 +74,7 @@ RewardList = Annotated[
     list[Annotated[RewardConfig, BeforeValidator(_read_entry)]],
     BeforeValidator(_read_list),
     AfterValidator(_check_names),
+    Field(description="Functions, by `exact_match,mine.py:f` or by `[{function: exact_match, weight: 1.0}, ...]`."),
 ]
 
 

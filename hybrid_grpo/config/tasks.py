@@ -23,6 +23,7 @@ READY_MADE = sorted(path.stem for path in _RECIPES.glob("*.yaml"))
 """Names of the ready-made tasks."""
 
 _HELD_OUT = ("eval_path", "eval_split", "eval_limit")
+_OUTCOME = ("outcome", "threshold")
 _SOURCE = ("path", "subset", "split", "limit", *_HELD_OUT)
 
 
@@ -72,16 +73,16 @@ def own_task(name: str) -> TaskRecipe:
             " that makes a row with a prompt of a row",
         )
         found = TaskRecipe(found)
-    rewards = [_at_home(reward, place) for reward in found.settings.get("rewards", [])]
-    return replace(found, settings={**found.settings, "rewards": rewards}) if rewards else found
+    rewards = found.settings.get("rewards", [])
+    rewards = [_with_place(entry, place) for entry in (rewards.split(",") if isinstance(rewards, str) else rewards)]
+    return replace(found, settings={**found.settings, "rewards": rewards})
 
 
-def _at_home(reward: Any, place: str) -> Any:
-    """A reward whose function `:name` is in the task's own file, with that file's name."""
-    entry = dict(reward) if isinstance(reward, Mapping) else {"function": reward}
-    if isinstance(entry["function"], str) and entry["function"].startswith(":"):
-        entry["function"] = place + entry["function"]
-    return entry
+def _with_place(entry: Any, place: str) -> Any:
+    """An entry of `rewards`; a function `:name` is one of the task's own file."""
+    if isinstance(entry, Mapping):
+        return {**entry, "function": _with_place(entry.get("function"), place)}
+    return place + entry if isinstance(entry, str) and entry.startswith(":") else entry
 
 
 def with_task(cls: Any, given: Settings) -> Settings:
@@ -90,21 +91,19 @@ def with_task(cls: Any, given: Settings) -> Settings:
     Settings of the task that belong to something the user replaces are left out: the splits of its source where
     `data.path` is another, and its evaluation where the rewards are others.
     """
-    data = given.get("data", {})
-    name = data.get("task")
+    data: Any = given.get("data")
+    name = data.get("task") if isinstance(data, Mapping) else None
     if not isinstance(name, str) or "data" not in sections(cls):
         return given
     task = ready_made_settings(name) if name in READY_MADE else own_task(name).settings
-    # `score` reads its SOURCE in place of the task's source.
-    path = "SOURCE" if cls is ScoreConfig else data.get("path") or task.get("data", {}).get("path", "")
+    below = {section: values for section, values in task.items() if section in sections(cls)}
+    source = below.get("data", {}).get("path", "")
     replaced: tuple[str, ...] = ()
-    if path != task.get("data", {}).get("path", ""):
+    if cls is ScoreConfig or (data.get("path") or source) != source:  # `score` reads its SOURCE
         replaced = _SOURCE
     elif data.get("eval_path") is not None or "eval" not in sections(cls):
         replaced = _HELD_OUT
-    below = {section: values for section, values in task.items() if section in sections(cls)}
-    below["data"] = {key: value for key, value in task.get("data", {}).items() if key not in replaced}
+    below["data"] = {key: value for key, value in below.get("data", {}).items() if key not in replaced}
     if given.get("rewards"):
-        below.pop("rewards", None)
-        below.pop("eval", None)
+        below["eval"] = {key: value for key, value in below.get("eval", {}).items() if key not in _OUTCOME}
     return overlay(below, given)

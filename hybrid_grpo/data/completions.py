@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Rollout, Scores
 from hybrid_grpo.data.prompts import prompt_text
-from hybrid_grpo.data.sources import Row, Source, json_rows, read_rows, same_columns
+from hybrid_grpo.data.sources import Row, Source, json_rows, read_rows, standard_input
 
 UNKNOWN_TOKEN = -1
 """Stands for a token of a saved rollout that cannot be made from the text again."""
@@ -49,17 +49,13 @@ def read_completions(path: str, config: DataConfig, stdin: Iterable[bytes], toke
     Raises:
         UserError: the source cannot be read, or a row has no prompt or no completion.
     """
-    if path == "-":
-        rows = [row for _, row in islice(json_rows(stdin, "standard input"), config.limit)]
-        refuse(not rows, "standard input is empty: write one JSON object a line")
-        rows = same_columns(rows)
-    else:
-        # A file has no subsets: a subset in the recipe belongs to the recipe's own source.
-        subset = None if Path(path).is_file() else config.subset
-        rows = read_rows(Source(path, config.split, subset, config.limit, path_setting="SOURCE"))
-    source = "standard input" if path == "-" else path
+    # A file has no subsets: a subset in the recipe belongs to the recipe's own source.
+    subset = None if Path(path).is_file() else config.subset
+    source = Source(path, config.split, subset, config.limit, path_setting="SOURCE")
+    source = standard_input(stdin, "SOURCE", config.limit) if path == "-" else source
     return [
-        _group(number, row, f"row {number} (from 0) of {source}", config, tokenizer) for number, row in enumerate(rows)
+        _group(number, row, f"row {number} (from 0) of {source.origin}", config, tokenizer)
+        for number, row in enumerate(read_rows(source))
     ]
 
 

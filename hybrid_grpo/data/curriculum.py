@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybrid_grpo.config import CurriculumConfig
+from hybrid_grpo.config import BatchPlan, CurriculumConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.data.batch import Numbers, Prompt
 from hybrid_grpo.data.loader import LoaderState, PromptLoader
@@ -48,9 +48,11 @@ class Curriculum(PromptLoader[Prompt]):
     position in the stream, and without replacement within a step as long as there are prompts left.
 
     Args:
-        prompts, batch_size_global, rank, world_size, seed, shuffle: see `PromptLoader`.
+        prompts: prompts to train on.
+        plan: the batch equation; a batch is a minibatch, so that its prompts do not depend on the number of ranks.
+        rank: number of this rank.
         config: whether and how the stream follows the success rates.
-        num_generations: G, completions per prompt.
+        seed, shuffle: see `PromptLoader`.
         device: where collectives take place.
 
     Raises:
@@ -60,18 +62,17 @@ class Curriculum(PromptLoader[Prompt]):
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        batch_size_global: int,
+        plan: BatchPlan,
         rank: int,
-        world_size: int,
+        config: CurriculumConfig,
         seed: int,
         shuffle: bool,
-        config: CurriculumConfig,
-        num_generations: int,
         device: torch.device,
     ) -> None:
-        super().__init__(prompts, batch_size_global, rank, world_size, seed, shuffle)
+        batch_size = plan.world_size * plan.prompts_per_rank // plan.num_minibatches
+        super().__init__(prompts, batch_size, rank, plan.world_size, seed, shuffle)
         self._config = config
-        self._num_generations = num_generations
+        self._num_generations = plan.num_generations
         self._device = device
         self._class_N = classes(prompts, config.column)
         self._count_N2 = np.zeros((len(prompts), 2), dtype=np.int64)

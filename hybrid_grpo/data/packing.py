@@ -115,36 +115,34 @@ def _packed(
 ) -> MicroBatch:
     """One row of tokens: of each group the prompt, then its completions, each without its last token."""
     tokens: list[int] = []
-    positions: list[np.ndarray] = []
-    source: list[np.ndarray] = []
+    positions: list[int] = []
+    source: list[int] = []
     own: list[tuple[int, int]] = []
     prefix: list[tuple[int, int]] = []
     for group in groups:
-        prompt, start = prompt_ids[group.rows[0]], len(tokens)
-        shared = len(group.rows) > 1
+        prompt, start, shared = prompt_ids[group.rows[0]], len(tokens), len(group.rows) > 1
+        tokens += prompt
+        positions += range(len(prompt))
         if shared:
             own.append((start, len(prompt)))
             prefix.append((start, 0))
-        tokens += prompt
-        positions.append(np.arange(len(prompt)))
         for row in group.rows:
-            completion = completion_ids[row][:-1]
-            begin = len(tokens)
-            source += [np.array([start + len(prompt) - 1]), begin + np.arange(len(completion))]
+            completion, begin = completion_ids[row][:-1], len(tokens)
+            tokens += completion
+            positions += range(len(prompt), len(prompt) + len(completion))
+            source += [start + len(prompt) - 1, *range(begin, len(tokens))]
             if not shared:
-                own.append((start, len(prompt) + len(completion)))
+                own.append((start, len(tokens) - start))
                 prefix.append((start, 0))
             elif completion:
                 own.append((begin, len(completion)))
                 prefix.append((start, len(prompt)))
-            tokens += completion
-            positions.append(len(prompt) + np.arange(len(completion)))
     rows = [row for group in groups for row in group.rows]
     return MicroBatch(
         rows,
         torch.tensor([tokens], device=device),
-        torch.from_numpy(np.concatenate(positions))[None].to(device),
-        Selection(np.concatenate(source), device),
+        torch.tensor([positions], device=device),
+        Selection(np.array(source), device),
         *_targets([completion_ids[row] for row in rows], device),
         Segments(own, prefix, device),
     )
@@ -186,15 +184,12 @@ def _padded(
 ) -> MicroBatch:
     texts = [(prompt_ids[row] + completion_ids[row])[:-1] for row in rows]
     width = max(map(len, texts))
-    source = [
-        i * width + np.arange(len(prompt_ids[row]) - 1, len(text))
-        for i, (row, text) in enumerate(zip(rows, texts, strict=True))
-    ]
+    source = [i * width + t for i, row in enumerate(rows) for t in range(len(prompt_ids[row]) - 1, len(texts[i]))]
     return MicroBatch(
         rows,
         torch.tensor([text + [0] * (width - len(text)) for text in texts], device=device),
         torch.arange(width, device=device).expand(len(rows), -1),
-        Selection(np.concatenate(source), device),
+        Selection(np.array(source), device),
         *_targets([completion_ids[row] for row in rows], device),
         None,
     )

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.config import DataConfig
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.data.prompts import DataReport, prompts_of, require_column
+from hybrid_grpo.data.prompts import data_line, prompts_of, require_column
 from hybrid_grpo.data.sources import read_rows, training_source
 
 if TYPE_CHECKING:
@@ -29,19 +29,23 @@ class Pair:
 
 def read_pairs(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, max_completion_tokens: int
-) -> tuple[list[Pair], DataReport]:
-    """The pairs to train on, with their report. Completions over the limit are dropped; end-of-sequence counts.
+) -> tuple[list[Pair], str]:
+    """The pairs to train on, and a line that says what was read and dropped.
+
+    Completions of more than `max_completion_tokens`, end-of-sequence included, are dropped.
 
     Raises:
         UserError: see `read_prompts`; or a completion is missing, or all are over-long.
     """
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            "policy.model: its tokenizer has no end-of-sequence token, so a completion would never end: set eos_token"
-            " in its tokenizer_config.json"
-        )
-    if config.completion_column == config.prompt_column:
-        raise UserError(f"data.completion_column and data.prompt_column are both {config.prompt_column}: change one")
+    refuse(
+        tokenizer.eos_token_id is None,
+        "policy.model: its tokenizer has no end-of-sequence token, so a completion would never end: set eos_token in"
+        " its tokenizer_config.json",
+    )
+    refuse(
+        config.completion_column == config.prompt_column,
+        f"data.completion_column and data.prompt_column are both {config.prompt_column}: change one",
+    )
     source = training_source(config)
     rows = read_rows(source)
     require_column("data.completion_column", config.completion_column, rows, source)
@@ -49,14 +53,14 @@ def read_pairs(
         Pair(prompt, _completion_ids(rows[prompt.id][config.completion_column], prompt.id, config, tokenizer))
         for prompt in prompts_of(rows, source, config, tokenizer)
     ]
+    shortest = min(len(pair.completion_ids) for pair in pairs)
+    refuse(
+        shortest > max_completion_tokens,
+        f"sft.max_completion_tokens {max_completion_tokens}: all {len(pairs)} completions of {source} are longer,"
+        f" the shortest has {shortest} tokens: raise the limit",
+    )
     kept = [pair for pair in pairs if len(pair.completion_ids) <= max_completion_tokens]
-    if not kept:
-        shortest = min(len(pair.completion_ids) for pair in pairs)
-        raise UserError(
-            f"sft.max_completion_tokens {max_completion_tokens}: all {len(pairs)} completions of {source} are longer,"
-            f" the shortest has {shortest} tokens: raise the limit"
-        )
-    return kept, DataReport.of(source, rows, [pair.prompt for pair in kept], len(pairs) - len(kept))
+    return kept, data_line(source, rows, [pair.prompt for pair in kept], len(pairs) - len(kept))
 
 
 def _completion_ids(value: Any, number: int, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -5,82 +5,48 @@ Files are read in `sources`, and the order of prompts is decided in `loader`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from hybrid_grpo.config import DataConfig
-from hybrid_grpo.config.errors import UserError, did_you_mean
+from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.batch import Message, Prompt
-from hybrid_grpo.data.sources import Row, Source, evaluation_source, read_rows, training_source
+from hybrid_grpo.data.sources import Row, Source, read_rows, training_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class DataReport:
-    """What was read from a source, and what was dropped."""
-
-    source: str
-    split: str | None
-    rows: int
-    """Rows read."""
-    kept: int
-    over_long_prompts: int
-    """Rows dropped for a prompt over data.max_prompt_tokens."""
-    over_long_completions: int
-    """Rows dropped for a completion over sft.max_completion_tokens."""
-    prompt_tokens_min: int
-    """Tokens of the kept prompts: shortest, mean, longest."""
-    prompt_tokens_mean: float
-    prompt_tokens_max: int
-    columns: list[str]
-    """All columns of the source."""
-
-    @classmethod
-    def of(cls, source: Source, rows: list[Row], kept: list[Prompt], over_long_completions: int = 0) -> DataReport:
-        """Count and measure what was kept, at least one prompt, of all rows."""
-        lengths = [len(prompt.token_ids) for prompt in kept]
-        return cls(
-            source=source.origin,
-            split=source.split,
-            rows=len(rows),
-            kept=len(kept),
-            over_long_prompts=len(rows) - len(kept) - over_long_completions,
-            over_long_completions=over_long_completions,
-            prompt_tokens_min=min(lengths),
-            prompt_tokens_mean=sum(lengths) / len(lengths),
-            prompt_tokens_max=max(lengths),
-            columns=list(rows[0]),
-        )
-
-    def __str__(self) -> str:
-        split = "" if self.split is None else f" [{self.split}]"
-        dropped = [
-            f"{count} dropped for an over-long {what}"
-            for count, what in ((self.over_long_prompts, "prompt"), (self.over_long_completions, "completion"))
-            if count
-        ]
-        return (
-            f"{self.source}{split}: {', '.join([f'{self.kept} of {self.rows} rows kept', *dropped])};"
-            f" prompts of {self.prompt_tokens_min} to {self.prompt_tokens_max} tokens"
-            f" (mean {self.prompt_tokens_mean:.1f}); columns {', '.join(self.columns)}"
-        )
-
-
 def read_prompts(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool = False
-) -> tuple[list[Prompt], DataReport]:
-    """The prompts to train on, or the held-out prompts (only if `evaluation_source` is not None), with their report.
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, source: Source | None = None
+) -> tuple[list[Prompt], str]:
+    """The prompts of a source, and a line that says what was read and dropped.
+
+    Args:
+        source: where the rows come from. Default: the rows to train on.
 
     Raises:
         UserError: the source cannot be read, or its rows do not make prompts; see `prompts_of`.
     """
-    source = evaluation_source(config) if evaluation else training_source(config)
-    assert source is not None
+    source = source or training_source(config)
     rows = read_rows(source)
     kept = prompts_of(rows, source, config, tokenizer)
-    return kept, DataReport.of(source, rows, kept)
+    return kept, data_line(source, rows, kept)
+
+
+def data_line(source: Source, rows: list[Row], kept: list[Prompt], over_long_completions: int = 0) -> str:
+    """What was read and what was dropped, in words; at least one prompt was kept."""
+    lengths = [len(prompt.token_ids) for prompt in kept]
+    over_long_prompts = len(rows) - len(kept) - over_long_completions
+    dropped = [
+        f", {count} dropped for an over-long {what}"
+        for what, count in (("prompt", over_long_prompts), ("completion", over_long_completions))
+        if count
+    ]
+    return (
+        f"{source}: {len(kept)} of {len(rows)} rows kept{''.join(dropped)};"
+        f" prompts of {min(lengths)} to {max(lengths)} tokens (mean {sum(lengths) / len(lengths):.1f});"
+        f" columns {', '.join(rows[0])}"
+    )
 
 
 def require_column(setting: str, column: str, rows: list[Row], source: Source) -> None:
@@ -106,21 +72,20 @@ def prompts_of(rows: list[Row], source: Source, config: DataConfig, tokenizer: P
         _prompt(number, row, f"row {number} (from 0) of {source}", config, tokenizer) for number, row in enumerate(rows)
     ]
     limit = config.max_prompt_tokens
-    kept = [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
-    if len(kept) < len(prompts) and config.over_long == "refuse":
-        first = next(prompt for prompt in prompts if len(prompt.token_ids) > limit)
+    over_long = [prompt for prompt in prompts if len(prompt.token_ids) > limit]
+    if over_long and config.over_long == "refuse":
         raise UserError(
-            f"data.max_prompt_tokens {limit}: the prompt of row {first.id} (from 0) of {source} has"
-            f" {len(first.token_ids)} tokens, one of {len(prompts) - len(kept)} over-long ones: raise the limit,"
-            " or set data.over_long to drop"
+            f"data.max_prompt_tokens {limit}: the prompt of row {over_long[0].id} (from 0) of {source} has"
+            f" {len(over_long[0].token_ids)} tokens, one of {len(over_long)} over-long ones: raise the limit, or set"
+            " data.over_long to drop"
         )
-    if not kept:
-        shortest = min(len(prompt.token_ids) for prompt in prompts)
-        raise UserError(
-            f"data.max_prompt_tokens {limit}: all {len(prompts)} prompts of {source} are longer, the shortest has"
-            f" {shortest} tokens: raise the limit"
-        )
-    return kept
+    shortest = min(len(prompt.token_ids) for prompt in prompts)
+    refuse(
+        shortest > limit,
+        f"data.max_prompt_tokens {limit}: all {len(prompts)} prompts of {source} are longer, the shortest has"
+        f" {shortest} tokens: raise the limit",
+    )
+    return [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
 
 
 def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]:

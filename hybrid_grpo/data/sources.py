@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.tasks import Row, make_rows, map_rows
 
-JSONL_SUFFIXES = {".jsonl", ".json", ".ndjson"}
+_JSONL = {".jsonl", ".json", ".ndjson"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,10 @@ class Source:
     split_setting: str = "data.split"
     task: str | None = None
     """Name of a task, which reads the rows, or makes them where `path` is empty."""
+    lines: Iterable[bytes] | None = None
+    """Lines of standard input, which are read in place of `path`."""
+    text_column: str | None = None
+    """Such lines that do not begin with `{` are text in this column. Default: every line is JSON."""
 
     @property
     def origin(self) -> str:
@@ -63,13 +67,17 @@ def training_source(config: DataConfig) -> Source:
 
 def evaluation_source(config: DataConfig) -> Source | None:
     """The held-out rows; None if neither `eval_path` nor `eval_split` is set. `subset` applies to `path` only."""
+    held_out = replace(
+        training_source(config), split=config.eval_split, limit=config.eval_limit, split_setting="data.eval_split"
+    )
     if config.eval_path is not None:
-        settings = {"path_setting": "data.eval_path", "split_setting": "data.eval_split"}
-        return Source(config.eval_path, config.eval_split, limit=config.eval_limit, task=config.task, **settings)
-    if config.eval_split is not None:
-        place = (config.path, config.eval_split, config.subset, config.eval_limit)
-        return Source(*place, split_setting="data.eval_split", task=config.task)
-    return None
+        return replace(held_out, path=config.eval_path, subset=None, path_setting="data.eval_path")
+    return None if config.eval_split is None else held_out
+
+
+def standard_input(lines: Iterable[bytes], setting: str, limit: int | None, text_column: str | None = None) -> Source:
+    """Rows that are piped in or typed, a JSON object a line; `setting` begins the messages."""
+    return Source("standard input", None, limit=limit, path_setting=setting, lines=lines, text_column=text_column)
 
 
 def read_rows(source: Source) -> list[Row]:
@@ -80,19 +88,17 @@ def read_rows(source: Source) -> list[Row]:
     Raises:
         UserError: the source cannot be reached or read, has no such split, or is empty; or the task cannot read a row.
     """
-    if source.task is None:
-        return same_columns(_read(source))
-    if source.path == "":
+    if source.task is not None and source.path == "":
         refuse(
             source.subset is not None, f"data.subset {source.subset}: data.task {source.task} has none: leave it out"
         )
         rows = make_rows(source.task, source.split, source.limit, source.split_setting)
     else:
-        rows = same_columns(_read(source))
-    return same_columns(map_rows(source.task, rows, str(source)))
+        rows = _same_columns(_read(source))
+    return rows if source.task is None else _same_columns(map_rows(source.task, rows, str(source)))
 
 
-def same_columns(rows: list[Row]) -> list[Row]:
+def _same_columns(rows: list[Row]) -> list[Row]:
     """Rows that all have every column of any row; a column that a row lacks is None."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     return [{column: row.get(column) for column in columns} for row in rows]
@@ -127,6 +133,9 @@ def _open(source: Source) -> Mapping[str, Iterable[Row]]:
     import datasets
 
     path = source.file
+    if source.lines is not None:
+        rows = json_rows(source.lines, f"{source.path_setting} {source.path}", source.text_column)
+        return {"train": (row for _, row in rows)}
     is_saved = path is not None and any((path / file).is_file() for file in ("state.json", "dataset_dict.json"))
     if source.subset is not None and (not isinstance(source.path, str) or is_saved or (path and path.is_file())):
         raise UserError(
@@ -137,23 +146,17 @@ def _open(source: Source) -> Mapping[str, Iterable[Row]]:
     if path is None:
         return _named(datasets.load_dataset(source.path, source.subset))
     if is_saved:
-        return _saved_splits(source)
+        try:
+            return _named(datasets.load_from_disk(source.path))
+        except IndexError as error:
+            # A split without rows is saved without a file, and `datasets` does not load that.
+            raise UserError(
+                f"{source.path_setting} {source.path} is empty, or has a split without rows: save it without that split"
+            ) from error
     if path.is_file():
         return {"train": _file_rows([path], source)}
     files = datasets.load_dataset_builder(source.path, source.subset).config.data_files
     return {str(name): _file_rows([Path(file) for file in paths], source) for name, paths in files.items()}
-
-
-def _saved_splits(source: Source) -> Mapping[str, Iterable[Row]]:
-    import datasets
-
-    try:
-        return _named(datasets.load_from_disk(source.path))
-    except IndexError as error:
-        # A split without rows is saved without a file, and `datasets` does not load that.
-        raise UserError(
-            f"{source.path_setting} {source.path} is empty, or has a split without rows: save it without that split"
-        ) from error
 
 
 def _named(loaded: Any) -> Mapping[str, Iterable[Row]]:
@@ -198,22 +201,23 @@ def _split_name(source: Source, split: str | None, names: list[str]) -> str:
 
 
 def _file_rows(paths: list[Path], source: Source) -> Iterator[Row]:
+    import datasets
+    from pyarrow.parquet import ParquetFile
+
     for path in paths:
-        if path.suffix in JSONL_SUFFIXES:
-            yield from _jsonl_rows(path, source)
+        if path.suffix in _JSONL:
+            with path.open("rb") as lines:
+                yield from (row for _, row in json_rows(lines, f"{source.path_setting} {path}"))
         elif path.suffix == ".parquet":
-            yield from _parquet_rows(path)
+            # Dataset decodes the column types that `datasets` adds to Arrow, for example mixed JSON.
+            with ParquetFile(path) as file:
+                yield from datasets.Dataset(file.read())
         else:
             raise UserError(f"{source.path_setting} {path} is neither JSONL nor parquet: convert it to one of them")
 
 
-def _jsonl_rows(path: Path, source: Source) -> Iterator[Row]:
-    with path.open("rb") as lines:
-        yield from (row for _, row in json_rows(lines, f"{source.path_setting} {path}"))
-
-
-def json_rows(lines: Iterable[bytes], where: str) -> Iterator[tuple[int, Row]]:
-    """The object of every line that is not blank, with the number of the line, from 1.
+def json_rows(lines: Iterable[bytes], where: str, text_column: str | None = None) -> Iterator[tuple[int, Row]]:
+    """The object of every line that is not blank, with the number of the line, from 1; see `Source.text_column`.
 
     Raises:
         UserError: a line holds no object; the message names `where` and the number.
@@ -222,21 +226,17 @@ def json_rows(lines: Iterable[bytes], where: str) -> Iterator[tuple[int, Row]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode("utf-8-sig"))
+            text = line.decode("utf-8-sig")
+            is_json = text_column is None or text.startswith("{")
+            row = json.loads(text) if is_json else {text_column: text.rstrip("\r\n")}
         except ValueError as error:
-            raise UserError(f"{where} line {number} is not JSON ({error}): write one object a line") from error
+            way_out = "write one object a line"
+            if text_column is not None:
+                way_out = f'write text that begins with {{ as {{"{text_column}": ...}}, all in UTF-8'
+            raise UserError(f"{where} line {number} is not JSON ({error}): {way_out}") from error
         if not isinstance(row, dict):
             raise UserError(f"{where} line {number} is a {type(row).__name__}: write one object a line")
         yield number, row
-
-
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    import datasets
-    from pyarrow.parquet import ParquetFile
-
-    # Dataset decodes the column types that `datasets` adds to Arrow, for example mixed JSON.
-    with ParquetFile(path) as file:
-        yield from datasets.Dataset(file.read())
 
 
 def _one_line(error: Exception) -> str:

@@ -6,34 +6,23 @@ values to `update`, then its queries to `attend`.
 
 from __future__ import annotations
 
-import inspect
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from hybrid_grpo.generation.cache import PagedCache
-from hybrid_grpo.model.attention import Segments, attend
+from hybrid_grpo.model.attention import VARLEN_OPTIONS, Segments, attend, flash_attn
 from hybrid_grpo.model.kernels import decoding
-
-try:
-    from flash_attn import flash_attn_with_kvcache
-except ImportError:
-    flash_attn_with_kvcache = None
-try:
-    from torch.nn.attention.varlen import varlen_attn
-
-    _VARLEN_PAGED = {"block_table", "seqused_k", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
-except ImportError:
-    _VARLEN_PAGED = False
 
 
 class Prefill:
     """A prefill without padding: several whole prompts one after the other, or the next part of a single long one.
 
     Args:
-        cache: where keys and values are stored.
         pages: pages of each prompt, enough for its tokens up to the end of this forward.
         start: entries that are in the cache already; more than 0 for a single prompt only.
         lengths: new tokens of each prompt.
@@ -41,7 +30,7 @@ class Prefill:
 
     def __init__(self, cache: PagedCache, pages: list[list[int]], start: int, lengths: list[int]) -> None:
         assert start == 0 or len(pages) == 1
-        device = cache.keys[0].device
+        device = cache.device
         self._cache = cache
         self._start = start
         position_N = torch.cat([torch.arange(start, start + n) for n in lengths])
@@ -78,26 +67,21 @@ class DecodeStep:
     """One new token for every sequence in decoding.
 
     Args:
-        cache: where keys and values are stored.
         table: int32 [n, width], the pages of each sequence, filled up with page 0.
         position: int64 [n], of the new tokens.
         read: pages of the longest sequence; attention that cannot follow each sequence's length reads as many of all.
     """
 
     def __init__(self, cache: PagedCache, table: Tensor, position: Tensor, read: int) -> None:
-        self._cache = cache
-        self._table = table
-        self._position = position
-        self._read = read
-        self.layer = 0
-        self._written: tuple[Tensor, Tensor] | None = None
-        """Page and offset that each new token is written to."""
-        self._used: Tensor | None = None
-        """int32 [n], entries of each sequence, the new one included."""
+        self._cache, self._table, self._position, self._read = cache, table, position, read
+        page, offset = position // cache.page, position % cache.page
+        # Entries of each sequence, the new one included; page and offset that each new token is written to.
+        self._used = (position + 1).int()
+        self._written = table.gather(1, page[:, None])[:, 0].long(), offset
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Remember the layer; `attend` stores its keys and values."""
-        self.layer = layer
+        self._layer = layer
         return key, value
 
     def get_seq_length(self, layer: int = 0) -> int:
@@ -106,18 +90,14 @@ class DecodeStep:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
         """See `routed_attention`. The kernels follow the real lengths; without one, `read` pages of all are read."""
-        keys, values = self._cache.keys[self.layer], self._cache.values[self.layer]
+        keys, values = self._cache.keys[self._layer], self._cache.values[self._layer]
         if decoding.can_attend(query, keys, values):
             return decoding.decode_attention(
                 query, key, value, keys, values, self._table, self._position, window, scale, softcap
             )
-        if self._written is None:
-            page, offset = self._position // self._cache.page, self._position % self._cache.page
-            self._written = self._table.gather(1, page[:, None])[:, 0].long(), offset
-            self._used = (self._position + 1).int()
         keys[self._written], values[self._written] = key[:, :, 0], value[:, :, 0]
         if follows_lengths(keys) and keys.shape == values.shape:
-            if flash_attn_with_kvcache is not None:
+            if flash_attn is not None:
                 return self._flash(query, keys, values, scale, window, softcap)
             if not softcap:
                 return self._varlen(query, keys, values, scale, window)
@@ -125,7 +105,7 @@ class DecodeStep:
         return masked_attention(query, next(read), next(read), self._position[:, None], scale, window, softcap)
 
     def _flash(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        out: Tensor = flash_attn_with_kvcache(
+        out: Tensor = flash_attn.flash_attn_with_kvcache(
             query.transpose(1, 2),
             keys,
             values,
@@ -157,10 +137,26 @@ class DecodeStep:
         return out[:, None]
 
 
+def decode_step(
+    model: Any, cache: PagedCache, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int
+) -> Tensor:
+    """logits_nV of a model after each sequence was fed its token (int64 [n]); see `DecodeStep`."""
+    batch = DecodeStep(cache, table_nw, position_n, read)
+    out = model(
+        input_ids=token_n[:, None],
+        position_ids=position_n[:, None],
+        past_key_values=batch,
+        use_cache=True,
+        batch=batch,
+    )
+    logits_nV: Tensor = out.logits[:, -1]
+    return logits_nV
+
+
 def follows_lengths(keys: Tensor) -> bool:
     """Whether a GPU kernel is there that reads only the real entries of each sequence."""
     half = keys.is_cuda and keys.dtype in (torch.bfloat16, torch.float16)
-    return half and (flash_attn_with_kvcache is not None or _VARLEN_PAGED)
+    return half and (flash_attn is not None or {"block_table", "seqused_k", "enable_gqa"} <= VARLEN_OPTIONS)
 
 
 def masked_attention(

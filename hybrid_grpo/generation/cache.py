@@ -29,6 +29,8 @@ class Geometry:
     shapes: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
     """(heads, head_dim) of the keys and of the values of each layer."""
     dtype: torch.dtype
+    asked: tuple[tuple[float, int, float], ...] = ()
+    """(scale, window, softcap) that each layer asks of attention; see `Batch.attend`."""
 
     @property
     def token_bytes(self) -> int:
@@ -46,7 +48,7 @@ class Geometry:
         seen = _Seen(type(model).__name__)
         token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
         model.base_model(input_ids=token, position_ids=token, past_key_values=seen, use_cache=True, batch=seen)
-        return cls(tuple(seen.shapes), seen.dtype)
+        return cls(tuple(seen.shapes), seen.dtype, tuple(seen.asked))
 
 
 class _Seen:
@@ -55,6 +57,7 @@ class _Seen:
     def __init__(self, name: str) -> None:
         self.name = name
         self.shapes: list[tuple[tuple[int, int], tuple[int, int]]] = []
+        self.asked: list[tuple[float, int, float]] = []
         self.dtype = torch.float32
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -66,7 +69,8 @@ class _Seen:
     def get_seq_length(self, layer: int = 0) -> int:
         return 0
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+        self.asked.append((scale, window, softcap))
         attended = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])
         if not self.shapes or attended != self.shapes[-1]:
             raise UserError(
@@ -77,18 +81,10 @@ class _Seen:
 
 
 class PagedCache:
-    """The pages of all layers, and how many sequences own each.
-
-    Args:
-        geometry: shapes and type of a token's entry.
-        pages: number of pages, page 0 included.
-        page: entries of a page.
-    """
+    """The pages of all layers, and how many sequences own each: `pages` pages, page 0 included, of `page` entries."""
 
     def __init__(self, geometry: Geometry, pages: int, page: int, device: torch.device) -> None:
-        self.geometry = geometry
-        self.pages = pages
-        self.page = page
+        self.geometry, self.pages, self.page, self.device = geometry, pages, page, device
         self.keys = [_zeros((pages, page, *key), geometry.dtype, device) for key, _ in geometry.shapes]
         self.values = [_zeros((pages, page, *value), geometry.dtype, device) for _, value in geometry.shapes]
         # The lowest numbers are taken first, so that host memory that is never needed stays untouched.
@@ -132,7 +128,7 @@ class PagedCache:
     def copy(self, source: list[int], target: list[int]) -> None:
         """Copy whole pages."""
         if source:
-            from_, to = (torch.tensor(pages, device=self.keys[0].device) for pages in (source, target))
+            from_, to = (torch.tensor(pages, device=self.device) for pages in (source, target))
             for pool in self.keys + self.values:
                 pool.index_copy_(0, to, pool.index_select(0, from_))
 

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from hybrid_grpo.generation.attention import DecodeStep, follows_lengths
+from hybrid_grpo.generation.attention import decode_step, follows_lengths
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.fused import fused
 from hybrid_grpo.generation.graphs import Capture, Graphs, on_cuda, size_for
@@ -22,9 +22,6 @@ class Decoder:
     """Slots of sequences on the device; slots 0 to n - 1 are active.
 
     Args:
-        model: see `generate`.
-        cache: keys and values.
-        sampling: how tokens are chosen.
         slots: most sequences at a time.
         width: most pages of a sequence.
         capture: captures steps as CUDA graphs. Default: steps run without graphs.
@@ -37,7 +34,7 @@ class Decoder:
         self, model: Any, cache: PagedCache, sampling: Sampling, slots: int, width: int, capture: Capture | None = None
     ) -> None:
         self.attach(model, cache)
-        self._device = cache.keys[0].device
+        self._device = cache.device
         self._sampler = Sampler(sampling, self._device)
         self._state_4n = torch.zeros(4, slots, dtype=torch.int64, device=self._device)
         self._table_nw = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
@@ -106,7 +103,11 @@ class Decoder:
     def _advance(self, n: int, read: int) -> Tensor:
         """Advance slots 0 to n - 1 by a token; float64 [2, n], tokens and log-probabilities (exact for both)."""
         state_4n = self._state_4n[:, :n]
-        logits_nV = self._logits(state_4n[_TOKEN], self._table_nw[:n], state_4n[_POSITION], read)
+        token_n, position_n, table_nw = state_4n[_TOKEN], state_4n[_POSITION], self._table_nw[:n]
+        if self._fused is not None:
+            logits_nV = self._fused(token_n, table_nw, position_n, read)
+        else:
+            logits_nV = decode_step(self._model, self._cache, token_n, table_nw, position_n.clone(), read)
         seen_nV = None if self._seen_nV is None else self._seen_nV[:n]
         token_n, logp_n = self._sampler(logits_nV, state_4n[_KEY], state_4n[_COUNT], seen_nV)
         if seen_nV is not None:
@@ -114,21 +115,6 @@ class Decoder:
         state_4n[_TOKEN] = token_n
         state_4n[_POSITION : _COUNT + 1] += 1
         return torch.stack([token_n.double(), logp_n.double()])
-
-    def _logits(self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int) -> Tensor:
-        if self._fused is not None:
-            return self._fused(token_n, table_nw, position_n, read)
-        position_n = position_n.clone()
-        batch = DecodeStep(self._cache, table_nw, position_n, read)
-        out = self._model(
-            input_ids=token_n[:, None],
-            position_ids=position_n[:, None],
-            past_key_values=batch,
-            use_cache=True,
-            batch=batch,
-        )
-        logits_nV: Tensor = out.logits[:, -1]
-        return logits_nV
 
     @staticmethod
     def read(outcome: Any) -> tuple[list[int], list[float]]:
@@ -156,7 +142,7 @@ _kept: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Decoder]] = WeakKeyDictiona
 
 def decoder_for(model: Any, cache: PagedCache, sampling: Sampling, slots: int, width: int) -> Decoder:
     """A decoder. On a GPU the one of the last call, with its graphs, if all memory they use is at the same address."""
-    if cache.keys[0].device.type != "cuda":
+    if cache.device.type != "cuda":
         return Decoder(model, cache, sampling, slots, width)
     memory = [*model.parameters(), *cache.keys, *cache.values]
     identity = (sampling, slots, width, *(tensor.data_ptr() for tensor in memory))

@@ -7,55 +7,19 @@ some recurrent layers do not ignore.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby, islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from hybrid_grpo.data.batch import Completion
-from hybrid_grpo.generation import scheduler
-from hybrid_grpo.generation.loop import OnFinish, Request, Stats, sequences_of
+from hybrid_grpo.generation.loop import Request, Stats, sequences_of
 from hybrid_grpo.generation.sampler import Sampler, Sampling
-
-
-class _Choice(LogitsProcessor):
-    """Samples the next tokens, then leaves them as the only ones that `generate()` can choose."""
-
-    def __init__(
-        self, rows: list[scheduler.Sequence], sampler: Sampler, record: Callable[[scheduler.Sequence, int, float], None]
-    ) -> None:
-        self.rows = rows
-        self.sampler = sampler
-        self.record = record
-        self.steps = 0
-
-    def __call__(self, ids_nS: Tensor, logits_nV: Tensor) -> Tensor:
-        keys = [row.key for row in self.rows]
-        key_n = torch.tensor(keys, dtype=torch.int64, device=logits_nV.device)
-        seen_nV = None
-        if self.sampler.needs_seen:
-            seen_nV = torch.zeros_like(logits_nV, dtype=torch.bool).scatter_(1, ids_nS, True)
-        token_n, logp_n = self.sampler(logits_nV, key_n, torch.full_like(key_n, self.steps), seen_nV)
-        self.steps += 1
-        for row, token, logp in zip(self.rows, token_n.tolist(), logp_n.tolist(), strict=True):
-            # A row that has ended is decoded on with the others; its further tokens are dropped.
-            if not row.done:
-                self.record(row, token, logp)
-        return torch.full_like(logits_nV, float("-inf")).scatter_(1, token_n[:, None], 0.0)
-
-
-class _Ends(StoppingCriteria):
-    """Tells `generate()` which rows have ended."""
-
-    def __init__(self, rows: list[scheduler.Sequence]) -> None:
-        self.rows = rows
-
-    def __call__(self, ids_nS: Tensor, scores: Any, **_: Any) -> Tensor:
-        return torch.tensor([row.done for row in self.rows], device=ids_nS.device)
+from hybrid_grpo.generation.scheduler import OnFinish, Sequence
 
 
 @contextmanager
@@ -72,7 +36,7 @@ def _no_defaults(model: Any) -> Iterator[None]:
 
 def generate(
     model: Any,
-    requests: Sequence[Request],
+    requests: list[Request],
     sampling: Sampling,
     *,
     max_slots: int = 256,
@@ -88,31 +52,44 @@ def generate(
     """
     device, stats = next(model.parameters()).device, Stats()
     sampler = Sampler(sampling, device)
-    finished: list[list[Completion | None]] = [[None] * len(request.keys) for request in requests]
 
-    def record(row: scheduler.Sequence, token: int, logp: float) -> None:
-        stats.rows += 1
-        stats.context += len(row.tokens)
-        if completion := row.add(token, logp, sampling, decode):
-            finished[row.request][row.sample] = completion
-            if on_finish is not None:
-                on_finish(row.request, row.sample, completion)
+    def decode_batch(rows: list[Sequence]) -> None:
+        key_n = torch.tensor([row.key for row in rows], dtype=torch.int64, device=device)
 
+        def choose(ids_nS: Tensor, logits_nV: Tensor) -> Tensor:
+            """Sample the next tokens, and leave them as the only ones that `generate()` can choose."""
+            count_n = torch.full_like(key_n, ids_nS.shape[1] - rows[0].prompt)
+            seen_nV = None
+            if sampler.needs_seen:
+                seen_nV = torch.zeros_like(logits_nV, dtype=torch.bool).scatter_(1, ids_nS, True)
+            token_n, logp_n = sampler(logits_nV, key_n, count_n, seen_nV)
+            stats.steps += 1
+            for row, token, logp in zip(rows, token_n.tolist(), logp_n.tolist(), strict=True):
+                # A row that has ended is decoded on with the others; its further tokens are dropped.
+                if row.completion is None:
+                    stats.rows += 1
+                    stats.context += len(row.tokens)
+                    row.add(token, logp, sampling, decode, on_finish)
+            return torch.full_like(logits_nV, float("-inf")).scatter_(1, token_n[:, None], 0.0)
+
+        def ended(*_: Any, **__: Any) -> Tensor:
+            return torch.tensor([row.completion is not None for row in rows], device=device)
+
+        model.generate(
+            torch.tensor([row.tokens for row in rows], device=device),
+            generation_config=GenerationConfig(max_new_tokens=max(row.limit for row in rows), do_sample=False),
+            logits_processor=LogitsProcessorList([choose]),
+            stopping_criteria=StoppingCriteriaList([ended]),
+            # Each rank decodes at its own pace.
+            synced_gpus=False,
+        )
+
+    groups = sequences_of(requests, sampling)
     # Longest prompts first, so that a lack of memory shows at once.
-    rows = [row for group in sequences_of(requests, sampling) for row in group]
-    rows.sort(key=lambda row: row.prompt, reverse=True)
+    every = sorted((row for group in groups for row in group), key=lambda row: -row.prompt)
+    stats.prefills = len(every)
     with _no_defaults(model):
-        for _, alike in groupby(rows, key=lambda row: row.prompt):
+        for _, alike in groupby(every, key=lambda row: row.prompt):
             while batch := list(islice(alike, max_slots)):
-                choice = _Choice(batch, sampler, record)
-                model.generate(
-                    torch.tensor([row.tokens for row in batch], device=device),
-                    generation_config=GenerationConfig(max_new_tokens=max(row.limit for row in batch), do_sample=False),
-                    logits_processor=LogitsProcessorList([choice]),
-                    stopping_criteria=StoppingCriteriaList([_Ends(batch)]),
-                    # Each rank decodes at its own pace.
-                    synced_gpus=False,
-                )
-                stats.steps += choice.steps
-                stats.prefills += len(batch)
-    return [[c for c in group if c is not None] for group in finished], stats
+                decode_batch(batch)
+    return [[row.completion for row in group if row.completion] for group in groups], stats

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from hybrid_grpo.generation.attention import DecodeStep
+from hybrid_grpo.generation.attention import decode_step
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.model.kernels.build import run, usable
 from hybrid_grpo.model.kernels.decoding import fits
@@ -57,17 +57,12 @@ class _Model(ctypes.Structure):
 
 
 class Fused:
-    """The decode step of one model over one cache, whose memory must stay at the same addresses.
+    """The decode step of a model for which `_looks_right` holds, over a cache whose memory stays where it is."""
 
-    Args:
-        model: a causal language model for which `_looks_right` holds.
-        cache: keys and values.
-        asked: (scale, window, softcap) that each layer asks of attention.
-    """
-
-    def __init__(self, model: Any, cache: PagedCache, asked: list[tuple[float, int, float]]) -> None:
+    def __init__(self, model: Any, cache: PagedCache) -> None:
         base, head = model.base_model, model.get_output_embeddings()
         self._rotary, self._cache = base.rotary_emb, cache
+        asked = cache.geometry.asked
         layers = zip(base.layers, cache.keys, cache.values, asked, strict=True)
         self._layers = (_Layer * len(asked))(
             *(
@@ -99,36 +94,28 @@ class Fused:
         """
         entries = read * self._cache.page
         if len(self._rope) < entries:
-            self._rope = self.rope(torch.arange(max(entries, 2 * len(self._rope))))
-        return self.decode(token_n, table_nw, position_n, self._rope[position_n])
-
-    def rope(self, position_n: Tensor) -> Tensor:
-        """Cosines and sines of positions, [n, 2 d]."""
-        return torch.cat([t[0] for t in self._rotary(self._rope, position_n[None])], dim=-1)
-
-    def decode(self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, rope_n: Tensor) -> Tensor:
-        """See `__call__`; `rope_n` is `rope(position_n)`."""
+            position = torch.arange(max(entries, 2 * len(self._rope)))
+            self._rope = torch.cat([t[0] for t in self._rotary(self._rope, position[None])], dim=-1)
         n = len(token_n)
         if len(self._memory) < n * (self._row + self._vocabulary):
             self._memory = torch.empty(n * (self._row + self._vocabulary))
         logits_nV = self._memory[: n * self._vocabulary].view(n, self._vocabulary)
         work = self._memory[n * self._vocabulary :]
-        tensors = (logits_nV, work, token_n, rope_n, table_nw, position_n)
+        tensors = (logits_nV, work, token_n, self._rope[position_n], table_nw, position_n)
         run("decode", ctypes.addressof(self._model), *tensors, n, table_nw.stride(0))
         return logits_nV
 
 
-_asked: WeakKeyDictionary[Any, list[tuple[float, int, float]] | None] = WeakKeyDictionary()
+_agreed: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def fused(model: Any, cache: PagedCache) -> Fused | None:
     """The kernel's decode step of a model whose weights are whole; None: use the model's own forward."""
     if not usable(*model.parameters()) or not _looks_right(model, cache):
         return None
-    if model not in _asked:
-        _asked[model] = _proven(model, cache)
-    asked = _asked[model]
-    return None if asked is None else Fused(model, cache, asked)
+    if model not in _agreed:
+        _agreed[model] = _agrees(model, cache)
+    return Fused(model, cache) if _agreed[model] else None
 
 
 def _addresses(*tensors: Tensor | None) -> list[int | None]:
@@ -180,18 +167,8 @@ def _layer_looks_right(layer: Any, norm: Any) -> bool:
     )
 
 
-class _Noted(DecodeStep):
-    """A decode step that records what each layer asks of attention."""
-
-    asked: dict[int, tuple[float, int, float]]
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        self.asked[self.layer] = scale, window, softcap
-        return super().attend(query, key, value, scale, window, softcap)
-
-
-def _proven(model: Any, like: PagedCache) -> list[tuple[float, int, float]] | None:
-    """(scale, window, softcap) of each layer, if the kernel decodes what the model does; else None.
+def _agrees(model: Any, like: PagedCache) -> bool:
+    """Whether the kernel decodes what the model does.
 
     Compared on three sequences, at their first three positions and at a far one, where some models scale by position.
     """
@@ -200,18 +177,11 @@ def _proven(model: Any, like: PagedCache) -> list[tuple[float, int, float]] | No
     table = torch.zeros(3, far // like.page + 1, dtype=torch.int32)
     table[:, 0] = torch.arange(1, 4)
     table[:, -1] = torch.arange(4, 7)
-    asked: dict[int, tuple[float, int, float]] = {}
-    step: Fused | None = None
+    step = Fused(model, other)
     for at in (0, 1, 2, far):
-        position = torch.full((3,), at)
-        token = torch.tensor([1, 2, 0]) + at % 7
-        batch = _Noted(own, table, position, table.shape[1])
-        batch.asked = asked
-        expected = model(
-            input_ids=token[:, None], position_ids=position[:, None], past_key_values=batch, use_cache=True, batch=batch
-        ).logits[:, -1]
-        step = step or Fused(model, other, [asked[i] for i in range(len(own.keys))])
-        logits = step.decode(token, table, position, step.rope(position))
+        position, token = torch.full((3,), at), torch.tensor([1, 2, 0]) + at % 7
+        expected = decode_step(model, own, token, table, position, table.shape[1])
+        logits = step(token, table, position, table.shape[1])
         if not torch.allclose(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())):
-            return None
-    return [asked[i] for i in range(len(own.keys))]
+            return False
+    return True

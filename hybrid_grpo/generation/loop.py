@@ -7,8 +7,9 @@ So all sampling happens in one place, and a group shares its prefill without sha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,16 +17,12 @@ import torch
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion
-from hybrid_grpo.generation import scheduler
 from hybrid_grpo.generation.attention import Prefill
 from hybrid_grpo.generation.cache import Geometry, PagedCache, budget_bytes
-from hybrid_grpo.generation.decoder import decoder_for
+from hybrid_grpo.generation.decoder import Decoder, decoder_for
 from hybrid_grpo.generation.sampler import Sampling
+from hybrid_grpo.generation.scheduler import Group, OnFinish, Scheduler, Sequence
 from hybrid_grpo.model.kernels.decoding import adopt
-
-OnFinish = Callable[[int, int, Completion], None]
-"""Called with the index of the request, the index of the sample in it, and the completion."""
-
 
 PAGE = {"cpu": 32, "cuda": 256}
 """Entries of a cache page; flash-attn supports multiples of 256 only."""
@@ -75,43 +72,23 @@ def _prepared(model: Any) -> Geometry:
 
 
 class _Loop:
-    """One call of `generate`."""
+    """One call of `generate`; `add` appends a token and its log-probability to a sequence."""
 
     def __init__(
         self,
         model: Any,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        max_slots: int,
-        prefill_tokens: int | None,
-        cache_gb: float | None,
-        on_finish: OnFinish | None,
-        decode: Callable[[list[int]], str] | None,
+        schedule: Scheduler,
+        decoder: Decoder,
+        prefill_tokens: int,
+        add: Callable[[Sequence, int, float], None],
     ) -> None:
-        self.model = model
-        self.sampling = sampling
-        self.on_finish = on_finish
-        self.decode = decode
-        self.finished: list[list[Completion | None]] = [[None] * len(request.keys) for request in requests]
+        self.model, self.schedule, self.decoder = model, schedule, decoder
+        self.prefill_tokens, self.add = prefill_tokens, add
         self.stats = Stats()
-        self.device = next(model.parameters()).device
-        self.prefill_tokens = prefill_tokens or PREFILL_TOKENS[self.device.type]
-        geometry = _prepared(model)
-        groups = [
-            scheduler.Group(request.prompt_ids, deque(sequences))
-            for request, sequences in zip(requests, sequences_of(requests, sampling), strict=True)
-        ]
-        slots = min(max_slots, sum(len(group.sequences) for group in groups))
-        page = PAGE[self.device.type]
-        cache = PagedCache(geometry, _pages(groups, slots, page, geometry, cache_gb, self.device), page, self.device)
-        self.page_bytes = page * geometry.token_bytes
-        self.schedule = scheduler.Scheduler(cache, groups, slots)
-        width = max(cache.pages_for(len(s.tokens) + s.limit) for group in groups for s in group.sequences)
-        self.decoder = decoder_for(model, cache, sampling, slots, width)
-        self.in_flight: deque[tuple[list[scheduler.Sequence], Any]] = deque()
+        self.in_flight: deque[tuple[list[Sequence], Any]] = deque()
 
-    def run(self) -> list[list[Completion]]:
-        schedule = self.schedule
+    def run(self) -> Stats:
+        schedule, cache = self.schedule, self.schedule.cache
         try:
             while schedule.busy:
                 self._admit()
@@ -120,10 +97,10 @@ class _Loop:
                     self._collect()
         finally:
             self.decoder.detach()
-        assert schedule.cache.free == schedule.cache.pages - 1, "every page comes back"
+        assert cache.free == cache.pages - 1, "every page comes back"
         self.stats.preempted = schedule.preempted
-        self.stats.peak_cache_bytes = schedule.cache.peak * self.page_bytes
-        return [[c for c in group if c is not None] for group in self.finished]
+        self.stats.peak_cache_bytes = cache.peak * cache.page * cache.geometry.token_bytes
+        return self.stats
 
     def _admit(self) -> None:
         """Fill the free slots, reading as many prompts as needed."""
@@ -136,17 +113,15 @@ class _Loop:
             self.schedule.cache.copy(source, target)
             self.decoder.insert(len(self.schedule.active) - len(admitted), admitted)
 
-    def _prefill(self, groups: list[scheduler.Group]) -> None:
+    def _prefill(self, groups: list[Group]) -> None:
         """Read all tokens but the last of the groups' prompts; a single prompt beyond the budget in several parts."""
         self.stats.prefills += len(groups)
-        groups = [group for group in groups if len(group.tokens) > 1]
-        if not groups:
-            return
-        longest = max(len(group.tokens) for group in groups) - 1
+        cache, groups = self.schedule.cache, [group for group in groups if len(group.tokens) > 1]
+        longest = max((len(group.tokens) - 1 for group in groups), default=0)
         for start in range(0, longest, self.prefill_tokens):
-            parts = [group.tokens[start : min(start + self.prefill_tokens, len(group.tokens) - 1)] for group in groups]
-            ids = torch.tensor([[token for part in parts for token in part]], device=self.device)
-            batch = Prefill(self.schedule.cache, [group.pages for group in groups], start, list(map(len, parts)))
+            parts = [group.tokens[:-1][start : start + self.prefill_tokens] for group in groups]
+            ids = torch.tensor([[token for part in parts for token in part]], device=cache.device)
+            batch = Prefill(cache, [group.pages for group in groups], start, list(map(len, parts)))
             self.model.base_model(
                 input_ids=ids, position_ids=batch.position_1N, past_key_values=batch, use_cache=True, batch=batch
             )
@@ -178,61 +153,50 @@ class _Loop:
     def _collect(self) -> None:
         """Read the tokens of the oldest running step, and remove the sequences that end with them."""
         sequences, outcome = self.in_flight.popleft()
-        any_done = False
         for sequence, token, logp in zip(sequences, *self.decoder.read(outcome), strict=False):
-            if sequence.done:
-                continue
-            if completion := sequence.add(token, logp, self.sampling, self.decode):
-                any_done = True
-                self.finished[sequence.request][sequence.sample] = completion
-                if self.on_finish is not None:
-                    self.on_finish(sequence.request, sequence.sample, completion)
-        if any_done:
-            done = [slot for slot, sequence in enumerate(self.schedule.active) if sequence.done]
-            self.decoder.move(*self.schedule.retire(done))
+            if sequence.completion is None:
+                self.add(sequence, token, logp)
+        done = [slot for slot, sequence in enumerate(self.schedule.active) if sequence.completion]
+        self.decoder.move(*self.schedule.retire(done))
 
 
-def sequences_of(requests: Sequence[Request], sampling: Sampling) -> list[list[scheduler.Sequence]]:
+def sequences_of(requests: Iterable[Request], sampling: Sampling) -> list[list[Sequence]]:
     """The sequences that each request wants, with nothing sampled yet."""
-    assert all(request.prompt_ids and request.keys for request in requests), "a prompt has tokens, a request keys"
     groups = []
     for index, request in enumerate(requests):
-        prompt = request.prompt_ids
-        limits = [sampling.max_tokens] * len(request.keys) if request.limits is None else request.limits
+        assert request.prompt_ids and request.keys, "a prompt has tokens, a request keys"
+        prompt, limits = request.prompt_ids, request.limits or [sampling.max_tokens] * len(request.keys)
         streams = enumerate(zip(request.keys, limits, strict=True))
-        groups.append(
-            [scheduler.Sequence(index, k, key, list(prompt), len(prompt), most) for k, (key, most) in streams]
-        )
+        groups.append([Sequence(index, k, key, list(prompt), len(prompt), limit) for k, (key, limit) in streams])
     return groups
 
 
-def _pages(
-    groups: list[scheduler.Group],
-    slots: int,
-    page: int,
-    geometry: Geometry,
-    cache_gb: float | None,
-    device: torch.device,
-) -> int:
-    """Pages for `slots` sequences and their prompts at the longest, or as many as memory allows."""
-    needs = sorted((-(-(len(s.tokens) + s.limit) // page) + 1 for g in groups for s in g.sequences), reverse=True)
-    bytes_ = budget_bytes(cache_gb, device)
-    allowed = int(bytes_ / (page * geometry.token_bytes))
+def _cache(
+    geometry: Geometry, longest: list[int], slots: int, cache_gb: float | None, device: torch.device
+) -> PagedCache:
+    """Pages for `slots` sequences and their prompts at the longest, or as many as memory allows.
+
+    `longest` are the most tokens of each sequence, prompt included, in falling order.
+    """
+    page = PAGE[device.type]
+    needs = [-(-tokens // page) + 1 for tokens in longest]
+    bytes_, page_bytes = budget_bytes(cache_gb, device), page * geometry.token_bytes
+    allowed = int(bytes_ / page_bytes)
     # Two more: page 0, and the shared page in which the prompt ends.
     least = needs[0] + 2
     if allowed < least:
-        gib = least * page * geometry.token_bytes / 2**30
         raise UserError(
             f"rollout.cache_gb: {bytes_ / 2**30:.3g} GiB hold {allowed * page} tokens of keys and values, but the"
-            f" longest prompt and completion need {gib:.3g} GiB: give more, or lower rollout.max_completion_tokens"
+            f" longest prompt and completion need {least * page_bytes / 2**30:.3g} GiB: give more, or lower"
+            " rollout.max_completion_tokens"
         )
-    return min(allowed, sum(needs[:slots]) + 2)
+    return PagedCache(geometry, min(allowed, sum(needs[:slots]) + 2), page, device)
 
 
 @torch.inference_mode()
 def generate(
     model: Any,
-    requests: Sequence[Request],
+    requests: list[Request],
     sampling: Sampling,
     *,
     max_slots: int = 256,
@@ -252,15 +216,27 @@ def generate(
         cache_gb: GiB of keys and values. Default: a fraction of the free memory. When too small for `max_slots`
             sequences, fewer are decoded at a time, or some are put back and decoded again later.
         on_finish: called as soon as a completion is finished.
-        decode: tokens to text; required for `Sampling.stop_strings`.
+        decode: tokens to text; without it texts are empty. Required for `Sampling.stop_strings`.
 
     Returns:
-        The completions in the order of `requests` and their keys, with empty texts, and what the call did.
+        The completions in the order of `requests` and their keys, and what the call did.
 
     Raises:
         UserError: `cache_gb`, or the free memory, cannot hold the longest single sequence.
     """
     if not requests:
         return [], Stats()
-    loop = _Loop(model, requests, sampling, max_slots, prefill_tokens, cache_gb, on_finish, decode)
-    return loop.run(), loop.stats
+    sequences = sequences_of(requests, sampling)
+    longest = sorted((len(s.tokens) + s.limit for group in sequences for s in group), reverse=True)
+    slots, device = min(max_slots, len(longest)), next(model.parameters()).device
+    cache = _cache(_prepared(model), longest, slots, cache_gb, device)
+    groups = [Group(list(group[0].tokens), deque(group)) for group in sequences]
+    loop = _Loop(
+        model,
+        Scheduler(cache, groups, slots),
+        decoder_for(model, cache, sampling, slots, cache.pages_for(longest[0])),
+        prefill_tokens or PREFILL_TOKENS[device.type],
+        partial(Sequence.add, sampling=sampling, decode=decode, on_finish=on_finish),
+    )
+    stats = loop.run()
+    return [[s.completion for s in group if s.completion] for group in sequences], stats

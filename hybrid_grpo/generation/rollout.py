@@ -59,28 +59,18 @@ def attention_of(decoder: Literal["paged", "transformers"]) -> str | None:
 def complete(
     model: Any,
     tokenizer: Any,
-    requests: Sequence[Request],
+    requests: list[Request],
     sampling: Sampling,
     config: RolloutConfig,
     on_finish: OnFinish | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request with the decoder that `config` names; see `generation.generate`.
 
-    Texts are filled in, without special tokens. The model needs the attention that `attention_of` returns.
+    The model needs the attention that `attention_of` returns.
     """
-    completions: dict[tuple[int, int], Completion] = {}
-
-    def text(token_ids: list[int]) -> str:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
-
-    def finished(request: int, sample: int, completion: Completion) -> None:
-        completion = replace(completion, text=text(completion.token_ids))
-        completions[request, sample] = completion
-        if on_finish is not None:
-            on_finish(request, sample, completion)
-
     decoder: Callable[..., Any] = fallback.generate
     if config.decoder == "paged":
         decoder = partial(generation.generate, prefill_tokens=config.prefill_tokens, cache_gb=config.cache_gb)
-    _, stats = decoder(model, requests, sampling, max_slots=config.max_slots, on_finish=finished, decode=text)
-    return [[completions[i, k] for k in range(len(r.keys))] for i, r in enumerate(requests)], stats
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    groups, stats = decoder(model, requests, sampling, max_slots=config.max_slots, on_finish=on_finish, decode=decode)
+    return groups, stats

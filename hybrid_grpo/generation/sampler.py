@@ -20,26 +20,23 @@ from hybrid_grpo.model.kernels.build import usable
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, in the order of transformers: repetition penalty, minimum length, logit bias, temperature,
-    top-k, top-p, min-p."""
+    """How tokens are chosen and completions end; see the settings of the same names in `RolloutConfig`.
+
+    In the order of transformers: repetition penalty (CTRL, arXiv:1909.05858 section 4.1), minimum length, logit bias,
+    temperature, top-k, top-p, min-p.
+    """
 
     max_tokens: int
-    """Most tokens of a completion."""
     temperature: float = 1.0
-    """Softmax temperature; 0 takes the most probable token."""
+    """0 takes the most probable token."""
     top_k: int = 0
-    """Keep the k most probable tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Then keep the smallest set of tokens with at least this probability; 1 keeps all."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a completion; the completion includes them."""
     min_tokens: int = 0
     """Until a completion has so many tokens, stop tokens cannot be drawn and stop strings are ignored."""
     min_p: float = 0.0
-    """Then keep the tokens with at least this fraction of the largest probability."""
     repetition_penalty: float = 1.0
-    """Logits of tokens in the prompt or the completion so far are divided by this where positive, else multiplied
-    (CTRL, arXiv:1909.05858 section 4.1)."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token, amount added to its logit)."""
     stop_strings: tuple[str, ...] = ()
@@ -85,11 +82,13 @@ class Sampler:
         self._stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device)
         self._biased = torch.tensor([token for token, _ in sampling.logit_bias], dtype=torch.int64, device=device)
         self._bias = torch.tensor([bias for _, bias in sampling.logit_bias], device=device)
-
-    @property
-    def needs_seen(self) -> bool:
+        self.needs_seen = sampling.repetition_penalty != 1.0
         """Whether `__call__` needs `seen_nV`."""
-        return self.sampling.repetition_penalty != 1.0
+        self._delays_stops = bool(sampling.min_tokens and sampling.stop_ids)
+        self._changes_logits = bool(self.needs_seen or sampling.logit_bias or self._delays_stops)
+        filters = sampling.top_k or sampling.top_p < 1 or sampling.min_p
+        self._is_plain = not (self._changes_logits or filters)
+        """Whether tokens are drawn from the softmax at the temperature as it is."""
 
     def __call__(
         self, logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, seen_nV: Tensor | None = None
@@ -107,7 +106,7 @@ class Sampler:
             token_n (int64) and logp_n (float32); see `Sampling.logprobs`.
         """
         sampling = self.sampling
-        if self._plain and usable(logits_nV):
+        if self._is_plain and usable(logits_nV):
             return decoding.sample(logits_nV.contiguous(), key_n, counter_n, sampling.temperature)
         greedy = sampling.temperature == GREEDY
         plain_nV = logits_nV.float() if greedy else logits_nV.float() / sampling.temperature
@@ -127,24 +126,13 @@ class Sampler:
             return token_n, logp_n if greedy else logp_n - torch.as_tensor(kept_n).log()
         return token_n, plain_nV.gather(1, token_n[:, None])[:, 0]
 
-    @property
-    def _plain(self) -> bool:
-        """Whether tokens are drawn from the plain softmax at the temperature."""
-        sampling = self.sampling
-        return not (self._changes_logits or sampling.top_k or sampling.top_p < 1 or sampling.min_p)
-
-    @property
-    def _changes_logits(self) -> bool:
-        sampling = self.sampling
-        return bool(self.needs_seen or sampling.logit_bias or (sampling.min_tokens and sampling.stop_ids))
-
     def _changed(self, logits_nV: Tensor, counter_n: Tensor, seen_nV: Tensor | None) -> Tensor:
         penalty = self.sampling.repetition_penalty
         if self.needs_seen:
             assert seen_nV is not None, "a repetition penalty needs the tokens so far"
             penalised_nV = torch.where(logits_nV > 0, logits_nV / penalty, logits_nV * penalty)
             logits_nV = torch.where(seen_nV, penalised_nV, logits_nV)
-        if self.sampling.min_tokens and self.sampling.stop_ids:
+        if self._delays_stops:
             early_n = counter_n < self.sampling.min_tokens
             stops_ns = logits_nV[:, self._stop_ids].masked_fill(early_n[:, None], float("-inf"))
             logits_nV = logits_nV.index_copy(1, self._stop_ids, stops_ns)

@@ -15,6 +15,9 @@ from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.sampler import Sampling, text_ends
 
+OnFinish = Callable[[int, int, Completion], None]
+"""Called with the index of the request, the index of the sample in it, and the completion."""
+
 _READ_AHEAD = 4
 """One prefill reads prompts for at least 1/4 of the slots."""
 
@@ -37,19 +40,29 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     position: int = 0
     """Entry that the next step writes; ahead of `tokens` by the steps whose outcome was not read yet."""
-    done: bool = False
+    completion: Completion | None = None
+    """Set with the last token."""
 
     def add(
-        self, token: int, logp: float, sampling: Sampling, decode: Callable[[list[int]], str] | None
-    ) -> Completion | None:
-        """Append a sampled token; returns the completion if it ends with this token."""
+        self,
+        token: int,
+        logp: float,
+        sampling: Sampling,
+        decode: Callable[[list[int]], str] | None,
+        on_finish: OnFinish | None,
+    ) -> None:
+        """Append a sampled token; if the sequence ends with it, set its completion and hand it on."""
         self.tokens.append(token)
         self.logp.append(logp)
         stopped = token in sampling.stop_ids
         if sampling.stop_strings and not stopped:
             stopped = text_ends(self.tokens[self.prompt :], sampling, decode)
-        self.done = stopped or len(self.logp) >= self.limit
-        return Completion(self.tokens[self.prompt :], self.logp, "stop" if stopped else "length") if self.done else None
+        if stopped or len(self.logp) >= self.limit:
+            sampled = self.tokens[self.prompt :]
+            text = decode(sampled) if decode else ""
+            self.completion = Completion(sampled, self.logp, "stop" if stopped else "length", text)
+            if on_finish is not None:
+                on_finish(self.request, self.sample, self.completion)
 
 
 @dataclass(eq=False)
@@ -102,11 +115,9 @@ class Scheduler:
         while self.pending and completions < wanted:
             group = self.pending[0]
             new = len(group.tokens) - 1
-            need = self.cache.pages_for(len(group.tokens) - 1)
-            if batch and tokens + new > budget:
-                break
-            # One more, for the page that the group's first sequence writes to.
-            if need + 1 > self._spare - len(batch):
+            need = self.cache.pages_for(new)
+            # One more page, which the group's first sequence writes to.
+            if (batch and tokens + new > budget) or need + 1 > self._spare - len(batch):
                 break
             self.pending.popleft()
             group.pages = self.cache.take(need)

@@ -86,56 +86,49 @@ def _reasons(config: Any) -> Iterator[str]:
         yield "its attention looks ahead"
     if not model._supports_attention_backend:
         yield "it does not route attention through transformers' attention interface"
-    source = _Source(inspect.getsource(sys.modules[model.__module__]))
     window = "sliding_attention" in layers or (not layers and getattr(text, "sliding_window", None))
-    if window and "sliding_window" not in source.options:
+    yield from _reasons_in_source(inspect.getsource(sys.modules[model.__module__]), bool(window))
+
+
+def _reasons_in_source(text: str, has_windows: bool) -> Iterator[str]:
+    """See `unsupported`: what the source of a model's module does around its attention."""
+    nodes = list(ast.walk(ast.parse(text)))
+    # Attention without a cache belongs to encoders of images or sound, which do not run on text.
+    attentions = [
+        _Attention(node, call)
+        for node in nodes
+        if isinstance(node, ast.FunctionDef) and any(map(_is_update, _assignments(node)))
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "attention_interface"
+    ]
+    options = {word for attention in attentions for word in attention.options}
+    methods = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("past_key_value", "past_key_values")
+    }
+    keeps_keywords = any(
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "self.self_attn"
+        and {"past_key_values", None} & {word.arg for word in node.keywords} == {"past_key_values"}
+        for node in nodes
+    )
+    if has_windows and "sliding_window" not in options:
         yield "its attention has windows that only its masks know"
-    yield from source.reasons()
-
-
-class _Source:
-    """What the source of a model's module does around its attention."""
-
-    def __init__(self, text: str) -> None:
-        nodes = list(ast.walk(ast.parse(text)))
-        # Attention without a cache belongs to encoders of images or sound, which do not run on text.
-        self.attentions = [
-            _Attention(node, call)
-            for node in nodes
-            if isinstance(node, ast.FunctionDef) and any(map(_is_update, _assignments(node)))
-            for call in ast.walk(node)
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == "attention_interface"
-        ]
-        self.options = {word for attention in self.attentions for word in attention.options}
-        self.methods = {
-            node.attr
-            for node in nodes
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("past_key_value", "past_key_values")
-        }
-        self.keeps_keywords = any(
-            isinstance(node, ast.Call)
-            and ast.unparse(node.func) == "self.self_attn"
-            and {"past_key_values", None} & {word.arg for word in node.keywords} == {"past_key_values"}
-            for node in nodes
-        )
-        self.is_encoder = "self.is_decoder" in text
-
-    def reasons(self) -> Iterator[str]:
-        """See `unsupported`."""
-        if self.is_encoder:
-            yield "it is made for encoding"
-        if not self.attentions:
-            yield "its attention was not found in its source"
-        if more := sorted(self.options - _ATTENTION_OPTIONS):
-            yield f"its attention needs {', '.join(more)}"
-        if more := sorted(self.methods - _CACHE_METHODS - _CROSS_ATTENTION_METHODS):
-            yield f"its cache is one of its own ({', '.join(more)})"
-        if any(attention.mask not in ("attention_mask", "causal_mask") for attention in self.attentions):
-            yield "its attention makes a mask of its own"
-        if not all(attention.is_over_the_cache for attention in self.attentions):
-            yield "its attention is over other keys and values than it caches"
-        if self.keeps_keywords:
-            yield "its layers pass no keywords to their attention"
+    if "self.is_decoder" in text:
+        yield "it is made for encoding"
+    if not attentions:
+        yield "its attention was not found in its source"
+    if more := sorted(options - _ATTENTION_OPTIONS):
+        yield f"its attention needs {', '.join(more)}"
+    if more := sorted(methods - _CACHE_METHODS - _CROSS_ATTENTION_METHODS):
+        yield f"its cache is one of its own ({', '.join(more)})"
+    if any(attention.mask not in ("attention_mask", "causal_mask") for attention in attentions):
+        yield "its attention makes a mask of its own"
+    if not all(attention.is_over_the_cache for attention in attentions):
+        yield "its attention is over other keys and values than it caches"
+    if keeps_keywords:
+        yield "its layers pass no keywords to their attention"
 
 
 class _Attention:

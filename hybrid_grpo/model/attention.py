@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -21,28 +20,21 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from hybrid_grpo.model.kernels.attention import SegmentAttention
 from hybrid_grpo.model.kernels.build import usable
 
 try:
-    from flash_attn import flash_attn_varlen_func
+    import flash_attn
 except ImportError:
-    flash_attn_varlen_func = None
-try:
-    from torch.nn.attention.varlen import varlen_attn
+    flash_attn = None
 
-    _VARLEN = {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
-except ImportError:
-    _VARLEN = False
+VARLEN_OPTIONS = set(inspect.signature(varlen_attn).parameters)
+"""Options of torch's kernel for sequences of different lengths; older versions have fewer."""
 
 ATTENTION = "hybrid"
-
-_SHRINK = 0.75
-"""Segments at least this fraction as long as the longest of a bucket are padded into it."""
-_NOWHERE = 1 << 40
-"""Position of missing prefix keys: after every query, so that no query attends to them."""
 
 
 class Batch(Protocol):
@@ -125,40 +117,22 @@ class _Gather(torch.autograd.Function):
 
 
 class Selection:
-    """A gather of rows whose backward is deterministic.
+    """A gather of rows whose backward is deterministic; `index` is the input row of every output row."""
 
-    Args:
-        index: the input row of every output row.
-        real: bool, output rows that count; the others are padding and send no gradient back. Default: all.
-    """
-
-    def __init__(self, index: np.ndarray, device: torch.device, real: np.ndarray | None = None) -> None:
-        outputs = np.arange(len(index)) if real is None else np.flatnonzero(real)
-        order = outputs[np.argsort(index[outputs], kind="stable")]
+    def __init__(self, index: np.ndarray, device: torch.device) -> None:
+        order = np.argsort(index, kind="stable")
         rows, first, counts = np.unique(index[order], return_index=True, return_counts=True)
         self._index = _tensor(index, device)
         # Input rows grouped by how often they are used, each with its output rows.
         self._uses = []
         for count in np.unique(counts):
             chosen = counts == count
-            self._uses.append(
-                (_tensor(rows[chosen], device), _tensor(order[first[chosen, None] + np.arange(count)], device))
-            )
+            outputs = order[first[chosen, None] + np.arange(count)]
+            self._uses.append((_tensor(rows[chosen], device), _tensor(outputs, device)))
 
     def __call__(self, x: Tensor) -> Tensor:
         chosen: Tensor = _Gather.apply(x, self._index, self._uses)
         return chosen
-
-
-@dataclass
-class _Bucket:
-    """b segments of similar length, padded to q queries and k keys each."""
-
-    shape: tuple[int, int, int]
-    query: Selection
-    key: Selection
-    query_position_bq: Tensor
-    key_position_bk: Tensor
 
 
 class Segments:
@@ -166,26 +140,23 @@ class Segments:
 
     Args:
         own: (start, length) of every segment; together they fill the row, in order.
-        prefix: (start, length) of each segment's prefix; length 0: none.
+        prefix: (start, length) of each segment's prefix, which is another whole segment; length 0: none.
     """
 
     def __init__(self, own: Sequence[tuple[int, int]], prefix: Sequence[tuple[int, int]], device: torch.device) -> None:
         self._own, self._prefix, self._device = list(own), list(prefix), device
-        self._allowed: dict[tuple[int, int], Tensor] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
         """See `routed_attention`, with n = 1. Takes the fastest way that the device and the types allow."""
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        if k.shape == v.shape and usable(q, k, v):
-            return self._native(q, k, v, scale, window, softcap)[None]
         half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-        if half and (flash_attn_varlen_func is not None or (_VARLEN and not softcap)):
-            return self._ragged(q, k, v, scale, window, softcap)[None]
-        return self._bucketed(q, k, v, scale, window, softcap)[None]
-
-    def _native(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        out: Tensor = SegmentAttention.apply(query, key, value, *self._table, scale, window, softcap)
-        return out
+        if k.shape == v.shape and usable(q, k, v):
+            out = SegmentAttention.apply(q, k, v, *self._table, scale, window, softcap)
+        elif half and (flash_attn is not None or ("enable_gqa" in VARLEN_OPTIONS and not softcap)):
+            out = self._ragged(q, k, v, scale, window, softcap)
+        else:
+            out = self._one_by_one(q, k, v, scale, window, softcap)
+        return out[None]
 
     @cached_property
     def _table(self) -> tuple[Tensor, int, int]:
@@ -195,74 +166,24 @@ class Segments:
         before = sum(before for *_, before in rows)
         return _tensor(np.array(rows, dtype=np.int64), self._device), longest, before
 
-    def _bucketed(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        buckets, restore = self._buckets
-        parts = []
-        for number, bucket in enumerate(buckets):
-            b, q, k = bucket.shape
-            out = attend(
-                bucket.query(query).view(b, q, *query.shape[1:]).transpose(1, 2),
-                bucket.key(key).view(b, k, *key.shape[1:]).transpose(1, 2),
-                bucket.key(value).view(b, k, *value.shape[1:]).transpose(1, 2),
-                self._mask(number, bucket, window),
-                scale,
-                softcap,
-            )
-            parts.append(out.transpose(1, 2).flatten(0, 1))
-        return restore(torch.cat(parts))
-
-    def _mask(self, number: int, bucket: _Bucket, window: int) -> Tensor | None:
-        """Which keys of a bucket its queries attend to, bool [b, 1, q, k]; None: plain causal attention."""
-        _, q, k = bucket.shape
-        # Without prefixes there are as many keys as queries.
-        if q == k and (not window or q <= window):
-            return None
-        if (number, window) not in self._allowed:
-            query, key = bucket.query_position_bq[:, :, None], bucket.key_position_bk[:, None]
-            allowed = key <= query
-            if window:
-                allowed &= key > query - window
-            self._allowed[number, window] = allowed[:, None]
-        return self._allowed[number, window]
-
-    @cached_property
-    def _buckets(self) -> tuple[list[_Bucket], Selection]:
-        """The buckets, longest segments first, and the gather that puts their outputs back into the row's order."""
-        parts: list[list[int]] = []
-        for i in sorted(range(len(self._own)), key=lambda i: (self._prefix[i][1] > 0, -self._own[i][1])):
-            first = parts[-1][0] if parts else i
-            new = not parts or (self._prefix[i][1] > 0) != (self._prefix[first][1] > 0)
-            if new or self._own[i][1] < _SHRINK * self._own[first][1]:
-                parts.append([])
-            parts[-1].append(i)
-        buckets = []
-        output_N = np.zeros(sum(length for _, length in self._own), dtype=np.int64)
-        offset = 0
-        for part in parts:
-            starts, lengths = np.array([self._own[i] for i in part]).T
-            prefix_starts, prefix_lengths = np.array([self._prefix[i] for i in part]).T
-            b, q, p = len(part), int(lengths.max()), int(prefix_lengths.max())
-            own_bq = starts[:, None] + np.arange(q)
-            real_bq = np.arange(q) < lengths[:, None]
-            before_bp = prefix_starts[:, None] + np.arange(p)
-            real_bk = np.concatenate([np.arange(p) < prefix_lengths[:, None], real_bq], axis=1)
-            index_bk = np.where(real_bk, np.concatenate([before_bp, own_bq], axis=1), 0)
-            position_bq = prefix_lengths[:, None] + np.arange(q)
-            # Right padding has positions after every real query, so only padding attends to it, and never to nothing:
-            # an empty softmax row would be NaN.
-            before_bp = np.where(real_bk[:, :p], np.arange(p), _NOWHERE)
-            output_N[own_bq[real_bq]] = offset + np.flatnonzero(real_bq)
-            offset += b * q
-            buckets.append(
-                _Bucket(
-                    (b, q, p + q),
-                    Selection(np.where(real_bq, own_bq, 0).ravel(), self._device, real_bq.ravel()),
-                    Selection(index_bk.ravel(), self._device, real_bk.ravel()),
-                    _tensor(position_bq, self._device),
-                    _tensor(np.concatenate([before_bp, position_bq], axis=1), self._device),
-                )
-            )
-        return buckets, Selection(output_N, self._device)
+    def _one_by_one(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        """One segment after the other, in torch."""
+        # Split rather than sliced: the gradient of a slice is as large as the whole row.
+        q, k, v = (tensor.split([length for _, length in self._own]) for tensor in (query, key, value))
+        number_at = {start: number for number, (start, _) in enumerate(self._own)}
+        rows = []
+        for i, (start, before) in enumerate(self._prefix):
+            seen = [number_at[start], i] if before else [i]
+            keys, values = (torch.cat([pieces[number] for number in seen]) for pieces in (k, v))
+            allowed = None
+            if before or 0 < window < len(keys):
+                allowed = torch.ones(len(q[i]), len(keys), dtype=torch.bool, device=self._device).tril(before)
+                allowed = allowed.triu(before - window + 1) if window else allowed
+            queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (q[i], keys, values))
+            rows.append(attend(queries, keys, values, allowed, scale, softcap)[0].transpose(0, 1))
+        return torch.cat(rows)
 
     @cached_property
     def _lengths(self) -> tuple[Selection | None, tuple[Tensor, Tensor], tuple[int, int]]:
@@ -287,9 +208,11 @@ class Segments:
             key, value = gathered(key), gathered(value)
         given = (query.contiguous(), key.contiguous(), value.contiguous(), *begins, *longest)
         out: Tensor
-        if flash_attn_varlen_func is not None:
+        if flash_attn is not None:
             seen = (window - 1, 0) if window else (-1, -1)
-            out = flash_attn_varlen_func(*given, softmax_scale=scale, causal=True, window_size=seen, softcap=softcap)
+            out = flash_attn.flash_attn_varlen_func(
+                *given, softmax_scale=scale, causal=True, window_size=seen, softcap=softcap
+            )
         else:
             seen = (window - 1, 0) if window else (-1, 0)
             out = varlen_attn(*given, scale=scale, window_size=seen, enable_gqa=True)  # type: ignore[assignment]

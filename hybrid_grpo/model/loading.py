@@ -107,15 +107,12 @@ def training_attention(policy: PolicyConfig, config: Any = None) -> str:
         reason = unsupported(config)
         if reason is None:
             return ATTENTION
-        if policy.attn_implementation == "packed":
-            raise UserError(
-                f"policy.attn_implementation packed does not fit policy.model {policy.model}: {reason}: set it to auto"
-            )
-        if policy.shared_prefix == "on":
-            raise UserError(
-                f"policy.shared_prefix on does not fit policy.model {policy.model}, which cannot be packed:"
-                f" {reason}: set it to auto"
-            )
+        for setting, value in (("attn_implementation", "packed"), ("shared_prefix", "on")):
+            if getattr(policy, setting) == value:
+                raise UserError(
+                    f"policy.{setting} {value} does not fit policy.model {policy.model}, which cannot be packed:"
+                    f" {reason}: set it to auto"
+                )
     return plain_attention(config, policy.attn_implementation)
 
 

@@ -8,7 +8,6 @@ vocabulary), in forward and again in backward. `LogprobModel` does this for any 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -86,15 +85,13 @@ class _TokenLogprobs(torch.autograd.Function):
         shape, temperature, (row_tiles, column_tiles) = ctx.options
         needs_weight = ctx.weight.requires_grad
         # Sum over tiles in float32: in bfloat16 small contributions would be rounded away against the total.
-        dhidden_ND = torch.empty_like(hidden_ND, dtype=torch.float32)
+        dhidden_ND = torch.zeros_like(hidden_ND, dtype=torch.float32)
         dweight_VD = torch.empty_like(weight_VD) if needs_weight else None
         dbias_V = torch.empty_like(bias_V) if needs_weight and bias_V is not None else None
         for columns in column_tiles:
             weight = weight_VD[columns]
-            dweight = None if dweight_VD is None else dweight_VD[columns]
-            if dweight is not None and dweight.dtype != torch.float32:
-                dweight = torch.empty_like(weight, dtype=torch.float32)
-            dbias = None if dbias_V is None else torch.zeros(len(weight), device=weight.device)
+            dweight = torch.zeros_like(weight, dtype=torch.float32)
+            dbias = torch.zeros(len(weight), device=weight.device)
             for rows in row_tiles:
                 x = _logits(hidden_ND[rows], weight_VD, bias_V, columns, shape)
                 dx = softmax_gradient(
@@ -110,25 +107,23 @@ class _TokenLogprobs(torch.autograd.Function):
                 )
                 dx = shape.backward_(dx, x).to(weight.dtype)
                 del x
-                _add_product(dhidden_ND[rows], dx, weight, first=columns.start == 0)
-                if dweight is not None:
-                    _add_product(dweight, dx.T, hidden_ND[rows], first=rows.start == 0)
-                if dbias is not None:
+                _add_product(dhidden_ND[rows], dx, weight)
+                if dweight_VD is not None:
+                    _add_product(dweight, dx.T, hidden_ND[rows])
+                if dbias_V is not None:
                     dbias.add_(dx.sum(0, dtype=torch.float32))
                 del dx
-            if dweight_VD is not None and dweight is not None and dweight_VD.dtype != torch.float32:
+            if dweight_VD is not None:
                 dweight_VD[columns] = dweight
-            if dbias_V is not None and dbias is not None:
+            if dbias_V is not None:
                 dbias_V[columns] = dbias
         return dhidden_ND.to(hidden_ND.dtype), dweight_VD, dbias_V, None, None, None, None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """total += a @ b; the first product overwrites the uninitialised total instead."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b"""
     if a.dtype == total.dtype:
-        total.addmm_(a, b, beta=0.0 if first else 1.0)
-    elif first:
-        total.copy_(a @ b)
+        total.addmm_(a, b)
     else:
         total.add_(a @ b)
 
@@ -186,7 +181,12 @@ class LogprobModel(nn.Module):
         self.model: Any = model
         self.shape = LogitShape.of(model.config.get_text_config())
         head = model.get_output_embeddings()
-        head.forward = MethodType(_head_forward, head)
+
+        def scored(hidden_ND: Tensor, target_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+            given = hidden_ND, head.weight, head.bias, target_N
+            return token_logprobs(*given, shape=self.shape, temperature=temperature)
+
+        head.forward = scored
 
     def forward(
         self,
@@ -207,13 +207,6 @@ class LogprobModel(nn.Module):
         """
         packed = {} if segments is None else {"batch": segments}
         out = self.model.base_model(input_ids=input_ids_bS, position_ids=position_ids_bS, use_cache=False, **packed)
-        head = self.model.get_output_embeddings()
         hidden_ND = source(out.last_hidden_state.flatten(0, 1))
-        logp_N, entropy_N = head(hidden_ND, target_N, self.shape, temperature)
+        logp_N, entropy_N = self.model.get_output_embeddings()(hidden_ND, target_N, temperature)
         return logp_N, entropy_N
-
-
-def _head_forward(
-    head: nn.Linear, hidden_ND: Tensor, target_N: Tensor, shape: LogitShape, temperature: float
-) -> tuple[Tensor, Tensor]:
-    return token_logprobs(hidden_ND, head.weight, head.bias, target_N, shape=shape, temperature=temperature)

@@ -32,24 +32,21 @@ class Adapter:
     """The adapter of one linear layer: W + scale * B A (arXiv:2106.09685, section 4.1); B starts at 0."""
 
     layer: Any
-    """peft's layer, which wraps the linear layer."""
+    """peft's layer, which wraps `linear`."""
+    linear: Any
+    """The layer without the adapter."""
+    down: nn.Parameter
+    """A, [rank, in]; empty while it is sharded."""
+    up: nn.Parameter
+    """B, [out, rank]; empty while it is sharded."""
     scale: float
     """alpha / rank."""
 
-    @property
-    def linear(self) -> Any:
-        """The layer without the adapter."""
-        return self.layer.base_layer
-
-    @property
-    def down(self) -> nn.Parameter:
-        """A, [rank, in]; empty while it is sharded."""
-        return self.layer.lora_A[_NAME].weight
-
-    @property
-    def up(self) -> nn.Parameter:
-        """B, [out, rank]; empty while it is sharded."""
-        return self.layer.lora_B[_NAME].weight
+    @classmethod
+    def of(cls, layer: Any) -> Adapter:
+        """The adapter that peft put into a layer."""
+        up, down = layer.lora_B[_NAME].weight, layer.lora_A[_NAME].weight
+        return cls(layer, layer.base_layer, down, up, layer.scaling[_NAME])
 
     def merged(self, weight: Tensor, down: Tensor, up: Tensor, *, in_place: bool) -> Tensor:
         """`weight` plus the adapter, all given whole (not sharded); rounded to the weight's type once."""
@@ -91,7 +88,7 @@ class Adapters:
                 raise UserError(f"lora.target_modules: peft cannot adapt policy.model: {error}") from error
         self._config = model.peft_config[_NAME]
         self.by_layer: dict[str, Adapter] = {
-            path: Adapter(layer, layer.scaling[_NAME])
+            path: Adapter.of(layer)
             for path, layer in model.named_modules()
             if isinstance(layer, peft.tuners.lora.LoraLayer)
         }

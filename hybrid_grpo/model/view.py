@@ -9,7 +9,7 @@ nothing to restore after generation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -18,9 +18,6 @@ from torch import Tensor, nn
 
 from hybrid_grpo.distributed import world_size
 from hybrid_grpo.model.lora import Adapter
-
-BUCKET_ELEMENTS = 1 << 26
-"""Parameters gathered by one collective: this bounds the temporary copy to a few hundred MB."""
 
 
 def meta_copy(model: Any, attn_implementation: str) -> nn.Module:
@@ -50,9 +47,7 @@ class View:
         device: torch.device,
         adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
-        self.module = module
-        self._sharded = sharded
-        self._device = device
+        self.module, self._sharded, self._device = module, sharded, device
         self._adapters = adapters or {}
         # Typed as Any because DeepSpeed adds attributes to parameters under ZeRO-3.
         self._homes: dict[Any, list[tuple[nn.Module, str]]] = {}
@@ -103,32 +98,14 @@ class View:
             module._parameters[name] = bound
 
     def _gather_shards(self, every: list[Any]) -> dict[Any, Tensor]:
-        """All-gather the shards into one buffer for each dtype, bucket by bucket."""
+        """All-gather the shards, those of each dtype into one buffer."""
         whole: dict[Any, Tensor] = {}
         for dtype in sorted({p.ds_tensor.dtype for p in every}, key=str):
             parameters = [p for p in every if p.ds_tensor.dtype == dtype]
-            sizes = [p.ds_numel for p in parameters]
+            sizes = [world_size() * p.ds_tensor.numel() for p in parameters]
             flat = torch.empty(sum(sizes), dtype=dtype, device=self._device)
-            targets = dict(zip(parameters, flat.split(sizes), strict=True))
-            for bucket in _buckets(parameters):
-                local = torch.cat([p.ds_tensor.to(self._device).view(-1) for p in bucket])
-                # gloo accepts a flat output only.
-                ranks = torch.empty(world_size() * len(local), dtype=dtype, device=self._device)
-                torch.distributed.all_gather_into_tensor(ranks, local)
-                shards = ranks.view(world_size(), -1).split([p.ds_tensor.numel() for p in bucket], dim=1)
-                for p, shard in zip(bucket, shards, strict=True):
-                    # The last ranks' shards may end in padding.
-                    whole[p] = targets[p].copy_(shard.reshape(-1)[: p.ds_numel]).view(p.ds_shape)
+            for p, target in zip(parameters, flat.split(sizes), strict=True):
+                torch.distributed.all_gather_into_tensor(target, p.ds_tensor.to(self._device).view(-1))
+                # The last ranks' shards may end in padding.
+                whole[p] = target[: p.ds_numel].view(p.ds_shape)
         return whole
-
-
-def _buckets(parameters: list[Any]) -> Iterator[list[Any]]:
-    bucket: list[Any] = []
-    size = 0
-    for p in parameters:
-        if bucket and size + p.ds_numel > BUCKET_ELEMENTS:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(p)
-        size += p.ds_numel
-    yield bucket

@@ -36,8 +36,40 @@ from typing import Any, Literal
 from hybrid_grpo.config import RewardConfig, reward_name
 from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.config.importing import describe, functions_of, import_place
-from hybrid_grpo.rewards.builtin import BUILTINS
 from hybrid_grpo.rewards.rules import completion_texts
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """Where a built-in reward function is defined, and how it may be called."""
+
+    module: str
+    """In this package; imported by the process that calls the function. The function has the built-in's name."""
+    called: Literal["process", "thread", "inline"] = "process"
+    """Where it runs with `isolation: auto`. `thread` is for functions that hold a model. `inline` runs in the rank
+    itself, on a whole group at once: for functions that are fast, cannot hang and judge each row by itself."""
+
+
+BUILTINS: dict[str, Builtin] = {
+    "exact_match": Builtin("rules", "inline"),
+    "numeric_answer": Builtin("maths.reward", "inline"),
+    "format_regex": Builtin("rules"),
+    "length_penalty": Builtin("rules", "inline"),
+    "repetition_penalty": Builtin("rules", "inline"),
+    "letters_in_place": Builtin("rules", "inline"),
+    "format_tags": Builtin("rules", "inline"),
+    "multiple_choice": Builtin("text", "inline"),
+    "language_penalty": Builtin("text", "inline"),
+    "word_repetition_penalty": Builtin("rules", "inline"),
+    "length_target": Builtin("rules", "inline"),
+    "cosine_length": Builtin("text"),
+    "countdown": Builtin("countdown", "inline"),
+    "math_answer": Builtin("maths.reward"),
+    "reward_model": Builtin("models.reward", "thread"),
+    "code_tests": Builtin("code.reward"),
+    "remote": Builtin("remote.client"),
+}
+"""The reward functions that a configuration names without a path."""
 
 INPUTS = ("prompts", "completions", "completion_ids")
 """What every reward function can ask for, beside the columns of the data set."""
@@ -333,13 +365,14 @@ def _called_by_row(
             log_extra(name, [detail.get(name) for detail in details])
         return [detail["score"] for detail in details]
 
-    def function(completions: Any, log_extra: Any, **columns: Any) -> list[Any]:
-        return finish(start(completions, columns), log_extra)
+    async def gathered(results: list[Any], log_extra: Any) -> list[Any]:
+        return finish(await asyncio.gather(*results), log_extra)
 
-    async def async_function(completions: Any, log_extra: Any, **columns: Any) -> list[Any]:
-        return finish(await asyncio.gather(*start(completions, columns)), log_extra)
+    def function(completions: Any, log_extra: Any, **columns: Any) -> Any:
+        results = start(completions, columns)
+        return gathered(results, log_extra) if is_async else finish(results, log_extra)
 
-    return async_function if is_async else function
+    return function
 
 
 def _check_builtin(function: Function, entry: str) -> None:
@@ -363,7 +396,7 @@ def _find(spec: str, setting: str) -> Callable[..., Any]:
                 f"{setting} is no built-in: {did_you_mean(spec, BUILTINS)}; one of your own is given as"
                 " path/to/file.py:function or package.module:function"
             )
-        place, _, attribute = BUILTINS[spec].place.rpartition(":")
+        place, attribute = f"hybrid_grpo.rewards.{BUILTINS[spec].module}", spec
     module = import_place(place, setting)
     function = getattr(module, attribute, None)
     if not callable(function):

@@ -7,15 +7,12 @@ configuration gives in `kwargs`, are keyword-only and are checked before any row
 
 from __future__ import annotations
 
-import importlib
-import math
 import re
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
 from hybrid_grpo.grpo.length import linear_penalty, overlong_penalty
-from hybrid_grpo.rewards.builtin import BUILTINS
 
 Completions = list[str] | list[list[dict[str, Any]]]
 """[B], texts; or, for chat prompts, lists that hold the assistant's message."""
@@ -182,58 +179,3 @@ def length_target(completion_ids: list[list[int]], *, target: int, tolerance: in
     if target < 1 or tolerance < 0:
         raise ValueError(f"target {target} must be 1 or greater, and tolerance {tolerance} 0 or greater")
     return [linear_penalty(abs(len(ids) - target) - tolerance, target) for ids in completion_ids]
-
-
-_JUDGES = ("exact_match", "numeric_answer", "math_answer", "multiple_choice")
-"""Built-ins that tell right from wrong by the column `answer`."""
-
-
-def cosine_length(
-    completions: Completions,
-    completion_ids: list[list[int]],
-    answer: list[Any],
-    *,
-    max_length: int,
-    judge: str = "math_answer",
-    right: Sequence[float] = (1.0, 0.5),
-    wrong: Sequence[float] = (-1.0, -0.5),
-    exceeded: float | None = None,
-) -> list[float | None]:
-    """A reward for right or wrong that depends on the length: short is best if right, long is best if wrong.
-
-    The cosine reward of Yeo et al., arXiv:2502.03373: with L tokens of at most `max_length` it goes from the first to
-    the second of two values a, b as b + (a - b) (1 + cos(pi L / max_length)) / 2. It takes the place of the reward that
-    judges, which should not be configured beside it. A right completion earns at least the smaller value of `right`:
-    set eval.threshold to that.
-
-    Args:
-        judge: the built-in that says right (1.0) or wrong from `answer`: exact_match, numeric_answer, math_answer or
-            multiple_choice. Where it does not apply, neither does this function.
-        right: value at 0 tokens and at `max_length`; the paper has 2 and 1.
-        wrong: the same for wrong completions; the paper has -10 and 0.
-        exceeded: value of completions of `max_length` tokens and more, right or wrong (-10 in the paper). Default: they
-            earn the second value.
-
-    Raises:
-        ValueError: `max_length` is below 1, `judge` is none of these, or `right` or `wrong` is not two numbers.
-    """
-    if max_length < 1:
-        raise ValueError(f"max_length {max_length} must be 1 or greater")
-    if judge not in _JUDGES:
-        raise ValueError(f"judge {judge!r} must be one of {', '.join(_JUDGES)}")
-    for name, pair in (("right", right), ("wrong", wrong)):
-        if len(pair) != 2 or not all(isinstance(value, int | float) for value in pair):
-            raise ValueError(f"{name} {pair!r} must be two numbers, for 0 and for max_length tokens")
-    module, _, function = BUILTINS[judge].place.rpartition(":")
-    verdicts = getattr(importlib.import_module(module), function)(completions, answer)
-    rewards: list[float | None] = []
-    for verdict, ids in zip(verdicts, completion_ids, strict=True):
-        if verdict is None:
-            rewards.append(None)
-        elif exceeded is not None and len(ids) >= max_length:
-            rewards.append(exceeded)
-        else:
-            short, long = right if verdict >= 1.0 else wrong
-            progress = min(len(ids) / max_length, 1.0)
-            rewards.append(long + (short - long) * (1 + math.cos(math.pi * progress)) / 2)
-    return rewards

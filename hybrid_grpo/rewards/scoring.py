@@ -25,6 +25,7 @@ import torch
 from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import RunStopped, UserError, did_you_mean
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
+from hybrid_grpo.distributed import all_reduce
 from hybrid_grpo.rewards.functions import INPUTS, Failure, Inputs, Reply, RewardCall, Value, failed
 from hybrid_grpo.rewards.loading import Reward
 from hybrid_grpo.rewards.models.reward import RewardModel, Shard
@@ -115,18 +116,20 @@ class Rewards:
         """Score completions of these prompts as they come in; see `Stream`."""
         return Stream(self, prompts, num_generations, step)
 
-    def refuse_failures(self, failures: dict[str, int], rows: int) -> None:
-        """Stop the run where a function failed on too many completions.
+    def refuse_failures(self, scores: Scores, device: torch.device) -> None:
+        """Stop the run where a function failed on too many completions of all ranks together. Collective.
 
         Args:
-            failures: number of completions that each function failed on, over all ranks.
-            rows: number of completions over all ranks.
+            scores: of this rank's completions.
+            device: where ranks exchange their counts.
 
         Raises:
             RunStopped: on all ranks alike.
         """
+        counts = [int((status_B >= RewardStatus.FAILED).sum()) for status_B in scores.status.values()]
+        *failures, rows = all_reduce(torch.tensor([*counts, len(scores.reward_B)], device=device)).tolist()
         limit = self.scoring.max_failed_frac
-        for name, count in failures.items():
+        for name, count in zip(scores.status, failures, strict=True):
             if count > limit * rows:
                 raise RunStopped(
                     f"rewards: {name} failed on {count} of {rows} completions, more than scoring.max_failed_frac"

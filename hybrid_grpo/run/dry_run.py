@@ -28,7 +28,7 @@ from hybrid_grpo.generation.cache import Geometry
 from hybrid_grpo.generation.loop import PREFILL_TOKENS
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import training_attention, without_dropout
-from hybrid_grpo.model.logprobs import LogitShape, token_logprobs
+from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.lora import Adapters
 
 
@@ -59,18 +59,14 @@ class _Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._note(tensor.untyped_storage())
+        for storage in (leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._seen:
+                self._seen.add(key)
+                self.live += size
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._forget, key, size)
         return out
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._seen:
-            self._seen.add(key)
-            self.live += size
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:
         self._seen.discard(key)
@@ -96,34 +92,28 @@ class DryRun:
 
     def __init__(self, model_config: Any, policy: PolicyConfig, lora: LoraConfig) -> None:
         config = without_dropout(deepcopy(model_config))
-        text = config.get_text_config()
-        # Fake products of grouped experts exist in bfloat16 only.
-        dtype = "bfloat16" if _experts(text) else policy.dtype
-        self._scale = 2 if dtype != policy.dtype else 1
         attention = training_attention(policy, config)
         self.packs = attention == ATTENTION
         """Whether it takes micro-batches without padding."""
         # Kernels of flash-attn need a GPU; what they keep for backward is what sdpa's keep.
         attention = attention if attention in (ATTENTION, "eager") else "sdpa"
+        # Fake products of grouped experts exist in bfloat16 only: a byte counts double where the policy has float32.
+        dtype = torch.bfloat16 if _experts(config.get_text_config()) else getattr(torch, policy.dtype)
+        self._scale = getattr(torch, policy.dtype).itemsize // dtype.itemsize
+        # peft moves its matrices, which fake tensors refuse: fake tensors replace all weights at the end.
+        with torch.device("meta"):
+            self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+            if lora.rank:
+                Adapters(self.model, lora, seed=0)
         # The tensors of a micro-batch have data.
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake:
-            self.model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, dtype), attn_implementation=attention
-            )
-        if lora.rank:
-            # peft moves its matrices, which fake tensors refuse: they are made on the meta device and replaced.
-            with torch.device("meta"):
-                Adapters(self.model, lora, seed=0)
-            with self._fake:
-                for module in self.model.modules():
-                    for name, tensor in module._parameters.items():
-                        if tensor is not None and tensor.is_meta:
-                            module._parameters[name] = nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype))
+            self.model.to_empty(device="cpu")
+        self.model.tie_weights()
         self.model.train()
         if policy.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._shape = LogitShape.of(text)
+        self._scored = LogprobModel(self.model)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 # The engine moves gradients into its own buffers as soon as they are there.
@@ -131,26 +121,17 @@ class DryRun:
 
     def training(self, micro: MicroBatch) -> Footprint:
         """Forward and backward of a micro-batch."""
-        # Attention keeps its masks with the micro-batch, where another run would find them.
-        micro = deepcopy(micro)
-        with self._run() as ledger:
-            hidden_ND = self._hidden(micro)
-            kept, forward = ledger.live, ledger.mark()
-            logp_N, entropy_N = self._logprobs(hidden_ND, micro.target_N)
-            heads: list[int] = []
-            hidden_ND.register_hook(lambda _: heads.append(ledger.mark()))
-            del hidden_ND
+        with self._forward(micro) as (ledger, marks, (logp_N, entropy_N)):
             (logp_N.sum() + entropy_N.sum()).backward()
-            sizes = (kept, heads[0] - kept, max(forward, ledger.mark()) - kept)
+            kept, forward, head = marks
+            sizes = (kept, head - kept, max(forward, ledger.mark()) - kept)
             return Footprint(*(self._scale * size for size in sizes))
 
     @torch.no_grad()
     def reading(self, micro: MicroBatch) -> int:
         """The most bytes that the layers take in a forward without gradients."""
-        micro = deepcopy(micro)
-        with self._run() as ledger:
-            self._hidden(micro)
-            return self._scale * ledger.peak
+        with self._forward(micro) as (_, marks, _):
+            return self._scale * marks[1]
 
     @torch.no_grad()
     def cache_bytes(self, paged: bool) -> int:
@@ -176,23 +157,29 @@ class DryRun:
         return sum(p.numel() for p in named.values()) - idle_experts - sum(tables.values())
 
     @contextmanager
-    def _run(self) -> Iterator[_Ledger]:
-        with self._fake, _Ledger([*self.model.parameters(), *self.model.buffers()]) as ledger:
+    def _forward(self, micro: MicroBatch) -> Iterator[tuple[_Ledger, list[int], tuple[Tensor, Tensor]]]:
+        """A forward and what follows in the block.
+
+        Gives the ledger, marks in bytes, and the model's outputs. The marks are what is alive when the LM head begins;
+        the most that was alive until then; and, once there was a backward, the most from there to its end in the head.
+        """
+        marks: list[int] = []
+
+        def at_head(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            marks.extend((ledger.live, ledger.mark()))
+            if inputs[0].requires_grad:
+                inputs[0].register_hook(lambda _: marks.append(ledger.mark()))
+
+        # Attention keeps its masks with the micro-batch, where another run would find them.
+        ids_bS, positions_bS, *others = deepcopy(micro).inputs
+        # Without segments, positions are the ones a model counts by itself.
+        positions_bS = None if micro.segments is None else positions_bS
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(at_head)
+        with hook, self._fake, _Ledger([*self.model.parameters(), *self.model.buffers()]) as ledger:
             try:
-                yield ledger
+                yield ledger, marks, self._scored(ids_bS, positions_bS, *others, 1.0)
             except (RuntimeError, NotImplementedError, AssertionError, LookupError) as error:
                 raise NeedsData(str(error)) from error
-
-    def _hidden(self, micro: MicroBatch) -> Tensor:
-        """The hidden states that tokens are scored from; see `LogprobModel`."""
-        # Without segments, positions are the ones a model counts by itself.
-        packed = {} if micro.segments is None else {"batch": micro.segments, "position_ids": micro.position_ids_bS}
-        out = self.model.base_model(input_ids=micro.input_ids_bS, use_cache=False, **packed)
-        return micro.source(out.last_hidden_state.flatten(0, 1))
-
-    def _logprobs(self, hidden_ND: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-        head = self.model.get_output_embeddings()
-        return token_logprobs(hidden_ND, head.weight, head.bias, target_N, shape=self._shape)
 
 
 def _experts(text_config: Any) -> int:

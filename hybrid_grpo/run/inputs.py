@@ -63,11 +63,11 @@ class RunInputs:
                 f"rollout.prompts_per_step {config.rollout.prompts_per_step} is more than the {len(prompts)} prompts"
                 f" of data.path: set it to {len(prompts)} or lower"
             )
-        facts = {"data": str(report)}
+        facts = {"data": report}
         eval_prompts: list[Prompt] = []
-        if evaluation_source(config.data) is not None:
-            eval_prompts, eval_report = read_prompts(config.data, tokenizer, evaluation=True)
-            facts["held out"] = str(eval_report)
+        held_out = evaluation_source(config.data)
+        if held_out is not None:
+            eval_prompts, facts["held out"] = read_prompts(config.data, tokenizer, held_out)
             rewards.check_columns(eval_prompts[0].columns)
         rewards.check_columns(prompts[0].columns)
         classes(prompts, config.curriculum.column)

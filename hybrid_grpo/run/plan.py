@@ -8,13 +8,12 @@ The numbers are meant for GPUs; on a CPU, where freed memory stays with the proc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.model.loading import load_config
-from hybrid_grpo.model.view import BUCKET_ELEMENTS
 from hybrid_grpo.rewards.models.reward import RewardModel
 from hybrid_grpo.run.dry_run import NeedsData, Sizes, measure
 from hybrid_grpo.run.hardware import Hardware
@@ -27,8 +26,8 @@ about what data-center GPUs take. Not measured."""
 PROCESS_GROWTH_BYTES = 90 << 20
 """What a process on a CPU grows by after the plan: engine, process group, C kernels, BLAS. Measured, rounded."""
 _CPU_HEAP = 1.5
-"""Memory that activations take on a CPU over their bytes: holes between blocks (Knuth, The Art of Computer
-Programming, volume 1, section 2.5). malloc keeps it for the process when they are freed."""
+"""Memory that activations take on a CPU over their bytes: malloc leaves holes between blocks and keeps what is freed.
+Measured, rounded."""
 _MAX_LIVE, _BUCKET = 10**9, 5 * 10**8
 """DeepSpeed's defaults, in elements: gathered weights alive, and one bucket of gradients."""
 _MICRO_BATCH = "policy.micro_batch_tokens, policy.gradient_checkpointing"
@@ -59,22 +58,18 @@ class Phase:
 
     @property
     def bytes(self) -> int:
-        """All parts together."""
         return sum(part.bytes for part in self.parts)
 
     @property
     def least(self) -> int:
-        """The bytes without which the phase cannot run."""
+        """Bytes without which the phase cannot run."""
         return sum(part.bytes if part.least is None else part.least for part in self.parts)
 
 
 def estimate(
     config: TrainConfig, batch: BatchPlan, prompt: int, hardware: Hardware, models: Sequence[RewardModel] = ()
 ) -> Plan | None:
-    """The plan of a run whose longest prompt has `prompt` tokens; None where the model cannot run without data.
-
-    Args:
-        models: reward models, not loaded yet. Their weights are counted, their activations are not.
+    """The plan of a run; None where the model cannot run without data. For the arguments see `Plan`.
 
     Raises:
         UserError: the model has no configuration, or not the attention or adapters that the configuration asks for.
@@ -86,40 +81,33 @@ def estimate(
     return Plan(config, sizes, batch, prompt, hardware, models)
 
 
+@dataclass
 class Plan:
-    """Memory of one rank by part and phase, and a rough time of a step.
+    """Memory of one rank by part and phase, and a rough time of a step."""
 
-    Args:
-        config, batch: the run's settings and batch equation.
-        sizes: what has to be known of its model.
-        prompt: tokens of the longest prompt.
-        hardware: a rank's device and its host.
-        models: reward models. Their weights are counted, their activations are not.
-    """
+    config: TrainConfig
+    sizes: Sizes
+    """Of the model."""
+    batch: BatchPlan
+    prompt: int
+    """Tokens of the longest prompt."""
+    hardware: Hardware
+    models: Sequence[RewardModel] = ()
+    """Reward models, not loaded yet. Their weights are counted, their activations are not."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        sizes: Sizes,
-        batch: BatchPlan,
-        prompt: int,
-        hardware: Hardware,
-        models: Sequence[RewardModel] = (),
-    ) -> None:
-        self.config, self.sizes, self.batch, self.prompt = config, sizes, batch, prompt
-        self.hardware, self.models = hardware, models
-        rollout = config.rollout
-        self.gpu, self.stage, self.ranks = hardware.on_gpu, config.engine.zero_stage, batch.world_size
+    def __post_init__(self) -> None:
+        config, rollout = self.config, self.config.rollout
+        self.gpu, self.stage, self.ranks = self.hardware.on_gpu, config.engine.zero_stage, self.batch.world_size
         self.dtype = 2 if config.policy.dtype == "bfloat16" else 4
-        self.n, self.t = sizes.parameters, sizes.trained
+        self.n, self.t = self.sizes.parameters, self.sizes.trained
         self.owned = -(-self.t // self.ranks) if self.stage else self.t
         """Elements that this rank's optimizer steps."""
         self.sharded = self.stage == 3 and self.ranks > 1
         zero = config.engine.deepspeed.get("zero_optimization", {})
         self.bucket = int(float(zero.get("reduce_bucket_size", _BUCKET)))
         self.offloads = config.engine.offload_optimizer
-        self.rows = batch.prompts_per_rank * rollout.num_generations
-        self.slots, self.longest = min(rollout.max_slots, self.rows), prompt + rollout.max_completion_tokens
+        self.rows = self.batch.prompts_per_rank * rollout.num_generations
+        self.slots, self.longest = min(rollout.max_slots, self.rows), self.prompt + rollout.max_completion_tokens
 
     @property
     def peak(self) -> Phase:
@@ -144,13 +132,13 @@ class Plan:
         The reference's and the sampler's scoring passes keep nothing for backward: they need less than the loss.
         """
         fixed, micro = self.fixed(), self.sizes.training
-        gradients, reduction, fetched = self.gradients(), self.reduction(), self.fetched()
+        gradients, reduction = self.gradients(), self.reduction()
         activations = Part("activations", int((1 if self.gpu else _CPU_HEAP) * micro.kept), _MICRO_BATCH)
-        freed = [] if self.gpu else [replace(activations, name="freed activations")]
+        freed = [] if self.gpu else [activations]
         # ZeRO-3 keeps its buffers of gradients from step to step.
         generating = [*fixed, *freed, *([gradients] if self.stage == 3 else []), self.gathered()]
         cache = self.cache(sum(part.bytes for part in generating))
-        training = [*fixed, gradients, fetched, activations]
+        training = [*fixed, gradients, self.fetched(), activations]
         updating = [*fixed, *freed, gradients]
         layer = max(micro.layers, reduction.bytes) if self.t > self.bucket else micro.layers
         named = {
@@ -159,7 +147,8 @@ class Plan:
             "backward": [*training, Part("one layer", layer, _MICRO_BATCH)],
             "reduction": [*updating, reduction],
             "optimizer step": [*updating, self.stepping()],
-            "export": [*generating, self.export()],
+            # A GPU's weights are copied to the host and written from there.
+            "export": [*generating, *([] if self.gpu else [self.export()])],
         }
         return tuple(Phase(name, tuple(part for part in parts if part.bytes)) for name, parts in named.items())
 
@@ -220,9 +209,7 @@ class Plan:
         """Whole weights for generation; adapters are merged into a copy."""
         if not (self.sharded or self.config.lora.rank):
             return Part("gathered weights", 0)
-        # While a bucket of view.py is gathered, this rank's shards of it exist and those of all ranks.
-        bucket = min(self.n, max(BUCKET_ELEMENTS, self.sizes.largest)) if self.sharded else 0
-        return Part("gathered weights", self.dtype * (self.n + bucket + bucket // self.ranks))
+        return Part("gathered weights", self.dtype * self.n)
 
     def fetched(self) -> Part:
         """Weights that ZeRO-3 holds whole on a rank: at most so many elements, or all of a small model."""
@@ -300,20 +287,20 @@ def shortage(plan: Plan) -> str | None:
         UserError: it clearly does not fit; names the largest parts, and the settings that shrink them.
     """
     worst, device = max(plan.phases, key=lambda phase: phase.least), "the GPU" if plan.gpu else "the host"
-    for name, parts, least, free, where in (
-        (worst.name, worst.parts, worst.least, plan.hardware.device_bytes, device),
-        ("its host", plan.host, sum(part.bytes for part in plan.host), plan.hardware.host_bytes, "the host"),
+    for phase, free, where in (
+        (worst, plan.hardware.device_bytes, device),
+        (Phase("its host", plan.host), plan.hardware.host_bytes, "the host"),
     ):
-        if least <= free:
+        if phase.least <= free:
             continue
-        largest = sorted((p for p in parts if p.remedy), key=lambda part: -part.bytes)[:3]
+        largest = sorted((p for p in phase.parts if p.remedy), key=lambda part: -part.bytes)[:3]
         remedies = dict.fromkeys(setting for part in largest for setting in part.remedy.split(", "))
         message = (
-            f"{name} needs {gib(least)} GiB a rank and {gib(free)} are free on {where}:"
-            f" {', '.join(f'{gib(part.bytes)} of {part.name}' for part in largest or parts)};"
+            f"{phase.name} needs {gib(phase.least)} GiB a rank and {gib(free)} are free on {where}:"
+            f" {', '.join(f'{gib(part.bytes)} of {part.name}' for part in largest or phase.parts)};"
             f" change {', '.join(remedies) or 'the machine'}"
         )
-        if least > REFUSED_ABOVE * free:
+        if phase.least > REFUSED_ABOVE * free:
             raise UserError(f"the run does not fit: {message}")
         return message
     return None

@@ -1,7 +1,8 @@
 """report.html: what a run did, on one page that needs no network.
 
-Reads the run's folder (config.yaml, metrics.jsonl, rollouts/) and decides what the page shows; `report.html.j2`
-decides how. Whatever the folder does not have is left out of the page. Nothing here is needed to train.
+Reads the run's folder (config.yaml, metrics.jsonl, rollouts/) and decides what the page shows; `charts.yaml` lists its
+charts, and `report.html.j2` decides how all looks. Whatever the folder does not have is left out of the page. Nothing
+here is needed to train.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import difflib
 import re
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +21,7 @@ import yaml
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.run.files import read_jsonl, replace_text
-from hybrid_grpo.run.metrics import describe, duration, find
+from hybrid_grpo.run.metrics import Metric, describe, duration, find
 
 Line = dict[str, Any]
 """One line of metrics.jsonl."""
@@ -33,48 +33,8 @@ TEXT_SHOWN = 4000
 """Characters of a prompt or completion."""
 
 
-@dataclass(frozen=True)
-class Chart:
-    """Curves that share one pair of axes."""
-
-    section: str
-    title: str
-    names: tuple[str, ...]
-    """Metrics, as the catalogue names them."""
-    band: str = ""
-    """Metric drawn as a band of this half-width around the first curve."""
-    top: float | None = None
-    """Upper end of the axis, where it has a natural one."""
-
-
-CHARTS = (
-    Chart("Results", "Held-out accuracy", ("eval/<set>/accuracy",), top=1.0),
-    Chart("Results", "Reward", ("reward/mean",), band="reward/std"),
-    Chart("Results", "Reward functions", ("reward/<function>/mean",)),
-    Chart("Results", "Failures of reward functions", ("reward/<function>/failed_frac",)),
-    Chart("Results", "Held-out reward", ("eval/<set>/reward_mean",)),
-    Chart("Results", "Loss", ("sft/loss",)),
-    Chart("Completions", "Length", ("completion/length_mean", "completion/length_max")),
-    Chart("Completions", "Clipped and duplicate", ("completion/clipped_frac", "completion/duplicate_frac")),
-    Chart("Completions", "Groups", ("group/zero_std_frac", "group/all_right_frac", "group/all_wrong_frac")),
-    Chart("Health", "What rewards go along with", ("health/reward_length_corr", "health/reward_repetition_corr")),
-    Chart("Health", "Unfinished and repetitive", ("health/best_clipped_frac", "health/repetition_mean")),
-    Chart("Health", "Training against held-out reward", ("health/heldout_gap",)),
-    Chart("Data", "Success rate of the training prompts", ("curriculum/success_rate",), top=1.0),
-    Chart("Data", "Prompts tried and left out", ("curriculum/tried_frac", "curriculum/skipped_frac"), top=1.0),
-    Chart("Policy", "Entropy", ("policy/entropy",)),
-    Chart("Policy", "KL to the reference", ("policy/kl",)),
-    Chart("Policy", "Loss", ("policy/loss",)),
-    Chart("Policy", "Gradient norm", ("policy/grad_norm",)),
-    Chart("Policy", "Clipped ratios", ("policy/clip_frac_low", "policy/clip_frac_high")),
-    Chart("Policy", "Largest ratio", ("policy/ratio_max",)),
-    Chart("Policy", "Learning rate", ("policy/lr",)),
-    Chart("Sampler against trainer", "Mean gap", ("parity/logp_abs_diff_mean",)),
-    Chart("Sampler against trainer", "Largest gap", ("parity/logp_abs_diff_max",)),
-    Chart("Speed and memory", "Generation", ("throughput/generated_tokens_per_s",)),
-    Chart("Speed and memory", "Training", ("throughput/trained_tokens_per_s",)),
-    Chart("Speed and memory", "Memory", ("memory/peak_gb", "memory/rss_gb")),
-)
+CHARTS: dict[str, list[dict[str, Any]]] = yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text("utf-8"))
+"""The charts of each section, as charts.yaml describes them."""
 
 PARTS = ("generate", "reward_wait", "reference", "train", "switch")
 """What a step's time is spent on, by metric `time/<part>_s`; the rest of `time/step_s` is `other`."""
@@ -120,51 +80,48 @@ def _merge(lines: list[Line]) -> Line:
     merged: Line = {}
     for name in dict.fromkeys(name for line in lines for name in line):
         values = [line[name] for line in lines if line.get(name) is not None]
-        merged[name] = _combine(name, values) if values else None
+        metric = find(name)
+        if values and metric is not None and _is_noisy(metric):
+            merged[name] = {"max": max, "min": min}.get(metric.reduction, statistics.fmean)(values)
+        else:
+            merged[name] = values[-1] if values else None
     return merged
 
 
-def _combine(name: str, values: list[float]) -> float:
-    if len(values) == 1:
-        return values[0]
-    metric = find(name)
-    if metric is None or metric.reduction == "same" or name.startswith("eval/"):
-        return values[-1]
-    return {"max": max, "min": min}.get(metric.reduction, statistics.fmean)(values)
+def _is_noisy(metric: Metric) -> bool:
+    """Whether a metric scatters from step to step, so that its neighbours may be averaged."""
+    return metric.reduction != "same" and not metric.name.startswith("eval/")
 
 
 def charts(lines: list[Line]) -> list[dict[str, Any]]:
     """The charts that have any data, with their curves, captions and units."""
     known = list(dict.fromkeys(name for line in lines for name, value in line.items() if value is not None))
     drawn = []
-    for chart in CHARTS:
-        curves = [curve for pattern in chart.names for curve in _curves(pattern, known, lines)]
-        if curves:
-            band = _column(chart.band, lines) if chart.band in known else None
-            caption = describe(chart.band).meaning if band else ""
-            drawn.append(
-                {
-                    "section": chart.section,
-                    "title": chart.title,
-                    "top": chart.top,
-                    "unit": describe(chart.names[0]).unit,
-                    "curves": curves,
-                    "band": band,
-                    "band_caption": caption and f"Band: {caption[0].lower()}{caption[1:]}",
-                }
-            )
+    for section, members in CHARTS.items():
+        for chart in members:
+            curves = [curve for pattern in chart["metrics"] for curve in _curves(pattern, known, lines)]
+            band = chart["band"] if chart.get("band") in known else None
+            caption = describe(band).meaning if band else ""
+            entry = {
+                "section": section,
+                "title": chart["title"],
+                "top": chart.get("top"),
+                "unit": describe(chart["metrics"][0]).unit,
+                "curves": curves,
+                "band": _column(band, lines) if band else None,
+                "band_caption": caption and f"Band: {caption[0].lower()}{caption[1:]}",
+            }
+            drawn += [entry] if curves else []
     return drawn
 
 
 def _curves(pattern: str, known: list[str], lines: list[Line]) -> Iterable[dict[str, Any]]:
     expression = re.compile(re.sub(r"<\w+>", "([^/]+)", pattern))
-    for name in known:
-        match = expression.fullmatch(name)
-        if match:
-            label = match[1] if match.groups() else name.split("/")[1].replace("_", " ")
-            metric = describe(name)
-            noisy = metric.reduction != "same" and not name.startswith("eval/")
-            yield {"label": label, "meaning": metric.meaning, "noisy": noisy, "values": _column(name, lines)}
+    for match in filter(None, map(expression.fullmatch, known)):
+        metric = describe(match[0])
+        label = match[1] if match.groups() else metric.name.split("/")[1].replace("_", " ")
+        values = _column(metric.name, lines)
+        yield {"label": label, "meaning": metric.meaning, "noisy": _is_noisy(metric), "values": values}
 
 
 def _column(name: str, lines: list[Line]) -> list[float | None]:
@@ -214,27 +171,27 @@ def key_numbers(lines: list[Line]) -> list[dict[str, str]]:
         for name, value in line.items():
             if value is not None:
                 series.setdefault(name, []).append((line["step"], value))
-    changes = [_change(name, series[name], max) for name in series if re.fullmatch(r"eval/[^/]+/accuracy", name)]
-    if not changes:
-        changes = [_change(name, series[name], max) for name in ("reward/mean",) if name in series]
-        changes += [_change(name, series[name], min) for name in ("sft/loss",) if name in series]
-    seconds = sum(value for name in ("step", "eval", "checkpoint") for _, value in series.get(f"time/{name}_s", ()))
-    spent = [("steps", f"{lines[-1]['step']:,}")]
+    improved = [name for name in series if re.fullmatch(r"eval/[^/]+/accuracy", name)]
+    improved = improved or [name for name in ("reward/mean", "sft/loss") if name in series]
+    spent = {"steps": f"{lines[-1]['step']:,}"}
     if "progress/completions" in series:
-        spent.append(("completions", f"{series['progress/completions'][-1][1]:,.0f}"))
+        spent["completions"] = f"{series['progress/completions'][-1][1]:,.0f}"
     if "throughput/generated_tokens_per_s" in series:
         rate = statistics.median(value for _, value in series["throughput/generated_tokens_per_s"])
-        spent.append(("generated tokens/s, median", f"{rate:,.0f}"))
+        spent["generated tokens/s, median"] = f"{rate:,.0f}"
+    seconds = sum(value for name in ("step", "eval", "checkpoint") for _, value in series.get(f"time/{name}_s", ()))
     if seconds:
-        spent.append(("wall time", duration(seconds)))
-    return changes + [{"label": label, "value": value} for label, value in spent]
+        spent["wall time"] = duration(seconds)
+    return [
+        *(_change(name, series[name]) for name in improved),
+        *({"label": label, "value": value} for label, value in spent.items()),
+    ]
 
 
-def _change(name: str, points: list[tuple[int, float]], better: Any) -> dict[str, str]:
-    step, best = better(points, key=lambda point: point[1])
-    label = f"{name.split('/')[1]} accuracy" if name.startswith("eval/") else name.replace("/", " ")
+def _change(name: str, points: list[tuple[int, float]]) -> dict[str, str]:
+    step, best = (min if name == "sft/loss" else max)(points, key=lambda point: point[1])
     return {
-        "label": label,
+        "label": f"{name.split('/')[1]} accuracy" if name.startswith("eval/") else name.replace("/", " "),
         "before": f"{points[0][1]:.3f}" if len(points) > 1 else "",
         "value": f"{points[-1][1]:.3f}",
         "note": f"best {best:.3f} at step {step:,}",

@@ -6,7 +6,6 @@ import copy
 import json
 import platform
 import subprocess
-from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from torch import Tensor
 
-from hybrid_grpo.config import SftConfig, TrainConfig
+from hybrid_grpo.config import SftConfig, TrainConfig, to_dict
 from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.data.batch import Rollout, Scores
@@ -118,7 +117,7 @@ class Run:
             RunStopped: a step could not be finished; the run is saved as it was before it.
         """
         done = saved = self.restore(stage)
-        settings = {**asdict(self.config), "deepspeed": stage.policy.deepspeed_config}
+        settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
         with Log(self.config.log, self.folder, self.config.run.steps, done if self.resumes else -1, settings) as log:
             if stage.eval_every is not None and not self.resumes:
                 stage.evaluate(0)

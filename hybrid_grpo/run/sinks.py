@@ -7,10 +7,10 @@ What the numbers mean and how they are reduced is not decided here (see `metrics
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from hybrid_grpo import distributed
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.data.batch import Rollout, Scores
-from hybrid_grpo.run.files import json_safe, replace_text
+from hybrid_grpo.run.files import json_safe, read_jsonl, replace_text
 from hybrid_grpo.run.metrics import describe
 from hybrid_grpo.run.wandb_sink import WandbSink, resolve_wandb_mode
 
@@ -50,13 +50,15 @@ class Log:
             done: last step to keep when a run resumes: whatever was written for later steps is removed. -1: a new run.
             settings: the configuration of the run, for wandb.
         """
-        self._every, self._steps, self._dir = config.rollouts_every, steps, run_dir
+        self._every, self._steps, self._rollouts = config.rollouts_every, steps, run_dir / "rollouts"
         self._sinks: list[Sink] = []
         self._wandb: WandbSink | None = None
         if distributed.rank() != 0:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
-        cut_rollouts(run_dir / "rollouts", done)
+        for path in self._rollouts.glob("step_*.jsonl"):
+            if int(path.stem.removeprefix("step_")) > done:
+                path.unlink()
         self._sinks = [JsonlSink(run_dir / "metrics.jsonl", done)]
         mode = resolve_wandb_mode(config.wandb)
         if mode != "disabled":
@@ -92,7 +94,8 @@ class Log:
         if parts is None:
             return
         lines = [line for part in parts for line in part]
-        write_rollouts(self._dir / "rollouts", step, lines)
+        self._rollouts.mkdir(parents=True, exist_ok=True)
+        replace_text(self._rollouts / f"step_{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
         if self._wandb:
             self._wandb.write_rollouts(step, lines)
 
@@ -108,9 +111,9 @@ class JsonlSink:
 
     def __init__(self, path: Path, done: int = -1) -> None:
         """Lines of steps after `done` are cut, and so is a line that a crash left incomplete."""
-        kept = [line for line in _lines(path) if _step(line) <= done]
-        replace_text(path, "".join(kept))
-        self._last = max((_step(line) for line in kept), default=-1)
+        kept = [line for line in read_jsonl(path) if line["step"] <= done] if done >= 0 else []
+        replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._last = max((line["step"] for line in kept), default=-1)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -120,21 +123,6 @@ class JsonlSink:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _lines(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    with path.open(encoding="utf-8") as file:
-        return list(file)
-
-
-def _step(line: str) -> float:
-    """The step of a line; infinite where the line is incomplete."""
-    try:
-        return int(json.loads(line)["step"]) if line.endswith("\n") else math.inf
-    except (ValueError, KeyError, TypeError):
-        return math.inf
 
 
 def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Tensor) -> list[str]:
@@ -169,21 +157,6 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
     ]
 
 
-def write_rollouts(folder: Path, step: int, lines: list[str]) -> Path:
-    """Write the completions of one step, whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{step:06d}.jsonl"
-    replace_text(path, "".join(f"{line}\n" for line in lines))
-    return path
-
-
-def cut_rollouts(folder: Path, done: int) -> None:
-    """Remove the rollouts of steps after `done`."""
-    for path in folder.glob("step_*.jsonl"):
-        if int(path.stem.removeprefix("step_")) > done:
-            path.unlink()
-
-
 _TELLING = (
     ("reward/mean", "reward {:.3f}"),
     ("accuracy", "accuracy {:.3f}"),
@@ -207,12 +180,10 @@ class ConsoleSink:
         self._first, self._start = max(done, 0), time.monotonic()
         self._live: Live | None = None
         if self._stream.isatty() and os.environ.get("TERM") != "dumb":
-            self._progress = Progress(
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-            )
-            self._task = self._progress.add_task("steps", total=steps, completed=self._first)
-            console = Console(file=self._stream, force_terminal=True)
-            self._live = Live(self._progress, console=console, refresh_per_second=4)
+            columns = (MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+            self._progress = Progress(TextColumn("step"), *columns)
+            self._task = self._progress.add_task("", total=steps, completed=self._first)
+            self._live = Live(self._progress, console=Console(file=self._stream, force_terminal=True))
             self._live.start()
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -224,15 +195,14 @@ class ConsoleSink:
             self._progress.update(self._task, completed=step)
             self._live.update(Group(self._progress, Text(numbers, overflow="ellipsis", no_wrap=True)))
         elif step % max(1, self._steps // 200) == 0 or evaluated or step == self._steps:
-            width = len(str(self._steps))
-            line = f"step {step:{width}d}/{self._steps}  {numbers}{self._remaining(step)}"
+            line = f"step {step:{len(str(self._steps))}d}/{self._steps}  {numbers}{self._remaining(step)}"
             print(line, file=self._stream, flush=True)
 
     def _remaining(self, step: int) -> str:
         if not self._first < step < self._steps:
             return ""
         seconds = (time.monotonic() - self._start) / (step - self._first) * (self._steps - step)
-        return f"  left {int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
+        return f"  left {timedelta(seconds=int(seconds))}"
 
     def close(self) -> None:
         if self._live:

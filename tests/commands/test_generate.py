@@ -166,7 +166,12 @@ def test_typed_prompts_are_completed_like_those_of_a_pipe_until_the_end(terminal
     typed = terminal.generate(stdin=b"\n".join(lines) + b"\n", typed=True)
     assert [(row["id"], row["completion"]) for row in typed] == [(row["id"], row["completion"]) for row in piped]
     assert terminal.err.count("> ") == len(lines) + 1
-    for said in ("data.max_prompt_tokens 512", "has 3: give text", "begins like a JSON object", "is not UTF-8"):
+    for said in (
+        "data.max_prompt_tokens 512",
+        "has 3: give text",
+        "not JSON (Invalid control",
+        "not JSON ('utf-8' codec",
+    ):
         assert terminal.err.count(said) == 1
     assert terminal.generate(typed=True) == []
 
@@ -246,12 +251,12 @@ def test_a_reader_who_has_had_enough_ends_it_quietly() -> None:
     [
         (["--policy.model=no/such/model"], "a=", "policy.model no/such/model: there is no such folder"),
         (["--data.path=no.jsonl"], "", "data.path no.jsonl: there is no such file or folder"),
-        ([], "", "data.path is standard input, and that is empty"),
-        ([], "\n \n", "data.path is standard input, and that is empty"),
+        ([], "", "data.path standard input is empty: it has no rows"),
+        ([], "\n \n", "data.path standard input is empty: it has no rows"),
         ([], '{"prompt": ""}', "row 0 (from 0) of standard input is an empty prompt"),
         ([], '{"promt": "a="}', "standard input has no such column: did you mean promt?"),
-        ([], 'a=\n{"prompt": 1', "data.path: line 2 of standard input begins like a JSON object and is not one"),
-        ([], b"a=\n\n\xe4=\n", "data.path: line 3 of standard input is not UTF-8"),
+        ([], 'a=\n{"prompt": 1', "data.path standard input line 2 is not JSON (Expecting"),
+        ([], b"a=\n\n\xe4=\n", "data.path standard input line 3 is not JSON ('utf-8' codec"),
         (["--data.max_prompt_tokens=3"], "a=\nabcd=\n", "the prompt of row 1 (from 0) of standard input has 5 tokens"),
         (
             ["--data.over_long=drop", "--data.max_prompt_tokens=3"],
@@ -265,7 +270,7 @@ def test_a_reader_who_has_had_enough_ends_it_quietly() -> None:
         (["--generate.output=no/out.jsonl"], "a=", "generate.output no/out.jsonl: there is no folder no"),
         ([*DATA, "--generate.output=./words.jsonl"], "", "generate.output words.jsonl would replace the prompts"),
         (["--rollout.temperature=0", "--rollout.num_generations=2"], "a=", "rollout.temperature 0 has one completion"),
-        (["--rollout.num_generations=0"], "a=", "rollout.num_generations 0 must be greater than 0"),
+        (["--rollout.num_generations=0"], "a=", "rollout.num_generations 0 must be 1 or greater"),
         (["--generate.file=x"], "a=", "there is no setting generate.file"),
     ],
 )

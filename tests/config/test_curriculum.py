@@ -7,8 +7,8 @@ from user import User
 @pytest.mark.parametrize(("settings", "says"), [
     (["skip_above=1.2"], "curriculum.skip_above 1.2 must be in [0, 1]"),
     (["skip_above=0.1", "skip_below=0.2"], "curriculum.skip_below 0.2 and curriculum.skip_above 0.1 leave out"),
-    (["sampling=difficulty", "floor=0"], "curriculum.floor 0.0 must be in (0, 1]"),
-    (["sampling=difficulty", "half_life=0"], "curriculum.half_life 0 must be greater than 0"),
+    (["sampling=difficulty", "floor=0"], "curriculum.floor 0 must be in (0, 1]"),
+    (["sampling=difficulty", "half_life=0"], "curriculum.half_life 0 must be 1 or greater"),
     (["sampling=difficulty", "min_tries=3"], "curriculum.min_tries 3 has no effect without curriculum.skip_above"),
     (["column=level"], "curriculum.column level has no effect with curriculum.sampling uniform"),
     (["floor=0.2"], "curriculum.floor 0.2 has no effect with curriculum.sampling uniform"),

@@ -9,10 +9,22 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+import yaml
 from paths import ROOT
 from user import User
 
-from hybrid_grpo.config import GenerateConfig, RewardConfig, ServeRewardConfig, SftConfig, TrainConfig
+from hybrid_grpo import __version__
+from hybrid_grpo.__main__ import main
+from hybrid_grpo.config import (
+    GenerateConfig,
+    RewardConfig,
+    ServeRewardConfig,
+    SftConfig,
+    TrainConfig,
+    build,
+    dump,
+    reward_name,
+)
 from hybrid_grpo.config.building import setting_names
 from hybrid_grpo.config.checks import batch_plan, check_train
 from hybrid_grpo.config.errors import UserError
@@ -326,6 +338,48 @@ def test_settings_of_a_reward_that_cannot_be(user: User, fields: str, complaint:
     assert message.startswith(complaint)
 
 
+@pytest.mark.parametrize(
+    "given", ["exact_match, my.py:f", "[exact_match, my.py:f]", "[{function: exact_match}, my.py:f]"]
+)
+def test_rewards_by_name(user: User, given: str) -> None:
+    expected = [RewardConfig("exact_match"), RewardConfig("my.py:f")]
+    assert user.train("--rewards", given).rewards == user.parse(yaml=f"rewards: {given}").rewards == expected
+
+
+def own_reward(completions: list[str]) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+def test_python_gives_objects() -> None:
+    """A function and rows as they are; in YAML they stand by their names."""
+    rows = [{"prompt": "a"}]
+    given = {"rewards": [own_reward, "exact_match", {"function": own_reward, "name": "again"}], "data": {"path": rows}}
+    config = build(TrainConfig, {**given, "grpo": {"objective": own_reward}})
+    assert config.rewards[0] == RewardConfig(own_reward) and reward_name(config.rewards[0]) == "own_reward"
+    assert config.data.path == rows and config.grpo.objective is own_reward
+    settings, name = yaml.safe_load(dump(config)), f"{__name__}:own_reward"
+    assert [reward["function"] for reward in settings["rewards"]] == [name, "exact_match", name]
+    assert settings["grpo"]["objective"] == name and settings["data"]["path"] == "<builtins.list>"
+
+
+def test_python_is_told_its_mistakes_in_the_same_line() -> None:
+    for given, says in (
+        ({"policy": {"lr": -1}}, "policy.lr -1 must be greater than 0"),
+        ({"policy": {"learning_rate": 1}}, "there is no setting policy.learning_rate: did you mean policy.lr?"),
+        ({"data": {"path": 3}}, "data.path: expected text, got 3"),
+        ({"policy": 3}, "policy 3 must be settings, as in {model: ...}"),
+        ({"rewards": [own_reward, own_reward]}, "rewards: two are named own_reward: set `name`"),
+    ):
+        with pytest.raises(UserError) as caught:
+            build(TrainConfig, given)
+        assert str(caught.value).startswith(says)
+
+
+def test_a_section_keeps_the_defaults_of_its_command() -> None:
+    config = build(GenerateConfig, {"data": {"path": "x"}, "rollout": {"temperature": 0.0}})
+    assert config.data.over_long == "refuse" and config.rollout.num_generations == 1
+
+
 def test_settings_of_a_reward(user: User) -> None:
     (reward,) = user.train("--rewards", "[{function: f.py:f, batch_size: 4, isolation: none, timeout_s: 0.5}]").rewards
     assert (reward.batch_size, reward.isolation, reward.timeout_s) == (4, "none", 0.5)
@@ -393,7 +447,7 @@ def test_the_batch_equation() -> None:
     config = TrainConfig()
     config = dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, num_minibatches=2, num_iterations=3))
     plan = batch_plan(config, world_size=4)
-    assert (plan.prompts_per_rank, plan.rows_per_minibatch) == (8, 128)
+    assert (plan.prompts_per_rank, plan.rows // plan.num_minibatches) == (8, 128)
     assert str(plan).startswith("4 ranks x 8 prompts x 8 completions = 256 rows a rollout; 3 iterations x 2 ")
     assert "= 6 optimizer steps of 128 rows" in str(plan)
 
@@ -452,8 +506,8 @@ def test_help_of_sections_has_every_setting_with_its_documentation(
 
 def test_help_says_bounds_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(TrainConfig, capsys, "policy")
-    assert "--policy.lr\n      a finite number, greater than 0; default 1e-06\n      Peak learning rate." in text
-    assert "bfloat16 or float32; default bfloat16" in text
+    assert "--policy.lr\n      a finite number, greater than 0, default 1e-06\n      Peak learning rate." in text
+    assert "bfloat16 or float32, default bfloat16" in text
     with pytest.raises(UserError, match="there is no section polcy: did you mean policy"):
         parse(TrainConfig, ["--help", "polcy"], "train")
 
@@ -482,7 +536,7 @@ def documented_fields() -> dict[str, dict[str, str]]:
                         else ""
                     )
                     # A section says itself what it is.
-                    assert doc or ast.unparse(field.annotation).endswith("Config"), field.target.id
+                    assert doc or ast.unparse(field.annotation).endswith(("Config", "RewardList")), field.target.id
                     found.setdefault(section.name, {})[field.target.id] = str(doc)
     return found
 
@@ -501,6 +555,28 @@ def test_printed_config_gives_the_same_config(user: User, cls: Any, capsys: pyte
     assert again.config == direct.config
     assert again.yaml == direct.yaml
     assert parse(cls, ["--config", user.yaml(direct.yaml)], "train").config == direct.config
+
+
+def test_a_launcher_that_adds_its_rank_is_told_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--local_rank=0", "train"], ["train", "--policy.lr=1", "--local-rank=3"]):
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert "--no_local_rank" in error and error.count("\n") == 1
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"hybrid-grpo {__version__}\n"
+
+
+def test_a_part_of_a_split_is_one(user: User) -> None:
+    assert user.train("--data.split", "train[:90%]").data.split == "train[:90%]"
+
+
+def test_an_entry_of_a_mapping_goes_over_a_recipe_s(user: User) -> None:
+    recipe = "engine: {deepspeed: {a: {x: 1, y: 2}, b: 3}}"
+    assert user.train("--engine.deepspeed.a.x=4", yaml=recipe).engine.deepspeed == {"a": {"x": 4, "y": 2}, "b": 3}
+    assert user.train("--engine.deepspeed={c: 1}", yaml=recipe).engine.deepspeed == {"c": 1}
+    assert user.train("--engine", "{zero_stage: 2}", yaml=recipe).engine.deepspeed["b"] == 3
 
 
 @pytest.mark.process

@@ -10,7 +10,7 @@ import pytest
 import torch
 from launching import make_task, ranks
 
-from hybrid_grpo.config import CurriculumConfig
+from hybrid_grpo.config import BatchPlan, CurriculumConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.curriculum import Curriculum, classes, draw_weighted, expected_gain
@@ -27,7 +27,7 @@ def prompts_of(levels: list) -> list[Prompt]:
 
 
 def stream(prompts, config=DIFFICULTY, batch=6, rank=0, world=1, seed=0) -> Curriculum:
-    return Curriculum(prompts, batch, rank, world, seed, True, config, G, CPU)
+    return Curriculum(prompts, BatchPlan(world, batch // world, G, 1, 1), rank, config, seed, True, CPU)
 
 
 def play(curriculum: Curriculum, rate_of, rng=None) -> list[Prompt]:

@@ -314,7 +314,7 @@ def test_the_supervised_stage_learns_the_solutions_of_a_task(model):
     assert [tokenizer.decode(pair.completion_ids).replace(" ", "") for pair in pairs] == [
         s + "<eos>" for s in solutions
     ]
-    assert str(report).startswith("task letters [train]: 5 of 5 rows kept")
+    assert report.startswith("task letters [train]: 5 of 5 rows kept")
 
 
 @pytest.mark.parametrize("task", ["letters", "countdown"])

@@ -1,8 +1,12 @@
+import pytest
 import torch
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from tiny_models import ARCHITECTURES, STATEFUL, tiny_config
+from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneration
 
 from hybrid_grpo.config import PolicyConfig
-from hybrid_grpo.model.loading import load_model
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.loading import load_model, training_attention
 
 
 def test_dropout_is_off_in_the_text_model_of_one_that_takes_images_too(tmp_path):
@@ -18,3 +22,25 @@ def test_dropout_is_off_in_the_text_model_of_one_that_takes_images_too(tmp_path)
     ids = torch.arange(1, 20)[None]
     with torch.no_grad():
         assert torch.equal(model(ids).logits, model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_the_decode_loop_runs_is_trained_packed(architecture, tmp_path):
+    tiny_config(architecture).save_pretrained(tmp_path)
+    for setting, expected in {"auto": ATTENTION, "packed": ATTENTION, "eager": "eager"}.items():
+        policy = PolicyConfig(model=str(tmp_path), attn_implementation=setting)
+        assert training_attention(policy) == expected
+
+
+UNPACKED = {name: "sdpa" for name in ("jamba", "falcon_h1", "qwen3_next", "bamba", "deepseek_v3")}
+UNPACKED |= {name: "eager" for name in ("mamba", "bloom", "gpt_oss", "mpt")}
+
+
+@pytest.mark.parametrize("architecture", UNPACKED)
+def test_other_models_are_trained_by_transformers_attention_and_not_packed(architecture, tmp_path):
+    config = tiny_config(architecture) if architecture in STATEFUL else AutoConfig.for_model(architecture)
+    config.save_pretrained(tmp_path)
+    assert training_attention(PolicyConfig(model=str(tmp_path))) == UNPACKED[architecture]
+    for setting, value in (("attn_implementation", "packed"), ("shared_prefix", "on")):
+        with pytest.raises(UserError, match=rf"^policy\.{setting} {value} does not fit [^\n]*: set it to auto$"):
+            training_attention(PolicyConfig(model=str(tmp_path), **{setting: value}))

@@ -131,7 +131,7 @@ def test_names_that_peft_would_take_for_experts_are_refused():
 
 @pytest.mark.parametrize(("settings", "message"), [
     (["--lora.rank=-1"], "lora.rank -1 must be 0 or greater"),
-    (["--lora.rank=4", "--lora.alpha=0"], "lora.alpha 0 must be greater than 0"),
+    (["--lora.rank=4", "--lora.alpha=0"], "lora.alpha 0 must be 1 or greater"),
     (["--lora.alpha=16"], "lora.alpha is set, but without lora.rank there are no adapters"),
     (["--lora.rank=4", "--lora.target_modules=[]"], "lora.target_modules []: name layers"),
     (["--lora.rank=4", "--lora.target_modules=all"], "lora.target_modules: expected a list or all-linear, got all"),

@@ -14,8 +14,7 @@ from reward_helpers import command_lines, in_time, isolated, rows, statuses
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.importing import describe
-from hybrid_grpo.rewards.builtin import BUILTINS
-from hybrid_grpo.rewards.functions import Function, load_function
+from hybrid_grpo.rewards.functions import BUILTINS, Function, load_function
 from hybrid_grpo.rewards.loading import _workers, load_rewards
 from hybrid_grpo.rewards.rules import exact_match
 from hybrid_grpo.rewards.workers.pool import InlineCaller
@@ -60,7 +59,7 @@ def test_a_builtin_by_its_name() -> None:
     assert isinstance(reward.caller, InlineCaller)
 
 
-SIMPLE = sorted(name for name, builtin in BUILTINS.items() if builtin.place.startswith("hybrid_grpo.rewards.rules:"))
+SIMPLE = sorted(name for name, builtin in BUILTINS.items() if builtin.module in ("rules", "text"))
 
 
 @pytest.mark.parametrize("name", SIMPLE)

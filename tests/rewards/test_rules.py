@@ -5,10 +5,9 @@ import math
 
 import pytest
 
-from hybrid_grpo.rewards.builtin import BUILTINS
+from hybrid_grpo.rewards.functions import BUILTINS
 from hybrid_grpo.rewards.maths.reward import numeric_answer
 from hybrid_grpo.rewards.rules import (
-    cosine_length,
     exact_match,
     format_regex,
     format_tags,
@@ -194,40 +193,16 @@ def test_length_target() -> None:
         length_target([], target=0)
 
 
-def test_cosine_length_is_the_paper_s() -> None:
-    """Equations of arXiv:2502.03373: CosFn(t, T, lo, hi) = lo + (hi - lo) (1 + cos(t pi / T)) / 2."""
-    lengths = [0, 25, 50, 100, 130]
-    ids = [[0] * length for length in lengths]
-    settings = {"max_length": 100, "judge": "numeric_answer", "right": [2, 1], "wrong": [-10, 0]}
-    right = [1 + 0.5 * (1 + math.cos(min(length, 100) / 100 * math.pi)) for length in lengths]
-    wrong = [-10 * 0.5 * (1 + math.cos(min(length, 100) / 100 * math.pi)) for length in lengths]
-    assert cosine_length(["#### 1"] * 5, ids, [1] * 5, **settings) == pytest.approx(right)
-    assert cosine_length(["#### 2"] * 5, ids, [1] * 5, **settings) == pytest.approx(wrong)
-    assert cosine_length(["#### 1"] * 5, ids, [1] * 5, exceeded=-10.0, **settings)[2:] == [1.5, -10.0, -10.0]
-    assert cosine_length(["#### 1"], [[]], [None], **settings) == [None]
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"max_length": 0}, {"judge": "length_target"}, {"right": [1]}, {"wrong": ["a", "b"]}]
-)
-def test_cosine_length_refuses_settings(wrong: dict) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        cosine_length([], [], [], **{"max_length": 10, "judge": "exact_match", **wrong})
-
-
 def test_every_builtin_takes_its_settings_by_keyword_and_says_what_it_does() -> None:
     named = {
         *(exact_match, letters_in_place, format_regex, format_tags, repetition_penalty, word_repetition_penalty),
-        *(length_penalty, length_target, cosine_length),
+        *(length_penalty, length_target),
     }
-    rules = {name for name, builtin in BUILTINS.items() if builtin.place.startswith("hybrid_grpo.rewards.rules:")}
+    rules = {name for name, builtin in BUILTINS.items() if builtin.module == "rules"}
     assert {f.__name__ for f in named} == rules
     for function in named:
         name = function.__name__
-        assert BUILTINS[name].place == f"hybrid_grpo.rewards.rules:{name}"
-        assert (BUILTINS[name].called == "inline") == (name not in ("format_regex", "cosine_length")), (
-            "they may take long"
-        )
+        assert (BUILTINS[name].called == "inline") == (name != "format_regex"), "it may take long"
         kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
         columns = {n for n, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
         assert columns <= {"completions", "completion_ids", "answer"}, name

@@ -234,19 +234,23 @@ def test_one_failure_takes_the_whole_reward() -> None:
 
 def test_too_many_failures_end_the_run() -> None:
     def f(completions):
-        return []
+        return [math.nan if text == "bad" else 1.0 for text in completions]
 
-    scorer = Rewards([inline(f)], ScoringConfig(max_failed_frac=0.25))
-    scorer.refuse_failures({"f": 25}, 100)
+    def refuse(max_failed_frac: float, failures: int) -> None:
+        scorer = Rewards([inline(longer_is_better), inline(f)], ScoringConfig(max_failed_frac=max_failed_frac))
+        texts = ["bad"] * failures + ["good"] * (100 - failures)
+        scorer.refuse_failures(scorer.score(*rows(*texts)), torch.device("cpu"))
+
+    refuse(0.25, 25)
     with pytest.raises(RunStopped) as caught:
-        scorer.refuse_failures({"f": 26}, 100)
+        refuse(0.25, 26)
     assert str(caught.value) == (
         "rewards: f failed on 26 of 100 completions, more than scoring.max_failed_frac 0.25: the first failures are"
         " printed above; mend the function and go on with --run.resume auto"
     )
-    Rewards([inline(f)], ScoringConfig(max_failed_frac=1.0)).refuse_failures({"f": 100}, 100)
+    refuse(1.0, 100)
     with pytest.raises(RunStopped):
-        Rewards([inline(f)], ScoringConfig(max_failed_frac=0.0)).refuse_failures({"f": 1}, 100)
+        refuse(0.0, 1)
 
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])

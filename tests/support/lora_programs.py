@@ -134,7 +134,7 @@ def _base_is_untouched(trainer: Trainer) -> bool:
 def _equal(trainer: Trainer, micro: MicroBatch, ref_logp_BT: torch.Tensor) -> bool:
     """Whether the policy's log-probabilities are, to the bit, those of the reference."""
     with torch.no_grad():
-        logp_bT, _ = trainer.policy.logprobs(micro, 1.0)
+        logp_bT, _ = trainer.policy.forward(micro, 1.0)
     return not micro.rows or torch.equal(logp_bT, ref_logp_BT[micro.rows, : logp_bT.shape[1]])
 
 
@@ -145,7 +145,7 @@ def _gradient(trainer: Trainer, batches: list[MicroBatch], rollout: Rollout, out
 
     losses = []
     for micro in batches:
-        logp_bT, _ = trainer.policy.logprobs(micro, 1.0)
+        logp_bT, _ = trainer.policy.forward(micro, 1.0)
         loss = -logp_bT.sum() / 100
         trainer.policy.engine.backward(loss)
         losses.append(loss.detach())

@@ -125,7 +125,7 @@ def refreshed(folder: Path, stage: int) -> dict[str, Any]:
     ref_logp_BT = reference.logprobs(batches, shape, 1.0)
     for micro in batches:
         with torch.no_grad():
-            logp_bT, _ = policy.logprobs(micro, 1.0)
+            logp_bT, _ = policy.forward(micro, 1.0)
         if micro.rows:
             apart = (logp_bT - ref_logp_BT[micro.rows, : logp_bT.shape[1]]).abs().max()
             seen["apart"] = max(seen["apart"], float(apart))

@@ -239,7 +239,7 @@ def export(folder: Path) -> dict[str, Any]:
     ref_logp_BT = trainer.reference.logprobs(batches, (len(rollout.completions), width), 1.0)
     apart = 0.0
     for micro in batches:
-        logp_bT, _ = trainer.policy.logprobs(micro, 1.0)
+        logp_bT, _ = trainer.policy.forward(micro, 1.0)
         if micro.rows:
             apart = max(apart, float((logp_bT - ref_logp_BT[micro.rows, : logp_bT.shape[1]]).abs().max()))
     for step in (1, 2):
@@ -330,7 +330,7 @@ def losses(folder: Path) -> dict[str, Any]:
                 )
             total = torch.zeros((), device=trainer.device)
             for micro in batches:
-                logp_bT, _ = trainer.policy.logprobs(micro, 1.0)
+                logp_bT, _ = trainer.policy.forward(micro, 1.0)
                 loss = -logp_bT.sum() / 100 if micro.rows else 0.0 * logp_bT.sum()
                 trainer.policy.engine.backward(loss)
                 total += loss.detach()
@@ -348,7 +348,7 @@ def nonfinite(folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {"applied": [], "norms": [], "logp": []}
     for bad in (False, True, False):
         for i, micro in enumerate(batches):
-            logp_bT, _ = trainer.policy.logprobs(micro, 1.0)
+            logp_bT, _ = trainer.policy.forward(micro, 1.0)
             if i == 0:
                 seen["logp"].append(float(logp_bT.detach().sum()))
             scale = float("inf") if bad and rank() == world_size() - 1 and i == 0 else 1.0
@@ -358,7 +358,7 @@ def nonfinite(folder: Path) -> dict[str, Any]:
         seen["applied"].append(result.applied)
         seen["norms"].append(str(result.grad_norm))
     micro = batches[0]
-    seen["logp"].append(float(trainer.policy.logprobs(micro, 1.0)[0].detach().sum()))
+    seen["logp"].append(float(trainer.policy.forward(micro, 1.0)[0].detach().sum()))
     seen["skipped"] = trainer.policy.skipped_steps
     return seen
 

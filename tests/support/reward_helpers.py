@@ -25,7 +25,7 @@ def inline(function: Callable[..., Any], **fields: Any) -> Reward:
     name = fields.pop("name", function.__name__)
     config = RewardConfig(function=f"test:{name}", name=name, **{"batch_size": ALL, **fields})
     bound = bind(function, config, "rewards[0]")
-    return Reward(name, config.weight, frozenset(config.kwargs), bound.interface, InlineCaller(bound))
+    return Reward(name, config.weight, frozenset(config.kwargs), bound.interface, InlineCaller(bound.score))
 
 
 def isolated(*configs: RewardConfig, **scoring: Any) -> Rewards:

@@ -1,12 +1,12 @@
-/* Causal attention of sequences of any lengths that stand one after the other, in float32, and its gradient: torch's
- * kernels want them padded and their prefixes repeated, and take microseconds for each head of each.
+/* Causal attention over segments of any lengths in one row of tokens, in float32, and its gradient. torch's kernels
+ * need sequences padded and prefixes repeated, and take microseconds for each head of each sequence.
  *
- * Queries are taken a few at a time over all keys they see, once in forward and once in backward, where the weights are
- * computed again from the logarithm of their sum (Dao et al., arXiv:2205.14135, algorithm 4).
+ * A few queries at a time are multiplied with all keys they attend to, once in forward and once in backward, where the
+ * weights are computed again from the logarithm of their sum (Dao et al., arXiv:2205.14135, algorithm 4).
  */
 #include "vectors.h"
 
-/* A segment is `length` tokens from `start`, which see `before` tokens from `prefix`, and themselves. */
+/* A segment: `length` tokens from `start`, which attend to `before` tokens from `prefix`, and causally to each other. */
 struct segment {
     int64_t start, length, prefix, before;
 };
@@ -115,14 +115,14 @@ static int64_t blocks_of(const struct batch *b, const struct segment *s)
     return (s->length * (b->heads / b->kv) + ROWS - 1) / ROWS;
 }
 
-/* Where query r of a block stands in [tokens][heads]. */
+/* Index of query r of a block in [tokens][heads]. */
 static int64_t row_of(const struct block *k, int64_t r)
 {
     const int64_t group = k->b->heads / k->b->kv;
     return (k->s->start + (k->first + r) / group) * k->b->heads + k->h * group + (k->first + r) % group;
 }
 
-/* Its keys, from lo on: those that it sees. */
+/* The range of keys that a query attends to, counted from lo. */
 static void seen(const struct block *k, int64_t r, int64_t *from, int64_t *to)
 {
     const int64_t at = k->s->before + (k->first + r) / (k->b->heads / k->b->kv), window = k->b->window;
@@ -130,7 +130,7 @@ static void seen(const struct block *k, int64_t r, int64_t *from, int64_t *to)
     *to = at + 1 - k->lo;
 }
 
-/* The block's keys that are the prefix', counted from lo on; the rest is the segment's own. */
+/* How many of a block's keys, counted from lo, belong to the prefix; the others are the segment's own. */
 static int64_t of_prefix(const struct block *k)
 {
     return k->lo < k->s->before ? (k->hi < k->s->before ? k->hi : k->s->before) - k->lo : 0;
@@ -176,7 +176,7 @@ static void store_rows(const struct block *k, float *all, const float *x)
         memcpy(all + row_of(k, r) * k->b->d, x + r * k->b->d, k->b->d * sizeof(float));
 }
 
-/* Products become logits. */
+/* Turns products into logits. */
 static void shape(float *s, int64_t count, float scale, float softcap)
 {
     for (int64_t j = 0; j < count; j++)
@@ -186,7 +186,7 @@ static void shape(float *s, int64_t count, float scale, float softcap)
             s[j] = softcap * tanhf(s[j] / softcap);
 }
 
-/* Zeros for the keys that a query of the block does not see. */
+/* Sets the weights of keys that a query of the block does not attend to to 0. */
 static void keep(float *row, int64_t from, int64_t to, int64_t count)
 {
     memset(row, 0, from * sizeof(float));
@@ -279,8 +279,8 @@ void segment_attention(float *out, float *lse, const float *q, const float *k, c
     }
 }
 
-/* dq, dk and dv, the latter two zeros before. What segments ask of prefixes goes to before[2][sum of `before`][kv][d],
- * zeros before, and is added from there: in the order of the segments, however many threads there are. */
+/* dq, dk and dv; dk and dv must be zeros on entry. Gradients of prefixes first go to before[2][sum of `before`][kv][d],
+ * also zeros on entry, and are then added in the order of the segments, whatever the number of threads. */
 void segment_attention_gradient(float *dq, float *dk, float *dv, float *before, const float *dout, const float *out,
                                 const float *lse, const float *q, const float *k, const float *v,
                                 const int64_t *segments, int64_t count, int64_t longest, int64_t heads, int64_t kv,

@@ -1,7 +1,7 @@
-/* Decoding one token a sequence on a CPU, in float32: what torch's kernels for large matrices do slowly.
+/* Decoding one token of each sequence on a CPU, in float32; torch's kernels, made for large matrices, are slow at it.
  *
- * Plain C with the vector extensions of GCC and Clang, compiled on first use (kernels.py). Every sum runs in an
- * order that does not depend on how many rows there are, so a sequence has the same result in any batch.
+ * Plain C with the vector extensions of GCC and Clang, compiled on first use (build.py). The order of every sum does not
+ * depend on the number of rows, so a sequence has the same result in any batch.
  */
 #include "vectors.h"
 
@@ -10,7 +10,7 @@ static void columns(float *out, const float *x, const float *w, const float *bia
                     int64_t first, int64_t end)
 {
     const int64_t passes = (m + ROWS - 1) / ROWS;
-    /* Passes of about the same number of rows: 7 are 4 and 3, not 6 and 1. */
+    /* Passes have about the same number of rows: 7 rows are split into 4 and 3, not 6 and 1. */
     for (int64_t p = 0; p < passes; p++) {
         const int64_t r = m * p / passes, rows = m * (p + 1) / passes - r;
         int64_t c = first;
@@ -33,8 +33,8 @@ struct product {
     int64_t n;
 };
 
-/* Several products of x[m][k], a strip of columns at a time. As all functions named team_..., it is called by every
- * thread of a team, which shares the work and waits for each other at the end. */
+/* Several products of x[m][k], a strip of columns at a time. Every thread of a team calls the functions named team_...;
+ * the threads share the work and wait for each other at the end. */
 static void team_products(const struct product *products, int64_t count, const float *x, int64_t m, int64_t k)
 {
     int64_t strips = 0;
@@ -133,8 +133,8 @@ struct attention {
     float scale, softcap;
 };
 
-/* Key and value head h of a row go into the cache; its queries attend to all that is there. Softmax over pages is
- * Milakov and Gimelshein's online one (arXiv:1805.02867). */
+/* Stores key and value head h of a row in the cache, then attends over the row's whole sequence. The softmax over pages
+ * is the online softmax of Milakov and Gimelshein (arXiv:1805.02867). */
 static void attend(const struct attention *a, int64_t row, int64_t h)
 {
     const int64_t d = a->d, kv = a->kv, page = a->page, window = a->window, group = a->heads / kv;
@@ -319,7 +319,7 @@ void sample(int64_t *token, float *logp, const float *logits, const int64_t *key
                     break;
                 sum += block;
             }
-            /* Inside the block. Its parts may add up to a little less than its sum: then the last part it is. */
+            /* Inside the block. Its parts may add up to slightly less than its sum: then the last part is taken. */
             const int64_t end = i + BLOCK < v ? i + BLOCK : v;
             for (; i < end && sum <= threshold; i++) {
                 const float part = expf((x[i] - peak) * scale);

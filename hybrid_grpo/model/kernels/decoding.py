@@ -76,18 +76,11 @@ def decode_attention(
     scale: float,
     softcap: float,
 ) -> Tensor:
-    """Store the new keys and values in the cache and attend; see decoding.c.
+    """Store the new keys and values in the cache and attend, [n, 1, heads, d]; see `DecodeStep` and `Batch.attend`.
 
     Args:
         query: [n, heads, 1, d]; key, value: [n, kv, 1, d], of the new tokens.
         keys, values: the layer's cache, [pages, page, kv, d].
-        table: int32 [n, width], pages of each sequence.
-        position: int64 [n], of the new tokens.
-        window: how many positions a token attends to, its own included; 0: all.
-        softcap: 0: none.
-
-    Returns:
-        [n, 1, heads, d].
     """
     n, heads, _, d = query.shape
     out = query.new_empty(n, 1, heads, d)

@@ -1,8 +1,8 @@
-/* A softmax over the columns of logits that come a tile at a time (Milakov and Gimelshein, arXiv:1805.02867), for
- * log-probabilities of a large vocabulary and their gradients: a row of a tile is read from memory once, and written at most once. */
+/* A softmax over logits that come tile by tile (Milakov and Gimelshein, arXiv:1805.02867), for log-probabilities over a
+ * large vocabulary and their gradients. Each row of a tile is read from memory once, and written at most once. */
 #include "vectors.h"
 
-/* Takes tile[n][w], the columns from `first` on, times scale = x: into peak[n], the largest x so far; total[n] and
+/* Adds x = scale * tile[n][w], whose first column is `first`, to peak[n], the largest x so far; total[n] and
  * below[n], the sums of exp(x - peak) and of exp(x - peak) (peak - x); and chosen[n], the x of column target[n]. */
 void softmax_add(double *peak, double *total, double *below, float *chosen, const float *tile, const int64_t *target,
                  float scale, int64_t first, int64_t n, int64_t w)

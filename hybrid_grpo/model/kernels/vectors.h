@@ -1,5 +1,5 @@
-/* What the kernels are made of: vectors of floats, and small matrix products whose sums run in an order that does not
- * depend on how many rows there are. */
+/* Parts of the kernels: vectors of floats, and small matrix products in which the order of every sum does not depend on
+ * the number of rows. */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -17,7 +17,7 @@ typedef int lanes __attribute__((vector_size(4 * LANES)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (lanes){__VA_ARGS__})
 #endif
 
-/* Keeps a vector that is used several times in a register; the compiler would load it again for every use. */
+/* Keeps a vector in a register while it is used several times; the compiler would load it for every use. */
 #ifdef __AVX512F__
 #define KEEP(vector) __asm__("" : "+v"(vector))
 #else
@@ -88,7 +88,7 @@ static inline void add_rows(float *sum, float shrink, const float *weight, const
     }
 }
 
-/* A function of a template for each number of rows that is taken at once. */
+/* Instances of a template, one for each number of rows that is handled at once. */
 #define ROWS 6
 #define EACH(TEMPLATE) TEMPLATE(1) TEMPLATE(2) TEMPLATE(3) TEMPLATE(4) TEMPLATE(5) TEMPLATE(6)
 

@@ -9,8 +9,8 @@ The Linux kernel offers each of these protections without any privilege:
     user         if the caller is root: another user's id, or, if that user could not read Python's library, root
                  without any of root's privileges (man 7 capabilities)
 
-`Kernel.find` tries which of them work here. `Containment` applies them, and raises if one fails that worked when it
-was tried. Standard library only: this runs in a process without site-packages.
+`Containment` tries which of them work here, applies them, and raises if one fails that worked when it was tried.
+Standard library only: this runs in a process without site-packages.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import math
 import os
 import platform
 import resource
@@ -26,8 +27,10 @@ import stat
 import struct
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
+from configparser import ConfigParser
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 
 PROTECTIONS = {
     "reads": "of the files of this machine, only the libraries of Python and the system can be read",
@@ -43,10 +46,10 @@ PROTECTIONS = {
 class Limits:
     """Limits that hold for one program."""
 
+    timeout_s: float = 10.0
+    """Seconds after which the program is killed. CPU time is limited to a second more."""
     memory_mb: int = 512
     """MiB of address space, Python itself included."""
-    cpu_s: int = 10
-    """Seconds of CPU time after which the kernel ends the program; a whole number."""
     output_kb: int = 1024
     """KiB of standard output, and of any other file."""
     disk_mb: int = 16
@@ -55,66 +58,53 @@ class Limits:
     """Files and folders in its folder."""
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """The protections that this kernel offers to this user."""
+class Containment:
+    """The protections that this kernel offers to this user, prepared for processes forked from this one.
 
-    seccomp: bool
-    landlock: int
-    """Version of its interface; 0: none."""
-    user: int | None
-    """Id of the user that programs run as; None: the caller, without privileges."""
+    Args:
+        folder: the only place that programs may write to.
+        without: protections that are not used, for tests: `seccomp`, `landlock`, `user`.
+    """
 
-    @classmethod
-    def find(cls, without: Iterable[str] = ()) -> Kernel:
-        """Try which protections work, but for those in `without`: `seccomp`, `landlock`, `user`."""
-        seccomp = "seccomp" not in without and platform.machine() in _ARCHITECTURES
-        seccomp = seccomp and _works(lambda: _Filter(writing=True).install())
-        landlock = 0 if "landlock" in without else max(0, _syscall(_LANDLOCK_CREATE, None, 0, 1, check=False))
-        if not _works(lambda: _syscall(_LANDLOCK_RESTRICT, _file_rules(landlock, None), 0)):
-            landlock = 0
-        user = None
+    def __init__(self, folder: str, without: Iterable[str] = ()) -> None:
+        has_filters = "seccomp" not in without and platform.machine() in _ARCHITECTURES
+        self._filters = {writing: _filter(writing) for writing in (True, False) if has_filters}
+        self.seccomp = has_filters and _works(lambda: _install(self._filters[True]))
+        if not self.seccomp:
+            # Processes that a program leaves behind then become children of this process, which can kill them.
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        version = -1 if "landlock" in without else _syscall(_LANDLOCK_CREATE, None, 0, 1, check=False)
+        landlock = version > 0 and _works(lambda: _syscall(_LANDLOCK_RESTRICT, _file_rules(version, None), 0))
+        self._landlock = f"landlock {version}" if landlock else ""
+        self._rules = {w: _file_rules(version, folder if w else None) for w in (True, False) if landlock}
+        self._user = None
+        """Id of the user that programs run as; None: the caller, without privileges."""
         if os.getuid() == 0 and "user" not in without:
             # An id that nobody else uses, so that two programs cannot reach each other. The second one is for
             # containers that have only 65536 ids.
             users = (0x7A000000 + os.getpid() % 0x1000000, 64000 + os.getpid() % 1000)
-            user = next((uid for uid in users if _works(partial(_read_as, uid))), None)
-        return cls(seccomp, landlock, user)
+            self._user = next((uid for uid in users if _works(partial(_read_as, uid))), None)
+        if self._user:
+            os.chown(folder, self._user, self._user)
 
+    @property
     def protections(self) -> dict[str, str]:
         """The PROTECTIONS that are in force, each with the means."""
-        landlock = self.landlock and f"landlock {self.landlock}"
+        seccomp = "seccomp" if self.seccomp else ""
         found = {
-            "reads": landlock,
+            "reads": self._landlock,
             # Landlock does not cover the mode, owner and times of files; seccomp does.
-            "writes": self.seccomp and (landlock or "seccomp, which leaves no writable folder"),
-            "network": self.seccomp and "seccomp",
-            "processes": self.seccomp and "seccomp",
-            "privileges": f"user {self.user}" if self.user else "no capabilities",
+            "writes": seccomp and (self._landlock or "seccomp, which leaves no writable folder"),
+            "network": seccomp,
+            "processes": seccomp,
+            "privileges": f"user {self._user}" if self._user else "no capabilities",
         }
         return {name: how for name, how in found.items() if how}
 
     @property
     def writable(self) -> bool:
         """Whether a program can be given a folder to write to, and no other place."""
-        return bool(self.landlock) or not self.seccomp
-
-    def adopt(self) -> None:
-        """Make this process the parent of processes that its descendants leave behind."""
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-class Containment:
-    """The protections, prepared for processes forked from this one; `folder` is the only place they may write to."""
-
-    def __init__(self, kernel: Kernel, folder: str) -> None:
-        self._kernel = kernel
-        self._rules = {
-            writing: _file_rules(kernel.landlock, folder if writing else None)
-            for writing in (True, False)
-            if kernel.landlock
-        }
-        self._calls = {writing: _Filter(writing) for writing in (True, False) if kernel.seccomp}
+        return bool(self._rules) or not self.seccomp
 
     def enter(self, limits: Limits, *, writing: bool) -> None:
         """Contain this process, for good; `writing` says whether it may write to the folder.
@@ -126,11 +116,11 @@ class Containment:
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)
         if self._rules:
             _syscall(_LANDLOCK_RESTRICT, self._rules[writing], 0)
-        _become(self._kernel.user)
+        _become(self._user)
         # Only now: changing the user resets it.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if self._calls:
-            self._calls[writing].install()
+        if self.seccomp:
+            _install(self._filters[writing])
 
 
 def _limit(limits: Limits) -> None:
@@ -138,7 +128,7 @@ def _limit(limits: Limits) -> None:
     for name, value in (
         ("AS", memory),
         ("STACK", min(memory // 2, 64 << 20)),
-        ("CPU", limits.cpu_s),
+        ("CPU", math.ceil(limits.timeout_s) + 1),
         ("FSIZE", max(limits.output_kb << 10, limits.disk_mb << 20)),
         ("NOFILE", 64),
         ("CORE", 0),
@@ -221,40 +211,7 @@ def _allow(rules: int, path: str, rights: int) -> None:
 # ---- seccomp
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""By machine: the kernel's number for it, and its column in the tables below."""
-
-_ALLOWED = """
-    read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, lseek 8 62, close 3 57, close_range
-    436 436, dup 32 23, dup2 33 -, dup3 292 24, pipe 22 -, pipe2 293 59, poll 7 -, ppoll 271 73, select 23 -, pselect6
-    270 72, epoll_create 213 -, epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, eventfd2
-    290 19, fstat 5 80, fstatfs 138 44, statfs 137 43, stat 4 -, lstat 6 -, newfstatat 262 79, statx 332 291, access 21
-    -, faccessat 269 48, faccessat2 439 439, readlink 89 -, readlinkat 267 78, getdents64 217 61, getcwd 79 17, chdir 80
-    49, fchdir 81 50, mmap 9 222, munmap 11 215, mremap 25 216, mprotect 10 226, madvise 28 233, brk 12 214, msync 26
-    227, futex 202 98, set_robust_list 273 99, set_tid_address 218 96, rseq 334 293, membarrier 324 283, sched_yield 24
-    124, sched_getaffinity 204 123, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127
-    136, rt_sigtimedwait 128 137, rt_sigsuspend 130 133, sigaltstack 131 132, pause 34 -, restart_syscall 219 128, alarm
-    37 -, setitimer 38 103, getitimer 36 102, nanosleep 35 101, clock_nanosleep 230 115, clock_gettime 228 113,
-    clock_getres 229 114, gettimeofday 96 169, time 201 -, times 100 153, getpid 39 172, gettid 186 178, getppid 110
-    173, getpgrp 111 -, getpgid 121 155, getsid 124 156, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108
-    177, getresuid 118 148, getresgid 120 150, getgroups 115 158, getrusage 98 165, getrlimit 97 163, uname 63 160,
-    sysinfo 99 179, getrandom 318 278, umask 95 166, arch_prctl 158 -, exit 60 93, exit_group 231 94, fadvise64 221 223,
-    flock 73 32, fsync 74 82, fdatasync 75 83, ftruncate 77 46, sendto 44 206, recvfrom 45 207, shutdown 48 210,
-    getsockopt 55 209, setsockopt 54 208, getsockname 51 204, getpeername 52 205
-"""
-"""System calls that are allowed with any arguments: name, number on x86-64, number on arm64."""
-
-_ALLOWED_WRITING = """
-    mkdir 83 -, mkdirat 258 34, unlink 87 -, unlinkat 263 35, rmdir 84 -, rename 82 -, renameat 264 38, renameat2 316
-    276, link 86 -, linkat 265 37, symlink 88 -, symlinkat 266 36
-"""
-"""Allowed in addition if there is a folder to write to. No call is listed that sets the mode, owner or times of a file,
-because landlock does not restrict these."""
-
-_ALLOWED_SOMETIMES = """
-    openat 257 56, kill 62 129, tgkill 234 131, prlimit64 302 261, ioctl 16 29, fcntl 72 25, socketpair 53 199
-"""
-"""Allowed under `_conditions`; signals only to the process itself."""
-
+"""By machine: the kernel's number for it, and its column in system_calls.ini."""
 _LOAD, _EQUAL, _AND, _RETURN = 0x20, 0x15, 0x54, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 _step = struct.Struct("=HBBI").pack
@@ -262,10 +219,18 @@ _ALL_BITS = 0xFFFFFFFF
 _CREATE_UNNAMED = 0o20000000
 
 
-def _numbers(table: str) -> dict[str, int]:
+@cache
+def _system_calls() -> dict[str, dict[str, int]]:
+    """Numbers of the system calls on this machine, by the section of system_calls.ini and by name."""
+    file = ConfigParser()
+    file.read_string(Path(__file__).with_name("system_calls.ini").read_text())
     column = _ARCHITECTURES[platform.machine()][1]
-    rows = (entry.split() for entry in table.replace("\n", " ").split(","))
-    return {name: int(numbers[column]) for name, *numbers in rows if numbers[column] != "-"}
+    numbers = {
+        section: {name: row.split()[column] for name, row in file[section].items()} for section in file.sections()
+    }
+    return {
+        section: {n: int(number) for n, number in calls.items() if number != "-"} for section, calls in numbers.items()
+    }
 
 
 def _conditions(writing: bool) -> dict[str, list[tuple[int, int, Sequence[int]]]]:
@@ -288,29 +253,26 @@ def _conditions(writing: bool) -> dict[str, list[tuple[int, int, Sequence[int]]]
     }
 
 
-class _Filter:
-    """Allows the listed system calls; all others fail with EPERM."""
+def _filter(writing: bool) -> bytes:
+    """Steps of the filter that allow the listed system calls, but for signals."""
+    calls = _system_calls()
+    steps = [_step(_LOAD, 0, 0, 4), _step(_EQUAL, 1, 0, _ARCHITECTURES[platform.machine()][0])]
+    steps += [_step(_RETURN, 0, 0, _REFUSE), _step(_LOAD, 0, 0, 0)]
+    for number in (calls["always"] | (calls["writing"] if writing else {})).values():
+        steps += [_step(_EQUAL, 0, 1, number), _step(_RETURN, 0, 0, _ALLOW)]
+    for name, conditions in _conditions(writing).items():
+        steps += _block(calls["conditional"][name], conditions)
+    return b"".join(steps)
 
-    def __init__(self, writing: bool) -> None:
-        allowed = _numbers(_ALLOWED) | (_numbers(_ALLOWED_WRITING) if writing else {})
-        start = [_step(_LOAD, 0, 0, 4), _step(_EQUAL, 1, 0, _ARCHITECTURES[platform.machine()][0])]
-        start += [_step(_RETURN, 0, 0, _REFUSE), _step(_LOAD, 0, 0, 0)]
-        for number in allowed.values():
-            start += [_step(_EQUAL, 0, 1, number), _step(_RETURN, 0, 0, _ALLOW)]
-        conditional = _numbers(_ALLOWED_SOMETIMES)
-        for name, conditions in _conditions(writing).items():
-            start += _block(conditional[name], conditions)
-        self._start = b"".join(start)
-        self._signals = [conditional["kill"], conditional["tgkill"]]
 
-    def install(self) -> None:
-        """Restrict this process."""
-        own = [(0, _ALL_BITS, (os.getpid(),))]
-        end = [step for number in self._signals for step in _block(number, own)]
-        program = self._start + b"".join([*end, _step(_RETURN, 0, 0, _REFUSE)])
-        code = ctypes.create_string_buffer(program)
-        # struct sock_fprog: the number of steps, and their address.
-        _prctl(_PR_SET_SECCOMP, 2, struct.pack("HP", len(program) // 8, ctypes.addressof(code)))
+def _install(steps: bytes) -> None:
+    """Restrict this process to the calls that these steps allow, and to signals to itself; others fail with EPERM."""
+    own = [(0, _ALL_BITS, (os.getpid(),))]
+    signals = [step for name in ("kill", "tgkill") for step in _block(_system_calls()["conditional"][name], own)]
+    program = steps + b"".join([*signals, _step(_RETURN, 0, 0, _REFUSE)])
+    code = ctypes.create_string_buffer(program)
+    # struct sock_fprog: the number of steps, and their address.
+    _prctl(_PR_SET_SECCOMP, 2, struct.pack("HP", len(program) // 8, ctypes.addressof(code)))
 
 
 def _block(number: int, conditions: Sequence[tuple[int, int, Sequence[int]]]) -> list[bytes]:

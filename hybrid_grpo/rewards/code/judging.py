@@ -19,8 +19,6 @@ import io
 import json
 import os
 import pickle
-import socket
-import struct
 import sys
 import types
 from collections import Counter, OrderedDict, deque
@@ -30,10 +28,13 @@ from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
 from itertools import islice
+from multiprocessing.connection import Connection
 from typing import Any
 
-_BASES = (int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset, range, slice)
-_EXACT = (*_BASES, Counter, OrderedDict, deque, date, datetime, time, timedelta, timezone, Decimal, Fraction)
+_EXACT = (
+    *(int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset, range, slice),
+    *(Counter, OrderedDict, deque, date, datetime, time, timedelta, timezone, Decimal, Fraction),
+)
 _NAMES = {(kind.__module__, kind.__qualname__): kind for kind in _EXACT}
 """The only types that a message from the program can make the judge construct."""
 _PLAIN: dict[type, Callable[[Any], Any]] = {
@@ -47,7 +48,6 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {
 }
 """An instance of a subclass (a named tuple, an enumeration of numbers, a defaultdict) comes back as its base class."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-_HEADER = struct.Struct(">Q")
 
 
 def _mine(number: int) -> Any:
@@ -60,35 +60,28 @@ def _yours(number: int) -> Any:
     raise AssertionError
 
 
+def _remotely(operation: str) -> Any:
+    """A method that has the other side do one of `_OPERATIONS`."""
+    return lambda remote, *arguments: remote._ask(operation, *arguments)
+
+
 class Remote:
     """Stands for an object in the other process: in the judge one of the program, or the other way round."""
 
     __slots__ = ("_remote",)
+    _remote: tuple[Channel, int]
     __hash__ = object.__hash__
 
     def __init__(self, channel: Channel, number: int) -> None:
         object.__setattr__(self, "_remote", (channel, number))
 
-    def __getattr__(self, name: str) -> Any:
-        return self._ask("get", name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._ask("set", name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._ask("item", key)
-
-    def __len__(self) -> int:
-        return self._ask("len")
-
-    def __bool__(self) -> bool:
-        return bool(self._ask("bool"))
-
-    def __str__(self) -> str:
-        return self._ask("str")
-
-    def __repr__(self) -> str:
-        return self._ask("repr")
+    __getattr__ = _remotely("get")
+    __setattr__ = _remotely("set")
+    __getitem__ = _remotely("item")
+    __len__ = _remotely("len")
+    __bool__ = _remotely("bool")
+    __str__ = _remotely("str")
+    __repr__ = _remotely("repr")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Remote) and bool(self._ask("equal", other))
@@ -123,11 +116,11 @@ class Channel:
         trusting: whether the other side may construct any object here, and do all `_OPERATIONS`.
     """
 
-    def __init__(self, connection: socket.socket, *, trusting: bool) -> None:
+    def __init__(self, connection: Connection, *, trusting: bool) -> None:
         self._connection = connection
-        self._stream = connection.makefile("rb")
-        self._trusting = trusting
-        self._objects: list[Any] = []
+        self.trusting = trusting
+        self.objects: list[Any] = []
+        """The objects of this side that the other side knows, by their numbers."""
         self._numbers: dict[int, int] = {}
         self._remotes: dict[int, Remote] = {}
 
@@ -136,11 +129,11 @@ class Channel:
 
         Raises:
             Exception: the exception raised there if it is a builtin one, else RuntimeError.
-            ConnectionError: the other side is gone.
+            EOFError, OSError: the other side is gone.
         """
-        self._send((what, *arguments))
+        self._connection.send_bytes(self.dump((what, *arguments)))
         while True:
-            what, *arguments = self._receive()
+            what, *arguments = self.load(self._connection.recv_bytes())
             if what == "value":
                 return arguments[0]
             if what == "raised":
@@ -149,9 +142,9 @@ class Channel:
 
     def serve(self) -> None:
         """Answer until the other side is gone."""
-        with suppress(ConnectionError):
+        with suppress(EOFError, OSError):
             while True:
-                what, *arguments = self._receive()
+                what, *arguments = self.load(self._connection.recv_bytes())
                 self._answer(what, arguments)
 
     def dump(self, value: Any) -> bytes:
@@ -162,25 +155,49 @@ class Channel:
 
     def load(self, data: bytes) -> Any:
         """The value of these bytes."""
-        return _Unpickler(self, io.BytesIO(data)).load()
+        return _Unpickler(self, data).load()
 
-    def call(self, number: int, sent: bytes) -> tuple[Any, Any]:
-        """Call an object of this side; the value, and the arguments if the call has changed them, else None."""
+    def keep(self, value: Any) -> int:
+        """The number of an object of this side."""
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self.objects)
+            self.objects.append(value)
+        return self._numbers[id(value)]
+
+    def remote(self, number: int) -> Remote:
+        """The object of the other side with this number."""
+        return self._remotes.setdefault(number, Remote(self, number))
+
+    def _answer(self, what: str, arguments: Sequence[Any]) -> None:
+        try:
+            number, *rest = arguments
+            if what == "call":
+                reply = self._call(self.objects[number], *rest)
+            elif self.trusting:
+                reply = _OPERATIONS[what](self.objects[number], *rest)
+            else:
+                raise PermissionError(what)
+            message = self.dump(("value", reply))
+        except BaseException as error:
+            message = self.dump(("raised", type(error).__name__, str(error)[:1000]))
+        self._connection.send_bytes(message)
+
+    def _call(self, function: Any, sent: bytes) -> tuple[Any, Any]:
+        """What a function returns, and its arguments if it has changed them, else None."""
         args, kwargs = self.load(sent)
-        result = self._objects[number](*args, **kwargs)
+        result = function(*args, **kwargs)
         with suppress(Exception):
             if self.dump((args, kwargs)) != sent:
                 return result, (args, kwargs)
         return result, None
 
-    def keep(self, value: Any) -> int:
-        """The number of an object of this side."""
-        if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self._objects)
-            self._objects.append(value)
-        return self._numbers[id(value)]
 
-    def reduce(self, value: Any) -> Any:
+class _Pickler(pickle.Pickler):
+    def __init__(self, channel: Channel, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=5)
+        self._channel = channel
+
+    def reducer_override(self, value: Any) -> Any:
         """How an object is sent; see pickle.Pickler.reducer_override."""
         if isinstance(value, Remote):
             return _yours, (value._remote[1],)
@@ -189,77 +206,27 @@ class Channel:
         for base, plain in _PLAIN.items():
             if isinstance(value, base):
                 return base, (plain(value),)
-        if self._trusting or (isinstance(value, _FUNCTIONS) and not _is_importable(value)):
-            return _mine, (self.keep(value),)
+        if self._channel.trusting or (isinstance(value, _FUNCTIONS) and not _is_importable(value)):
+            return _mine, (self._channel.keep(value),)
         return NotImplemented
 
-    def find(self, module: str, name: str) -> Any:
-        """The object that a message names, if it may; see pickle.Unpickler.find_class."""
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, channel: Channel, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._channel = channel
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The object that a message names, if it may."""
         if module == __name__ and name in ("_mine", "_yours"):
-            return self._remote if name == "_mine" else self._objects.__getitem__
-        if self._trusting:
-            __import__(module)
-            found = sys.modules[module]
-            for part in name.split("."):
-                found = getattr(found, part)
-            return found
+            return self._channel.remote if name == "_mine" else self._channel.objects.__getitem__
+        if self._channel.trusting:
+            return super().find_class(module, name)
         if (module, name) not in _NAMES:
             raise pickle.UnpicklingError(f"{module}.{name}")
         kind = _NAMES[module, name]
         # Not the class itself: a message can set attributes of the object that it names, and so redefine `==`.
         return lambda *arguments: kind(*arguments)
-
-    def _remote(self, number: int) -> Remote:
-        return self._remotes.setdefault(number, Remote(self, number))
-
-    def _answer(self, what: str, arguments: Sequence[Any]) -> None:
-        try:
-            if what == "call":
-                reply = self.call(*arguments)
-            elif self._trusting:
-                first = arguments[0] if what == "names" else self._objects[arguments[0]]
-                reply = _OPERATIONS[what](first, *arguments[1:])
-            else:
-                raise PermissionError(what)
-            message = self.dump(("value", reply))
-        except BaseException as error:
-            message = self.dump(("raised", type(error).__name__, str(error)[:1000]))
-        self._send_bytes(message)
-
-    def _send(self, message: tuple[Any, ...]) -> None:
-        self._send_bytes(self.dump(message))
-
-    def _send_bytes(self, message: bytes) -> None:
-        self._connection.sendall(_HEADER.pack(len(message)))
-        self._connection.sendall(message)
-
-    def _receive(self) -> Any:
-        header = self._stream.read(_HEADER.size)
-        if len(header) < _HEADER.size:
-            raise ConnectionError("the program has ended")
-        size = _HEADER.unpack(header)[0]
-        message = self._stream.read(size)
-        if len(message) < size:
-            raise ConnectionError("the program has ended")
-        return self.load(message)
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, channel: Channel, stream: io.BytesIO) -> None:
-        super().__init__(stream, protocol=5)
-        self._channel = channel
-
-    def reducer_override(self, obj: Any) -> Any:
-        return self._channel.reduce(obj)
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, channel: Channel, stream: io.BytesIO) -> None:
-        super().__init__(stream)
-        self._channel = channel
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        return self._channel.find(module_name, global_name)
 
 
 def _is_importable(function: Any) -> bool:
@@ -297,31 +264,28 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "equal": lambda a, b: bool(a == b),
     "iter": iter,
     "next": lambda iterator: list(islice(iterator, 1)),
-    "names": lambda names: {name: _PROGRAM[name] for name in names if name in _PROGRAM},
 }
-"""The operations that the judge can ask for."""
-
-_PROGRAM: dict[str, Any] = {}
-"""The global names of the program, in the program's process."""
+"""What the judge can ask for besides calls, each with the object that it is about."""
 
 
-def run_program(source: str, name: str) -> None:
-    """Run a program as the module of this name."""
+def run_program(source: str, name: str) -> dict[str, Any]:
+    """Run a program as the module of this name; its global names."""
     code = compile(source, "<program>", "exec", dont_inherit=True)
     module = types.ModuleType(name)
     sys.modules[name] = module
     exec(code, module.__dict__)
+    return module.__dict__
 
 
-def serve_program(source: str, connection: socket.socket) -> None:
+def serve_program(source: str, connection: Connection) -> None:
     """Run a program, then do what the judge asks for."""
-    global _PROGRAM
-    run_program(source, "solution")
-    _PROGRAM = vars(sys.modules["solution"])
-    Channel(connection, trusting=True).serve()
+    program = run_program(source, "solution")
+    channel = Channel(connection, trusting=True)
+    channel.keep(lambda names: {name: program[name] for name in names if name in program})  # number 0
+    channel.serve()
 
 
-def judge(tests: str, verdict: int, connection: socket.socket) -> None:
+def judge(tests: str, verdict: int, connection: Connection) -> None:
     """Run tests against the program at the other end.
 
     Args:
@@ -335,10 +299,11 @@ def judge(tests: str, verdict: int, connection: socket.socket) -> None:
     space: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
+    names = tuple(order["names"])  # not a list: the program could change that
     with suppress(Exception):
-        found = channel.ask("names", order["names"])
+        found = channel.remote(0)(names)
         # Only the names asked for: another one could replace a builtin.
-        found = {name: found[name] for name in order["names"] if name in found}
+        found = {name: found[name] for name in names if name in found}
         space.update(found)
         vars(module).update(found)
     for code, counts in order["parts"]:

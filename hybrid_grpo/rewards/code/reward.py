@@ -15,8 +15,10 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from statistics import fmean
 from typing import Any, Literal
 
 from hybrid_grpo.rewards.code.containment import PROTECTIONS, Limits
@@ -68,7 +70,7 @@ def code_tests(
             sandbox.require(require)
         return []
     sandbox = _sandbox(require)
-    limits = Limits(memory_mb=memory_mb, cpu_s=math.ceil(timeout_s) + 1, disk_mb=disk_mb)
+    limits = Limits(timeout_s, memory_mb, disk_mb=disk_mb)
     rewards: list[float | None] = []
     for row, text in enumerate(completion_texts(completions)):
         if tests[row] is None:
@@ -76,8 +78,8 @@ def code_tests(
             continue
         job = _job(tests[row], None if entry_point is None else entry_point[row])
         program = program_of(text, bare=fence == "optional")
-        passed = job.passed(sandbox, program, limits, timeout_s, tolerance, score == "all") if program else 0
-        rewards.append(float(passed == job.count) if score == "all" else passed / job.count)
+        verdicts = job.verdicts(sandbox, program, limits, tolerance) if program else [False]
+        rewards.append(float(all(verdicts)) if score == "all" else fmean(verdicts))
     return rewards
 
 
@@ -111,19 +113,18 @@ class _Asserts:
         except SyntaxError as error:
             line = (error.text or "").strip()
             raise ValueError(f"tests of the data set are no Python: {error.msg}: {line}") from error
-        self.count = sum(counts for _, counts in parts)
-        if not self.count:
+        self._count = sum(counts for _, counts in parts)
+        if not self._count:
             raise ValueError(f"tests of the data set test nothing: {text[:80]!r}: give asserts, or entry_point")
         # The tests import standard modules themselves: the program could pass others under their names.
         modules = sorted(names & _modules(ast.parse(text)))
         parts = [(f"import {name}", False) for name in modules] + parts
         self._order = json.dumps({"names": sorted(names - set(modules)), "parts": parts})
 
-    def passed(
-        self, sandbox: Sandbox, program: str, limits: Limits, timeout_s: float, tolerance: float, all_or_none: bool
-    ) -> int:
-        """How many tests the program passes."""
-        return sum(sandbox.test(program, self._order, limits=limits, timeout_s=timeout_s).verdicts[: self.count])
+    def verdicts(self, sandbox: Sandbox, program: str, limits: Limits, tolerance: float) -> list[bool]:
+        """Whether the program passes each of the tests."""
+        reached = sandbox.test(program, self._order, limits)
+        return [*reached, *[False] * self._count][: self._count]
 
 
 class _Pairs:
@@ -131,24 +132,14 @@ class _Pairs:
 
     def __init__(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         self._pairs = [(_lines(given), _lines(expected)) for given, expected in zip(inputs, outputs, strict=True)]
-        self.count = len(self._pairs)
 
-    def passed(
-        self, sandbox: Sandbox, program: str, limits: Limits, timeout_s: float, tolerance: float, all_or_none: bool
-    ) -> int:
-        """How many tests the program passes."""
-        deadline = time.monotonic() + timeout_s
-        count = 0
+    def verdicts(self, sandbox: Sandbox, program: str, limits: Limits, tolerance: float) -> Iterator[bool]:
+        """Whether the program passes each of the tests; it runs as often as the caller asks for one."""
+        deadline = time.monotonic() + limits.timeout_s
         for given, expected in self._pairs:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
-            run = sandbox.run(program, given, limits=limits, timeout_s=left)
-            passed = run.end == "exited" and run.status == 0 and _same(run.stdout, expected, tolerance)
-            count += passed
-            if all_or_none and not passed:
-                break
-        return count
+            left_s = deadline - time.monotonic()
+            run = sandbox.run(program, given, replace(limits, timeout_s=left_s)) if left_s > 0 else None
+            yield run is not None and run.status == 0 and run.end == "exited" and _same(run.stdout, expected, tolerance)
 
 
 def _check(score: str, fence: str, timeout_s: float, memory_mb: int, disk_mb: int, tolerance: float) -> None:

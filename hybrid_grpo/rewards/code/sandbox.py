@@ -1,14 +1,14 @@
 """Runs programs that nobody has read where they can do no harm.
 
     with Sandbox() as sandbox:
-        sandbox.run("print(input()[::-1])", "abc", limits=Limits(), timeout_s=2.0).stdout  # "cba\n"
+        sandbox.run("print(input()[::-1])", "abc", Limits(timeout_s=2.0)).stdout  # "cba\n"
 
 Each program is a process of its own, forked from a small template process (template.py) that holds nothing of the
 caller's memory, files or environment. Before its first line runs, containment.py takes its rights away: it can start
 no other process. It is killed when its time is over, and when its caller or the template ends. The protections that
 this machine offers are in `Sandbox.protections`, and printed by `python -m hybrid_grpo.rewards.code.sandbox`.
 
-Torch-free. Linux only.
+Linux only. Standard library only, so that every Python can run it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.rewards.code.containment import PROTECTIONS, Limits
 
 _ROOT = str(Path(__file__).resolve().parents[3])
@@ -36,6 +35,7 @@ _START = (
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
+    "PYTHONIOENCODING": "utf-8:backslashreplace",
     # So that the same program has the same output every time.
     "PYTHONHASHSEED": "0",
     "PYTHONUTF8": "1",
@@ -43,6 +43,7 @@ _ENVIRONMENT = {
 }
 _SLACK_S = 30.0
 """Seconds beyond a program's time after which the template is given up; it needs milliseconds."""
+_DEFAULT_LIMITS = Limits()
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,9 @@ class ProgramResult:
     """`exited`, `timeout`, `disk` (it filled its folder), or the name of the signal that ended it."""
     status: int
     """Exit status, negative for a signal."""
-    wall_s: float
-    """Seconds from the request to the program's death."""
-    cpu_s: float
-    """Seconds of CPU time."""
-    stdout: str = ""
-    stderr: str = ""
+    stdout: str
+    stderr: str
     """Like `stdout`, at most `Limits.output_kb`."""
-    verdicts: tuple[bool, ...] = ()
-    """Whether each test was passed, up to the last one that was reached; see `Sandbox.test`."""
 
 
 class Sandbox:
@@ -73,19 +68,19 @@ class Sandbox:
         without: protections of the kernel that are not used, for tests: `seccomp`, `landlock`, `user`.
 
     Raises:
-        UserError: this is not Linux.
+        ValueError: this is not Linux.
         RuntimeError: the template cannot be started.
     """
 
     def __init__(self, without: Iterable[str] = ()) -> None:
         if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
-            raise UserError(
-                f"rewards: programs are run in a sandbox that needs Linux 5.3 or later, and this is {sys.platform}:"
+            raise ValueError(
+                f"programs are run in a sandbox that needs Linux 5.3 or later, and this is {sys.platform}:"
                 " train on Linux, or in a container"
             )
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-s", "-S", "-c", _START, _ROOT, str(theirs.fileno()), *without]
-        library_path = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+        library_path = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
         self._process = subprocess.Popen(
             command,
             env=_ENVIRONMENT | library_path,
@@ -128,12 +123,12 @@ class Sandbox:
         return os.getpid() == self._owner and self._control.fileno() >= 0 and self._process.poll() is None
 
     def require(self, names: Collection[str]) -> None:
-        """Raise UserError unless these PROTECTIONS exist and are in force on this machine."""
+        """Raise ValueError unless these PROTECTIONS exist and are in force on this machine."""
         for name in names:
             if name not in PROTECTIONS:
-                raise UserError(f"require {name!r} is no protection: {did_you_mean(name, PROTECTIONS)}")
+                raise ValueError(f"require {name!r} is no protection: there are {', '.join(PROTECTIONS)}")
             if name not in self.protections:
-                raise UserError(
+                raise ValueError(
                     f"require {name}: this machine cannot promise that {PROTECTIONS[name]}:"
                     f" {_REMEDIES.get(name, _NEEDS_SECCOMP)}; or leave {name} out of `require`"
                 )
@@ -144,37 +139,35 @@ class Sandbox:
         missing = ", ".join(name for name in PROTECTIONS if name not in self.protections)
         return f"sandbox: {held or 'nothing'}" + (f"; NOT IN FORCE: {missing}" if missing else "")
 
-    def run(
-        self, source: str, stdin: str = "", *, limits: Limits | None = None, timeout_s: float = 10.0
-    ) -> ProgramResult:
-        """Run Python source as `python program.py` does, and kill it after `timeout_s` seconds.
+    def run(self, source: str, stdin: str = "", limits: Limits = _DEFAULT_LIMITS) -> ProgramResult:
+        """Run Python source as `python program.py` does.
 
         Raises:
             RuntimeError: the sandbox has failed, not the program.
         """
-        limits = limits or Limits()
         with _files(source, stdin, "", "") as files:
-            reply = self._request(files, limits, timeout_s, judged=False)
-            stdout, stderr = (_start_of(file, limits.output_kb << 10) for file in files[2:])
-            return ProgramResult(**reply, stdout=stdout, stderr=stderr)
+            reply = self._request(files, limits, judged=False)
+            written = [os.pread(file, limits.output_kb << 10, 0).decode("utf-8", "replace") for file in files[2:]]
+        return ProgramResult(reply["end"], reply["status"], *written)
 
-    def test(self, source: str, tests: str, *, limits: Limits | None = None, timeout_s: float = 10.0) -> ProgramResult:
+    def test(self, source: str, tests: str, limits: Limits = _DEFAULT_LIMITS) -> list[bool]:
         """Run `tests` (see `judging.judge`) against a program: two processes, each with these limits.
 
+        Returns:
+            Whether each test was passed, up to the last one that was reached.
+
         Raises:
             RuntimeError: the sandbox has failed, not the program.
         """
-        limits = limits or Limits()
-        with _files(source, "", tests, "") as files:
-            reply = self._request(files, limits, timeout_s, judged=True)
-            verdicts = tuple(letter == "1" for letter in _start_of(files[3], 1 << 20))
-            return ProgramResult(**reply, stderr=_start_of(files[1], limits.output_kb << 10), verdicts=verdicts)
+        with _files(source, tests, "") as files:
+            self._request(files, limits, judged=True)
+            return [letter == ord("1") for letter in os.pread(files[2], 1 << 20, 0)]
 
-    def _request(self, files: list[int], limits: Limits, timeout_s: float, *, judged: bool) -> dict[str, Any]:
-        request = {"limits": asdict(limits), "timeout_s": timeout_s, "judged": judged}
+    def _request(self, files: list[int], limits: Limits, *, judged: bool) -> dict[str, Any]:
+        request = {"limits": asdict(limits), "judged": judged}
         with suppress(BrokenPipeError, ConnectionResetError):  # `_receive` says why
             socket.send_fds(self._control, [json.dumps(request).encode()], files)
-        reply = self._receive(timeout_s + _SLACK_S)
+        reply = self._receive(limits.timeout_s + _SLACK_S)
         if "error" in reply:
             raise RuntimeError(f"the sandbox does not hold: {reply['error']}")
         return reply
@@ -204,11 +197,6 @@ def _files(*texts: str) -> Iterator[list[int]]:
             file.seek(0)
             numbers.append(file.fileno())
         yield numbers
-
-
-def _start_of(file: int, size: int) -> str:
-    """The first `size` bytes of a file as text."""
-    return os.pread(file, size, 0).decode("utf-8", "replace")
 
 
 _NEEDS_SECCOMP = "it needs a kernel and a container that allow seccomp filters, on x86-64 or arm64"

@@ -12,9 +12,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import importlib
-import io
 import json
-import math
 import os
 import random
 import select
@@ -25,12 +23,15 @@ import sys
 import tempfile
 import time
 import traceback
+import uuid
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
-from hybrid_grpo.rewards.code.containment import Containment, Kernel, Limits
+from hybrid_grpo.rewards.code.containment import Containment, Limits
 from hybrid_grpo.rewards.code.judging import judge, run_program, serve_program
 
 MODULES = (
@@ -39,24 +40,24 @@ MODULES = (
 )
 """Modules that are imported before the first fork, and so are shared by all programs."""
 _CONTAINED = b"contained"
-_WATCH_MS = 5
-"""Milliseconds between two looks at a program's folder."""
+_WATCH_S = 0.005
+"""Seconds between two looks at a program's folder."""
 
 
 def main(descriptor: int, without: list[str]) -> None:
     """Serve requests until the other end of the socket is closed.
 
     Args:
-        descriptor: of a socket that preserves message boundaries. A request is JSON of `limits`, `timeout_s` and
-            whether there are tests (`judged`), with open files: source, input, output, error output; with tests:
-            source, error output, tests, verdict.
-        without: see `Kernel.find`.
+        descriptor: of a socket that preserves message boundaries. A request is JSON of `limits` and of whether there
+            are tests (`judged`), with open files: source, input, output, error output; with tests: source, tests,
+            verdict.
+        without: see `Containment`.
     """
     control = socket.socket(fileno=descriptor)
     for module in MODULES.split():
         importlib.import_module(module)
     warnings.simplefilter("ignore")
-    template = SandboxTemplate(Kernel.find(without), control)
+    template = SandboxTemplate(control, without)
     gc.collect()
     gc.freeze()
     try:
@@ -68,17 +69,11 @@ def main(descriptor: int, without: list[str]) -> None:
 class SandboxTemplate:
     """Runs programs one after the other in one folder, which is emptied in between."""
 
-    def __init__(self, kernel: Kernel, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, without: list[str]) -> None:
         self.folder = _new_folder(os.path.join(tempfile.gettempdir(), f"hybrid-grpo-sandbox-{os.getuid()}"))
-        self._kernel = kernel
         self._control = control
-        self._containment = Containment(kernel, self.folder)
-        if kernel.user:
-            os.chown(self.folder, kernel.user, kernel.user)
-        if not kernel.seccomp:
-            # Processes that a program leaves behind then become children of this process.
-            kernel.adopt()
-        control.send(json.dumps({"protections": kernel.protections()}).encode())
+        self._containment = Containment(self.folder, without)
+        control.send(json.dumps({"protections": self._containment.protections}).encode())
 
     def serve(self) -> None:
         """Answer requests until the other end of the socket is closed."""
@@ -86,8 +81,9 @@ class SandboxTemplate:
             message, files, _, _ = socket.recv_fds(self._control, 1 << 16, 8)
             if not message:
                 return
+            request = json.loads(message)
             try:
-                reply = self._run(json.loads(message), files)
+                reply = self._run(Limits(**request["limits"]), request["judged"], files)
             finally:
                 for file in files:
                     os.close(file)
@@ -97,55 +93,53 @@ class SandboxTemplate:
             # After the reply, as this may take long: a program may have left thousands of nested folders.
             empty(self.folder)
 
-    def _run(self, request: dict[str, Any], files: list[int]) -> dict[str, Any] | None:
-        start = time.monotonic()
-        limits = Limits(**request["limits"])
-        writing = limits.disk_mb > 0 and self._kernel.writable
-        family: list[_Child] = []
+    def _run(self, limits: Limits, judged: bool, files: list[int]) -> dict[str, Any] | None:
+        deadline = time.monotonic() + limits.timeout_s
+        writing = limits.disk_mb > 0 and self._containment.writable
+        family: list[int] = []
+        fork = partial(self._fork, family, limits)
         try:
-            if request["judged"]:
-                self._start_judged(family, files, limits, writing)
+            source, *others = files
+            if judged:
+                ours, theirs = socket.socketpair()
+                with ours, theirs:
+                    # Neither has standard streams: those of the template itself go nowhere.
+                    fork([0, 1, 1, *others, theirs.fileno()], False, lambda: judge(_read(3), 4, Connection(5)))
+                    fork([0, 1, 1, source, ours.fileno()], writing, lambda: serve_program(_read(3), Connection(4)))
             else:
-                source, *standard = files
-                family.append(self._fork([*standard, source], limits, writing, _run_main))
-            for child in family:
-                child.check()
-            end = self._watch(family, start + request["timeout_s"], limits, writing)
+                fork([*others, source], writing, lambda: run_program(_read(3), "__main__"))
+            end = self._watch(family, deadline, limits, writing)
         except NotContained as error:
             return {"error": str(error)}
         finally:
-            uses = [child.end() for child in family]
-            if not self._kernel.seccomp:
+            statuses = [_end(pid) for pid in family]
+            if not self._containment.seccomp:
                 _end_descendants()
         if end == "gone":
             return None
-        status, cpu_s = uses[0]
-        if end == "exited" and status < 0:
-            end = signal.Signals(-status).name
-        return {"end": end, "status": status, "wall_s": time.monotonic() - start, "cpu_s": cpu_s}
+        if end == "exited" and statuses[0] < 0:
+            end = signal.Signals(-statuses[0]).name
+        return {"end": end, "status": statuses[0]}
 
-    def _start_judged(self, family: list[_Child], files: list[int], limits: Limits, writing: bool) -> None:
-        source, error, tests, verdict = files
-        ours, theirs = socket.socketpair()
-        nothing = os.open(os.devnull, os.O_RDWR)
-        try:
-            own = [nothing, nothing, nothing, tests, verdict, theirs.fileno()]
-            family.append(self._fork(own, limits, False, _run_judge))
-            own = [nothing, nothing, error, source, ours.fileno()]
-            family.append(self._fork(own, limits, writing, _run_judged))
-        finally:
-            os.close(nothing)
-            ours.close()
-            theirs.close()
+    def _fork(
+        self, family: list[int], limits: Limits, files: list[int], writing: bool, main: Callable[[], object]
+    ) -> None:
+        """Add a process to `family` that has only these files, numbered from 0, and is contained before it runs `main`.
 
-    def _fork(self, files: list[int], limits: Limits, writing: bool, main: Callable[[], None]) -> _Child:
-        """A process that has only these files, numbered from 0, and contains itself before it runs `main`."""
+        Raises:
+            NotContained: it could not be contained, and has run nothing.
+        """
         template = os.getpid()
         ready, tell = os.pipe()
         pid = os.fork()
         if pid:
+            family.append(pid)
             os.close(tell)
-            return _Child(pid, ready)
+            with open(ready, "rb") as pipe:
+                said = pipe.read()
+            if said != _CONTAINED:
+                raise NotContained(said.decode() or "a process died before it was contained")
+            return
         try:
             os.setsid()
             files = [*files, tell]
@@ -167,24 +161,18 @@ class SandboxTemplate:
         finally:
             os._exit(1)
 
-    def _watch(self, family: list[_Child], deadline: float, limits: Limits, writing: bool) -> str:
+    def _watch(self, family: list[int], deadline: float, limits: Limits, writing: bool) -> str:
         """Wait until the first process ends or has to be ended; the reason."""
-        first = os.pidfd_open(family[0].pid)
+        first, control = os.pidfd_open(family[0]), self._control.fileno()
         try:
-            poll = select.poll()
-            poll.register(first, select.POLLIN)
-            poll.register(self._control, select.POLLIN)
-            while True:
-                left_ms = (deadline - time.monotonic()) * 1000
-                if left_ms <= 0:
-                    return "timeout"
-                events = poll.poll(min(left_ms, _WATCH_MS if writing else math.inf) + 1)
-                if any(file == self._control.fileno() for file, _ in events):
-                    return "gone"
-                if events:
-                    return "exited"
-                if writing and _overfull(self.folder, family[-1].pid, limits):
+            while (left_s := deadline - time.monotonic()) > 0:
+                wait_s = min(left_s, _WATCH_S) if writing else left_s
+                ready, _, _ = select.select([first, control], [], [], wait_s)
+                if ready:
+                    return "gone" if control in ready else "exited"
+                if writing and _overfull(self.folder, family[-1], limits):
                     return "disk"
+            return "timeout"
         finally:
             os.close(first)
 
@@ -193,48 +181,17 @@ class NotContained(Exception):
     """A protection that worked when it was tried does not work now."""
 
 
-class _Child:
-    """A contained process; `ready` is the pipe on which it says so before it runs anything."""
-
-    def __init__(self, pid: int, ready: int) -> None:
-        self.pid = pid
-        self._ready = open(ready, "rb")  # noqa: SIM115
-
-    def check(self) -> None:
-        """Wait until it is contained; raise NotContained if it could not be, and so has run nothing."""
-        said = self._ready.read()
-        if said != _CONTAINED:
-            raise NotContained(said.decode() or "a process died before it was contained")
-
-    def end(self) -> tuple[int, float]:
-        """Kill it and its process group; exit status, negative for a signal, and seconds of CPU time."""
-        self._ready.close()
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        _, status, usage = os.wait4(self.pid, 0)
-        return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+def _end(pid: int) -> int:
+    """Kill a process and its process group; exit status, negative for a signal."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _run_main() -> None:
-    run_program(_read(3), "__main__")
-
-
-def _run_judged() -> None:
-    serve_program(_read(3), socket.socket(fileno=4))
-
-
-def _run_judge() -> None:
-    judge(_read(3), 4, socket.socket(fileno=5))
-
-
-def _main(main: Callable[[], None]) -> None:
-    """Run `main` with the standard streams and the exit status that Python gives a program."""
-    standard = io.TextIOWrapper(io.BufferedReader(io.FileIO(0)), "utf-8", "replace"), _writer(1), _writer(2)
-    for name, file in zip(("stdin", "stdout", "stderr"), standard, strict=True):
-        setattr(sys, name, file)
-        setattr(sys, f"__{name}__", file)
+def _main(main: Callable[[], object]) -> None:
+    """Run `main` with the exit status that Python gives a program."""
     random.seed(0)  # Python seeds it anew in every fork
     status: Any = 0
     try:
@@ -247,15 +204,10 @@ def _main(main: Callable[[], None]) -> None:
     except BaseException:
         traceback.print_exc(limit=-1)
         status = 1
-    with suppress(BaseException):
-        sys.stdout.flush()
-    with suppress(BaseException):
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BaseException):
+            stream.flush()
     os._exit(status & 0xFF)
-
-
-def _writer(descriptor: int) -> io.TextIOWrapper:
-    return io.TextIOWrapper(io.BufferedWriter(io.FileIO(descriptor, "w")), "utf-8", "backslashreplace")
 
 
 def _read(descriptor: int) -> str:
@@ -317,24 +269,22 @@ def _overfull(folder: str, pid: int, limits: Limits) -> bool:
 
 def empty(folder: str) -> None:
     """Remove everything in a folder, also nested folders of any depth and folders without access rights."""
-    for number in range(1 << 30):
-        nested = None
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    nested = entry.path
-                else:
-                    os.unlink(entry.path)
-        if nested is None:
-            return
-        os.chmod(nested, 0o700)
-        # Its contents move up a level, so that no path gets too long for the system.
-        for index, name in enumerate(os.listdir(nested)):
-            path = os.path.join(nested, name)
-            if os.path.isdir(path) and not os.path.islink(path):
-                os.chmod(path, 0o700)
-            os.rename(path, os.path.join(folder, f".{number}.{index}"))
-        os.rmdir(nested)
+    while names := os.listdir(folder):
+        for path in (os.path.join(folder, name) for name in names):
+            if not _is_folder(path):
+                os.unlink(path)
+                continue
+            os.chmod(path, 0o700)
+            # Its contents move up a level, so that no path gets too long for the system.
+            for inner in os.listdir(path):
+                if _is_folder(os.path.join(path, inner)):
+                    os.chmod(os.path.join(path, inner), 0o700)
+                os.rename(os.path.join(path, inner), os.path.join(folder, uuid.uuid4().hex))
+            os.rmdir(path)
+
+
+def _is_folder(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def remove(folder: str) -> None:

@@ -1,31 +1,28 @@
-r"""Whether two texts are the same answer, by the conventions that the docstring of `math_answer` states."""
+"""Whether two texts are the same answer, by the conventions of docs/rewards/maths.md."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from fractions import Fraction
+from collections.abc import Sequence
 
-from hybrid_grpo.rewards.maths.expressions import Expression, constant, difference, identical, product, proportional
+from hybrid_grpo.rewards.maths.expressions import Expression, constant, identical, proportional
 from hybrid_grpo.rewards.maths.notation import LONGEST, bare, clean, words
 from hybrid_grpo.rewards.maths.numeric import parse_number
 from hybrid_grpo.rewards.maths.reading import (
     MOST_PARTS,
     Answer,
     Chain,
+    Either,
     Number,
     Ordered,
     Ratio,
     Relation,
     Unordered,
     Words,
-    expression_of,
     holds_words,
     read_answer,
 )
-from hybrid_grpo.rewards.maths.values import Unreadable
 
 _PLAIN_NUMBER = re.compile(r"[-+\u2212\d.,/$*` ]+")
 _CHOICE = re.compile(r"(?:[Oo]ption|[Cc]hoice)?\s*\(?([A-J])(?:$|[).:])")
@@ -42,6 +39,7 @@ def same_answer(stated: str, gold: str) -> bool:
             return numbers[0] == numbers[1]
     if not stated.strip():
         return False
+    written = stated, gold
     stated, gold = clean(stated), clean(gold)
     if stated and words(stated) == words(gold):
         return True
@@ -51,7 +49,7 @@ def same_answer(stated: str, gold: str) -> bool:
     if choice and picked:
         return set(_LETTER.findall(bare(stated))) == {choice[1]} == {picked[1]}
     if _UNDONE.search(gold) or _SETS.search(stated + gold):
-        return _by_math_verify(stated, gold)
+        return _by_math_verify(*written)
     return _same(read_answer(stated), read_answer(gold))
 
 
@@ -63,88 +61,57 @@ def is_mathematical(text: str) -> bool:
     return not holds_words(read_answer(text))
 
 
+_ORDER = (Either, Chain, Unordered, Ordered, Ratio, Number, Relation, Words)
+
+
 def _same(first: Answer, second: Answer) -> bool:
-    a, b = _settled(first), _settled(second)
+    a, b = sorted((first, second), key=lambda answer: _ORDER.index(type(answer)))
     match a, b:
-        case Number(), Number():
-            return _same_number(a, b)
-        case (Ordered(relation=Relation() as one), Ordered(relation=Relation() as other)) | (
-            Unordered(relation=Relation() as one),
-            Unordered(relation=Relation() as other),
-        ):
-            return _same_relation(one, other)
-        case Ordered(), Ordered():
-            alike = a.brackets == b.brackets and len(a.parts) == len(b.parts)
-            return alike and all(map(_same, a.parts, b.parts))
+        case Either(), Either():
+            return _same(a.parts[0], b.parts[0])
+        case Either(), _:
+            return any(_same(part, b) for part in a.parts)
+        case Chain(), _:
+            return all(_same(part, b) for part in a.parts)
         case Unordered(), Unordered():
             parts = [_distinct(each.parts) if "set" in (a.kind, b.kind) else list(each.parts) for each in (a, b)]
             return (a.kind == "union") == (b.kind == "union") and _same_parts(*parts)
-        case (Ratio() as ratio, Ordered(ratio=Ratio() as time)) | (Ordered(ratio=Ratio() as time), Ratio() as ratio):
-            return _in_ratio(ratio.parts, time.parts)
+        case Unordered(kind="set"), _:  # {5} is 5
+            return bool(a.parts) and all(_same(part, b) for part in a.parts)
+        case Ordered(), Ordered():
+            alike = a.brackets == b.brackets and len(a.parts) == len(b.parts)
+            return alike and all(map(_same, a.parts, b.parts))
+        case Ordered(brackets=":", parts=(*times, Number() as last)), Ratio():
+            ratio = [time.expression for time in times if isinstance(time, Number)]
+            return not last.unit.dimensions and _in_ratio(ratio, b.parts)
         case Ratio(), Ratio():
             return _in_ratio(a.parts, b.parts)
-        case (Ratio(parts=(_, _) as parts), Number(sign="") as number) | (
-            Number(sign="") as number,
-            Ratio(parts=(_, _) as parts),
-        ):
-            return not number.unit.known and _in_ratio(parts, (number.expression, constant(1)))
+        case Ratio(parts=(_, _)), Number(sign=""):
+            return not b.unit.dimensions and _in_ratio(a.parts, (b.expression, constant(1)))
+        case Number(), Number():
+            return _same_number(a, b)
+        case Number(relation=Relation() as relation), Relation():
+            return _same_relation(relation, b)
+        case Relation(), Relation():
+            return _same_relation(a, b)
         case Words(), Words():
             return words(a.text) == words(b.text)
-    relations = _as_relation(a), _as_relation(b)
-    if relations[0] is None or relations[1] is None or (not isinstance(a, Relation) and not isinstance(b, Relation)):
-        return False
-    return _same_relation(relations[0], relations[1])
-
-
-def _settled(answer: Answer) -> Answer | None:
-    """The one answer that a chain of equals or a set of one element is; None for a chain that is not true."""
-    if isinstance(answer, Unordered) and answer.kind == "set" and len(parts := _distinct(answer.parts)) == 1:
-        return parts[0]
-    if not isinstance(answer, Chain):
-        return answer
-    *parts, last = answer.parts
-    if any(map(holds_words, parts)) or not all(_same(part, last) for part in parts):
-        return answer.relation
-    return last.called(answer.name) if isinstance(last, Number) else last
+    return False
 
 
 def _same_number(a: Number, b: Number) -> bool:
-    if a.base != b.base and a.base and b.base:
-        return False
-    if a.base or b.base:
-        a, b = (each if each.base else _in_digits(each) for each in (a, b))
     if a.name and b.name and a.name != b.name:
-        first, second = _as_relation(a), _as_relation(b)
-        if a.expression.names and b.expression.names and first and second and _same_relation(first, second):
+        if a.relation and b.relation and _same_relation(a.relation, b.relation):
             return True  # y = 2x is x = y/2
         if len(a.name) == len(b.name) == 1:
             return False
-    if (a.whole and identical(a.whole, b.whole or b.expression)) or (b.whole and identical(a.expression, b.whole)):
+    if (a.whole or b.whole) and identical(a.whole or a.expression, b.whole or b.expression):
         return True
-    if a.unit.known and b.unit.known:
-        alike = a.unit.dimensions == b.unit.dimensions
+    if a.unit.dimensions and b.unit.dimensions:
         factors = constant(a.unit.factor), constant(b.unit.factor)
-        return alike and identical(product(a.expression, factors[0]), product(b.expression, factors[1]))
-    if a.sign != b.sign and identical(_in_ones(a), _in_ones(b)):
-        return True
+        alike = a.unit.dimensions == b.unit.dimensions
+        return alike and identical(a.expression * factors[0], b.expression * factors[1])
     return {a.sign, b.sign} != {"%", "°"} and identical(a.expression, b.expression)
-
-
-def _in_digits(number: Number) -> Number:
-    """A whole number with its digits read in base 16, as reading.py reads numbers with a base."""
-
-    def value(at: Mapping[str, Fraction]) -> Fraction:
-        decimal = number.expression.value(at)
-        if not isinstance(decimal, Fraction) or decimal.denominator != 1 or not 0 <= decimal < 10**100:
-            raise Unreadable("no whole number")
-        return Fraction(int(str(decimal), 16))
-
-    return replace(number, expression=Expression(value, number.expression.names))
-
-
-def _in_ones(number: Number) -> Expression:
-    """The value of a number whose percent sign is a factor: 50% is 1/2."""
-    return product(number.expression, constant("1/100")) if number.sign == "%" else number.expression
 
 
 def _distinct(parts: Sequence[Answer]) -> list[Answer]:
@@ -172,21 +139,11 @@ def _in_ratio(a: Sequence[Expression], b: Sequence[Expression]) -> bool:
     """Whether a and b have the same proportions; zeros have none."""
     if len(a) != len(b) or any(identical(part, constant(0)) for part in (*a, *b)):
         return False
-    return all(identical(product(x, b[0]), product(a[0], y)) for x, y in zip(a[1:], b[1:], strict=True))
-
-
-def _as_relation(answer: Answer | None) -> Relation | None:
-    """The relation that an answer is or can be read as: y = 2x gives the value of y, and relates x and y."""
-    if isinstance(answer, Relation | Ordered):
-        return answer if isinstance(answer, Relation) else answer.relation
-    if isinstance(answer, Number) and (name := expression_of(answer.name)) is not None:
-        return Relation("=", name, answer.expression)
-    return None
+    return all(identical(x * b[0], a[0] * y) for x, y in zip(a[1:], b[1:], strict=True))
 
 
 def _same_relation(a: Relation, b: Relation) -> bool:
-    inequality = a.sign in ("<", "<=")
-    return a.sign == b.sign and proportional(difference(a.left, a.right), difference(b.left, b.right), inequality)
+    return a.sign == b.sign and proportional(a.difference, b.difference, positive=a.sign in ("<", "<="))
 
 
 def _by_math_verify(stated: str, gold: str) -> bool:
@@ -197,20 +154,7 @@ def _by_math_verify(stated: str, gold: str) -> bool:
     logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
     config = [LatexExtractionConfig(boxed_match_priority=0)]
     read = [
-        parse(rf"\boxed{{{_latex(text)}}}", config, fallback_mode="no_fallback", parsing_timeout=None)
+        parse(rf"\boxed{{{text}}}", config, fallback_mode="no_fallback", parsing_timeout=None)
         for text in (gold, stated)
     ]
     return all(read) and bool(verify(read[0], read[1], float_rounding=15, strict=True, timeout_seconds=None))
-
-
-def _latex(text: str) -> str:
-    for plain, command in {
-        "π": r"\pi ",
-        "∞": r"\infty ",
-        "⊔": r"\cup ",
-        "*": r"\cdot ",
-        "⦃": r"\{",
-        "⦄": r"\}",
-    }.items():
-        text = text.replace(plain, command)
-    return text

@@ -7,15 +7,16 @@ and a number with its unit; a text that is none of these is words.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hybrid_grpo.rewards.maths.expressions import Expression, constant, read_expression
-from hybrid_grpo.rewards.maths.notation import closing, outside, split, without_thousands
+from hybrid_grpo.rewards.maths.notation import nesting, outside, split, wrapped
 from hybrid_grpo.rewards.maths.units import NO_UNIT, Unit, is_unit_words, read_unit
 from hybrid_grpo.rewards.maths.values import Unreadable
 
-_DEEPEST = 12  # nesting of answers, such as a set of points
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d]|,\d)")
+_DEEPEST = 12  # brackets inside each other
 MOST_PARTS = 20
 
 
@@ -27,16 +28,12 @@ class Number:
     unit: Unit = NO_UNIT
     sign: str = ""
     """`%` or `°` behind the number; not part of the expression."""
-    base: str = ""
-    """The base in which its digits are written, as in 2516_8."""
+    whole: Expression | None = None
+    """The expression with the unit or sign as a part: 5 m may be five times m, 12% is 0.12 and 180° is π."""
     name: str = ""
     """The name that is said to have this value, as in x = 5."""
-    whole: Expression | None = None
-    """The expression with the unit or sign as a part: 5 m may be five times m, and 180° is π."""
-
-    def called(self, name: str) -> Number:
-        """The number with this name, unless it has one already."""
-        return replace(self, name=self.name or name)
+    relation: Relation | None = None
+    """The equation of the name and the value."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +42,14 @@ class Ordered:
 
     brackets: str
     parts: tuple[Answer, ...]
-    relation: Relation | None = None
-    """For an interval that was written as a relation, such as x > 2: the relation."""
-    ratio: Ratio | None = None
-    """For a time of the day: the ratio that it may be instead."""
 
 
 @dataclass(frozen=True)
 class Unordered:
-    """A list of answers ('list'), a set ('set'), both values of a ± ('±') or a union of intervals ('union')."""
+    """A list of answers ('list'), a set ('set') or a union of intervals ('union')."""
 
     kind: str
     parts: tuple[Answer, ...]
-    relation: Relation | None = None
-    """For a union that was written as a relation, x ≠ 2: the relation."""
 
 
 @dataclass(frozen=True)
@@ -70,21 +61,25 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Relation:
-    """`=`, `<`, `<=` or `≠`, between expressions."""
+    """`=`, `<`, `<=` or `≠`, between two expressions."""
 
     sign: str
-    left: Expression
-    right: Expression
+    difference: Expression
+    """Left side minus right side."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """a = b = c: one answer if all parts are the same, otherwise `relation`, if there is one."""
+    """a = b = c: an answer if all parts are the same."""
 
     parts: tuple[Answer, ...]
-    name: str
-    """The name in front, as x in x = 2 = 4/2; empty without one."""
-    relation: Relation | None
+
+
+@dataclass(frozen=True)
+class Either:
+    """Two ways to read one text, the stricter one first: x > 2 is a relation and (2, ∞)."""
+
+    parts: tuple[Answer, Answer]
 
 
 @dataclass(frozen=True)
@@ -94,19 +89,21 @@ class Words:
     text: str
 
 
-Answer = Number | Ordered | Unordered | Ratio | Relation | Chain | Words
-_ALL_TEXT = re.compile(r"\\text\s*\{[^{}]*\}")
+Answer = Number | Ordered | Unordered | Ratio | Relation | Chain | Either | Words
 
 
-def read_answer(text: str, depth: int = 0) -> Answer:
+def read_answer(text: str) -> Answer:
     """The answer that a text is, after notation.clean."""
-    text = _unwrapped(text.strip().rstrip(".").strip())
-    text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text) if _ALL_TEXT.fullmatch(text) else text
-    text = text.strip()
-    if depth > _DEEPEST or not text:
+    text = text.strip().rstrip(".").strip()
+    while text.startswith("{") and wrapped(text):
+        text = text[1:-1].strip()
+    text = re.sub(r"^\\text\s*\{([^{}]*)\}$", r"\1", text).strip()
+    if not re.search(r"[(\[⦃]", text):  # (1,000) is a point
+        text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+    if not text or nesting(text) > _DEEPEST:
         return Words(text)
     for read in (_membership, _list, _union, _chain, _matrix, _bracketed, _two_signs, _ratio, _based, _number):
-        answer = read(text, depth + 1)
+        answer = read(text)
         if answer is not None:
             return answer
     return Words(text)
@@ -120,16 +117,9 @@ def holds_words(answer: Answer) -> bool:
 def expression_of(text: str) -> Expression | None:
     """The expression that a text is; None where it cannot be read."""
     try:
-        return read_expression(text) if text.strip() else None
+        return read_expression(text)
     except Unreadable:
         return None
-
-
-def _unwrapped(text: str) -> str:
-    """Remove braces around the whole text."""
-    while text.startswith("{") and closing(text, 0) == len(text) - 1:
-        text = text[1:-1].strip()
-    return text
 
 
 _NAME_ATOM = r"(?:\\text\{[^{}]*\}|\\?(?!(?:sqrt|frac|log|ln|exp|text)(?![A-Za-z]))[A-Za-z]+(?![A-Za-z]))"
@@ -152,195 +142,180 @@ def _is_asked(text: str) -> bool:
     return expression is not None and len(expression.names) > 1
 
 
-def _membership(text: str, depth: int) -> Answer | None:
+def _membership(text: str) -> Answer | None:
     left, *right = split(text, "∈")
-    return read_answer(right[0], depth) if len(right) == 1 and _is_name(left) else None
+    return read_answer(right[0]) if len(right) == 1 and _is_name(left) else None
 
 
-_SPLITTERS = re.compile(r"(?:\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)")
-
-
-def _list(text: str, depth: int) -> Answer | None:
-    text = without_thousands(text)
-    texts = split(text, rf"\s*(?:[,;]\s*)?{_SPLITTERS.pattern}\s*|,|;")
+def _list(text: str) -> Answer | None:
+    texts = split(text, r"\s*(?:[,;]\s*)?\b(?:and|or)\b\s*|,|;")
     if len(texts) == 1:
         return None
-    texts = [part for part in (part.strip() for part in texts) if part]
+    texts = _signed(part for part in texts if part.strip())
     if not 1 < len(texts) <= MOST_PARTS:
         return Words(text)
-    parts = [read_answer(part, depth) for part in texts]
+    parts = [read_answer(part) for part in texts]
     names = [part.name for part in parts if isinstance(part, Number) and re.fullmatch(r"[A-Za-z]", part.name)]
     if len(set(names)) == len(parts):  # x = 1, y = 2 is the point (1, 2)
-        return Ordered(
-            "()", tuple(part for _, part in sorted(zip(names, parts, strict=True), key=lambda pair: pair[0]))
-        )
-    if _each_inequality(texts) and not re.search(r"\band\b", text):
+        return Ordered("()", tuple(parts[names.index(name)] for name in sorted(names)))
+    if all(re.match(r"\s*[^(\[⦃\s].*[<>]", part) for part in texts) and not re.search(r"\band\b", text):
         return Unordered("union", tuple(parts))
-    return Unordered("list", _flat(parts))
+    return Unordered("list", tuple(parts))
 
 
-def _each_inequality(texts: Sequence[str]) -> bool:
-    return all(re.search(r"[<>]", text) and not text.startswith(("(", "[", "⦃")) for text in texts)
+def _signed(texts: Iterable[str]) -> list[str]:
+    """The texts, where 1 ± 2 is two of them."""
+    signed = []
+    for text in texts:
+        if "±" in text:
+            signed.append(text.replace("±", "+").replace("∓", "-"))
+            text = text.replace("±", "-").replace("∓", "+")
+        signed.append(text)
+    return signed
 
 
-def _flat(parts: Sequence[Answer]) -> tuple[Answer, ...]:
-    """The parts of a list, where 1 ± 2 is two of them."""
-    return tuple(
-        inner
-        for part in parts
-        for inner in (part.parts if isinstance(part, Unordered) and part.kind == "±" else (part,))
-    )
-
-
-def _union(text: str, depth: int) -> Answer | None:
+def _union(text: str) -> Answer | None:
     texts = split(text, "⊔")
-    return Unordered("union", tuple(read_answer(part, depth) for part in texts)) if len(texts) > 1 else None
+    return Unordered("union", tuple(read_answer(part) for part in texts)) if len(texts) > 1 else None
 
 
 _TURNED = {">": "<", ">=": "<="}
+_SIGNS = "<=|>=|<|>|=|≠|≈"
 
 
-def _chain(text: str, depth: int) -> Answer | None:
+def _chain(text: str) -> Answer | None:
     """A text with one of the signs = < > ≠ ≈ outside of brackets."""
-    texts = split(text, "<=|>=|<|>|=|≠|≈")
-    if len(texts) == 1:
+    texts = [part.strip() for part in split(text, _SIGNS)]
+    signs = re.findall(_SIGNS, outside(text))
+    if not 1 < len(texts) <= MOST_PARTS:
         return None
-    texts = [part.strip() for part in texts]
-    signs = re.findall("<=|>=|<|>|=|≠|≈", outside(text))
     if "≈" in signs:
         left, right = split(text, "≈")[:2]
-        return read_answer(right if not left.strip() or _is_name(left) else left, depth)
+        return read_answer(right if not left.strip() or _is_name(left) else left)
     if set(signs) == {"="}:
-        return _equation(texts, depth)
-    if set(signs) <= {"<", "<="}:
-        return _inequality(texts, signs, depth)
+        return _equation(texts)
     if set(signs) <= {">", ">="}:
-        return _inequality(texts[::-1], [_TURNED[sign] for sign in signs[::-1]], depth)
-    if signs != ["≠"]:
-        return None
-    relation = _relation("≠", *texts)
-    name, value = texts if _is_name(texts[0]) else texts[::-1]
-    if not _is_name(name):
-        return relation
-    return replace(_all_but(value, depth), relation=relation)
+        texts, signs = texts[::-1], [_TURNED[sign] for sign in signs[::-1]]
+    if set(signs) <= {"<", "<="}:
+        return _inequality(texts, signs)
+    return _all_but(*texts) if signs == ["≠"] else None
 
 
-def _all_but(value: str, depth: int) -> Unordered:
-    """All real numbers but one."""
-    return Unordered("union", tuple(read_answer(part, depth) for part in (f"(-∞,{value})", f"({value},∞)")))
-
-
-def _equation(texts: list[str], depth: int) -> Answer | None:
+def _equation(texts: list[str]) -> Answer:
     if len(texts) == 2 and _is_name(texts[1]) and not _is_name(texts[0]):
         texts = texts[::-1]
-    named = not texts[0] or _is_asked(texts[0])
-    name = re.sub(r"[\s{}]", "", texts[0]) if named else ""
-    parts = [read_answer(part, depth) for part in texts[named:]]
-    if len(parts) > 1:
-        return Chain(tuple(parts), name, _relation("=", *texts) if len(texts) == 2 else None)
-    return parts[0].called(name) if isinstance(parts[0], Number) else parts[0]
+    relation = _relation("=", *texts) if len(texts) == 2 else None
+    if texts[0] and not _is_asked(texts[0]):
+        return _either(relation, Chain(tuple(map(read_answer, texts))))
+    name = re.sub(r"[\s{}]", "", texts[0])
+    parts = tuple(_named(read_answer(part), name, relation) for part in texts[1:])
+    return parts[0] if len(parts) == 1 else Chain(parts)
 
 
-def _inequality(texts: list[str], signs: list[str], depth: int) -> Answer | None:
+def _named(answer: Answer, name: str, relation: Relation | None) -> Answer:
+    return replace(answer, name=name, relation=relation) if isinstance(answer, Number) and not answer.name else answer
+
+
+def _inequality(texts: list[str], signs: list[str]) -> Answer | None:
     """A chain of < and <=; where it bounds a name, it is an interval."""
     opening, closing = "[" if signs[0] == "<=" else "(", "]" if signs[-1] == "<=" else ")"
-    if len(texts) == 3:
-        return read_answer(f"{opening}{texts[0]},{texts[2]}{closing}", depth) if _is_name(texts[1]) else None
-    if len(texts) > 3:
+    if len(texts) == 3 and _is_name(texts[1]):
+        return read_answer(f"{opening}{texts[0]},{texts[2]}{closing}")
+    if len(texts) != 2:
         return None
     relation = _relation(signs[0], *texts)
     if not any(map(_is_name, texts)):
         return relation
     interval = f"(-∞,{texts[1]}{closing}" if _is_name(texts[0]) else f"{opening}{texts[0]},∞)"
-    answer = read_answer(interval, depth)
-    return replace(answer, relation=relation) if isinstance(answer, Ordered) else answer
+    return _either(relation, read_answer(interval))
+
+
+def _all_but(left: str, right: str) -> Answer | None:
+    """All real numbers but one, as a relation and as a union of intervals."""
+    relation = _relation("≠", left, right)
+    name, value = (left, right) if _is_name(left) else (right, left)
+    if not _is_name(name) or (bound := expression_of(value)) is None:
+        return relation
+    ends = ((read_expression("-∞"), bound), (bound, read_expression("∞")))
+    intervals = tuple(Ordered("()", (Number(low), Number(high))) for low, high in ends)
+    return _either(relation, Unordered("union", intervals))
 
 
 def _relation(sign: str, left: str, right: str) -> Relation | None:
-    try:
-        return Relation(sign, read_expression(left), read_expression(right))
-    except Unreadable:
-        return None
+    a, b = expression_of(left), expression_of(right)
+    return None if a is None or b is None else Relation(sign, a - b)
+
+
+def _either(strict: Relation | None, loose: Answer) -> Answer:
+    """Both ways to read a relation; without variables it is no relation."""
+    return Either((strict, loose)) if strict is not None and strict.difference.names else loose
 
 
 _MATRIX = re.compile(r"\\begin\s*\{([pb]?matrix|array)\}(?:\s*\{[clr| ]*\})?(.*)\\end\s*\{\1\}")
 
 
-def _matrix(text: str, depth: int) -> Answer | None:
-    inner = text[1:-1].strip() if text[0] in "([" and closing(text, 0) == len(text) - 1 else text
+def _matrix(text: str) -> Answer | None:
+    inner = text[1:-1].strip() if text[0] in "([" and wrapped(text) else text
     match = _MATRIX.fullmatch(inner)
     if match is None or r"\begin" in match[2]:
         return None
     rows = [row.split("&") for row in re.split(r"\\\\", match[2].strip().removesuffix(r"\\"))]
-    return Ordered("rows", tuple(Ordered("row", tuple(read_answer(cell, depth) for cell in row)) for row in rows))
+    return Ordered("rows", tuple(Ordered("row", tuple(read_answer(cell) for cell in row)) for row in rows))
 
 
-def _bracketed(text: str, depth: int) -> Answer | None:
-    if text[0] not in "([⦃" or closing(text, 0) != len(text) - 1:
+def _bracketed(text: str) -> Answer | None:
+    if not wrapped(text):
         return None
     brackets, inner = text[0] + text[-1], text[1:-1]
     if brackets == "⦃⦄":
         name, *condition = split(inner, r"[|:]")
         if len(condition) == 1 and _is_name(name.partition("∈")[0]):
-            return read_answer(condition[0], depth)
-        texts = [part for part in split(inner, "[,;]") if part.strip()]
-        parts = [read_answer(part, depth) for part in texts[:MOST_PARTS]]
-        return Unordered("set", _flat(parts)) if len(texts) <= MOST_PARTS else None
+            return read_answer(condition[0])
+        texts = _signed(part for part in split(inner, "[,;]") if part.strip())
+        return Unordered("set", tuple(map(read_answer, texts))) if len(texts) <= MOST_PARTS else None
     texts = split(inner, "[,;]")
     if len(texts) == 1:
-        return read_answer(inner, depth)
-    return Ordered(brackets, tuple(read_answer(part, depth) for part in texts)) if len(texts) <= MOST_PARTS else None
+        return read_answer(inner)
+    return Ordered(brackets, tuple(read_answer(part) for part in texts)) if len(texts) <= MOST_PARTS else None
 
 
-def _two_signs(text: str, depth: int) -> Answer | None:
-    if "±" not in text:
-        return None
-    both = text.replace("±", "+").replace("∓", "-"), text.replace("±", "-").replace("∓", "+")
-    return Unordered("±", tuple(read_answer(each, depth) for each in both))
+def _two_signs(text: str) -> Answer | None:
+    return Unordered("list", tuple(map(read_answer, _signed([text])))) if "±" in text else None
 
 
-def _ratio(text: str, depth: int) -> Answer | None:
+def _ratio(text: str) -> Answer | None:
     text, unit = _unit(text)
-    if re.fullmatch(r"[\d.]+(?: to [\d.]+)+", re.sub(r"\\text\s*\{\s*to\s*\}", "to", text)):
-        text = re.sub(r"\\text\s*\{\s*to\s*\}|to", ":", text)
-    texts = [part.strip() for part in split(text, ":")]
-    if len(texts) == 1:
-        return None
-    try:
-        parts = tuple(read_expression(part) for part in texts)
-    except Unreadable:
+    texts = split(text, ":")
+    parts = [part for part in map(expression_of, texts) if part is not None] if len(texts) > 1 else []
+    if len(parts) < len(texts):
         return None
     if re.fullmatch(r"\d{1,2}(:\d\d)+", text):
-        ratio = None if unit.known else Ratio(parts)
-        return Ordered(":", (*map(Number, parts), Number(constant(1), unit)), ratio=ratio)
-    return Ratio(parts)
+        return Ordered(":", (*map(Number, parts), Number(constant(1), unit)))
+    return Ratio(tuple(parts))
 
 
-_BASED = re.compile(
-    r"([0-9A-Fa-f]*\d[0-9A-Fa-f]*)\s*_\s*(?:(\d)|\{\s*(?:\\text\{)?\s*(\w+)\s*\}?\s*\}|\\text\{\s*(\w+)\s*\})"
-)
 _NAMED_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 
 
-def _based(text: str, depth: int) -> Answer | None:
-    match = _BASED.fullmatch(text)
+def _based(text: str) -> Answer | None:
+    """A number in a base, as 2516_8, whose base may be left out."""
+    match = re.fullmatch(r"([0-9A-Fa-f]*\d[0-9A-Fa-f]*)_(\w+)", re.sub(r"\\text|[{}\s]", "", text))
     if match is None:
         return None
-    base = match[2] or match[3] or match[4]
-    # Digits are read as if in base 16: numbers with a base are only compared digit by digit.
-    return Number(constant(int(match[1], 16)), base=_NAMED_BASES.get(base, base))
+    digits, base = match.groups()
+    # The digits are read in base 16 whatever the base: they are only compared one by one.
+    based = Ordered("_", (Number(constant(int(digits, 16))), read_answer(_NAMED_BASES.get(base, base))))
+    return Either((based, Number(constant(digits)))) if digits.isdigit() else based
 
 
-def _number(text: str, depth: int) -> Answer | None:
-    text = without_thousands(text)
-    text = re.sub(r"(?<![\d./^_])(\d+) +(\d+) ?/ ?(\d+)(?![\d.])", r"\1\\frac{\2}{\3}", text)  # 1 3/4
+def _number(text: str) -> Answer | None:
     core, unit = _unit(text)
     sign = core[-1:] if core[-1:] in ("%", "°") else ""
-    whole = expression_of(text) if core != text or sign == "°" else None
     expression = expression_of(core.removesuffix(sign))
-    if expression is not None:
-        return Number(expression, unit, sign, whole=whole)
-    return None if whole is None else Number(whole)
+    whole = expression_of(text) if sign or core != text else None
+    if expression is None:
+        return None if whole is None else Number(whole)
+    return Number(expression, unit, sign, whole)
 
 
 _TEXT_UNIT = re.compile(
@@ -363,6 +338,6 @@ def _unit(text: str) -> tuple[str, Unit]:
     match = _PLAIN_UNIT.fullmatch(text)
     if match and is_unit_words(match[3]) and not _QUALIFIED.search(match[3]):
         unit = read_unit(match[3])
-        if match[2] or (unit.known and (len(match[3]) > 1 or match[1][-1] == "°")):
+        if match[2] or (unit.dimensions and (len(match[3]) > 1 or match[1][-1] == "°")):
             return match[1].strip(), unit
     return text, NO_UNIT

@@ -25,26 +25,9 @@ def math_answer(completions: Completions, answer: list[Any], *, boxed_only: bool
     does a number that merely occurs.
 
     **What it must be.** The gold answer is bare, or a worked solution that ends in `####` or holds `\boxed{}`. Values
-    are compared, not their notation (2/4 is 0.5), and exactly: 0.333 is not 1/3 and 3.14 is not \pi, since a problem
-    that asks for rounding has a rounded gold answer. Conventions:
-
-    - 1,000 is a thousand and 1.000 is one; (1,000) is a point.
-    - A percent or degree sign is read both as a unit that may be left out (MATH's own grader drops it, and not all gold
-      answers have it) and as what it means: 12% is 12, and is 0.12; 180° is 180, and is \pi.
-    - A unit may be left out or added; two known units must have the same dimension and are converted (5 m is 500 cm,
-      not 5 cm). Nouns ("eggs") are no units. `$` is dollars.
-    - A base may be left out, and may not differ: 2516_8 is 2516 in an answer to "in base 8".
-    - A list and a set are unordered, (a, b) is ordered and its brackets count: (1, 2) is neither [1, 2] nor {1, 2} nor
-      "1, 2". x < 2 is (-\infty, 2); x = 1, y = 2 is (1, 2); a ± b is a list of two. All of a list must be right:
-      "3 or 4" is not 3. Elements of a set count once: {1, 1, 2} is {1, 2}.
-    - 6:8 is 3:4, is "3 to 4", and is 3/4; a ratio of two-digit numbers is also read as a time of the day.
-    - `x = 5` is 5, `m + n = 5` is 5; `y = 5` is not `x = 5`, `x + 2 = 5` is not 5; in a chain a = b = c all must be
-      equal. Equations are the same if one is a multiple of the other.
-    - Expressions are the same if they have the same values; \sqrt{x^2} is not x. Mixed numbers: 1\frac{1}{2} is 3/2.
-    - Words are compared in any case, single letters with their case; (A) is A, and is "A) 42".
-
-    math-verify compares set differences, and gold answers that have a sum, an integral or a limit. Everything else is
-    compared here. The function does not apply where `answer` is None.
+    are compared, not their notation (2/4 is 0.5), and exactly (0.333 is not 1/3); docs/rewards/maths.md has the
+    conventions. math-verify compares set differences, and gold answers that have a sum, an integral or a limit;
+    everything else is compared here. The function does not apply where `answer` is None.
 
     Raises:
         ValueError: math-verify is not installed, or an answer of the data set is empty.
@@ -146,8 +129,7 @@ def _marked(text: str, is_answer: Callable[[str], bool] = is_mathematical) -> st
 
 def _headed(text: str) -> str | None:
     """The text after the last `####`, words or not."""
-    lines = _after_hashes(text)
-    return lines[-1] if lines else None
+    return next(reversed(_after_hashes(text)), None)
 
 
 def _after_hashes(text: str) -> list[str]:
@@ -190,8 +172,7 @@ def _content(text: str, box: re.Match[str]) -> tuple[str, int]:
 
 
 def _tagged(text: str) -> str | None:
-    tagged = _TAG.findall(text)
-    return tagged[-1] if tagged else None
+    return next(reversed(_TAG.findall(text)), None)
 
 
 def _phrased(text: str) -> str | None:

@@ -19,15 +19,17 @@ import re
 import ssl
 import time
 import weakref
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import httpx
 import tenacity
+from pydantic import AllowInfNan, Strict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
+from hybrid_grpo.config.fields import Count, NotNegative, Positive, Switch, Whole
 from hybrid_grpo.config.network import bearer_token, is_loopback
 from hybrid_grpo.rewards.rules import completion_texts
 
@@ -41,13 +43,7 @@ _LONGEST_WAIT_S = 60.0
 _TEMPORARY = {408, 425, 429}
 """Statuses below 500 that may be different the next time."""
 
-_NUMBERS = (
-    ("timeout_s", 0.001, (int, float)),
-    ("retries", 0, (int,)),
-    ("backoff_s", 0, (int, float)),
-    ("max_connections", 1, (int,)),
-)
-"""Name, lowest value and types of the settings that are numbers."""
+_REWARDS = TypeAdapter(list[Annotated[float, Strict(), AllowInfNan(False)] | Switch | None])
 
 Prompt = str | list[dict[str, Any]]
 
@@ -91,7 +87,12 @@ async def remote(
         ValueError: a setting or a column cannot be used.
         RuntimeError: no usable answer came, or the service failed on every row.
     """
-    service = _Service(url, token_env, timeout_s, retries, backoff_s, verify, max_connections)
+    try:
+        service = _Service(url, token_env, timeout_s, retries, backoff_s, verify, max_connections)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        # Without the value, which may be a secret in the wrong place.
+        raise ValueError(f"{[*_Service.__dataclass_fields__][int(wrong['loc'][0])]}: {wrong['msg']}") from None
     if format not in ("openrlhf", "full"):
         raise ValueError(f"format {format!r} is not known: give openrlhf or full")
     if not prompts:
@@ -104,7 +105,12 @@ async def remote(
     if format == "full":
         payload = {"prompts": prompts, **_chosen(values, columns), "completions": texts}
     else:
-        payload = _openrlhf(prompts, texts, tokenizer, label_column, values)
+        rendered = [(p, "") if isinstance(p, str) else _rendered(p, tokenizer) for p in prompts]
+        payload = {
+            "query": [prompt + between + text for (prompt, between), text in zip(rendered, texts, strict=True)],
+            "prompts": [prompt for prompt, _ in rendered],
+            "labels": [""] * len(texts) if label_column is None else _chosen(values, [label_column])[label_column],
+        }
         for name, column in _chosen(values, columns or []).items():
             if payload.setdefault(name, column) is not column:
                 raise ValueError(f"column {name} has a name that the format openrlhf gives a meaning: rename it")
@@ -113,17 +119,6 @@ async def remote(
         for name, logged in extra.items():
             log_extra(name, logged)
     return rewards
-
-
-def _openrlhf(
-    prompts: list[Prompt], texts: list[str], tokenizer: str | None, label_column: str | None, values: dict[str, Any]
-) -> dict[str, Any]:
-    rendered = [(p, "") if isinstance(p, str) else _rendered(p, tokenizer) for p in prompts]
-    return {
-        "query": [prompt + between + text for (prompt, between), text in zip(rendered, texts, strict=True)],
-        "prompts": [prompt for prompt, _ in rendered],
-        "labels": [""] * len(texts) if label_column is None else _chosen(values, [label_column])[label_column],
-    }
 
 
 def _rendered(chat: list[dict[str, Any]], tokenizer: str | None) -> tuple[str, str]:
@@ -163,41 +158,29 @@ class _Service:
 
     url: str
     token_env: str | None
-    timeout_s: float
-    retries: int
-    backoff_s: float
+    timeout_s: Positive
+    retries: Whole
+    backoff_s: NotNegative
     verify: bool | str
-    max_connections: int
+    max_connections: Count
 
     def check(self) -> None:
         """Raise ValueError, in words that hold no secret, where the settings cannot work."""
-        for name, lowest, types in _NUMBERS:
-            value = getattr(self, name)
-            if type(value) not in types or not lowest <= value < math.inf:
-                kind = "number" if float in types else "whole number"
-                raise ValueError(f"{name} {value!r} must be a {kind}, {lowest} or greater")
         try:
             url = httpx.URL(self.url)
-        except (httpx.InvalidURL, TypeError):
+        except httpx.InvalidURL:
             raise ValueError("url is not a URL: give one as in http://127.0.0.1:8000/get_reward") from None
         if url.scheme not in ("http", "https") or not url.host:
             raise ValueError("url must begin with http:// or https:// and name a host")
         if url.userinfo:
             raise ValueError("url holds a user name or password: take it out, and name a variable in token_env")
         if self.token_env is not None:
-            if not isinstance(self.token_env, str):
-                raise ValueError("token_env must be the name of an environment variable")
             bearer_token("token_env", self.token_env)
             if url.scheme == "http" and not is_loopback(url.host):
                 raise ValueError(f"url is plain http to {url.host}, where the token could be read: use https")
         if self.verify is not True and not (isinstance(self.verify, str) and Path(self.verify).is_file()):
             raise ValueError(f"verify {self.verify!r} must be true, or a file of certificates to trust")
         _trust(self.verify)
-
-    @property
-    def where(self) -> str:
-        """The URL without its query, which may hold a secret."""
-        return str(httpx.URL(self.url).copy_with(query=None, fragment=None))
 
 
 @functools.cache
@@ -210,17 +193,6 @@ def _trust(verify: bool | str) -> ssl.SSLContext | bool:
         raise ValueError(f"verify {verify} has no certificates in PEM") from None
 
 
-class _Bearer(httpx.Auth):
-    """Reads the token when a request leaves, so that no variable, and no traceback with variables, holds it."""
-
-    def __init__(self, variable: str) -> None:
-        self._variable = variable
-
-    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        request.headers["Authorization"] = f"Bearer {bearer_token('token_env', self._variable)}"
-        yield request
-
-
 class _AttemptError(Exception):
     """An attempt without a usable answer; `again`: another may do better, `after_s` seconds later at the earliest."""
 
@@ -228,10 +200,6 @@ class _AttemptError(Exception):
         super().__init__(message)
         self.again = again
         self.after_s = after_s
-
-
-_Answer = tuple[list[float | None], dict[str, list[Any]]]
-"""Rewards, and the lists of `extra_logs` by name; each has one element per row."""
 
 
 class _Client:
@@ -242,18 +210,18 @@ class _Client:
         # Requests wait here for their turn, which does not count as the service's time.
         self._turns = asyncio.Semaphore(service.max_connections)
         self._http = httpx.AsyncClient(
-            auth=_Bearer(service.token_env) if service.token_env else None,
+            auth=self._sign if service.token_env else None,
             verify=_trust(service.verify),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=service.max_connections),
-            timeout=service.timeout_s,
+            timeout=None,  # `_attempt` has one for the whole
             follow_redirects=False,
             # A proxy named in the environment must not see requests to this machine.
             trust_env=not is_loopback(httpx.URL(service.url).host),
             headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
         )
 
-    async def ask(self, body: bytes, rows: int) -> _Answer:
-        """Post until there is an answer."""
+    async def ask(self, body: bytes, rows: int) -> tuple[list[float | None], dict[str, list[Any]]]:
+        """Post until there is an answer: rewards, and the lists of `extra_logs`, each with one element per row."""
         attempts = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self._service.retries + 1),
             wait=self._wait_s,
@@ -266,14 +234,15 @@ class _Client:
         except _AttemptError as error:
             what = self._without_token(str(error))
         # Raised outside of the handler: as its context the network's exception would hold the request, with the token.
-        raise RuntimeError(f"{self._service.where} {what} (attempt {attempts.statistics['attempt_number']})")
+        where = httpx.URL(self._service.url).copy_with(query=None, fragment=None)  # a query may hold a secret
+        raise RuntimeError(f"{where} {what} (attempt {attempts.statistics['attempt_number']})")
 
     def _wait_s(self, state: tenacity.RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome else None
         backoff_s = self._service.backoff_s * 2 ** (state.attempt_number - 1) * random.uniform(0.5, 1.0)
         return min(max(backoff_s, getattr(error, "after_s", 0.0)), _LONGEST_WAIT_S)
 
-    async def _attempt(self, body: bytes, rows: int) -> _Answer:
+    async def _attempt(self, body: bytes, rows: int) -> tuple[list[float | None], dict[str, list[Any]]]:
         timeout_s = self._service.timeout_s
         try:
             async with self._turns:
@@ -294,6 +263,11 @@ class _Client:
                 if len(answer) > _LARGEST_ANSWER:
                     raise _AttemptError(f"answered with more than {_LARGEST_ANSWER >> 20} MiB")
         return answer.decode("utf-8-sig", "replace")
+
+    def _sign(self, request: httpx.Request) -> httpx.Request:
+        """Read the token when a request leaves, so that no variable, and no traceback with variables, holds it."""
+        request.headers["Authorization"] = f"Bearer {bearer_token('token_env', self._service.token_env or '')}"
+        return request
 
     def _without_token(self, text: str) -> str:
         """The text with the token blanked out: a service may repeat what it was sent."""
@@ -344,17 +318,18 @@ def _seconds(retry_after: str) -> float:
         return 0.0
 
 
-def _read(text: str, rows: int) -> _Answer:
+def _read(text: str, rows: int) -> tuple[list[float | None], dict[str, list[Any]]]:
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):
         raise _AttemptError("answered with what is not JSON") from None
-    values = answer.get("rewards") if isinstance(answer, dict) else None
-    if not isinstance(values, list):
-        raise _AttemptError("answered without a list `rewards`")
-    if len(values) != rows:
-        raise _AttemptError(f"answered with {len(values)} rewards, expected {rows}")
-    rewards = list(map(_reward, values))
+    try:
+        rewards = _REWARDS.validate_python(answer.get("rewards") if isinstance(answer, dict) else None)
+    except ValidationError as error:
+        found = repr(error.errors()[0]["input"])[:100]
+        raise _AttemptError(f"answered without a list `rewards` of finite numbers or nulls: {found}") from None
+    if len(rewards) != rows:
+        raise _AttemptError(f"answered with {len(rewards)} rewards, expected {rows}")
     logs = answer.get("extra_logs")
     logs = logs if isinstance(logs, dict) else {}
     extra = {name: column for name, column in logs.items() if isinstance(column, list) and len(column) == rows}
@@ -363,15 +338,3 @@ def _read(text: str, rows: int) -> _Answer:
     if all(failed):
         raise _AttemptError(f"failed: {' '.join(str(errors[0]).split())[:300]}", again=False)
     return [math.nan if fails else reward for reward, fails in zip(rewards, failed, strict=True)], extra
-
-
-def _reward(value: Any) -> float | None:
-    if value is None:
-        return None
-    try:
-        number = float(value) if isinstance(value, int | float) else math.nan
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise _AttemptError(f"answered with a reward that is no finite number: {repr(value)[:100]}")
-    return number

@@ -51,9 +51,8 @@ def application(
         config: limits of what clients may ask.
         token: bearer token that questions must carry; None: they need none.
     """
-    question = _Endpoint(answer, config, token)
     return Starlette(
-        routes=[Route(path, question.post, methods=["POST"]), Route("/health", _health)],
+        routes=[Route(path, _Endpoint(answer, config, token).post, methods=["POST"]), Route("/health", _health)],
         exception_handlers={HTTPException: _refusal, ClientDisconnect: _nobody},
     )
 
@@ -70,22 +69,21 @@ def listen(host: str, port: int) -> socket.socket:
 
 def serve(app: Starlette, listener: socket.socket, config: ServeOptionsConfig, tls: ssl.SSLContext | None) -> None:
     """Serve until SIGINT or SIGTERM; requests that are being answered then have ten seconds more."""
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http=_Connection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=math.ceil(config.timeout_s),
-            timeout_graceful_shutdown=_GRACE_S,
-            h11_max_incomplete_event_size=_LONGEST_HEAD,
-            ssl_context_factory=None if tls is None else lambda config, default: tls,
-        )
+    settings = uvicorn.Config(
+        app,
+        http=_Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=math.ceil(config.timeout_s),
+        timeout_graceful_shutdown=_GRACE_S,
+        h11_max_incomplete_event_size=_LONGEST_HEAD,
+        ssl_context_factory=None if tls is None else lambda config, default: tls,
     )
+    server = uvicorn.Server(settings)
     for number in (signal.SIGINT, signal.SIGTERM):
         # After its end uvicorn restores these handlers and raises the signal again: that must do nothing.
         signal.signal(number, server.handle_exit)
@@ -120,12 +118,10 @@ class _Endpoint:
     def _check_token(self, request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         # In constant time: how long a comparison takes must not tell how much of the token was right.
-        if self._token is not None and not (
-            scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._token.encode())
-        ):
-            raise HTTPException(
-                HTTPStatus.UNAUTHORIZED, "the bearer token is not right", {"WWW-Authenticate": "Bearer"}
-            )
+        is_right = hmac.compare_digest(given.strip().encode(), (self._token or "").encode())
+        if self._token is not None and not (scheme.lower() == "bearer" and is_right):
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise HTTPException(HTTPStatus.UNAUTHORIZED, "the bearer token is not right", headers)
 
     async def _body(self, request: Request) -> bytes:
         limit = int(self._config.max_body_mb * 2**20)

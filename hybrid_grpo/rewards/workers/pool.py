@@ -1,10 +1,10 @@
 """Calling reward functions without ever waiting for them longer than they may take.
 
-    InlineCaller       at once, in the thread that asks: built-ins that are fast and cannot hang
-    CollectiveCaller   at once, on all ranks at the same time: models that are sharded over the ranks
-    Threads            in a thread of the rank, one call at a time: functions that hold a GPU
-    Workers            in worker processes, as many calls at the same time as there are processes
-    Tasks              `async def` functions: many calls at the same time in one worker process
+    InlineCaller   at once, in the thread that asks: built-ins that are fast and cannot hang, and models that are
+                   sharded over the ranks, which all ranks call at the same time
+    Threads        in a thread of the rank, one call at a time: functions that hold a GPU
+    Workers        in worker processes, as many calls at the same time as there are processes
+    Tasks          `async def` functions: many calls at the same time in one worker process
 
 A call that takes too long is given up: its worker is replaced and killed with all that it has started, its thread is
 left to itself. An event loop in a thread of its own, the Pool's, drives all of this; a rank only waits for results.
@@ -21,11 +21,12 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.config.importing import describe
-from hybrid_grpo.rewards.functions import Failure, Function, Reply, RewardCall, failed
+from hybrid_grpo.rewards.functions import Failure, Function, Interface, Reply, RewardCall, failed
 from hybrid_grpo.rewards.workers.processes import ForkServer, Worker
 from hybrid_grpo.rewards.workers.worker import timed_out
 
@@ -51,32 +52,21 @@ class Caller(Protocol):
 
 
 class InlineCaller:
-    """Calls at once, in the thread that asks."""
-
-    def __init__(self, function: Function) -> None:
-        self._function = function
-
-    def start(self, call: RewardCall) -> Future[Outcome]:
-        start_s = time.perf_counter()
-        reply = self._function.score(call)
-        end_s = time.perf_counter()
-        if reply.whole:
-            reply = joined([self._function.score(row) for row in _single_rows(call)])
-        return _done(reply, start_s, end_s)
-
-
-class CollectiveCaller:
-    """Calls at once, with all completions of the rank, possibly none: every rank has to call equally often.
-
-    The call has no time limit, and what it raises ends the run, because the other ranks wait for this one.
-    """
+    """Calls at once, in the thread that asks, without a time limit; what `score` raises ends the run."""
 
     def __init__(self, score: Callable[[RewardCall], Reply]) -> None:
         self._score = score
 
     def start(self, call: RewardCall) -> Future[Outcome]:
+        """Call the function."""
         start_s = time.perf_counter()
-        return _done(self._score(call), start_s, time.perf_counter())
+        reply = self._score(call)
+        end_s = time.perf_counter()
+        if reply.whole:
+            reply = joined([self._score(row) for row in _single_rows(call)])
+        done: Future[Outcome] = Future()
+        done.set_result(Outcome(reply, [(start_s, end_s)]))
+        return done
 
 
 class Pool:
@@ -105,20 +95,11 @@ class Pool:
         assert self._fork_server is not None and self._workers is not None
         interface = self.interfaces[index]
         workers: Workers | Tasks = Tasks(self._fork_server, self._workers) if interface.is_async else self._workers
-
-        async def score(call: RewardCall) -> Reply:
-            return await workers.score(index, call, timeout_s)
-
-        return _PoolCaller(self, score, splits=interface.batch_size != "group")
+        return _PoolCaller(self, partial(workers.score, index, timeout_s), interface)
 
     def threaded(self, function: Function, timeout_s: float, enter: Callable[[], None]) -> Caller:
         """The caller of a function of this process; every thread begins with `enter`."""
-        threads = Threads(enter)
-
-        async def score(call: RewardCall) -> Reply:
-            return await threads.score(function, call, timeout_s)
-
-        return _PoolCaller(self, score, splits=function.interface.batch_size != "group")
+        return _PoolCaller(self, partial(Threads(enter).score, function, timeout_s), function.interface)
 
     def run(self, coroutine: Coroutine[Any, Any, Outcome]) -> Future[Outcome]:
         """Start a coroutine in the loop."""
@@ -151,12 +132,6 @@ def joined(replies: Sequence[Reply]) -> Reply:
     )
 
 
-def _done(reply: Reply, start_s: float, end_s: float) -> Future[Outcome]:
-    done: Future[Outcome] = Future()
-    done.set_result(Outcome(reply, [(start_s, end_s)]))
-    return done
-
-
 def _single_rows(call: RewardCall) -> list[RewardCall]:
     return [call.rows([row]) for row in range(len(call.lengths))]
 
@@ -165,15 +140,17 @@ Score = Callable[[RewardCall], Coroutine[Any, Any, Reply]]
 
 
 class _PoolCaller:
-    """A caller whose calls run in the loop of a pool. A call of several rows that fails as a whole is repeated row by
-    row, unless the function looks at the whole group."""
+    """A caller whose calls run in the loop of a pool."""
 
-    def __init__(self, pool: Pool, score: Score, splits: bool) -> None:
+    def __init__(self, pool: Pool, score: Score, interface: Interface) -> None:
         self._pool = pool
         self._score = score
-        self._splits = splits
+        self._splits = interface.batch_size != "group"
 
     def start(self, call: RewardCall) -> Future[Outcome]:
+        """Start the call. One of several rows that fails as a whole is repeated row by row, unless the function looks
+        at the whole group."""
+        # A coroutine that does not hold the pool, which ends when nobody but calls under way would need it.
         return self._pool.run(_outcome(self._score, call, self._splits))
 
 
@@ -215,32 +192,30 @@ class Workers:
         self._alone = asyncio.Lock()
         self._idle: list[Worker] = []
 
-    async def score(self, index: int, call: RewardCall, timeout_s: float, kind: str = "sync") -> Reply:
-        """Call a function as soon as a process is free; `timeout_s` counts from then.
+    async def score(self, index: int, timeout_s: float, call: RewardCall) -> Reply:
+        """Call a function as soon as a process is free.
 
         Args:
             index: of the function among the isolated ones.
+            timeout_s: seconds after which the call is given up, from when a process is free.
             call: its arguments.
-            timeout_s: seconds after which the call is given up.
-            kind: of the process: `sync`, or `async` for a new process that ends after the call.
         """
         async with self._slots:
-            reply = await self._ask(index, call, timeout_s, kind)
+            reply = await self._ask(index, timeout_s, call)
         if reply is None:
             # The fork server was killed, and every worker with it. Run one by one, to find the call that did it.
             async with self._alone, AsyncExitStack() as slots:
                 for _ in range(self._count):
                     await slots.enter_async_context(self._slots)
-                reply = await self._ask(index, call, timeout_s, kind)
+                reply = await self._ask(index, timeout_s, call)
         return reply or _death(None, len(call.lengths))
 
-    async def _ask(self, index: int, call: RewardCall, timeout_s: float, kind: str) -> Reply | None:
+    async def _ask(self, index: int, timeout_s: float, call: RewardCall) -> Reply | None:
         """The reply; None where the fork server has died together with the worker."""
         rows = len(call.lengths)
-        worker = await self._free(kind)
-        grace_s = _ASYNC_GRACE_SECONDS if kind == "async" else 0.0
+        worker = await self._free()
         try:
-            reply = await asyncio.wait_for(worker.ask(index, call, timeout_s), timeout_s + grace_s)
+            reply = await asyncio.wait_for(worker.ask(index, call, timeout_s), timeout_s)
         except asyncio.TimeoutError:
             worker.end()
             return timed_out(timeout_s, rows)
@@ -250,24 +225,24 @@ class Workers:
         except BaseException:
             worker.end()
             raise
-        if reply.spent or kind == "async":
+        if reply.spent:
             worker.end()
         else:
             self._idle.append(worker)
         return reply
 
-    async def _free(self, kind: str) -> Worker:
-        while kind == "sync" and self._idle:
+    async def _free(self) -> Worker:
+        while self._idle:
             worker = self._idle.pop()
             if not worker.is_gone():
                 return worker
             worker.end()
-        return await self._fork_server.start_worker(kind)
+        return await self._fork_server.start_worker("sync")
 
 
 class Tasks:
     """One process for the many calls of an `async def` function. If it dies or its event loop is blocked, each call
-    under way is repeated in a process of its own, so that one call cannot spoil the others."""
+    under way is repeated by a process that runs nothing else meanwhile, so that one call cannot spoil the others."""
 
     def __init__(self, fork_server: ForkServer, workers: Workers) -> None:
         self._fork_server = fork_server
@@ -276,13 +251,13 @@ class Tasks:
         self._starting = asyncio.Lock()
         self._worker: Worker | None = None
 
-    async def score(self, index: int, call: RewardCall, timeout_s: float) -> Reply:
+    async def score(self, index: int, timeout_s: float, call: RewardCall) -> Reply:
         """Call the function; `timeout_s` counts from when fewer than 64 calls are under way."""
         async with self._slots:
-            reply = await self._ask(index, call, timeout_s)
-        return reply or await self._workers.score(index, call, timeout_s, "async")
+            reply = await self._ask(index, timeout_s, call)
+        return reply or await self._workers.score(index, timeout_s, call)
 
-    async def _ask(self, index: int, call: RewardCall, timeout_s: float) -> Reply | None:
+    async def _ask(self, index: int, timeout_s: float, call: RewardCall) -> Reply | None:
         """The reply; None where the process is lost, and other calls with it."""
         async with self._starting:
             worker = self._worker = self._worker or await self._fork_server.start_worker("async")
@@ -315,7 +290,7 @@ class Threads:
         self._enter = enter
         self._turn = asyncio.Lock()
 
-    async def score(self, function: Function, call: RewardCall, timeout_s: float) -> Reply:
+    async def score(self, function: Function, timeout_s: float, call: RewardCall) -> Reply:
         """Call the function; `timeout_s` counts from the call's turn."""
         async with self._turn:
             answer: Future[Reply] = Future()

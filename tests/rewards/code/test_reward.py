@@ -66,19 +66,26 @@ CHEATS = {
     "every file": "import os\nfor number in range(64):\n    try: os.write(number, b'1111')\n    except OSError: pass\n"
     "def square(x): return 7",
     "replies": "import os, pickle, struct\n"
-    "message = pickle.dumps(('value', {'square': 4, 'sorted': 4, '__builtins__': {}}))\n"
-    "for _ in range(9):\n    try: os.write(4, struct.pack('>Q', len(message)) + message)\n    except OSError: pass",
+    "message = pickle.dumps(('value', ({'square': 4, 'sorted': 4, '__builtins__': {}}, None)))\n"
+    "for _ in range(9):\n    try: os.write(4, struct.pack('>i', len(message)) + message)\n    except OSError: pass",
     "code in a reply": "class A:\n    def __reduce__(self):\n        return (print, ('gone',))\n"
     "import os, pickle, struct\nmessage = pickle.dumps(('value', A()))\n"
-    "os.write(4, struct.pack('>Q', len(message)) + message)\ndef square(x): return 7",
+    "os.write(4, struct.pack('>i', len(message)) + message)\ndef square(x): return 7",
     "the channel": "import sys\njudging = sys.modules['hybrid_grpo.rewards.code.judging']\n"
-    "judging.Channel.call = lambda *a: ('yes', None)\njudging.Remote.__eq__ = lambda *a: True\ndef square(x): return A",
+    "call = judging.Channel._call\njudging.Remote.__eq__ = lambda *a: True\n"
+    "def first(*a):\n    judging.Channel._call = lambda *a: ('yes', None)\n    return call(*a)\n"
+    "judging.Channel._call = first\ndef square(x): return first",
+    # The first reply has the program's names, and changes the argument, the list of names that were asked for.
+    "other names": "import sys\nChannel = sys.modules['hybrid_grpo.rewards.code.judging'].Channel\n"
+    "call, names = Channel._call, ['square', 'sorted', 'abs']\ndef first(*a):\n    Channel._call = call\n"
+    "    return {'square': square, 'sorted': lambda v: [4], 'abs': lambda v: 0}, ((names,), {})\n"
+    "Channel._call = first\ndef square(x): return 7",
     # What `==` means to the judge, changed by a message: Counter.__eq__ = int, and a Counter as the value.
     "a class changed by a reply": "import os, struct\n"
     "name = lambda text: b'X' + struct.pack('<I', len(text)) + text\n"
     "message = b'\\x80\\x04ccollections\\nCounter\\nq\\x00N}' + name(b'__eq__') + b'cbuiltins\\nint\\ns\\x86b0'\n"
     "message += name(b'value') + b'h\\x00)RN\\x86\\x86.'\n"
-    "def square(x): os.write(4, struct.pack('>Q', len(message)) + message)",
+    "def square(x): os.write(4, struct.pack('>i', len(message)) + message)",
     "imports": "import sys, types\nsys.modules['math'] = types.SimpleNamespace(isclose=lambda *a: True)\n"
     "math = sys.modules['math']\ndef square(x): return 7",
 }

@@ -76,7 +76,7 @@ def test_the_form_of_openrlhf():
 
 
 def test_the_full_form_sends_what_a_local_function_is_called_with():
-    with Service(says(rewards=[1, None])) as service:
+    with Service(says(rewards=[True, None])) as service:
         given = {"level": [1, 2]}
         assert ask(service.url, ["a", CHAT], ["x", [{"role": "assistant", "content": "y"}]], given, format="full") == [
             1.0,
@@ -112,11 +112,11 @@ TRANSIENT: dict[str, tuple[Behaviour, str]] = {
     "a list": (answer("[1.0]"), "without a list"),
     "no rewards": (says(score=[1.0]), "without a list"),
     "a wrong count": (says(rewards=[1.0, 2.0]), "2 rewards, expected 1"),
-    "NaN": (answer('{"rewards": [NaN]}'), "no finite number: nan"),
-    "infinity": (answer('{"rewards": [1e999]}'), "no finite number: inf"),
-    "a number beyond floats": (answer(f'{{"rewards": [{"9" * 400}]}}'), "no finite number: 999"),
-    "text": (says(rewards=["1.0"]), "no finite number: '1.0'"),
-    "a list in a list": (says(rewards=[[1.0]]), "no finite number: [1.0]"),
+    "NaN": (answer('{"rewards": [NaN]}'), "nulls: nan"),
+    "infinity": (answer('{"rewards": [1e999]}'), "nulls: inf"),
+    "a number beyond floats": (answer(f'{{"rewards": [{"9" * 400}]}}'), "nulls: 999"),
+    "text": (says(rewards=["1.0"]), "nulls: '1.0'"),
+    "a list in a list": (says(rewards=[[1.0]]), "nulls: [1.0]"),
     "no HTTP": (lambda connection, asked: connection.sendall(b"SSH-2.0-OpenSSH\r\n"), "broke the connection"),
 }
 
@@ -236,17 +236,19 @@ def test_as_a_configured_function_each_row_fails_by_itself():
 BAD = {
     "no host": ({"url": "http:///x"}, "name a host"),
     "no scheme": ({"url": "localhost:8000"}, "http:// or https://"),
-    "no text": ({"url": 7}, "not a URL"),
+    "no text": ({"url": 7}, "url: Input should be a valid string"),
+    "a bad URL": ({"url": "https://[::1"}, "not a URL"),
     "a password": ({"url": f"http://me:{TOKEN}@127.0.0.1/"}, "user name or password"),
     "no variable": ({"token_env": "NO_SUCH_TOKEN"}, "NO_SUCH_TOKEN: there is no such"),
+    "a token for its variable": ({"token_env": [TOKEN]}, "token_env: Input should be a valid string"),
     "a bad token": ({"token_env": "BAD_TOKEN"}, "visible ASCII"),
     "plain http": ({"url": "http://rewards.example/", "token_env": "TOKEN"}, "plain http to rewards.example"),
     "no TLS": ({"verify": False}, "verify False must be true"),
     "no bundle": ({"verify": "no.pem"}, "verify 'no.pem'"),
     "a bundle of words": ({"verify": __file__}, "has no certificates"),
-    "a timeout in words": ({"timeout_s": "5"}, "timeout_s '5'"),
-    "half a retry": ({"retries": 1.5}, "retries 1.5 must be a whole number"),
-    "no connection": ({"max_connections": 0}, "max_connections 0"),
+    "a timeout in words": ({"timeout_s": "soon"}, "timeout_s: Input should be a valid number"),
+    "half a retry": ({"retries": 1.5}, "retries: Input should be a valid integer"),
+    "no connection": ({"max_connections": 0}, "max_connections: Input should be greater"),
     "a format": ({"format": "xml"}, "openrlhf or full"),
 }
 

@@ -15,7 +15,7 @@ from reward_helpers import command_lines, completion, inline, isolated, rows, st
 
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.data.batch import Scores
-from hybrid_grpo.rewards.functions import Reply, RewardCall
+from hybrid_grpo.rewards.functions import Reply, RewardCall, bind
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.rewards.workers.pool import Outcome, busy_seconds
 
@@ -276,7 +276,8 @@ def test_a_group_is_scored_in_torch_s_normal_modes() -> None:
     from hybrid_grpo.rewards.workers.pool import Pool
 
     pool = Pool([], 1, 0)
-    caller = pool.threaded(inline(modes).caller._function, 5.0, lambda: None)  # type: ignore[attr-defined]
+    function = bind(modes, RewardConfig("test:modes", batch_size=1), "rewards[0]")
+    caller = pool.threaded(function, 5.0, lambda: None)
     with torch.inference_mode():
         assert caller.start(RewardCall({"completions": ["a"]}, [1])).result().reply.values == [1.0]
     assert seen[0][:2] == (False, True) and seen[0][2] != threading.get_ident()

@@ -11,13 +11,12 @@ from typing import Any
 
 import psutil
 import pytest
-from paths import SUPPORT
+from paths import ROOT, SUPPORT
 from reward_helpers import command_lines, completion, in_time, isolated, rows, statuses
 
 from hybrid_grpo.config import RewardConfig
 
 pytestmark = pytest.mark.process
-HERE = SUPPORT
 RANK = """
 import os, sys
 from hybrid_grpo.config import RewardConfig
@@ -35,11 +34,11 @@ sys.stdin.readline()
 
 
 def act(**fields: Any) -> RewardConfig:
-    return RewardConfig(f"{HERE / 'acting_rewards.py'}:act", **fields)
+    return RewardConfig(f"{SUPPORT / 'acting_rewards.py'}:act", **fields)
 
 
 def foreign(function: str, **fields: Any) -> RewardConfig:
-    return RewardConfig(f"{HERE / 'foreign_rewards.py'}:{function}", **fields)
+    return RewardConfig(f"{SUPPORT / 'foreign_rewards.py'}:{function}", **fields)
 
 
 def family(pid: int | None = None) -> list[psutil.Process]:
@@ -139,7 +138,7 @@ def test_processes_end_with_the_rank_however_that_ends(ending: str) -> None:
     signals = {"killed": signal.SIGKILL, "terminated": signal.SIGTERM}
     code = RANK + ("" if ending in signals else ending)
     command = [sys.executable, "-c", code, act().function]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment) as rank:
         assert rank.stdout is not None and rank.stdout.readline() == b"at work\n"
@@ -154,7 +153,7 @@ def test_processes_end_with_the_rank_however_that_ends(ending: str) -> None:
 def test_a_process_that_imports_for_ever_ends_with_the_rank(tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text("import time\ntime.sleep(1000)\n")
     command = [sys.executable, "-c", RANK, f"{tmp_path}/hangs.py:f"]
-    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(HERE.parent)}) as rank:
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}) as rank:
         assert in_time(lambda: any("worker" in line for line in command_lines(family(rank.pid))))
         time.sleep(1.0)
         mine = family(rank.pid)

@@ -1,0 +1,187 @@
+"""Every command and every Python line of README.md, docs/ and examples/ is run, in a copy of the repository.
+
+A block of commands that needs a GPU or a hub says so in a comment above it: `<!-- needs a GPU -->`. Training commands
+are shortened to a step or two; nothing else about them is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from forks import free_port
+from paths import ROOT
+
+pytestmark = pytest.mark.process
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+NEEDS = re.compile(r"<!-- needs a (GPU|hub) -->")
+SHORT = "--run.steps 2 --policy.dtype float32 --rollout.max_completion_tokens 8"
+PLACEHOLDERS = {
+    " MODEL ": " runs/quickstart-task/model ",
+    " DATA.jsonl ": " runs/quickstart-task/train.jsonl ",
+    "--serve.port 8700": "--serve.port PORT",
+}
+"""What a reader fills in."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    needs: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    found = []
+    lines = page.read_text(encoding="utf-8").splitlines()
+    fences = [number for number, line in enumerate(lines) if line.startswith("```")]
+    for start, end in zip(fences[::2], fences[1::2], strict=True):
+        above = next((line for line in reversed(lines[:start]) if line.strip()), "")
+        needs = NEEDS.fullmatch(above.strip())
+        text = "\n".join(lines[start + 1 : end]) + "\n"
+        found.append(Block(page, start + 2, lines[start][3:].strip(), text, needs[1] if needs else None))
+    return found
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+COMMANDS = [block for block in BLOCKS if block.language in ("bash", "sh", "console") and block.needs is None]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository, with what the quickstart leaves behind and the files that readers are told to write."""
+    folder = tmp_path_factory.mktemp("docs") / "hybrid_grpo"
+    files = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split("\n")
+    for name in filter(None, files):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    shell("bash training_scripts/quickstart.sh " + SHORT, folder)
+    for block in PYTHON:
+        first = re.match(r"# (\w+\.py)\n", block.text)
+        if first:
+            (folder / first[1]).write_text(block.text)
+    (folder / "recipe.yaml").write_text((folder / "examples/tiny.yaml").read_text() + "data: {task: letters}\n")
+    (folder / "answers.jsonl").write_text('{"prompt": "dcab=", "completion": "abcd", "answer": "abcd"}\n')
+    return folder
+
+
+def shell(command: str, folder: Path) -> str:
+    """Run a line of a page as a reader would, who has the environment already."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(folder),
+        "SKIP_SETUP": "1",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "WANDB_MODE": "disabled",
+        "REWARD_TOKEN": "a token of the reader's",
+    }
+    environment.pop("RANK", None)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command], cwd=folder, env=environment, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def shortened(command: str) -> str:
+    """The command with a reader's own names filled in, and a training run cut short."""
+    for name, value in PLACEHOLDERS.items():
+        command = f" {command} ".replace(name, value).strip()
+    command = command.replace("PORT", free_port())
+    trains = re.search(r"hybrid[_-]grpo train|quickstart\.sh", command)
+    return f"{command} {SHORT}" if trains else command
+
+
+def commands(block: Block) -> list[str]:
+    """The commands of a block, continued lines joined, comments left out."""
+    joined = block.text.replace("\\\n", " ")
+    return [line for line in (re.sub(r"\s+#.*$", "", line).strip() for line in joined.splitlines()) if line]
+
+
+def serve(command: str, folder: Path) -> None:
+    """Start a server, wait until it says that it listens, and end it as its page says."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "REWARD_TOKEN": "a token", "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "hybrid_grpo", *shlex.split(command)[1:]],
+        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert server.stdout is not None
+    said = ""
+    while "http" not in said:
+        line = server.stdout.readline()
+        assert line, f"{command}\n{said}"
+        said += line
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(30) == 0
+
+
+def test_every_block_of_commands_is_run_or_says_what_it_needs() -> None:
+    assert {block.language for block in BLOCKS} <= {"bash", "python", "yaml", "json", ""}
+    assert [
+        str(b) for b in BLOCKS if b.language == "" and re.search(r"^(bash|hybrid-grpo|python) ", b.text, re.M)
+    ] == []
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=str)
+def test_commands(block: Block, clone: Path) -> None:
+    for command in commands(block):
+        if command == "bash tests/run.sh" or command.startswith("bash tests/run.sh "):
+            assert command.split()[1] in (ROOT / ".ci/run").read_text(), "CI runs this"
+        elif command.startswith(("pip install", "DS_BUILD_OPS=0 pip install")):
+            continue  # see test_the_package_installs_with_its_files
+        elif "serve-reward" in command:
+            serve(shortened(command), clone)
+        elif command != "bash training_scripts/quickstart.sh":  # the clone's fixture has run that one
+            shell(shortened(command), clone)
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python(block: Block, clone: Path) -> None:
+    if "hg." in block.text:
+        shutil.rmtree(clone / "runs/vowels", ignore_errors=True)
+        (clone / "page.py").write_text(block.text)
+        assert "runs/" in shell("python page.py", clone) or "print" not in block.text
+        return
+    score = "def score(line):\n    return float(len(line))\n\n\n"
+    before = "\n".join(b.text for b in PYTHON if b.page == block.page and b.line < block.line and "hg." not in b.text)
+    sys.path.insert(0, str(clone))
+    try:
+        exec(compile(score + before + block.text, str(block), "exec"), {"__name__": "page"})
+    finally:
+        sys.path.remove(str(clone))
+
+
+def test_the_package_installs_with_its_files(tmp_path: Path) -> None:
+    """What `pip install` copies is all that the package opens at run time: recipes, kernels in C, the report's page."""
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "hybrid_grpo", source / "hybrid_grpo", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", str(tmp_path / "site"), str(source)], check=True, capture_output=True)
+    here, there = ROOT / "hybrid_grpo", tmp_path / "site" / "hybrid_grpo"
+    files = {str(p.relative_to(here)) for p in here.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    assert files - {str(p.relative_to(there)) for p in there.rglob("*")} == set()
