@@ -20,10 +20,16 @@ RECIPES = sorted(path.name for path in SCRIPTS.glob("gsm8k_*.sh"))
 
 def handed_over(script: str, tmp_path: Path, *arguments: str) -> list[list[str]]:
     """Run a recipe with a launcher that only writes down its arguments; the lists of arguments it got."""
-    launcher = tmp_path / "deepspeed"
-    launcher.write_text(f'#!/usr/bin/env bash\nprintf "%s\\x1f" "$@" >>"{tmp_path}/calls"; echo >>"{tmp_path}/calls"\n')
-    launcher.chmod(0o755)
-    # The environment that runs the tests is the one the recipe would have made.
+    # The environment that runs the tests is the one the recipe would have made: nothing is installed into it.
+    python = f"""case "$*" in
+        *"-m pip "*) ;;
+        *"print(sys.prefix)"*) echo "{tmp_path}" ;;
+        *) exec "{sys.executable}" "$@" ;;
+    esac"""
+    calls = f'printf "%s\\x1f" "$@" >>"{tmp_path}/calls"; echo >>"{tmp_path}/calls"'
+    for name, lines in (("python", python), ("deepspeed", calls)):
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
     environment = {
         **os.environ,
         "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",

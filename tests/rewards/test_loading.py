@@ -176,6 +176,7 @@ def test_a_column_may_be_called_as_a_setting_of_a_builtin() -> None:
     assert rewards.score(*rows("<think>so</think>", tags=[["algebra"]])).reward_B.tolist() == [1.0]
 
 
+@pytest.mark.process
 def test_a_function_object_is_called_in_a_worker_by_its_name_or_else_in_a_thread() -> None:
     def of_a_notebook(completions):
         return [float(os.getpid()) for _ in completions]

@@ -140,6 +140,7 @@ def _on_rank(rank: int, folder: str) -> None:
     (Path(folder) / f"done{rank}").touch()
 
 
+@pytest.mark.process
 def test_two_ranks_agree_though_one_has_metrics_the_other_lacks(tmp_path):
     mp.spawn(_on_rank, args=(str(tmp_path),), nprocs=2)
     assert (tmp_path / "done0").exists() and (tmp_path / "done1").exists()

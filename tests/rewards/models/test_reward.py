@@ -139,6 +139,7 @@ def test_a_row_without_a_text_fails_alone(tmp_path):
     assert scores.reward_B[0].item() == pytest.approx(float(plain(tmp_path, ids("ab"))), abs=1e-5)
 
 
+@pytest.mark.process
 def test_it_runs_in_a_thread_of_the_rank_or_in_processes_on_the_cpu(tmp_path):
     kwargs = {"model": str(make_reward_model(tmp_path)), "device": "cpu"}
     here = RewardConfig("reward_model", kwargs=kwargs)
