@@ -228,8 +228,7 @@ class Plan:
 
     def decoding(self) -> Part:
         """The larger of a prefill and of choosing tokens: logits, log-probabilities, probabilities, their sums."""
-        rollout = self.config.rollout
-        filters = 16 if rollout.top_k or rollout.top_p < 1 else 0
+        filters = 16 if self.config.rollout.top_k or self.config.rollout.top_p < 1 else 0
         logits = self.slots * self.sizes.vocabulary * (self.dtype + 18 + filters)
         return Part("decoding", max(self.sizes.prefill, logits), "rollout.max_slots, rollout.prefill_tokens")
 
@@ -250,11 +249,9 @@ def shortage(plan: Plan) -> str | None:
     Raises:
         UserError: it clearly does not fit; names the largest parts, and the settings that shrink them.
     """
-    worst, device = max(plan.phases, key=lambda phase: phase.least), "the GPU" if plan.gpu else "the host"
-    for phase, free, where in (
-        (worst, plan.hardware.device_bytes, device),
-        (plan.host, plan.hardware.host_bytes, "the host"),
-    ):
+    worst, hardware = max(plan.phases, key=lambda phase: phase.least), plan.hardware
+    device = (worst, hardware.device_bytes, "the GPU" if plan.gpu else "the host")
+    for phase, free, where in (device, (plan.host, hardware.host_bytes, "the host")):
         if phase.least <= free:
             continue
         largest = sorted((p for p in phase.parts if p.remedy), key=lambda part: -part.bytes)[:3]

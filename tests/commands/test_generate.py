@@ -265,7 +265,7 @@ def test_a_reader_who_has_had_enough_ends_it_quietly() -> None:
         (["--generate.output=no/out.jsonl"], "a=", "generate.output no/out.jsonl: there is no folder no"),
         ([*DATA, "--generate.output=./words.jsonl"], "", "generate.output words.jsonl would replace the prompts"),
         (["--rollout.temperature=0", "--rollout.num_generations=2"], "a=", "rollout.temperature 0 has one completion"),
-        (["--rollout.num_generations=0"], "a=", "rollout.num_generations 0 must be greater than 0"),
+        (["--rollout.num_generations=0"], "a=", "rollout.num_generations 0 must be 1 or greater"),
         (["--generate.file=x"], "a=", "there is no setting generate.file"),
     ],
 )
