@@ -6,7 +6,6 @@ it is finished, so lines are in the order of finishing; `id` (the number of the 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -22,24 +21,23 @@ from hybrid_grpo.config import GenerateConfig
 from hybrid_grpo.config.checks import check_generate
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
-from hybrid_grpo.run.files import json_safe
+from hybrid_grpo.run.files import json_lines, reader_may_leave
 
 if TYPE_CHECKING:
     import torch
 
     from hybrid_grpo.data.batch import Completion, Prompt
     from hybrid_grpo.data.sources import Source
-    from hybrid_grpo.generation import OnFinish
 
 
 def run(arguments: list[str]) -> None:
     """Parse, load and complete; ends quietly when the reader of the output has closed it."""
     config = parse(GenerateConfig, arguments, "generate").config
-    try:
-        generate(config, _lines(config.generate.output))
-    except BrokenPipeError:
-        # Buffered output would fail once more when the process ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    path = Path(config.generate.output)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        path = path.with_name(f"{path.stem}.{os.environ.get('RANK', '0')}{path.suffix}")
+    with reader_may_leave():
+        generate(config, json_lines(str(path), "generate.output"))
 
 
 def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[dict[str, Any]], None]]) -> None:
@@ -51,7 +49,7 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
     Raises:
         UserError: one line that names the setting and the way out.
     """
-    rank, ranks = _rank(), _ranks()
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     check_generate(config, ranks)
 
     # The settings are sound: now the imports that take seconds.
@@ -97,14 +95,33 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
         print(f"data: {data}\nsampling: {sampling}", file=sys.stderr, flush=True)
 
     # Completions on the terminal say themselves how far it is.
-    shown = rank == 0 and not (config.generate.output == "-" and sys.stdout.isatty())
+    console = Console(stderr=True)
+    shown = rank == 0 and console.is_terminal and not (config.generate.output == "-" and sys.stdout.isatty())
     with output as write:
         model = load_model(config.policy, attention_of(rollout.decoder)).to(_device()).eval()
-        for batch in batches:
-            requests = requests_of(batch, count, config.run.seed, step=0)
-            with _progress(len(batch) * count, shown) as advance:
-                on_finish = _writer(write, batch, advance)
+
+        def complete_all(prompts: list[Prompt]) -> None:
+            with _progress(console, len(prompts) * count, shown) as advance:
+
+                def on_finish(request: int, sample: int, completion: Completion) -> None:
+                    write(_values(prompts[request], sample, completion))
+                    advance()
+
+                requests = requests_of(prompts, count, config.run.seed, step=0)
                 complete(model, tokenizer, requests, sampling_of(rollout, ends), rollout, on_finish)
+
+        for prompts in batches:
+            complete_all(prompts)
+
+
+@contextmanager
+def _progress(console: Console, total: int, shown: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar over the completions."""
+    columns = (TextColumn("completions"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    # With redirection, the lines on standard output would be printed through the console of the bar.
+    with Progress(*columns, console=console, disable=not shown, redirect_stdout=False, redirect_stderr=False) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)
 
 
 def _typed(stdin: BinaryIO, read: Callable[[bytes], list[Prompt]]) -> Iterator[list[Prompt]]:
@@ -136,62 +153,6 @@ def _device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def _ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-@contextmanager
-def _lines(name: str) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Writes JSON lines into the file of this rank, anew, or to standard output (`-`)."""
-    with _file(name) as file:
-
-        def write(values: dict[str, Any]) -> None:
-            line = json.dumps(json_safe(values), ensure_ascii=False)
-            file.write(line.encode("utf-8", errors="replace") + b"\n")
-            file.flush()
-
-        yield write
-
-
-@contextmanager
-def _file(name: str) -> Iterator[BinaryIO]:
-    if name == "-":
-        yield sys.stdout.buffer
-        return
-    path = Path(name)
-    path = path if _ranks() == 1 else path.with_name(f"{path.stem}.{_rank()}{path.suffix}")
-    try:
-        file = path.open("wb")
-    except OSError as error:
-        raise UserError(f"generate.output {path} cannot be written: {error.strerror}") from error
-    with file:
-        yield file
-
-
-@contextmanager
-def _progress(total: int, shown: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar over the completions, shown only where standard error is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("completions"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    disable = not (shown and console.is_terminal)
-    # Otherwise the lines on standard output would be printed through the console of the bar.
-    with Progress(*columns, console=console, disable=disable, redirect_stdout=False, redirect_stderr=False) as bar:
-        task = bar.add_task("completions", total=total)
-        yield lambda: bar.advance(task)
-
-
-def _writer(write: Callable[[dict[str, Any]], None], prompts: list[Prompt], advance: Callable[[], None]) -> OnFinish:
-    def on_finish(request: int, sample: int, completion: Completion) -> None:
-        write(_values(prompts[request], sample, completion))
-        advance()
-
-    return on_finish
 
 
 def _values(prompt: Prompt, sample: int, completion: Completion) -> dict[str, Any]:

@@ -58,13 +58,34 @@ def lines(plan: Plan) -> list[str]:
         table.append(row(name, [gib(cell) if cell else "-" for cell in cells]))
     table.append(row("all", [gib(phase.bytes) for phase in plan.phases]))
     free = f", {gib(hardware.device_bytes)} of them free" if hardware.device_bytes < 1 << 60 else ""
-    host = " + ".join(f"{gib(part.bytes)} {part.name}" for part in plan.host)
-    times = ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan.seconds.items())
+    host = " + ".join(f"{gib(part.bytes)} {part.name}" for part in plan.host.parts)
+    seconds = step_seconds(plan)
+    times = ", ".join(f"{name} {duration(spent)}" for name, spent in seconds.items())
+    rows = plan.ranks * plan.rows
+    sampled, trained = rows * plan.longest - rows * plan.prompt, rows * plan.longest * plan.batch.num_iterations
     return [
         f"model: {sizes.parameters:,} parameters, {sizes.trained:,} of them trained",
         f"memory: GiB of a rank on {hardware.name}{free}; the peak is {gib(plan.peak.bytes)}, in {plan.peak.name}",
         *table,
-        *([f"host memory: {host} = {gib(sum(part.bytes for part in plan.host))} GiB a rank"] if plan.host else []),
-        "tokens: at most " + " and ".join(f"{count:,} {what}" for what, count in plan.tokens.items()) + " a step",
-        f"time: roughly {duration(sum(plan.seconds.values()))} a step at full speed and full length ({times})",
+        *([f"host memory: {host} = {gib(plan.host.bytes)} GiB a rank"] if host else []),
+        f"tokens: at most {sampled:,} sampled and {trained:,} trained a step",
+        f"time: roughly {duration(sum(seconds.values()))} a step at full speed and full length ({times})",
     ]
+
+
+def step_seconds(plan: Plan) -> dict[str, float]:
+    """Seconds of a step by stage, for the longest possible rollout.
+
+    A lower bound: products at full speed, or the weights and the cache read once for every token.
+    """
+    length = plan.longest - plan.prompt
+    product = 2 * plan.sizes.active / plan.hardware.flops
+    cached = plan.slots * (plan.prompt + length / 2) * plan.sizes.token_bytes
+    read = (plan.dtype * plan.sizes.active + cached) / plan.hardware.bandwidth
+    prefill = plan.batch.prompts_per_rank * plan.prompt * product
+    generation = prefill + plan.rows / plan.slots * length * max(read, plan.slots * product)
+    # Backward is twice a forward, and checkpointing runs the forward once more.
+    passes = (4 if plan.config.policy.gradient_checkpointing else 3) * plan.batch.num_iterations
+    forward = plan.rows * plan.longest * product
+    reference = {"reference": forward} if plan.config.grpo.beta else {}
+    return {"generation": generation, "training": forward * passes, **reference}

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import track
@@ -27,7 +25,7 @@ from hybrid_grpo.config import ScoreConfig, TrainConfig, reward_name
 from hybrid_grpo.config.checks import check_score
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
-from hybrid_grpo.run.files import json_safe, replace_text
+from hybrid_grpo.run.files import json_lines, json_safe, reader_may_leave, replace_text
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.batch import Rollout, Scores
@@ -55,14 +53,11 @@ def run(arguments: list[str]) -> None:
     defaults = ["--config", str(recipe)] if is_run else []
     config = parse(ScoreConfig, [*defaults, *options], COMMAND).config
     check_score(config, source, is_run=is_run)
-    try:
+    with reader_may_leave():
         if is_run:
             _score_run(config, parse(TrainConfig, defaults, COMMAND).config, folder)
         else:
             _score_file(config, source)
-    except BrokenPipeError:
-        # Buffered output would fail once more when the process ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _score_file(config: ScoreConfig, source: str) -> None:
@@ -81,9 +76,9 @@ def _score_file(config: ScoreConfig, source: str) -> None:
     everything: list[Scores] = []
     first_failures: dict[str, str] = {}
     console = Console(stderr=True, highlight=False)
-    with _open(config.score.output or "-") as file:
-        shown = console.is_terminal and not file.isatty()
-        starts = range(0, len(groups), _ROWS)
+    shown = console.is_terminal and not (config.score.output in (None, "-") and sys.stdout.isatty())
+    starts = range(0, len(groups), _ROWS)
+    with json_lines(config.score.output or "-", "score.output") as write:
         for start in track(starts, "rows", console=console, transient=True, disable=not shown):
             lines: list[dict[str, Any]] = []
             batch = groups[start : start + _ROWS]
@@ -93,10 +88,9 @@ def _score_file(config: ScoreConfig, source: str) -> None:
                 everything.append(rewards.score(rollout.row_prompts, rollout.completions, size))
                 lines += _lines(rollout, everything[-1])
             for line in sorted(lines, key=lambda line: (line["id"], line["sample"])):
-                print(json.dumps(json_safe(line), ensure_ascii=False), file=file)
+                write(line)
                 for name, why in line["failed"].items():
                     first_failures.setdefault(name, f"row {line['id']}, sample {line['sample']}: {why}")
-            file.flush()
     scores = reduce(Scores.joined, everything)
     console.print(_table({name: _summary(scores, name, callers[name].calls) for name in rewards.names}))
     for name, where in first_failures.items():
@@ -161,13 +155,6 @@ def _summary(scores: Scores, name: str, calls: Sequence[Future[Outcome]]) -> dic
     }
 
 
-def _open(name: str) -> AbstractContextManager[TextIO]:
-    try:
-        return nullcontext(sys.stdout) if name == "-" else Path(name).open("w", encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"score.output {name} cannot be written: {error.strerror}") from error
-
-
 def _score_run(config: ScoreConfig, before: TrainConfig, folder: Path) -> None:
     # The settings are sound: now the imports that take seconds.
     from hybrid_grpo.data.completions import read_step, saved_files
@@ -205,8 +192,8 @@ def _score_run(config: ScoreConfig, before: TrainConfig, folder: Path) -> None:
             f"tokens are made from the texts again: for {changed} completions this gives more or fewer than were"
             " sampled, and completion_ids were cut or filled up with -1"
         )
-    rewards_said = [asdict(reward) for reward in config.rewards]
-    report = {"run": str(folder), "rewards": rewards_said, "notes": notes, **comparison.report()}
+    settings = [asdict(reward) for reward in config.rewards]
+    report = {"run": str(folder), "rewards": settings, "notes": notes, **comparison.report()}
     worst = comparison.disagreements()
     path = Path(config.score.output or folder / "score" / f"{'+'.join(rewards.names)[:100]}.json")
     path.parent.mkdir(exist_ok=True)
@@ -275,7 +262,7 @@ def _tokenizer(rewards: Sequence[Reward], model: str) -> Any:
     needing = ", ".join(name for name, parameters in named if "completion_ids" in parameters)
     why = f"rewards: {needing} looks at completion_ids, which are made from the texts by the tokenizer of the model"
     refuse(bool(needing) and not model, f"{why}: set policy.model")
-    if not needing and not (model and Path(model).is_dir()):
+    if not needing and not Path(model or "-").is_dir():
         return None
 
     from hybrid_grpo.model.loading import load_tokenizer

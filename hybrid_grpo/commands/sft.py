@@ -39,7 +39,7 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     tokenizer = load_tokenizer(config.policy.model)
     pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens)
     check_lengths(model_config, max(len(pair.prompt.token_ids) + len(pair.completion_ids) for pair in pairs))
-    this = Run(parsed, {"data": report})
+    training = Run(parsed, {"data": report})
     # Its view of the model only exports.
     policy = Policy(
         config.policy,
@@ -50,9 +50,6 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
         lora=config.lora,
         seed=config.run.seed,
     )
-    this.write_engine_config(policy.deepspeed_config)
-    if policy.adapters is not None:
-        this.say(f"lora: {policy.adapters}")
-    this.train(SftTrainer(config, policy, pairs, device))
-    this.say(f"model: {this.folder / 'model'}")
-    return this.folder
+    training.train(SftTrainer(config, policy, pairs, device))
+    training.say(f"model: {training.folder / 'model'}")
+    return training.folder

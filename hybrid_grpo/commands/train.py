@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.parsing import Parsed, parse
+from hybrid_grpo.run.files import read_jsonl
 
 
 def run(arguments: list[str]) -> None:
@@ -54,9 +54,6 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
         lora=config.lora,
         seed=config.run.seed,
     )
-    training.write_engine_config(policy.deepspeed_config)
-    if policy.adapters is not None:
-        training.say(f"lora: {policy.adapters}")
     reference = None
     if config.grpo.beta:
         reference = UnadaptedReference(policy.engine, policy.adapters) if policy.adapters else Reference(config.policy)
@@ -67,29 +64,26 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
 
 def summary(folder: Path, eval_name: str, planned_bytes: int | None = None) -> str:
     """What a finished run achieved, in a few lines, from its metrics; and its memory beside the plan's."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    accuracies = [row[name] for row in rows if (name := f"eval/{eval_name}/accuracy") in row]
+    rows = read_jsonl(folder / "metrics.jsonl")
     steps = [row for row in rows if "time/step_s" in row]
     seconds = sum(row["time/step_s"] for row in steps)
-    lines = {"model": folder / "model", "report": folder / "report.html", "metrics": folder / "metrics.jsonl"}
+    accuracies = [row[name] for row in rows if (name := f"eval/{eval_name}/accuracy") in row]
+    peaks = [row["memory/peak_gb"] for row in rows if "memory/peak_gb" in row]
+    # The most on the GPU, or of this process on a CPU.
+    peak_gb = max(peaks, default=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)
+    planned = "" if planned_bytes is None else f", {planned_bytes / 1e9:.2f} GB estimated"
     facts = {
         f"greedy accuracy on {eval_name}": f"{accuracies[0]:.3f} -> {accuracies[-1]:.3f}" if accuracies else "",
         "completions": f"{steps[-1]['progress/completions']:,.0f} in {seconds:.1f} s of training" if steps else "",
         "generated tokens a second": _median(steps, "throughput/generated_tokens_per_s"),
         "trained tokens a second": _median(steps, "throughput/trained_tokens_per_s"),
-        "peak memory of a rank": _memory(steps, planned_bytes),
-        **{name: str(path) for name, path in lines.items()},
+        "peak memory of a rank": f"{peak_gb:.2f} GB{planned}",
+        "model": str(folder / "model"),
+        "report": str(folder / "report.html"),
+        "metrics": str(folder / "metrics.jsonl"),
     }
     width = max(map(len, facts))
     return "\n".join(["", *(f"  {name:{width}}  {fact}" for name, fact in facts.items() if fact), ""])
-
-
-def _memory(rows: list[dict[str, float]], planned_bytes: int | None) -> str:
-    """The most on the GPU, or of this process on a CPU."""
-    peaks = [row["memory/peak_gb"] for row in rows if "memory/peak_gb" in row]
-    peak = max(peaks) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    planned = "" if planned_bytes is None else f", {planned_bytes / 1e9:.2f} GB estimated"
-    return f"{peak:.2f} GB{planned}"
 
 
 def _median(rows: list[dict[str, float]], name: str) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.data.batch import RewardStatus, Rollout, Scores
+from hybrid_grpo.data.batch import RewardStatus, Scores
 from hybrid_grpo.data.completions import SavedStep
 from hybrid_grpo.grpo.advantages import informative, mean_over_tokens, token_advantages
 
@@ -98,16 +98,6 @@ def _share(rows_N: Tensor) -> float:
     return rows_N.double().mean().item()
 
 
-def new_advantages(rollout: Rollout, scores: Scores, config: TrainConfig) -> Tensor:
-    """float32 [B], the advantages that a step with these settings computes from the scores, mean over tokens.
-
-    They lack the KL where it is part of the reward (grpo.kl_in), since only the models know it.
-    """
-    device = torch.device("cpu")
-    advantages_BT, _ = token_advantages(rollout, scores, config, None, device)
-    return mean_over_tokens(advantages_BT, rollout)
-
-
 class Comparison:
     """Takes one saved step after another with its new scores; then reports what the new rewards change.
 
@@ -151,7 +141,9 @@ class Comparison:
         self._size = rollout.num_generations
         missing_B = torch.full_like(scores.reward_B, math.nan)
         before = {name: saved.scores.by_function.get(old, missing_B) for name, old in self._compared_with.items()}
-        advantages_B2 = torch.stack([saved.advantages_B, new_advantages(rollout, scores, self._config)], 1)
+        # Without the KL where it is part of the reward (grpo.kl_in), since only the models know it.
+        advantages_BT, _ = token_advantages(rollout, scores, self._config, None, torch.device("cpu"))
+        advantages_B2 = torch.stack([saved.advantages_B, mean_over_tokens(advantages_BT, rollout)], 1)
         self._steps.append(saved.step)
         self._lengths += rollout.lengths
         self._before.append(Scores(saved.scores.reward_B, before, {}))
@@ -168,33 +160,34 @@ class Comparison:
         self, name: str, saved: SavedStep, scores: Scores, before_B: Tensor, advantages_B2: Tensor
     ) -> list[dict[str, Any]]:
         """The completions of a step that the old and the new function reward differently."""
-        rollout, prompts, now_B = saved.rollout, saved.rollout.row_prompts, scores.by_function[name]
+        rollout, now_B, own = saved.rollout, scores.by_function[name], f"{name}/"
         found = []
         for row in ((now_B - before_B).abs() > 0).nonzero().flatten().tolist():  # NaN is not greater than 0.
             before, now = before_B[row].item(), now_B[row].item()
             was = "right" if before >= self._thresholds[0] else "wrong"
             becomes = "right" if now >= self._thresholds[1] else "wrong"
-            prompt, completion, own = prompts[row], rollout.completions[row], f"{name}/"
-            entry = {
-                "size": abs(now - before),
-                "function": name,
-                "compared_with": self._compared_with[name],
-                "before": before,
-                "now": now,
-                "reason": f"{was} by both" if was == becomes else f"{was} before, {becomes} now",
-                "extra": {key[len(own) :]: of[row] for key, of in scores.extra.items() if key.startswith(own)},
-                "advantage_before": advantages_B2[row, 0].item(),
-                "advantage_now": advantages_B2[row, 1].item(),
-                "step": saved.step,
-                "group": row // rollout.num_generations,
-                "sample": row % rollout.num_generations,
-                "prompt_id": prompt.id,
-                "prompt": prompt.text,
-                "completion": completion.text,
-                "length": len(completion.token_ids),
-                "columns": prompt.columns,
-            }
-            found.append(entry)
+            prompt, completion = rollout.prompts[row // rollout.num_generations], rollout.completions[row]
+            found.append(
+                {
+                    "size": abs(now - before),
+                    "function": name,
+                    "compared_with": self._compared_with[name],
+                    "before": before,
+                    "now": now,
+                    "reason": f"{was} by both" if was == becomes else f"{was} before, {becomes} now",
+                    "extra": {key[len(own) :]: of[row] for key, of in scores.extra.items() if key.startswith(own)},
+                    "advantage_before": advantages_B2[row, 0].item(),
+                    "advantage_now": advantages_B2[row, 1].item(),
+                    "step": saved.step,
+                    "group": row // rollout.num_generations,
+                    "sample": row % rollout.num_generations,
+                    "prompt_id": prompt.id,
+                    "prompt": prompt.text,
+                    "completion": completion.text,
+                    "length": len(completion.token_ids),
+                    "columns": prompt.columns,
+                }
+            )
         return found
 
     def disagreements(self) -> list[dict[str, Any]]:

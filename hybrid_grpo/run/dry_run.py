@@ -1,8 +1,7 @@
 """What one forward and backward of a model keeps in memory, without its weights and without computing anything.
 
-No two architectures keep the same for backward, and no table would know the next one. So the model is built from its
-configuration on fake tensors, which have shapes and types but no data, runs one micro-batch, and every allocation and
-release is added up.
+Every architecture keeps something else for backward, which no table would know. So the model is built from its
+configuration on fake tensors, which have shapes and types but no data, and all allocations of a micro-batch are added.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class Footprint:
     head: int
     """The most that log-probabilities add to that, forward and backward, the head's gradient included."""
     layers: int
-    """The most that the layers add to that, forward and backward: the temporaries of one layer; with gradient
-    checkpointing everything one layer recomputes; with tied embeddings the head's gradient, which waits for theirs."""
+    """The most that one layer adds to that: its temporaries, what gradient checkpointing recomputes, and with tied
+    embeddings the head's gradient, which waits for theirs."""
 
 
 class NeedsData(Exception):
@@ -79,12 +78,7 @@ class _Ledger(TorchDispatchMode):
 
 
 class DryRun:
-    """A model of the given configuration on fake tensors.
-
-    Args:
-        model_config: transformers configuration.
-        policy: type of the weights, attention and gradient checkpointing.
-        lora: adapters that are trained in place of the weights.
+    """A model of a transformers configuration on fake tensors, as the policy trains it.
 
     Raises:
         NeedsData: (the methods) the model cannot run without data.
@@ -97,8 +91,10 @@ class DryRun:
         """Whether it takes micro-batches without padding."""
         # Kernels of flash-attn need a GPU; what they keep for backward is what sdpa's keep.
         attention = attention if attention in (ATTENTION, "eager") else "sdpa"
+        names, text = ("num_experts", "num_local_experts", "n_routed_experts"), config.get_text_config()
+        self._experts = next((count for name in names if (count := getattr(text, name, None))), 0)
         # Fake products of grouped experts exist in bfloat16 only: a byte counts double where the policy has float32.
-        dtype = torch.bfloat16 if _experts(config.get_text_config()) else getattr(torch, policy.dtype)
+        dtype = torch.bfloat16 if self._experts else getattr(torch, policy.dtype)
         self._scale = getattr(torch, policy.dtype).itemsize // dtype.itemsize
         # peft moves its matrices, which fake tensors refuse: fake tensors replace all weights at the end.
         with torch.device("meta"):
@@ -114,18 +110,16 @@ class DryRun:
         if policy.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._scored = LogprobModel(self.model)
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                # The engine moves gradients into its own buffers as soon as they are there.
-                parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        # The engine moves gradients into its own buffers as soon as they are there.
+        for parameter in filter(lambda parameter: parameter.requires_grad, self.model.parameters()):
+            parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
 
     def training(self, micro: MicroBatch) -> Footprint:
         """Forward and backward of a micro-batch."""
         with self._forward(micro) as (ledger, marks, (logp_N, entropy_N)):
             (logp_N.sum() + entropy_N.sum()).backward()
-            kept, forward, head = marks
-            sizes = (kept, head - kept, max(forward, ledger.mark()) - kept)
-            return Footprint(*(self._scale * size for size in sizes))
+            kept, forward, head = (self._scale * mark for mark in marks)
+            return Footprint(kept, head - kept, max(forward, self._scale * ledger.mark()) - kept)
 
     @torch.no_grad()
     def reading(self, micro: MicroBatch) -> int:
@@ -148,13 +142,13 @@ class DryRun:
 
     def active_parameters(self) -> int:
         """Parameters that one token is multiplied with: of experts only those it is sent to, of embeddings none."""
-        text = self.model.config.get_text_config()
-        named = dict(self.model.named_parameters())
-        idle = 1 - text.num_experts_per_tok / experts if (experts := _experts(text)) else 0.0
-        idle_experts = sum(int(idle * p.numel()) for name, p in named.items() if ".experts." in name)
-        tables = {id(m.weight): m.weight.numel() for m in self.model.modules() if isinstance(m, nn.Embedding)}
-        tables.pop(id(self.model.get_output_embeddings().weight), None)
-        return sum(p.numel() for p in named.values()) - idle_experts - sum(tables.values())
+        tables = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
+        tables.discard(id(self.model.get_output_embeddings().weight))
+        active = sum(p.numel() for p in self.model.parameters() if id(p) not in tables)
+        if self._experts:
+            idle = 1 - self.model.config.get_text_config().num_experts_per_tok / self._experts
+            active -= sum(int(idle * p.numel()) for name, p in self.model.named_parameters() if ".experts." in name)
+        return active
 
     @contextmanager
     def _forward(self, micro: MicroBatch) -> Iterator[tuple[_Ledger, list[int], tuple[Tensor, Tensor]]]:
@@ -172,20 +166,14 @@ class DryRun:
 
         # Attention keeps its masks with the micro-batch, where another run would find them.
         ids_bS, positions_bS, *others = deepcopy(micro).inputs
-        # Without segments, positions are the ones a model counts by itself.
-        positions_bS = None if micro.segments is None else positions_bS
+        if micro.segments is None:
+            positions_bS = None  # A model counts the positions of padded rows by itself.
         hook = self.model.get_output_embeddings().register_forward_pre_hook(at_head)
         with hook, self._fake, _Ledger([*self.model.parameters(), *self.model.buffers()]) as ledger:
             try:
                 yield ledger, marks, self._scored(ids_bS, positions_bS, *others, 1.0)
             except (RuntimeError, NotImplementedError, AssertionError, LookupError) as error:
                 raise NeedsData(str(error)) from error
-
-
-def _experts(text_config: Any) -> int:
-    """Experts of a layer; 0 where it has none."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((count for name in names if (count := getattr(text_config, name, None))), 0)
 
 
 @dataclass(frozen=True)
@@ -203,7 +191,6 @@ class Sizes:
     token_bytes: int
     """Keys and values of one token."""
     training: Footprint
-    """One micro-batch."""
     prefill: int
     """Bytes of a forward that reads prompts."""
 
@@ -213,8 +200,8 @@ def measure(config: TrainConfig, model_config: Any, batch: BatchPlan, prompt: in
     dry = DryRun(model_config, config.policy, config.lora)
     parameters = list(dry.model.parameters())
     micro = largest_micro_batch(config, batch, prompt, packs=dry.packs, on_gpu=on_gpu)
-    prefill_tokens = config.rollout.prefill_tokens or PREFILL_TOKENS["cuda" if on_gpu else "cpu"]
-    read = min(prefill_tokens, batch.prompts_per_rank * prompt)
+    read = config.rollout.prefill_tokens or PREFILL_TOKENS["cuda" if on_gpu else "cpu"]
+    read = min(read, batch.prompts_per_rank * prompt)
     return Sizes(
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
@@ -229,13 +216,10 @@ def measure(config: TrainConfig, model_config: Any, batch: BatchPlan, prompt: in
 
 
 def largest_micro_batch(config: TrainConfig, batch: BatchPlan, prompt: int, *, packs: bool, on_gpu: bool) -> MicroBatch:
-    """The largest one of a step in which all prompts and completions have the longest length.
-
-    `packs` says whether the model takes micro-batches without padding.
-    """
+    """The largest micro-batch of a step of longest prompts and completions, without padding where the model `packs`."""
     prompts = batch.prompts_per_rank // batch.num_minibatches
     # No two prompts are the same.
-    prompt_ids = [ids for number in range(prompts) for ids in [[number] * prompt] * batch.num_generations]
+    prompt_ids = [[row // batch.num_generations] * prompt for row in range(prompts * batch.num_generations)]
     completion_ids = [[0] * config.rollout.max_completion_tokens] * len(prompt_ids)
     budget = token_budget(config.policy, on_gpu=on_gpu, gradients=True)
     rows, cpu = (prompt_ids, completion_ids, range(len(prompt_ids)), budget), torch.device("cpu")

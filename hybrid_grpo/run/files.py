@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from hybrid_grpo.config.errors import UserError
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -36,3 +41,34 @@ def json_safe(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, str | int) else str(value)
+
+
+@contextmanager
+def json_lines(name: str, setting: str) -> Iterator[Callable[[Any], None]]:
+    """Writes values as JSON lines, each at once, into a file, anew, or to standard output (`-`).
+
+    Raises:
+        UserError: the file that the setting names cannot be written.
+    """
+    with ExitStack() as stack:
+        try:
+            file = sys.stdout.buffer if name == "-" else stack.enter_context(Path(name).open("wb"))
+        except OSError as error:
+            raise UserError(f"{setting} {name} cannot be written: {error.strerror}") from error
+
+        def write(value: Any) -> None:
+            line = json.dumps(json_safe(value), ensure_ascii=False)
+            file.write(line.encode("utf-8", errors="replace") + b"\n")
+            file.flush()
+
+        yield write
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Ends the block quietly when the reader of standard output has closed it."""
+    try:
+        yield
+    except BrokenPipeError:
+        # Buffered output would fail once more when the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import psutil
 import torch
+from torch.utils.benchmark import Timer
 
 from hybrid_grpo.distributed import local_ranks
 
@@ -86,21 +85,12 @@ def _file_cache(cgroup: Path) -> int:
 
 def _speed(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Floating-point operations a second of a square matrix product, and bytes a second of a sum."""
-    size = 512 if device.type == "cpu" else 8192
+    size, mebibytes = (512, 32) if device.type == "cpu" else (8192, 1024)
     a = torch.ones(size, size, dtype=dtype, device=device)
-    long = torch.ones((32 if device.type == "cpu" else 1024) << 20, dtype=torch.uint8, device=device).view(
-        torch.float32
+    long = torch.ones(mebibytes << 18, dtype=torch.float32, device=device)
+    # The timer waits for a GPU.
+    product_s, sum_s = (
+        Timer(work, globals={"x": x}, num_threads=torch.get_num_threads()).timeit(5).median
+        for work, x in (("x @ x", a), ("x.sum()", long))
     )
-    return 2 * size**3 / _seconds(lambda: a @ a, device), long.nbytes / _seconds(lambda: long.sum(), device)
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of five calls."""
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return 2 * size**3 / product_s, long.nbytes / sum_s

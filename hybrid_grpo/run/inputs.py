@@ -84,14 +84,8 @@ class RunInputs:
 _SAMPLING = ("temperature", "top_p", "top_k")
 """Settings that are always shown. The ones below are shown where they are not the default."""
 _SAMPLING_IF_SET = (
-    "min_p",
-    "repetition_penalty",
-    "logit_bias",
-    "min_completion_tokens",
-    "ignore_eos",
-    "logprobs",
-    "decoder",
-)
+    "min_p", "repetition_penalty", "logit_bias", "min_completion_tokens", "ignore_eos", "logprobs", "decoder",
+)  # fmt: skip
 
 
 def sampling_line(rollout: RolloutConfig, ends: tuple[int, ...], tokenizer: Any) -> str:

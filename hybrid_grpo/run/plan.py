@@ -1,4 +1,4 @@
-"""What a GRPO run will take, before its weights are read: memory by part and phase, and a rough time of a step.
+"""The memory that a GRPO run will take, by part and phase, before its weights are read.
 
 Arithmetic over the configuration, the model's configuration and the number of ranks. What the layers of a model keep
 for backward comes from a run without data (dry_run.py); what DeepSpeed and the decoder hold follows from their code.
@@ -19,15 +19,13 @@ from hybrid_grpo.run.dry_run import NeedsData, Sizes, measure
 from hybrid_grpo.run.hardware import Hardware
 
 REFUSED_ABOVE = 1.15
-"""A run that needs this much more than is free is refused; between that and 1 it is warned about."""
+"""A run that needs this many times the free memory is refused; from 1 up to this it is warned about."""
 CUDA_CONTEXT_BYTES = 550 << 20
-"""CUDA's context and the workspaces of its libraries: what `nvidia-smi` shows of a process beyond what torch reserved,
-about what data-center GPUs take. Not measured."""
+"""CUDA's context and workspaces: what `nvidia-smi` shows of a process beyond what torch reserved. Not measured."""
 PROCESS_GROWTH_BYTES = 90 << 20
 """What a process on a CPU grows by after the plan: engine, process group, C kernels, BLAS. Measured, rounded."""
 _CPU_HEAP = 1.5
-"""Memory that activations take on a CPU over their bytes: malloc leaves holes between blocks and keeps what is freed.
-Measured, rounded."""
+"""Memory that activations take on a CPU over their bytes, since malloc leaves holes between blocks. Measured."""
 _MAX_LIVE, _BUCKET = 10**9, 5 * 10**8
 """DeepSpeed's defaults, in elements: gathered weights alive, and one bucket of gradients."""
 _MICRO_BATCH = "policy.micro_batch_tokens, policy.gradient_checkpointing"
@@ -69,7 +67,7 @@ class Phase:
 def estimate(
     config: TrainConfig, batch: BatchPlan, prompt: int, hardware: Hardware, models: Sequence[RewardModel] = ()
 ) -> Plan | None:
-    """The plan of a run; None where the model cannot run without data. For the arguments see `Plan`.
+    """The plan of a run; None where the model cannot run without data.
 
     Raises:
         UserError: the model has no configuration, or not the attention or adapters that the configuration asks for.
@@ -83,7 +81,7 @@ def estimate(
 
 @dataclass
 class Plan:
-    """Memory of one rank by part and phase, and a rough time of a step."""
+    """Memory of one rank by part and phase."""
 
     config: TrainConfig
     sizes: Sizes
@@ -96,22 +94,24 @@ class Plan:
     """Reward models, not loaded yet. Their weights are counted, their activations are not."""
 
     def __post_init__(self) -> None:
-        config, rollout = self.config, self.config.rollout
+        config = self.config
         self.gpu, self.stage, self.ranks = self.hardware.on_gpu, config.engine.zero_stage, self.batch.world_size
         self.dtype = 2 if config.policy.dtype == "bfloat16" else 4
         self.n, self.t = self.sizes.parameters, self.sizes.trained
+        # Elements that this rank's optimizer steps.
         self.owned = -(-self.t // self.ranks) if self.stage else self.t
-        """Elements that this rank's optimizer steps."""
         self.sharded = self.stage == 3 and self.ranks > 1
         zero = config.engine.deepspeed.get("zero_optimization", {})
         self.bucket = int(float(zero.get("reduce_bucket_size", _BUCKET)))
         self.offloads = config.engine.offload_optimizer
-        self.rows = self.batch.prompts_per_rank * rollout.num_generations
-        self.slots, self.longest = min(rollout.max_slots, self.rows), self.prompt + rollout.max_completion_tokens
+        self.rows = self.batch.prompts_per_rank * config.rollout.num_generations
+        self.process = Part("runtime", self.hardware.process_bytes + PROCESS_GROWTH_BYTES)
+        self.export = Part("copy to write", self.dtype * self.n)
+        self.slots = min(config.rollout.max_slots, self.rows)
+        self.longest = self.prompt + config.rollout.max_completion_tokens
 
     @property
     def peak(self) -> Phase:
-        """The largest phase."""
         return max(self.phases, key=lambda phase: phase.bytes)
 
     @property
@@ -120,8 +120,8 @@ class Plan:
         return self.peak.bytes - (CUDA_CONTEXT_BYTES if self.gpu else 0)
 
     def __str__(self) -> str:
-        parts = sorted(self.peak.parts, key=lambda part: -part.bytes)
-        largest = ", ".join(f"{gib(part.bytes)} {part.name}" for part in parts[:3])
+        parts = sorted(self.peak.parts, key=lambda part: -part.bytes)[:3]
+        largest = ", ".join(f"{gib(part.bytes)} {part.name}" for part in parts)
         free = gib(self.hardware.device_bytes)
         return f"about {gib(self.peak.bytes)} GiB a rank ({self.peak.name}: {largest}, ...), {free} GiB are free"
 
@@ -138,7 +138,9 @@ class Plan:
         # ZeRO-3 keeps its buffers of gradients from step to step.
         generating = [*fixed, *freed, *([gradients] if self.stage == 3 else []), self.gathered()]
         cache = self.cache(sum(part.bytes for part in generating))
-        training = [*fixed, gradients, self.fetched(), activations]
+        # ZeRO-3 holds at most so many elements whole on a rank, or all of a small model.
+        fetched = self.dtype * min(self.n, _MAX_LIVE) if self.sharded else 0
+        training = [*fixed, gradients, Part("fetched weights", fetched, _FETCHED), activations]
         updating = [*fixed, *freed, gradients]
         layer = max(micro.layers, reduction.bytes) if self.t > self.bucket else micro.layers
         named = {
@@ -148,35 +150,29 @@ class Plan:
             "reduction": [*updating, reduction],
             "optimizer step": [*updating, self.stepping()],
             # A GPU's weights are copied to the host and written from there.
-            "export": [*generating, *([] if self.gpu else [self.export()])],
+            "export": [*generating, *([] if self.gpu else [self.export])],
         }
         return tuple(Phase(name, tuple(part for part in parts if part.bytes)) for name, parts in named.items())
 
     @property
-    def host(self) -> tuple[Part, ...]:
+    def host(self) -> Phase:
         """Host memory of a rank with a GPU."""
-        if not self.gpu:
-            return ()
         states = self.states() if self.offloads else []
-        parts = [self.process(), self.reward_models(on_host=True), self.reference(), *states, self.export()]
-        return tuple(part for part in parts if part.bytes)
+        parts = [self.process, self.reward_models(on_host=True), self.reference(), *states, self.export]
+        return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
 
     def fixed(self) -> list[Part]:
         """What is on the device all the time."""
         shards = self.ranks if self.stage == 3 else 1
         parts = [Part("weights", self.dtype * self.n // shards, _SHARDS), self.reward_models(on_host=False)]
-        if not self.gpu:
-            return [self.process(), *parts, self.reward_models(on_host=True), *self.states(), self.reference()]
-        return [Part("runtime", CUDA_CONTEXT_BYTES), *parts, *([] if self.offloads else self.states())]
+        if self.gpu:
+            return [Part("runtime", CUDA_CONTEXT_BYTES), *parts, *([] if self.offloads else self.states())]
+        return [self.process, *parts, self.reward_models(on_host=True), *self.states(), self.reference()]
 
     def reward_models(self, on_host: bool) -> Part:
         """Weights of the reward models that are to be on the host, or on the device."""
-        bytes_ = sum(model.bytes_of(self.ranks) for model in self.models if model.on_host == on_host)
-        return Part("reward models", bytes_, "rewards: kwargs zero_stage 3 or dtype")
-
-    def process(self) -> Part:
-        """Python, torch and the libraries of a CPU, in host memory."""
-        return Part("runtime", self.hardware.process_bytes + PROCESS_GROWTH_BYTES)
+        weights = sum(model.bytes_of(self.ranks) for model in self.models if model.on_host == on_host)
+        return Part("reward models", weights, "rewards: kwargs zero_stage 3 or dtype")
 
     def states(self) -> list[Part]:
         """Adam's states; with offloading also the gradients that it reads, and what is copied back."""
@@ -201,7 +197,7 @@ class Plan:
         """Copies while a bucket is reduced: stage 3 lays the shards of all ranks side by side."""
         elements = min(self.t, self.bucket)
         copies = self.dtype * elements if self.stage in (1, 3) else 0
-        # Summed in the type of the weights, kept in float32.
+        # Stage 3 sums bfloat16 and keeps float32.
         own = 4 * elements // self.ranks if self.stage == 3 and self.dtype == 2 else 0
         return Part("reduction", copies + own, _BUCKETS)
 
@@ -210,10 +206,6 @@ class Plan:
         if not (self.sharded or self.config.lora.rank):
             return Part("gathered weights", 0)
         return Part("gathered weights", self.dtype * self.n)
-
-    def fetched(self) -> Part:
-        """Weights that ZeRO-3 holds whole on a rank: at most so many elements, or all of a small model."""
-        return Part("fetched weights", self.dtype * min(self.n, _MAX_LIVE) if self.sharded else 0, _FETCHED)
 
     def reference(self) -> Part:
         """The reference in host memory, sharded over the ranks; with adapters it is the model without them."""
@@ -234,50 +226,19 @@ class Plan:
 
     def decoding(self) -> Part:
         """The larger of a prefill and of choosing tokens: logits, log-probabilities, probabilities, their sums."""
-        rollout = self.config.rollout
-        filters = 16 if rollout.top_k or rollout.top_p < 1 else 0
+        filters = 16 if self.config.rollout.top_k or self.config.rollout.top_p < 1 else 0
         logits = self.slots * self.sizes.vocabulary * (self.dtype + 18 + filters)
         return Part("decoding", max(self.sizes.prefill, logits), "rollout.max_slots, rollout.prefill_tokens")
 
     def stepping(self) -> Part:
         """Gradients in one float32 tensor, and the temporaries of Adam."""
-        if self.gpu and self.offloads:
-            return Part("step", 0)
         # Stages 1 and 2 have already added up bfloat16 gradients in one float32 tensor.
         whole = min(self.t, self.bucket) if self.stage == 0 else self.owned
         flat = 0 if self.stage in (1, 2) and self.dtype == 2 else 4 * whole
-        if self.config.engine.adam == "deepspeed":
-            return Part("step", flat, _SHARDS)
         # torch takes all tensors together on a GPU, and on a CPU one after the other, with two temporaries.
         tensor = self.owned if self.gpu or self.stage else self.sizes.largest
-        return Part("step", flat + (4 if self.gpu else 8) * tensor, _SHARDS)
-
-    def export(self) -> Part:
-        """The copy that is written to the model's folder."""
-        return Part("copy to write", self.dtype * self.n)
-
-    @property
-    def tokens(self) -> dict[str, int]:
-        """Most tokens of a step, over all ranks."""
-        rows = self.ranks * self.rows
-        sampled = rows * self.config.rollout.max_completion_tokens
-        return {"sampled": sampled, "trained": rows * self.longest * self.batch.num_iterations}
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """By stage, for the longest possible rollout. A lower bound: products at full speed, or the weights and the
-        cache read once for every token."""
-        product = 2 * self.sizes.active / self.hardware.flops
-        length = self.config.rollout.max_completion_tokens
-        cached = self.slots * (self.prompt + length / 2) * self.sizes.token_bytes
-        read = (self.dtype * self.sizes.active + cached) / self.hardware.bandwidth
-        prefill = self.batch.prompts_per_rank * self.prompt * product
-        generation = prefill + self.rows / self.slots * length * max(read, self.slots * product)
-        # Backward is twice a forward, and checkpointing runs the forward once more.
-        passes = (4 if self.config.policy.gradient_checkpointing else 3) * self.batch.num_iterations
-        forward = self.rows * self.longest * product
-        reference = {"reference": forward} if self.config.grpo.beta else {}
-        return {"generation": generation, "training": forward * passes, **reference}
+        adam = 0 if self.config.engine.adam == "deepspeed" else (4 if self.gpu else 8) * tensor
+        return Part("step", 0 if self.gpu and self.offloads else flat + adam, _SHARDS)
 
 
 def shortage(plan: Plan) -> str | None:
@@ -286,11 +247,9 @@ def shortage(plan: Plan) -> str | None:
     Raises:
         UserError: it clearly does not fit; names the largest parts, and the settings that shrink them.
     """
-    worst, device = max(plan.phases, key=lambda phase: phase.least), "the GPU" if plan.gpu else "the host"
-    for phase, free, where in (
-        (worst, plan.hardware.device_bytes, device),
-        (Phase("its host", plan.host), plan.hardware.host_bytes, "the host"),
-    ):
+    worst, hardware = max(plan.phases, key=lambda phase: phase.least), plan.hardware
+    device = (worst, hardware.device_bytes, "the GPU" if plan.gpu else "the host")
+    for phase, free, where in (device, (plan.host, hardware.host_bytes, "the host")):
         if phase.least <= free:
             continue
         largest = sorted((p for p in phase.parts if p.remedy), key=lambda part: -part.bytes)[:3]

@@ -105,17 +105,16 @@ class Run:
         if rank() == 0:
             Console(highlight=False, soft_wrap=True).print(message, markup=False)
 
-    def write_engine_config(self, config: dict[str, Any]) -> None:
-        """Store the complete DeepSpeed configuration."""
-        if rank() == 0:
-            (self.folder / "deepspeed.json").write_text(json.dumps(config, indent=2) + "\n")
-
     def train(self, stage: Stage) -> None:
         """Take a stage from the start or the newest checkpoint to the last step; then export the model and the report.
 
         Raises:
             RunStopped: a step could not be finished; the run is saved as it was before it.
         """
+        if rank() == 0:
+            (self.folder / "deepspeed.json").write_text(json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
+        if stage.policy.adapters is not None:
+            self.say(f"lora: {stage.policy.adapters}")
         done = saved = self.restore(stage)
         settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
         with Log(self.config.log, self.folder, self.config.run.steps, done if self.resumes else -1, settings) as log:

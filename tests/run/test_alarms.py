@@ -5,15 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybrid_grpo.config import RunConfig, TrainConfig
+from hybrid_grpo.config import LogConfig, RunConfig, TrainConfig
 from hybrid_grpo.config.parsing import Parsed
-from hybrid_grpo.run.alarms import HeldoutWatch
+from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.run import Run, Stage
 
 
 def played(steps: list[dict[str, float]], limit: float = 0.05) -> list[str | None]:
-    watch = HeldoutWatch(limit)
-    return [watch.watch(step, values) for step, values in enumerate(steps)]
+    alarms = Alarms(LogConfig(heldout_alarm=limit))
+    return [next(iter(alarms.watch(step, values)), None) for step, values in enumerate(steps)]
 
 
 def line(reward: float | None, accuracy: float | None = None) -> dict[str, float]:

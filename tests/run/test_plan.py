@@ -10,7 +10,7 @@ from launching import make_task
 from tiny_models import tiny_config
 from transformers import Qwen2Config
 
-from hybrid_grpo.commands.plan import lines
+from hybrid_grpo.commands.plan import lines, step_seconds
 from hybrid_grpo.config import EngineConfig, GrpoConfig, LoraConfig, PolicyConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.errors import UserError
@@ -99,7 +99,7 @@ def test_the_cache_is_what_slots_or_settings_or_memory_allow():
 def test_offloaded_states_and_the_reference_are_in_host_memory():
     config = replace(recipe(grpo=GrpoConfig(beta=0.1)), engine=EngineConfig(offload_optimizer=True))
     made = Plan(config, SIZES, batch_plan(config, 8), 512, GPU)
-    host = {part.name: part.bytes for part in made.host}
+    host = {part.name: part.bytes for part in made.host.parts}
     owned = N // 8
     assert host["reference"] == 2 * owned
     assert (host["float32 masters"], host["Adam's moments"], host["offloaded gradients"]) == (
@@ -111,7 +111,7 @@ def test_offloaded_states_and_the_reference_are_in_host_memory():
         assert not {"float32 masters", "Adam's moments", "reference"} & {part.name for part in phase.parts}
     # Of adapters the reference is the model without them.
     adapted = replace(config, lora=LoraConfig(rank=8))
-    assert "reference" not in {part.name for part in Plan(adapted, SIZES, batch_plan(adapted, 8), 512, GPU).host}
+    assert "reference" not in {part.name for part in Plan(adapted, SIZES, batch_plan(adapted, 8), 512, GPU).host.parts}
 
 
 def test_activations_take_half_as_much_again_on_a_cpu_and_stay_when_freed():
@@ -123,7 +123,7 @@ def test_activations_take_half_as_much_again_on_a_cpu_and_stay_when_freed():
 def test_the_export_is_a_copy_in_host_memory():
     cpu, gpu = parts(recipe(), 1, CPU), parts(recipe(), 1)
     assert cpu["export"]["copy to write"] == 2 * N and "copy to write" not in gpu["export"]
-    host = {part.name: part.bytes for part in Plan(recipe(), SIZES, batch_plan(recipe(), 1), 512, GPU).host}
+    host = {part.name: part.bytes for part in Plan(recipe(), SIZES, batch_plan(recipe(), 1), 512, GPU).host.parts}
     assert host["copy to write"] == 2 * N, "weights of a GPU are copied to its host"
 
 
@@ -251,7 +251,7 @@ def test_the_cache_that_is_sized_from_free_memory_is_no_reason_to_refuse():
 def test_time_is_products_at_full_speed_or_weights_read_once_a_step():
     rollout = RolloutConfig(prompts_per_step=1, num_generations=8, max_completion_tokens=100)
     config = recipe(rollout=rollout, grpo=GrpoConfig(beta=0.1, num_iterations=2))
-    seconds = Plan(config, SIZES, batch_plan(config, 1), 512, GPU).seconds
+    seconds = step_seconds(Plan(config, SIZES, batch_plan(config, 1), 512, GPU))
     product = 2 * N / 1e14
     step = (2 * N + 8 * (512 + 50) * SIZES.token_bytes) / 1e12
     assert seconds["generation"] == pytest.approx(512 * product + 100 * step)

@@ -172,7 +172,7 @@ def test_the_plan_counts_the_weights(tmp_path, kwargs, on_device, on_host):
     assert made is not None
     parameters = sum(p.numel() for p in AutoModelForSequenceClassification.from_pretrained(folder).parameters())
     device = {part.name: part.bytes for part in made.peak.parts}
-    host = {part.name: part.bytes for part in made.host}
+    host = {part.name: part.bytes for part in made.host.parts}
     assert (device.get("reward models", 0), host.get("reward models", 0)) == (
         on_device * parameters,
         on_host * parameters,
