@@ -34,11 +34,6 @@ class Reward:
     model: RewardModel | None = None
     """The model that the rank holds for it."""
 
-    @property
-    def together(self) -> bool:
-        """Whether all ranks have to call it at the same time, each with all of its completions."""
-        return self.model is not None and self.model.sharded
-
 
 def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None = None) -> list[Reward]:
     """Find the function of every entry, and check its `kwargs` against its signature.
@@ -68,7 +63,7 @@ def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None 
                 # It judges each row by itself, so the number of rows of a call matters for speed only.
                 interface, caller = replace(interface, batch_size="group"), InlineCaller(function)
             elif model is not None and model.sharded:
-                caller = CollectiveCaller(model.reply)
+                interface, caller = replace(interface, batch_size="all"), CollectiveCaller(model.reply)
             else:
                 caller = pool.threaded(function, config.timeout_s, _enter_gpu())
         rewards.append(Reward(reward_name(config), config.weight, frozenset(config.kwargs), interface, caller, model))
