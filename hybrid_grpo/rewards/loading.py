@@ -45,16 +45,16 @@ def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None 
     """
     scoring = scoring or ScoringConfig()
     entries = {f"rewards[{index}]": _by_name(config) for index, config in enumerate(configs)}
-    isolated = [(entry, config) for entry, config in entries.items() if _isolated(config, entry)]
-    pool = Pool(isolated, scoring.workers or _workers(), int(scoring.memory_gb * 2**30))
-    order = {entry: index for index, (entry, _) in enumerate(isolated)}
+    isolated = [entry for entry, config in entries.items() if _isolated(config, entry)]
+    memory_bytes = int(scoring.memory_gb * 2**30)
+    pool = Pool([(entry, entries[entry]) for entry in isolated], scoring.workers or _workers(), memory_bytes)
     rewards = []
     for entry, config in entries.items():
         caller: Caller
         model = None
-        if entry in order:
-            interface = pool.interfaces[order[entry]]
-            caller = pool.isolated(order[entry], config.timeout_s)
+        if entry in isolated:
+            index = isolated.index(entry)
+            interface, caller = pool.interfaces[index], pool.isolated(index, config.timeout_s)
         else:
             function = load_function(config, entry)
             interface, called = function.interface, _called(config)

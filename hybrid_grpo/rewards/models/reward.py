@@ -222,9 +222,8 @@ class RewardModel:
             for rows in batches:
                 logits_bL = self._logits([ids_B[row] for row in rows] or [[0]])[: len(rows)].float()
                 score_b = logits_bL[:, 0] if logits_bL.shape[1] == 1 else logits_bL[:, 1] - logits_bL[:, 0]
-                for row, score in zip(
-                    rows, (score_b.sigmoid() if self.settings.sigmoid else score_b).tolist(), strict=True
-                ):
+                score_b = score_b.sigmoid() if self.settings.sigmoid else score_b
+                for row, score in zip(rows, score_b.tolist(), strict=True):
                     scores_B[row] = score
         return scores_B
 
