@@ -63,11 +63,11 @@ def prompts_of(rows: list[Row], source: Source, config: DataConfig, tokenizer: P
             over-long and `over_long` is `refuse`, or all are over-long.
     """
     require_column("data.prompt_column", config.prompt_column, rows, source)
-    if config.system_prompt is not None and config.chat_template == "never":
-        raise UserError(
-            "data.system_prompt needs a chat template, and data.chat_template is never: set it to auto,"
-            " or leave data.system_prompt out"
-        )
+    refuse(
+        config.system_prompt is not None and config.chat_template == "never",
+        "data.system_prompt needs a chat template, and data.chat_template is never: set it to auto, or leave"
+        " data.system_prompt out",
+    )
     prompts = [
         _prompt(number, row, f"row {number} (from 0) of {source}", config, tokenizer) for number, row in enumerate(rows)
     ]
@@ -96,7 +96,14 @@ def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]
     """
     value = row[config.prompt_column]
     text = value if isinstance(value, str) else _messages(value, where, config)
-    return text if config.system_prompt is None else _with_system(config.system_prompt, _as_chat(text), where)
+    if config.system_prompt is None:
+        return text
+    chat = _as_chat(text)
+    refuse(
+        chat[0]["role"] == "system",
+        f"data.system_prompt is set, and {where} has a system message of its own: leave one out",
+    )
+    return [{"role": "system", "content": config.system_prompt}, *chat]
 
 
 def _prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prompt:
@@ -143,12 +150,6 @@ def _is_message(value: Any) -> bool:
 
 def _as_chat(text: str | list[Message]) -> list[Message]:
     return [{"role": "user", "content": text}] if isinstance(text, str) else text
-
-
-def _with_system(system_prompt: str, chat: list[Message], where: str) -> list[Message]:
-    if chat[0]["role"] == "system":
-        raise UserError(f"data.system_prompt is set, and {where} has a system message of its own: leave one out")
-    return [{"role": "system", "content": system_prompt}, *chat]
 
 
 def _apply_template(chat: list[Message], where: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -141,28 +141,36 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> 
     config = load_config(policy.model)
     attention = attn_implementation or plain_attention(config, policy.attn_implementation)
     without_dropout(config)
+    dtype = getattr(torch, policy.dtype)
+    model = load_weights(
+        AutoModelForCausalLM, policy.model, config, "policy.model", dtype=dtype, attn_implementation=attention
+    )
+    if policy.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def load_weights(auto: Any, name: str, config: Any, setting: str, **options: Any) -> Any:
+    """A model of one of transformers' AutoModel classes, with all of its weights; `setting` begins error messages.
+
+    Raises:
+        UserError: the weights do not load, or some are missing.
+    """
     try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            policy.model,
-            config=config,
-            dtype=getattr(torch, policy.dtype),
-            attn_implementation=attention,
-            # Mismatched weights are reported below, by name.
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
+        # Mismatched weights are reported below, by name.
+        model, loaded = auto.from_pretrained(
+            name, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        raise UserError(f"policy.model {policy.model} does not load: {first_line(error)}") from error
+        raise UserError(f"{setting} {name} does not load: {first_line(error)}") from error
     # transformers would start missing weights at random and only warn.
     for what, names in (("lacks", loaded["missing_keys"]), ("has the wrong shape for", loaded["mismatched_keys"])):
         if names:
             first = min(name if isinstance(name, str) else name[0] for name in names)
             raise UserError(
-                f"policy.model {policy.model} {what} {len(names)} of the weights that its config.json asks for,"
-                f" {first} among them: take a complete {type(model).__name__}"
+                f"{setting} {name} {what} {len(names)} of the weights that its config.json asks for, {first} among"
+                f" them: take a complete {type(model).__name__}"
             )
-    if policy.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 

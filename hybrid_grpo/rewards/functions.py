@@ -146,8 +146,8 @@ class Interface:
     accepted: list[str] | None
     """Parameters that can be given by name; None where any can (**kwargs)."""
     is_async: bool
-    batch_size: int | Literal["group"]
-    """Completions of one call."""
+    batch_size: int | Literal["group", "all"]
+    """Completions of one call. `all`: all of a rank, possibly none, called by all ranks at the same time."""
     instead: dict[str, str] = field(default_factory=dict)
     """By required parameter, the column that can take its place."""
     settings: list[str] = field(default_factory=list)
@@ -170,8 +170,8 @@ class Function:
     """File in which the function is written."""
 
     def __call__(self, inputs: Inputs, context: dict[str, Any] | None = None) -> Any:
-        """Call the function with the inputs that it accepts; every call gets new lists."""
-        given = {name: list(values) for name, values in inputs.items()} | (context or {})
+        """Call the function with the inputs that it accepts."""
+        given = inputs | (context or {})
         return self.function(**{name: value for name, value in given.items() if self.interface.accepts(name)})
 
     def score(self, call: RewardCall) -> Reply:
@@ -237,12 +237,10 @@ def _checked_reply(result: Any, call: RewardCall, extra: dict[str, list[Any]]) -
 
 def _checked(value: Any, length: int) -> Value:
     """The value as a float, None or steps; a ValueError says what it should be."""
-    if value is None:
-        return None
     if isinstance(value, list | tuple):
         return _checked_steps(value, length)
     number = _number(value, _LARGEST)
-    if number is None:
+    if number is None and value is not None:
         raise ValueError(f"return {_EXPECTED}, or None where it does not apply")
     return number
 
@@ -302,43 +300,44 @@ def load_function(config: RewardConfig, entry: str) -> Function:
 
 def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> Function:
     """A callable with the settings of its entry; see `load_function`."""
-    name = reward_name(config)
-    code = getattr(inspect.unwrap(found), "__code__", None)
-    is_async = any(map(inspect.iscoroutinefunction, (found, inspect.unwrap(found), type(found).__call__)))
+    name, setting = reward_name(config), f"{entry}.function {config.function}"
+    plain = inspect.unwrap(found)
+    is_async = any(map(inspect.iscoroutinefunction, (found, plain, type(found).__call__)))
     try:
         parameters = inspect.signature(found).parameters.values()
     except (TypeError, ValueError):
-        raise UserError(
-            f"{entry}.function {config.function} has no signature that Python can read: wrap it in a `def`"
-        ) from None
+        raise UserError(f"{setting} has no signature that Python can read: wrap it in a `def`") from None
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     needed = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     batch_size = getattr(found, "batch_size", 1) if config.batch_size == "auto" else config.batch_size
     if batch_size != "group" and not (isinstance(batch_size, int) and batch_size >= 1):
-        raise UserError(f"{entry}.function {config.function} asks for batch_size {batch_size!r}: group, or 1 or more")
+        raise UserError(f"{setting} asks for batch_size {batch_size!r}: group, or 1 or more")
     for kwarg in config.kwargs:
         if kwarg in INPUTS:
             raise UserError(f"{entry}.kwargs {kwarg}: {name} is given {kwarg} of the rollout: leave it out")
         if not takes_any and kwarg not in named:
             hint = did_you_mean(kwarg, named - {*INPUTS, *CONTEXT})
             raise UserError(f"{entry}.kwargs {kwarg}: {name} has no such parameter: {hint}")
-    accepted = None if takes_any else sorted(named)
     function: Callable[..., Any] = partial(found, **config.kwargs)
-    instead = {}
+    accepted, instead = named, {}
     if "solution_str" in named:  # verl's convention
         function, instead = _called_by_row(function, named, takes_any, is_async), {"ground_truth": "reward_model"}
         needed = (needed - {"solution_str", "data_source", "extra_info"}) | {"ground_truth"}
-        accepted = sorted(
-            (named - {"solution_str"})
-            | {"completions", "reward_model", "ground_truth", "log_extra"}
-            | ({"data_source", "extra_info"} if takes_any else set())
-        )
+        accepted = (named - {"solution_str"}) | {"completions", "reward_model", "ground_truth", "log_extra"}
+        accepted |= {"data_source", "extra_info"} if takes_any else set()
+        takes_any = False
     is_builtin = isinstance(config.function, str) and config.function in BUILTINS
     settings = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - set(CONTEXT) if is_builtin else set()
-    required = sorted(needed - config.kwargs.keys() - set(CONTEXT))
-    interface = Interface(required, accepted, is_async, batch_size, instead, sorted(settings))
-    loaded = Function(name, function, interface, code.co_filename if code else None)
+    interface = Interface(
+        sorted(needed - config.kwargs.keys() - set(CONTEXT)),
+        None if takes_any else sorted(accepted),
+        is_async,
+        batch_size,
+        instead,
+        sorted(settings),
+    )
+    loaded = Function(name, function, interface, getattr(getattr(plain, "__code__", None), "co_filename", None))
     if is_builtin:
         _check_builtin(loaded, entry)
     return loaded
@@ -349,36 +348,31 @@ def _called_by_row(
 ) -> Callable[..., Any]:
     """A function of verl's convention as one of TRL's; `names` are its parameters."""
 
-    def start(completions: Any, columns: Inputs) -> list[Any]:
-        truths = columns.pop("ground_truth", None) or [model["ground_truth"] for model in columns["reward_model"]]
-        columns.pop("reward_model", None)
-        results = []
-        for row, text in enumerate(completion_texts(completions)):
-            given = {"data_source": None, "extra_info": None} | {name: v[row] for name, v in columns.items()}
-            given = {name: value for name, value in given.items() if takes_any or name in names}
-            results.append(compute_score(solution_str=text, ground_truth=truths[row], **given))
-        return results
+    def function(completions: Any, log_extra: Any, **columns: Any) -> Any:
+        unknown = [None] * len(completions)
+        columns = {"data_source": unknown, "extra_info": unknown, **columns}
+        columns["solution_str"] = completion_texts(completions)
+        if "ground_truth" not in columns:
+            columns["ground_truth"] = [model["ground_truth"] for model in columns["reward_model"]]
+        given = [name for name in columns if name in names or (takes_any and name != "reward_model")]
+        rows = zip(*(columns[name] for name in given), strict=True)
+        results = [compute_score(**dict(zip(given, row, strict=True))) for row in rows]
+        return awaited(results, log_extra) if is_async else finished(results, log_extra)
 
-    def finish(results: list[Any], log_extra: Callable[[str, list[Any]], None]) -> list[Any]:
+    async def awaited(results: list[Any], log_extra: Any) -> list[Any]:
+        return finished(await asyncio.gather(*results), log_extra)
+
+    def finished(results: list[Any], log_extra: Any) -> list[Any]:
         details = [result if isinstance(result, dict) else {"score": result} for result in results]
         for name in {name: None for detail in details for name in detail if name != "score"}:
             log_extra(name, [detail.get(name) for detail in details])
         return [detail["score"] for detail in details]
-
-    async def gathered(results: list[Any], log_extra: Any) -> list[Any]:
-        return finish(await asyncio.gather(*results), log_extra)
-
-    def function(completions: Any, log_extra: Any, **columns: Any) -> Any:
-        results = start(completions, columns)
-        return gathered(results, log_extra) if is_async else finish(results, log_extra)
 
     return function
 
 
 def _check_builtin(function: Function, entry: str) -> None:
     """Check the settings of a built-in: a call with no rows does so, since it checks them before it looks at rows."""
-    for name in sorted(set(function.interface.settings).intersection(function.interface.required)):
-        raise UserError(f"{entry}.kwargs lacks {name}, which {function.name} needs: give kwargs: {{{name}: ...}}")
     try:
         result = function({name: [] for name in function.interface.required})
         if inspect.isawaitable(result):

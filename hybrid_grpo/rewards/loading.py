@@ -34,11 +34,6 @@ class Reward:
     model: RewardModel | None = None
     """The model that the rank holds for it."""
 
-    @property
-    def together(self) -> bool:
-        """Whether all ranks have to call it at the same time, each with all of its completions."""
-        return self.model is not None and self.model.sharded
-
 
 def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None = None) -> list[Reward]:
     """Find the function of every entry, and check its `kwargs` against its signature.
@@ -50,16 +45,16 @@ def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None 
     """
     scoring = scoring or ScoringConfig()
     entries = {f"rewards[{index}]": _by_name(config) for index, config in enumerate(configs)}
-    isolated = [(entry, config) for entry, config in entries.items() if _isolated(config, entry)]
-    pool = Pool(isolated, scoring.workers or _workers(), int(scoring.memory_gb * 2**30))
-    order = {entry: index for index, (entry, _) in enumerate(isolated)}
+    isolated = [entry for entry, config in entries.items() if _isolated(config, entry)]
+    memory_bytes = int(scoring.memory_gb * 2**30)
+    pool = Pool([(entry, entries[entry]) for entry in isolated], scoring.workers or _workers(), memory_bytes)
     rewards = []
     for entry, config in entries.items():
         caller: Caller
         model = None
-        if entry in order:
-            interface = pool.interfaces[order[entry]]
-            caller = pool.isolated(order[entry], config.timeout_s)
+        if entry in isolated:
+            index = isolated.index(entry)
+            interface, caller = pool.interfaces[index], pool.isolated(index, config.timeout_s)
         else:
             function = load_function(config, entry)
             interface, called = function.interface, _called(config)
@@ -68,7 +63,7 @@ def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None 
                 # It judges each row by itself, so the number of rows of a call matters for speed only.
                 interface, caller = replace(interface, batch_size="group"), InlineCaller(function.score)
             elif model is not None and model.sharded:
-                caller = InlineCaller(model.reply)
+                interface, caller = replace(interface, batch_size="all"), InlineCaller(model.reply)
             else:
                 caller = pool.threaded(function, config.timeout_s, _enter_gpu())
         rewards.append(Reward(reward_name(config), config.weight, frozenset(config.kwargs), interface, caller, model))

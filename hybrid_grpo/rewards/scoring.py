@@ -13,11 +13,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,18 +99,6 @@ class Rewards:
                         f" {did_you_mean(name, columns)}"
                     )
 
-    def common_columns(self, prompts: list[Prompt]) -> list[str]:
-        """Names of the columns that all prompts have; only these are given to functions.
-
-        Raises:
-            UserError: see `check_columns`.
-        """
-        if not prompts:
-            return []
-        columns = [name for name in prompts[0].columns if all(name in prompt.columns for prompt in prompts)]
-        self.check_columns(columns)
-        return columns
-
     def stream(self, prompts: list[Prompt], num_generations: int, step: int = 0) -> Stream:
         """Score completions of these prompts as they come in; see `Stream`."""
         return Stream(self, prompts, num_generations, step)
@@ -168,12 +155,6 @@ class Rewards:
             )
 
 
-@dataclass(frozen=True)
-class _Call:
-    rows: list[int]
-    outcome: Future[Outcome]
-
-
 class Stream:
     """The scores of a rollout whose completions come in one by one.
 
@@ -191,92 +172,81 @@ class Stream:
     """
 
     def __init__(self, rewards: Rewards, prompts: list[Prompt], num_generations: int, step: int) -> None:
-        self._rewards = rewards.functions
-        self._max_wait_s = rewards.scoring.max_wait_s
-        self._token_ends = rewards.token_ends
-        self._tell = rewards.tell
+        self._rewards = rewards
         self._prompts = prompts
-        self._columns = rewards.common_columns(prompts)
         self._num_generations = num_generations
         self._step = step
+        first = prompts[0].columns if prompts else {}
+        # Functions are given the columns that all prompts have.
+        self._columns = [name for name in first if all(name in prompt.columns for prompt in prompts)]
+        if prompts:
+            rewards.check_columns(self._columns)
         self._completions: dict[int, Completion] = {}
-        self._finished: Counter[int] = Counter()  # completions of each prompt
-        self._waiting: dict[str, list[int]] = {reward.name: [] for reward in self._rewards}  # rows of the next call
-        self._calls: dict[str, list[_Call]] = {reward.name: [] for reward in self._rewards}
+        self._waiting: dict[tuple[str, int | None], list[int]] = defaultdict(list)
+        """Rows of the next call, by function, and by prompt where a call takes a group."""
+        self._calls: dict[str, list[tuple[list[int], Future[Outcome]]]] = {name: [] for name in rewards.names}
+        """Calls of each function: their rows, and what came of them."""
 
     def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for calls in self._calls.values():
-            for call in calls:
-                call.outcome.cancel()
+        for outcome in self._outcomes():
+            outcome.cancel()
 
     def add(self, prompt: int, sample: int, completion: Completion) -> None:
         """Take completion `sample` of prompt `prompt`. Never waits, and never raises what functions raise."""
-        first = prompt * self._num_generations
-        row = first + sample
+        row = prompt * self._num_generations + sample
         assert row not in self._completions, f"completion {sample} of prompt {prompt} came twice"
         self._completions[row] = completion
-        self._finished[prompt] += 1
-        for reward in self._rewards:
-            if reward.together:
-                continue
-            if reward.interface.batch_size == "group":
-                if self._finished[prompt] == self._num_generations:
-                    self._start(reward, range(first, first + self._num_generations))
-            else:
-                self._waiting[reward.name].append(row)
-                if len(self._waiting[reward.name]) == reward.interface.batch_size:
-                    self._start_waiting(reward)
+        for reward in self._rewards.functions:
+            size = reward.interface.batch_size
+            group, size = (prompt, self._num_generations) if size == "group" else (None, size)
+            self._waiting[reward.name, group].append(row)
+            if len(self._waiting[reward.name, group]) == size:
+                self._start(reward, group)
 
     def scores(self) -> Scores:
         """Wait for the functions, but no longer than `max_wait_s`; rows are in the order of prompts and samples.
 
-        Collective where a function is, see `Reward.together`.
+        Collective where a function is, see `Interface.batch_size`.
         """
         assert len(self._completions) == len(self._prompts) * self._num_generations, "a completion is missing"
-        for reward in self._rewards:
-            self._start_waiting(reward)
-        for reward in self._rewards:
-            if reward.together:
-                self._start(reward, range(len(self._completions)))
-        until_s = time.perf_counter() + self._max_wait_s
-        replies = {reward.name: self._reply(reward.name, until_s) for reward in self._rewards}
+        functions = self._rewards.functions
+        # Functions that all ranks call together come last: they return when they are done.
+        for reward in sorted(functions, key=lambda reward: reward.interface.batch_size == "all"):
+            if self._waiting[reward.name, None] or reward.interface.batch_size == "all":
+                self._start(reward, None)
+        until_s = time.perf_counter() + self._rewards.scoring.max_wait_s
+        replies = {name: self._reply(name, until_s) for name in self._rewards.names}
         lengths = [len(self._completions[row].token_ids) for row in range(len(self._completions))]
-        return combined(self._rewards, replies, lengths, self._num_generations)
+        return combined(functions, replies, lengths, self._num_generations)
 
     @property
     def seconds(self) -> float:
         """Seconds in which at least one of the finished calls was at work."""
-        done = (call.outcome for calls in self._calls.values() for call in calls)
-        return busy_seconds(outcome.result() for outcome in done if outcome.done() and not outcome.cancelled())
+        return busy_seconds(o.result() for o in self._outcomes() if o.done() and not o.cancelled())
 
-    def _start_waiting(self, reward: Reward) -> None:
-        rows, self._waiting[reward.name] = self._waiting[reward.name], []
-        if rows:
-            self._start(reward, sorted(rows))
+    def _outcomes(self) -> list[Future[Outcome]]:
+        return [outcome for calls in self._calls.values() for _, outcome in calls]
 
-    def _start(self, reward: Reward, rows: Sequence[int]) -> None:
-        self._calls[reward.name].append(_Call(list(rows), reward.caller.start(self._request(reward, rows))))
-
-    def _request(self, reward: Reward, rows: Sequence[int]) -> RewardCall:
+    def _start(self, reward: Reward, group: int | None) -> None:
+        """Call a function with the rows that wait for it."""
+        rows = sorted(self._waiting.pop((reward.name, group)))
         prompts = [self._prompts[row // self._num_generations] for row in rows]
         completions = [self._completions[row] for row in rows]
-        inputs: Inputs = {}
-        # A function may change what it is given, so it gets copies.
-        if reward.interface.accepts("prompts"):
-            inputs["prompts"] = [p.text if isinstance(p.text, str) else [dict(m) for m in p.text] for p in prompts]
-        if reward.interface.accepts("completions"):
-            inputs["completions"] = [
+        inputs: Inputs = {
+            "prompts": [prompt.text for prompt in prompts],
+            "completions": [
                 c.text if isinstance(p.text, str) else [{"role": "assistant", "content": c.text}]
                 for p, c in zip(prompts, completions, strict=True)
-            ]
-        if reward.interface.accepts("completion_ids"):
-            inputs["completion_ids"] = [list(completion.token_ids) for completion in completions]
-        for name in filter(reward.interface.accepts, self._columns):
-            inputs[name] = [prompt.columns[name] for prompt in prompts]
-        return RewardCall(inputs, [len(completion.token_ids) for completion in completions], self._step)
+            ],
+            "completion_ids": [completion.token_ids for completion in completions],
+            **{name: [prompt.columns[name] for prompt in prompts] for name in self._columns},
+        }
+        accepted = {name: values for name, values in inputs.items() if reward.interface.accepts(name)}
+        call = RewardCall(accepted, [len(completion.token_ids) for completion in completions], self._step)
+        self._calls[reward.name].append((rows, reward.caller.start(call)))
 
     def _reply(self, name: str, until_s: float) -> Reply:
         """The replies of a function for all rows, as far as they come in time; steps by their ends in tokens."""
@@ -284,31 +254,32 @@ class Stream:
         values: list[Value] = [None] * rows
         failures: list[Failure | None] = [None] * rows
         extra: dict[str, list[object]] = {}
-        for call in self._calls[name]:
-            reply = self._wait(call, until_s)
-            for index, row in enumerate(call.rows):
+        for call_rows, outcome in self._calls[name]:
+            reply = self._wait(outcome, len(call_rows), until_s)
+            for index, row in enumerate(call_rows):
                 values[row], failures[row] = self._in_tokens(reply.values[index], reply.failures[index], row)
                 for column, stored in reply.extra.items():
                     extra.setdefault(column, [None] * rows)[row] = stored[index]
         for failure in filter(None, failures):
-            self._tell(name, failure)
+            self._rewards.tell(name, failure)
         return Reply(values, failures, extra)
 
     def _in_tokens(self, value: Value, failure: Failure | None, row: int) -> tuple[Value, Failure | None]:
         if not isinstance(value, list) or not value or not isinstance(value[0][0], str):
             return value, failure
         try:
-            return token_steps(value, self._completions[row], self._token_ends), None
+            return token_steps(value, self._completions[row], self._rewards.token_ends), None
         except ValueError as error:
             return None, Failure("invalid", f"returned steps that do not make up the text: {error}")
 
-    def _wait(self, call: _Call, until_s: float) -> Reply:
+    def _wait(self, outcome: Future[Outcome], rows: int, until_s: float) -> Reply:
         try:
-            return call.outcome.result(max(0.0, until_s - time.perf_counter())).reply
+            return outcome.result(max(0.0, until_s - time.perf_counter())).reply
         except FutureTimeout:
-            call.outcome.cancel()
-            why = f"was not done scoring.max_wait_s, {self._max_wait_s:g} s, after the last completion"
-            return failed(Failure("timeout", why), len(call.rows))
+            outcome.cancel()
+            limit_s = self._rewards.scoring.max_wait_s
+            why = f"was not done scoring.max_wait_s, {limit_s:g} s, after the last completion"
+            return failed(Failure("timeout", why), rows)
 
 
 def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list[int], num_generations: int) -> Scores:
@@ -323,28 +294,34 @@ def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list
         lengths: [B], tokens of the completions.
         num_generations: G
     """
-    values = {name: torch.tensor(list(map(_sum, reply.values)), dtype=torch.float64) for name, reply in replies.items()}
-    status = {
-        name: torch.tensor([_status(v, f) for v, f in zip(reply.values, reply.failures, strict=True)], dtype=torch.int8)
-        for name, reply in replies.items()
-    }
-    failed_B = torch.stack([status_B >= RewardStatus.FAILED for status_B in status.values()]).any(0)
+    failed_B = torch.tensor(
+        [any(reply.failures[row] for reply in replies.values()) for row in range(len(lengths))], dtype=torch.bool
+    )
+    by_function: dict[str, torch.Tensor] = {}
+    status: dict[str, torch.Tensor] = {}
+    weighted, whole = [], []
+    steps: list[dict[int, float]] = [{} for _ in lengths]  # by their ends, weighted
+    scores_steps = False
+    for reward in rewards:
+        reply = replies[reward.name]
+        value_B = torch.tensor(list(map(_sum, reply.values)), dtype=torch.float64)
+        by_steps_B = _by_steps(reply.values, num_generations)
+        by_function[reward.name] = value_B
+        status[reward.name] = torch.tensor(list(map(_status, reply.values, reply.failures)), dtype=torch.int8)
+        weighted.append(reward.weight * value_B)
+        whole.append(reward.weight * value_B.masked_fill(by_steps_B, 0.0))
+        scores_steps |= bool(by_steps_B.any())
+        for row, value in enumerate(reply.values):
+            if by_steps_B[row] and value is not None and not failed_B[row]:
+                for end, step in value if isinstance(value, list) else [(lengths[row], value)]:
+                    steps[row][end] = steps[row].get(end, 0.0) + reward.weight * step  # type: ignore[index,arg-type]
 
     def total(parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack(parts).nansum(dim=0).masked_fill(failed_B, math.nan)
 
-    steps: list[dict[int, float]] = [{} for _ in lengths]  # by their ends, weighted
-    by_steps = {reward.name: _by_steps(replies[reward.name].values, num_generations) for reward in rewards}
-    for reward in rewards:
-        for row, value in enumerate(replies[reward.name].values):
-            if by_steps[reward.name][row] and value is not None and not failed_B[row]:
-                for end, step in value if isinstance(value, list) else [(lengths[row], value)]:
-                    steps[row][end] = steps[row].get(end, 0.0) + reward.weight * step  # type: ignore[index,arg-type]
-    whole = [reward.weight * values[reward.name].masked_fill(by_steps[reward.name], 0.0) for reward in rewards]
-    scores_steps = any(bool(by_steps_B.any()) for by_steps_B in by_steps.values())
     return Scores(
-        total([reward.weight * values[reward.name] for reward in rewards]),
-        values,
+        total(weighted),
+        by_function,
         status,
         [sorted(row.items()) for row in steps] if scores_steps else None,
         total(whole) if scores_steps else None,

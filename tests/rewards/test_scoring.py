@@ -11,10 +11,11 @@ import torch
 from foreign_rewards import boxed_equals, longer_is_better, only_maths, slow_length, thinks_then_answers
 from reward_helpers import inline, rows, statuses
 
-from hybrid_grpo.config import ScoringConfig
+from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.data.batch import Scores
 from hybrid_grpo.rewards.functions import CONTEXT
+from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.scoring import Rewards
 
 
@@ -99,7 +100,8 @@ def test_a_function_may_change_what_it_is_given() -> None:
         return [float(len(answer)), float(len(completions))]
 
     prompts, completions = rows("a", "b", chat=True, answer=[1, 2])
-    assert rewards(spoils, counts).score(prompts, completions).reward_B.tolist() == [3.0, 4.0]
+    in_threads = [RewardConfig(function, batch_size="group", isolation="none") for function in (spoils, counts)]
+    assert Rewards(load_rewards(in_threads)).score(prompts, completions, 2).reward_B.tolist() == [3.0, 4.0]
     assert prompts[0].text == [{"role": "user", "content": "p0"}] and completions[0].token_ids == [97]
 
 

@@ -16,16 +16,16 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from hybrid_grpo.config.importing import describe
 from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall
-from hybrid_grpo.rewards.models.classifiers import find_config, load_classifier, weight_bytes
 from hybrid_grpo.rewards.rules import Completions, completion_texts
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
 Template = Literal["auto", "chat", "text"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -35,6 +35,7 @@ Shard = Callable[[Callable[[], Any], str], Any]
 """Takes a function that reads a model and the type of its weights; returns the model's forward, sharded over the ranks,
 with its `device`."""
 
+_CLASSIFIER = "ForSequenceClassification"
 _BATCH_TOKENS = {"cuda": 16384, "cpu": 2048}
 """Tokens of one forward. A CPU is slower where activations leave its caches."""
 
@@ -84,7 +85,7 @@ class RewardModel:
         from hybrid_grpo.model.loading import load_tokenizer
 
         self.settings = settings
-        self._config = find_config(settings.model)
+        self._config = _find_config(settings.model)
         self._tokenizer = load_tokenizer(settings.model, "model")
         self._config.get_text_config().use_cache = False  # the model reads every text once
         self._dtype = _dtype(settings, self._config)
@@ -115,27 +116,33 @@ class RewardModel:
         Raises:
             ValueError: the weights do not load, or are not those of a sequence classifier.
         """
-        with self._turn:
-            if self._forward is None:
-                self._load(shard)
-
-    def _load(self, shard: Shard | None) -> None:
         import torch
 
-        if self.sharded:
-            if shard is None:
-                raise ValueError("zero_stage 3 needs the ranks of a training run: set zero_stage to 0")
-            self._forward = shard(self._read, self._dtype)
-            self._device = self._forward.device
-            return
-        self._forward = self._read().to(self._device).eval().requires_grad_(False)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            # A stream of its own: decoding on the rank's stream would wait for every forward.
-            self._stream = torch.cuda.stream(torch.cuda.Stream(self._device))
+        with self._turn:
+            if self._forward is not None:
+                return
+            if self.sharded:
+                if shard is None:
+                    raise ValueError("zero_stage 3 needs the ranks of a training run: set zero_stage to 0")
+                self._forward = shard(self._read, self._dtype)
+                self._device = self._forward.device
+                return
+            self._forward = self._read().to(self._device).eval().requires_grad_(False)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+                # A stream of its own: decoding on the rank's stream would wait for every forward.
+                self._stream = torch.cuda.stream(torch.cuda.Stream(self._device))
 
-    def _read(self) -> nn.Module:
-        model = load_classifier(self.settings.model, self._config, self._dtype)
+    def _read(self) -> Any:
+        import torch
+        from transformers import AutoModelForSequenceClassification
+
+        from hybrid_grpo.model.loading import load_weights
+
+        dtype = getattr(torch, self._dtype)
+        model = load_weights(
+            AutoModelForSequenceClassification, self.settings.model, self._config, "model", dtype=dtype
+        )
         self._classifier = model.config.get_text_config()
         pad = self._classifier.pad_token_id
         self._pad_id = None if pad is None or pad < 0 else pad
@@ -143,7 +150,13 @@ class RewardModel:
 
     def bytes_of(self, ranks: int) -> int:
         """Bytes of the weights on each rank, computed from the model's configuration."""
-        return weight_bytes(self._config, self._dtype) // (ranks if self.sharded else 1)
+        import torch
+        from transformers import AutoModelForSequenceClassification
+
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(self._config)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return parameters * int(getattr(torch, self._dtype).itemsize) // (ranks if self.sharded else 1)
 
     def tokens(self, prompt: Prompt, completion: str) -> tuple[list[int], int]:
         """The tokens that the model reads, and how many were cut off to make them `max_tokens`.
@@ -209,9 +222,8 @@ class RewardModel:
             for rows in batches:
                 logits_bL = self._logits([ids_B[row] for row in rows] or [[0]])[: len(rows)].float()
                 score_b = logits_bL[:, 0] if logits_bL.shape[1] == 1 else logits_bL[:, 1] - logits_bL[:, 0]
-                for row, score in zip(
-                    rows, (score_b.sigmoid() if self.settings.sigmoid else score_b).tolist(), strict=True
-                ):
+                score_b = score_b.sigmoid() if self.settings.sigmoid else score_b
+                for row, score in zip(rows, score_b.tolist(), strict=True):
                     scores_B[row] = score
         return scores_B
 
@@ -322,6 +334,25 @@ def forwards(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
         else:
             batches.append([row])
     return batches
+
+
+def _find_config(name: str) -> Any:
+    """The configuration of a folder or hub name; ValueError where it is no sequence classifier of 1 or 2 labels."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    from hybrid_grpo.model.loading import load_config
+
+    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+        raise ValueError(f"model {name}: there is no such folder")
+    config = load_config(name, "model")
+    classes = config.architectures or []
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or config.is_encoder_decoder:
+        raise ValueError(f"model {name} is a {config.model_type}: take a ...{_CLASSIFIER} that is no encoder-decoder")
+    if classes and not any(_CLASSIFIER in each for each in classes):
+        raise ValueError(f"model {name} is a {classes[0]}: take one that was trained as a ...{_CLASSIFIER}")
+    if config.num_labels > 2:
+        raise ValueError(f"model {name} has {config.num_labels} labels: a reward model has 1, or 2, bad and good")
+    return config
 
 
 def _dtype(settings: Settings, config: Any) -> str:
