@@ -16,18 +16,12 @@ from fractions import Fraction
 from functools import lru_cache, partial
 
 from hybrid_grpo.rewards.maths import values
+from hybrid_grpo.rewards.maths.notation import TABLE
 from hybrid_grpo.rewards.maths.values import Unreadable, Value
 
 _DEEPEST = 50  # operators, functions and brackets inside each other
 _POINTS = 4
-_FUNCTIONS = {
-    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "ln", "log", "lg",
-    "exp",
-}  # fmt: skip
-_GREEK = {
-    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "lambda", "mu", "nu", "xi",
-    "rho", "sigma", "tau", "phi", "varphi", "chi", "psi", "omega", "Delta", "Gamma", "Omega", "ell",
-}  # fmt: skip
+_FUNCTIONS, _GREEK = set(TABLE["functions"]), set(TABLE["greek"])
 _WORDS = _FUNCTIONS | {"sqrt", "frac", "binom", "lfloor", "rfloor", "lceil", "rceil"}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|", "lfloor": "rfloor", "lceil": "rceil"}
 _AROUND: dict[str, Callable[[Value], Value]] = {

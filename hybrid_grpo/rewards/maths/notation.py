@@ -11,9 +11,9 @@ import yaml
 LONGEST = 500
 """Characters of an answer that is read as mathematics; longer answers are compared as words."""
 
-_TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 _BEFORE, _AFTER = (
-    [(re.compile(pattern), replacement) for pattern, replacement in _TABLE[steps]] for steps in ("before", "after")
+    [(re.compile(pattern), replacement) for pattern, replacement in TABLE[steps]] for steps in ("before", "after")
 )
 _SIGN = re.compile(r"\\\\|\\[A-Za-z]+|\\?[^\sA-Za-z0-9]")
 _OPENING, _CLOSED = "([{⦃", ")]}⦄"
@@ -29,7 +29,7 @@ def clean(text: str) -> str:
         text = re.sub(r"(?<!\\)\$(?=\s*-?[\d.])", r"\\$", text)
     for pattern, replacement in _BEFORE:
         text = pattern.sub(replacement, text)
-    text = _SIGN.sub(lambda match: _TABLE["signs"].get(match[0], match[0]), text)
+    text = _SIGN.sub(lambda match: TABLE["signs"].get(match[0], match[0]), text)
     for pattern, replacement in _AFTER:
         text = pattern.sub(replacement, text)
     return text.strip().rstrip(".,;:").strip()

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hybrid_grpo.rewards.maths.expressions import Expression, constant, read_expression
-from hybrid_grpo.rewards.maths.notation import nesting, outside, split, wrapped
+from hybrid_grpo.rewards.maths.notation import TABLE, nesting, outside, split, wrapped
 from hybrid_grpo.rewards.maths.units import NO_UNIT, Unit, is_unit_words, read_unit
 from hybrid_grpo.rewards.maths.values import Unreadable
 
@@ -136,10 +136,8 @@ def _is_name(text: str) -> bool:
 
 def _is_asked(text: str) -> bool:
     """Whether a text can stand for the unknown: a name, or a term of variables alone (m + n, not m + 2)."""
-    if _is_name(text):
-        return True
     expression = None if re.search(r"\d", text) else expression_of(text)
-    return expression is not None and len(expression.names) > 1
+    return _is_name(text) or (expression is not None and len(expression.names) > 1)
 
 
 def _membership(text: str) -> Answer | None:
@@ -294,17 +292,15 @@ def _ratio(text: str) -> Answer | None:
     return Ratio(tuple(parts))
 
 
-_NAMED_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
-
-
 def _based(text: str) -> Answer | None:
     """A number in a base, as 2516_8, whose base may be left out."""
-    match = re.fullmatch(r"([0-9A-Fa-f]*\d[0-9A-Fa-f]*)_(\w+)", re.sub(r"\\text|[{}\s]", "", text))
-    if match is None:
+    digits, _, base = text.partition("_")
+    digits, base = digits.strip(), re.sub(r"\\text|[{}\s]", "", base)
+    base = TABLE["bases"].get(base, base)
+    if not re.fullmatch(r"[0-9A-Fa-f]*\d[0-9A-Fa-f]*", digits) or not re.fullmatch(r"\d\d?|[a-z]", base):
         return None
-    digits, base = match.groups()
     # The digits are read in base 16 whatever the base: they are only compared one by one.
-    based = Ordered("_", (Number(constant(int(digits, 16))), read_answer(_NAMED_BASES.get(base, base))))
+    based = Ordered("_", (Number(constant(int(digits, 16))), read_answer(base)))
     return Either((based, Number(constant(digits)))) if digits.isdigit() else based
 
 

@@ -34,9 +34,10 @@ def math_answer(completions: Completions, answer: list[Any], *, boxed_only: bool
     """
     _require_math_verify()
     golds = [None if gold is None else gold_answer(gold) for gold in answer]
+    stated = [stated_answer(text, boxed_only) for text in completion_texts(completions)]
     return [
-        None if gold is None else float(_is_right(text, gold, boxed_only))
-        for text, gold in zip(completion_texts(completions), golds, strict=True)
+        None if gold is None else float(text is not None and same_answer(text, gold))
+        for text, gold in zip(stated, golds, strict=True)
     ]
 
 
@@ -113,11 +114,6 @@ _JOINED = re.compile(r"[\s$,;()\\]*(?:and|or)?[\s$()\\]*(?:[A-Za-z](?:_\w)?\s*=\
 _SPACING = re.compile(r"\\(?:q?quad|text|textrm|mathrm|mbox|hspace)(?![A-Za-z])|\\[,;:! ]|[{}~]")
 """Spacing and the commands of text between two boxes: \\quad \\text{and} is "and"."""
 _LONGEST_JOINT, _MOST_JOINED, _MOST_HEADINGS = 60, 20, 20
-
-
-def _is_right(text: str, gold: str, boxed_only: bool) -> bool:
-    stated = stated_answer(text, boxed_only)
-    return stated is not None and len(stated) <= 4 * LONGEST and same_answer(stated, gold)
 
 
 def _marked(text: str, is_answer: Callable[[str], bool] = is_mathematical) -> str | None:

@@ -15,7 +15,7 @@ Value = Any
 """A Fraction, or a number of mpmath."""
 
 _DIGITS, _AGREEING = 60, 40
-_MOST_BITS = 20_000  # of an exact number; a larger one is computed with 60 digits
+_MOST_BITS = 5000  # of an exact number; a larger one is computed with 60 digits
 _LARGEST_LOG = 1e15  # natural logarithm of the largest number
 _LARGEST_ANGLE = 1e30  # largest argument of a function, and largest number that is rounded down
 _LARGEST_FACTORIAL = 3000

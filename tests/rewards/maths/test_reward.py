@@ -28,7 +28,7 @@ def test_table_is_large_and_of_both_kinds() -> None:
 def test_table_is_marked_as_a_careful_grader_would() -> None:
     """97 % at least, and every miss is one that the table explains.
 
-    Measured: 99.6 %. Of the same table plain math-verify 0.9 has 80 % right, the rule of the last number 54 %
+    Measured: 99.7 %. Of the same table plain math-verify 0.9 has 80 % right, the rule of the last number 55 %
     (`python tests/support/maths_pairs.py`).
     """
     misses = [row for row in PAIRS if is_right(row[1], row[2]) != row[3]]
@@ -48,7 +48,8 @@ def test_no_completion_takes_long() -> None:
         r"\boxed{" + "((" * 2000 + "}",
         *(rf"\boxed{{{inside}}}" for inside in (
             "a" * 490 + "= 5", "1," * 240 + "1", "x_1" * 160 + " = 1", "5 cm " * 95, r"\pm 1 " * 80, "{(" * 240,
-            "1:" * 240 + "1", "(1,(" * 120, r"2^{999}" * 70, "(" * 10 + "99^99" + ")^99" * 10, "x=" + "1=" * 240 + "1",
+            "1:" * 240 + "1", "(1,(" * 120, r"2^{999}" * 70, "(" * 10 + "99^99" + ")^99" * 10, "0^{9^{9^9}}",
+            "x=" + "1=" * 240 + "1", "x^{2000}" * 50, "+".join(f"1/x_{k}^{{2000}}" for k in range(30)), "x≠(" * 80,
         )),
     ]  # fmt: skip
     is_right(r"\boxed{\pi}", "3")  # imports what is imported once
