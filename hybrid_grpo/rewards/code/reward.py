@@ -44,8 +44,7 @@ def code_tests(
 ) -> list[float | None]:
     """Share of its tests that the program in a completion passes.
 
-    The program is the last closed block fenced as Python, or else the last fenced without a language. The reward is
-    None if the column `tests` is None, and 0.0 if there is no program.
+    The reward is None if the column `tests` is None, and 0.0 if there is no program.
 
     Args:
         completions: [B], text or chats.
@@ -238,26 +237,28 @@ def _modules(module: ast.Module) -> set[str]:
     return {node.id for node in nodes if isinstance(node, ast.Name)} & sys.stdlib_module_names
 
 
+_CALLS = """
+import json as _json
+def _plain(value):
+    return _json.loads(_json.dumps(value))
+def _agree(value, expected):
+    value = _plain(value)
+    return value == expected or isinstance(expected, list) and expected == [value]
+try:
+    _function = getattr(Solution(), {name!r})
+except (NameError, AttributeError):
+    _function = {name}
+"""
+"""Before the asserts for arguments and values. JSON has no tuples, and APPS wraps some values in a list of one."""
+
+
 def _calls(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
-    """Asserts for arguments and values. JSON has no tuples, and APPS wraps some values in a list of one."""
-    return "\n".join(
-        [
-            "import json as _json",
-            "def _plain(value):",
-            "    return _json.loads(_json.dumps(value))",
-            "def _agree(value, expected):",
-            "    value = _plain(value)",
-            "    return value == expected or isinstance(expected, list) and expected == [value]",
-            "try:",
-            f"    _function = getattr(Solution(), {name!r})",
-            "except (NameError, AttributeError):",
-            f"    _function = {name}",
-            *(
-                f"assert _agree(_function(*{_decoded(given, each_line=True)!r}), _plain({_decoded(expected)!r}))"
-                for given, expected in zip(inputs, outputs, strict=True)
-            ),
-        ]
-    )
+    """Tests in Python for arguments and values."""
+    asserts = [
+        f"assert _agree(_function(*{_decoded(given, each_line=True)!r}), _plain({_decoded(expected)!r}))"
+        for given, expected in zip(inputs, outputs, strict=True)
+    ]
+    return _CALLS.format(name=name) + "\n".join(asserts)
 
 
 def _decoded(value: Any, each_line: bool = False) -> Any:

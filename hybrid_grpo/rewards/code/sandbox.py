@@ -27,11 +27,7 @@ from typing import Any
 from hybrid_grpo.rewards.code.containment import PROTECTIONS, Limits
 
 _ROOT = str(Path(__file__).resolve().parents[3])
-_START = (
-    "import sys; sys.path[:] = [p for p in sys.path if p]; _, root, descriptor, *without = sys.argv;"
-    " sys.argv[:] = ['program']; sys.path.insert(0, root); from hybrid_grpo.rewards.code.template import main;"
-    " del sys.path[0]; main(int(descriptor), without)"
-)
+_START = "import sys; sys.path[0] = sys.argv[1]; from hybrid_grpo.rewards.code.template import main; main()"
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",

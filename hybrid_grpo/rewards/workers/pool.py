@@ -261,18 +261,11 @@ class Tasks:
         """The reply; None where the process is lost, and other calls with it."""
         async with self._starting:
             worker = self._worker = self._worker or await self._fork_server.start_worker("async")
-        worker.calls += 1
         try:
             reply = await asyncio.wait_for(worker.ask(index, call, timeout_s), timeout_s + _ASYNC_GRACE_SECONDS)
-        except asyncio.TimeoutError:
-            is_culprit = worker is self._worker and worker.calls == 1
-            self._lose(worker)
-            return timed_out(timeout_s, len(call.lengths)) if is_culprit else None
-        except (EOFError, OSError):
+        except (asyncio.TimeoutError, EOFError, OSError):
             self._lose(worker)
             return None
-        finally:
-            worker.calls -= 1
         if reply.spent:
             self._lose(worker)
         return reply
