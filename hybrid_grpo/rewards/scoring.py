@@ -255,7 +255,7 @@ class Stream:
             self._start(reward, sorted(rows))
 
     def _start(self, reward: Reward, rows: Sequence[int]) -> None:
-        self._calls[reward.name].append(_Call(list(rows), reward.caller.start(self._request(reward, rows))))
+        self._calls[reward.name].append(_Call(list(rows), reward.caller(self._request(reward, rows))))
 
     def _request(self, reward: Reward, rows: Sequence[int]) -> RewardCall:
         prompts = [self._prompts[row // self._num_generations] for row in rows]
