@@ -21,7 +21,7 @@ import pytest
 from paths import ROOT
 from reward_helpers import in_time
 
-from hybrid_grpo.config import RewardConfig, ServeOptionsConfig, ServeRewardConfig
+from hybrid_grpo.config import RewardConfig, ServeOptionsConfig, ServeRewardConfig, build
 from hybrid_grpo.config.checks import check_serve
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt
@@ -355,7 +355,8 @@ MISTAKES = {
 def test_mistakes_are_refused(name):
     serve, functions, says = MISTAKES[name]
     with pytest.raises(UserError, match=says):
-        check_serve(ServeRewardConfig(list(map(RewardConfig, functions)), serve=ServeOptionsConfig(**serve)))
+        rewards = [{"function": function} for function in functions]
+        check_serve(build(ServeRewardConfig, {"rewards": rewards, "serve": serve}))
 
 
 def test_a_port_in_use_is_one_line_and_status_2(folder, server):
