@@ -108,9 +108,9 @@ class _RecordingCaller:
         self._caller = caller
         self.calls: list[Future[Outcome]] = []
 
-    def start(self, call: RewardCall) -> Future[Outcome]:
+    def __call__(self, call: RewardCall) -> Future[Outcome]:
         """Call the function."""
-        self.calls.append(self._caller.start(call))
+        self.calls.append(self._caller(call))
         return self.calls[-1]
 
 

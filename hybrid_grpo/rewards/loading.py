@@ -16,7 +16,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.distributed import local_ranks
 from hybrid_grpo.rewards.functions import BUILTINS, Interface, load_function
 from hybrid_grpo.rewards.models.reward import RewardModel, held
-from hybrid_grpo.rewards.workers.pool import Caller, InlineCaller, Pool
+from hybrid_grpo.rewards.workers.pool import Caller, Pool, call_inline
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None 
             model = held(config.kwargs) if called == "thread" else None
             if called == "inline":
                 # It judges each row by itself, so the number of rows of a call matters for speed only.
-                interface, caller = replace(interface, batch_size="group"), InlineCaller(function.score)
+                interface, caller = replace(interface, batch_size="group"), partial(call_inline, function.score)
             elif model is not None and model.sharded:
-                interface, caller = replace(interface, batch_size="all"), InlineCaller(model.reply)
+                interface, caller = replace(interface, batch_size="all"), partial(call_inline, model.reply)
             else:
                 caller = pool.threaded(function, config.timeout_s, _enter_gpu())
         rewards.append(Reward(reward_name(config), config.weight, frozenset(config.kwargs), interface, caller, model))

@@ -246,7 +246,7 @@ class Stream:
         }
         accepted = {name: values for name, values in inputs.items() if reward.interface.accepts(name)}
         call = RewardCall(accepted, [len(completion.token_ids) for completion in completions], self._step)
-        self._calls[reward.name].append((rows, reward.caller.start(call)))
+        self._calls[reward.name].append((rows, reward.caller(call)))
 
     def _reply(self, name: str, until_s: float) -> Reply:
         """The replies of a function for all rows, as far as they come in time; steps by their ends in tokens."""

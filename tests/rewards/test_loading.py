@@ -4,6 +4,7 @@ import os
 import pickle
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hybrid_grpo.config.importing import describe
 from hybrid_grpo.rewards.functions import BUILTINS, Function, load_function
 from hybrid_grpo.rewards.loading import _workers, load_rewards
 from hybrid_grpo.rewards.rules import exact_match
-from hybrid_grpo.rewards.workers.pool import InlineCaller
+from hybrid_grpo.rewards.workers.pool import call_inline
 
 
 def load(function: str, **fields: Any) -> Function:
@@ -56,7 +57,7 @@ def test_a_builtin_by_its_name() -> None:
     (reward,) = load_rewards([RewardConfig("exact_match", weight=0.5, name="right")])
     assert (reward.name, reward.weight, reward.interface.batch_size) == ("right", 0.5, "group")
     assert reward.interface.required == ["answer", "completions"] == reward.interface.accepted
-    assert isinstance(reward.caller, InlineCaller)
+    assert isinstance(reward.caller, partial) and reward.caller.func is call_inline
 
 
 SIMPLE = sorted(name for name, builtin in BUILTINS.items() if builtin.module in ("rules", "text"))

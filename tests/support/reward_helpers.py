@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import psutil
@@ -14,7 +15,7 @@ from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
 from hybrid_grpo.rewards.functions import bind
 from hybrid_grpo.rewards.loading import Reward, load_rewards
 from hybrid_grpo.rewards.scoring import Rewards
-from hybrid_grpo.rewards.workers.pool import InlineCaller
+from hybrid_grpo.rewards.workers.pool import call_inline
 
 ALL = 1 << 20
 """A `batch_size` that gives a function all rows at once."""
@@ -25,7 +26,7 @@ def inline(function: Callable[..., Any], **fields: Any) -> Reward:
     name = fields.pop("name", function.__name__)
     config = RewardConfig(function=f"test:{name}", name=name, **{"batch_size": ALL, **fields})
     bound = bind(function, config, "rewards[0]")
-    return Reward(name, config.weight, frozenset(config.kwargs), bound.interface, InlineCaller(bound.score))
+    return Reward(name, config.weight, frozenset(config.kwargs), bound.interface, partial(call_inline, bound.score))
 
 
 def isolated(*configs: RewardConfig, **scoring: Any) -> Rewards:

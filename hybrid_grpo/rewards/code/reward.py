@@ -44,8 +44,7 @@ def code_tests(
 ) -> list[float | None]:
     """Share of its tests that the program in a completion passes.
 
-    The program is the last closed block fenced as Python, or else the last fenced without a language. The reward is
-    None if the column `tests` is None, and 0.0 if there is no program.
+    The reward is None if the column `tests` is None, and 0.0 if there is no program.
 
     Args:
         completions: [B], text or chats.
@@ -117,7 +116,8 @@ class _Asserts:
         if not self._count:
             raise ValueError(f"tests of the data set test nothing: {text[:80]!r}: give asserts, or entry_point")
         # The tests import standard modules themselves: the program could pass others under their names.
-        modules = sorted(names & _modules(ast.parse(text)))
+        used = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
+        modules = sorted(names & sys.stdlib_module_names & {node.id for node in used if isinstance(node, ast.Name)})
         parts = [(f"import {name}", False) for name in modules] + parts
         self._order = json.dumps({"names": sorted(names - set(modules)), "parts": parts})
 
@@ -186,12 +186,8 @@ def _parts(module: ast.Module, entry_point: str | None) -> list[tuple[str, bool]
     """The tests' statements, and calls of their test functions, each with whether it counts as a test."""
     definitions = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
     functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
-    testing = {name for name, node in functions.items() if _asserts_in(node)}
-    tests = {
-        node
-        for node in module.body
-        if not isinstance(node, definitions) and (_asserts_in(node) or _calls_in(node) & testing)
-    }
+    testing = {name for name, node in functions.items() if _has_test(node, set())}
+    tests = {node for node in module.body if not isinstance(node, definitions) and _has_test(node, testing)}
     parts = [(ast.unparse(node), node in tests) for node in module.body]
     if tests:
         return parts
@@ -205,12 +201,10 @@ def _parts(module: ast.Module, entry_point: str | None) -> list[tuple[str, bool]
     return parts
 
 
-def _asserts_in(node: ast.AST) -> bool:
-    return any(isinstance(child, ast.Assert) for child in ast.walk(node))
-
-
-def _calls_in(node: ast.AST) -> set[str]:
-    return {n.func.id for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+def _has_test(node: ast.AST, testing: set[str]) -> bool:
+    """Whether there is an assert in a statement, or a call of one of the functions `testing`."""
+    calls = {n.func.id for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    return bool(calls & testing) or any(isinstance(child, ast.Assert) for child in ast.walk(node))
 
 
 def _names_of_the_program(text: str, entry_point: str | None) -> set[str]:
@@ -232,32 +226,28 @@ def _names_of_the_program(text: str, entry_point: str | None) -> set[str]:
     return (used - defined - set(dir(builtins))) | imported | ({entry_point} if entry_point else set())
 
 
-def _modules(module: ast.Module) -> set[str]:
-    """Standard modules of which the tests use an attribute."""
-    nodes = (n.value for n in ast.walk(module) if isinstance(n, ast.Attribute))
-    return {node.id for node in nodes if isinstance(node, ast.Name)} & sys.stdlib_module_names
+_CALLS = """
+import json as _json
+def _plain(value):
+    return _json.loads(_json.dumps(value))
+def _agree(value, expected):
+    value = _plain(value)
+    return value == expected or isinstance(expected, list) and expected == [value]
+try:
+    _function = getattr(Solution(), {name!r})
+except (NameError, AttributeError):
+    _function = {name}
+"""
+"""Before the asserts for arguments and values. JSON has no tuples, and APPS wraps some values in a list of one."""
 
 
 def _calls(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
-    """Asserts for arguments and values. JSON has no tuples, and APPS wraps some values in a list of one."""
-    return "\n".join(
-        [
-            "import json as _json",
-            "def _plain(value):",
-            "    return _json.loads(_json.dumps(value))",
-            "def _agree(value, expected):",
-            "    value = _plain(value)",
-            "    return value == expected or isinstance(expected, list) and expected == [value]",
-            "try:",
-            f"    _function = getattr(Solution(), {name!r})",
-            "except (NameError, AttributeError):",
-            f"    _function = {name}",
-            *(
-                f"assert _agree(_function(*{_decoded(given, each_line=True)!r}), _plain({_decoded(expected)!r}))"
-                for given, expected in zip(inputs, outputs, strict=True)
-            ),
-        ]
-    )
+    """Tests in Python for arguments and values."""
+    asserts = [
+        f"assert _agree(_function(*{_decoded(given, each_line=True)!r}), _plain({_decoded(expected)!r}))"
+        for given, expected in zip(inputs, outputs, strict=True)
+    ]
+    return _CALLS.format(name=name) + "\n".join(asserts)
 
 
 def _decoded(value: Any, each_line: bool = False) -> Any:

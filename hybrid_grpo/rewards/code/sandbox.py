@@ -27,11 +27,7 @@ from typing import Any
 from hybrid_grpo.rewards.code.containment import PROTECTIONS, Limits
 
 _ROOT = str(Path(__file__).resolve().parents[3])
-_START = (
-    "import sys; sys.path[:] = [p for p in sys.path if p]; _, root, descriptor, *without = sys.argv;"
-    " sys.argv[:] = ['program']; sys.path.insert(0, root); from hybrid_grpo.rewards.code.template import main;"
-    " del sys.path[0]; main(int(descriptor), without)"
-)
+_START = "import sys; sys.path[0] = sys.argv[1]; from hybrid_grpo.rewards.code.template import main; main()"
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -129,8 +125,9 @@ class Sandbox:
                 raise ValueError(f"require {name!r} is no protection: there are {', '.join(PROTECTIONS)}")
             if name not in self.protections:
                 raise ValueError(
-                    f"require {name}: this machine cannot promise that {PROTECTIONS[name]}:"
-                    f" {_REMEDIES.get(name, _NEEDS_SECCOMP)}; or leave {name} out of `require`"
+                    f"require {name}: this machine cannot promise that {PROTECTIONS[name]}: it needs a kernel with"
+                    " Landlock (Linux 5.13), and one and a container that allow seccomp filters, on x86-64 or arm64;"
+                    f" or leave {name} out of `require`"
                 )
 
     def describe(self) -> str:
@@ -198,13 +195,6 @@ def _files(*texts: str) -> Iterator[list[int]]:
             numbers.append(file.fileno())
         yield numbers
 
-
-_NEEDS_SECCOMP = "it needs a kernel and a container that allow seccomp filters, on x86-64 or arm64"
-_REMEDIES = {
-    "reads": "it needs a kernel with Landlock (Linux 5.13, and `landlock` in its list of security modules)",
-    "privileges": "run as another user than root",
-}
-"""For the other protections: `_NEEDS_SECCOMP`."""
 
 if __name__ == "__main__":
     with Sandbox() as _sandbox:

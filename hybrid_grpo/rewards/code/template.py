@@ -44,16 +44,18 @@ _WATCH_S = 0.005
 """Seconds between two looks at a program's folder."""
 
 
-def main(descriptor: int, without: list[str]) -> None:
+def main() -> None:
     """Serve requests until the other end of the socket is closed.
 
-    Args:
-        descriptor: of a socket that preserves message boundaries. A request is JSON of `limits` and of whether there
-            are tests (`judged`), with open files: source, input, output, error output; with tests: source, tests,
-            verdict.
-        without: see `Containment`.
+    The arguments of the command line are the folder of this package, the descriptor of a socket that preserves message
+    boundaries, and what `Containment` does without. A request is JSON of `limits` and of whether there are tests
+    (`judged`), with open files: source, input, output, error output; with tests: source, tests, verdict.
     """
-    control = socket.socket(fileno=descriptor)
+    _, _, descriptor, *without = sys.argv
+    # A program finds neither this package nor these arguments.
+    del sys.path[0]
+    sys.argv[:] = ["program"]
+    control = socket.socket(fileno=int(descriptor))
     for module in MODULES.split():
         importlib.import_module(module)
     warnings.simplefilter("ignore")

@@ -10,9 +10,8 @@ Any other name is a column of the data in both. The answer is
     {"rewards": [...], "scores": [...], "extra_logs": {name of a function: [...], ...}}
 
 `rewards` and, for OpenRLHF, `scores` are the weighted sums of the functions; `extra_logs` has each function's values. A
-reward is null if no function applies to the row, or if one fails. The second case has its reason in `errors`, a list
-in `extra_logs` that is there only if a function failed. Functions that look at whole groups are given all rows of a
-question as one group if the rows agree in prompt and columns.
+reward is null if no function applies to the row, or if one fails, which `errors` in `extra_logs` then says. Rows of a
+question that agree in prompt and columns are one group.
 """
 
 from __future__ import annotations

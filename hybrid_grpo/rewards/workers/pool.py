@@ -1,6 +1,6 @@
 """Calling reward functions without ever waiting for them longer than they may take.
 
-    InlineCaller   at once, in the thread that asks: built-ins that are fast and cannot hang, and models that are
+    call_inline    at once, in the thread that asks: built-ins that are fast and cannot hang, and models that are
                    sharded over the ranks, which all ranks call at the same time
     Threads        in a thread of the rank, one call at a time: functions that hold a GPU
     Workers        in worker processes, as many calls at the same time as there are processes
@@ -22,11 +22,11 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.config.importing import describe
-from hybrid_grpo.rewards.functions import Failure, Function, Interface, Reply, RewardCall, failed
+from hybrid_grpo.rewards.functions import Failure, Function, Reply, RewardCall, failed
 from hybrid_grpo.rewards.workers.processes import ForkServer, Worker
 from hybrid_grpo.rewards.workers.worker import timed_out
 
@@ -43,30 +43,21 @@ class Outcome:
     """Start and end of each time that the function ran, by `time.perf_counter`."""
 
 
-class Caller(Protocol):
-    """One way to call a function."""
-
-    def start(self, call: RewardCall) -> Future[Outcome]:
-        """Call the function; this neither waits nor raises."""
-        ...
+Caller = Callable[[RewardCall], "Future[Outcome]"]
+"""One way to call a function; it neither waits nor raises, but for `call_inline`."""
+Score = Callable[[RewardCall], Coroutine[Any, Any, Reply]]
 
 
-class InlineCaller:
-    """Calls at once, in the thread that asks, without a time limit; what `score` raises ends the run."""
-
-    def __init__(self, score: Callable[[RewardCall], Reply]) -> None:
-        self._score = score
-
-    def start(self, call: RewardCall) -> Future[Outcome]:
-        """Call the function."""
-        start_s = time.perf_counter()
-        reply = self._score(call)
-        end_s = time.perf_counter()
-        if reply.whole:
-            reply = joined([self._score(row) for row in _single_rows(call)])
-        done: Future[Outcome] = Future()
-        done.set_result(Outcome(reply, [(start_s, end_s)]))
-        return done
+def call_inline(score: Callable[[RewardCall], Reply], call: RewardCall) -> Future[Outcome]:
+    """Call at once, in the thread that asks, without a time limit; what `score` raises ends the run."""
+    start_s = time.perf_counter()
+    reply = score(call)
+    end_s = time.perf_counter()
+    if reply.whole:
+        reply = joined([score(row) for row in _single_rows(call)])
+    done: Future[Outcome] = Future()
+    done.set_result(Outcome(reply, [(start_s, end_s)]))
+    return done
 
 
 class Pool:
@@ -95,15 +86,16 @@ class Pool:
         assert self._fork_server is not None and self._workers is not None
         interface = self.interfaces[index]
         workers: Workers | Tasks = Tasks(self._fork_server, self._workers) if interface.is_async else self._workers
-        return _PoolCaller(self, partial(workers.score, index, timeout_s), interface)
+        return partial(self._start, partial(workers.score, index, timeout_s), interface.batch_size != "group")
 
     def threaded(self, function: Function, timeout_s: float, enter: Callable[[], None]) -> Caller:
         """The caller of a function of this process; every thread begins with `enter`."""
-        return _PoolCaller(self, partial(Threads(enter).score, function, timeout_s), function.interface)
+        score = partial(Threads(enter).score, function, timeout_s)
+        return partial(self._start, score, function.interface.batch_size != "group")
 
-    def run(self, coroutine: Coroutine[Any, Any, Outcome]) -> Future[Outcome]:
-        """Start a coroutine in the loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def _start(self, score: Score, splits: bool, call: RewardCall) -> Future[Outcome]:
+        # The coroutine does not hold the pool, which ends when nothing but calls under way would need it.
+        return asyncio.run_coroutine_threadsafe(_outcome(score, splits, call), self._loop)
 
     def close(self) -> None:
         """End the loop and all processes. This also happens by itself when the pool is no longer used."""
@@ -136,25 +128,8 @@ def _single_rows(call: RewardCall) -> list[RewardCall]:
     return [call.rows([row]) for row in range(len(call.lengths))]
 
 
-Score = Callable[[RewardCall], Coroutine[Any, Any, Reply]]
-
-
-class _PoolCaller:
-    """A caller whose calls run in the loop of a pool."""
-
-    def __init__(self, pool: Pool, score: Score, interface: Interface) -> None:
-        self._pool = pool
-        self._score = score
-        self._splits = interface.batch_size != "group"
-
-    def start(self, call: RewardCall) -> Future[Outcome]:
-        """Start the call. One of several rows that fails as a whole is repeated row by row, unless the function looks
-        at the whole group."""
-        # A coroutine that does not hold the pool, which ends when nobody but calls under way would need it.
-        return self._pool.run(_outcome(self._score, call, self._splits))
-
-
-async def _outcome(score: Score, call: RewardCall, splits: bool) -> Outcome:
+async def _outcome(score: Score, splits: bool, call: RewardCall) -> Outcome:
+    """The result of a call. If `splits`, a call of several rows that fails as a whole is repeated row by row."""
     spans: list[tuple[float, float]] = []
 
     async def timed(part: RewardCall) -> Reply:
@@ -261,18 +236,11 @@ class Tasks:
         """The reply; None where the process is lost, and other calls with it."""
         async with self._starting:
             worker = self._worker = self._worker or await self._fork_server.start_worker("async")
-        worker.calls += 1
         try:
             reply = await asyncio.wait_for(worker.ask(index, call, timeout_s), timeout_s + _ASYNC_GRACE_SECONDS)
-        except asyncio.TimeoutError:
-            is_culprit = worker is self._worker and worker.calls == 1
-            self._lose(worker)
-            return timed_out(timeout_s, len(call.lengths)) if is_culprit else None
-        except (EOFError, OSError):
+        except (asyncio.TimeoutError, EOFError, OSError):
             self._lose(worker)
             return None
-        finally:
-            worker.calls -= 1
         if reply.spent:
             self._lose(worker)
         return reply

@@ -59,6 +59,7 @@ class ForkServer:
         # Reaps the process whenever it ends.
         threading.Thread(target=process.wait, daemon=True).start()
         self._control.settimeout(_IMPORT_SECONDS)
+        self._answers = self._control.makefile("rb")
         try:
             answer = self._answer()
         except TimeoutError:
@@ -106,12 +107,9 @@ class ForkServer:
         return None if answer is None else int(answer)
 
     def _answer(self) -> Any:
-        line = b""
-        while not line.endswith(b"\n"):
-            part = self._control.recv(1 << 16)
-            if not part:
-                raise EOFError
-            line += part
+        line = self._answers.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError
         return json.loads(line)
 
     def close(self) -> None:
@@ -134,8 +132,6 @@ class Worker:
         self._writer = writer
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
-        self.calls = 0
-        """Calls under way, as the pool counts them."""
         self._listener = asyncio.create_task(self._listen())
 
     def is_gone(self) -> bool:

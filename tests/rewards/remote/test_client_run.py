@@ -56,16 +56,27 @@ def workshop(tmp_path_factory):
 def test_the_run_goes_on_and_counts_what_failed(workshop):
     moody = Moody()
     settings = "retries: 9, backoff_s: 0.0, timeout_s: 0.3, token_env: REWARD_TOKEN, label_column: answer"
+    (workshop.folder / "no_eval.yaml").write_text("data: {eval_path: null}\n")
     with Service(moody) as service:
         reward = f"[{{function: remote, timeout_s: 30.0, kwargs: {{url: '{service.url}', {settings}}}}}]"
         done = workshop.run(
-            *["train", "--config", "train.yaml", "--rewards", reward, "--run.name", "moody"],
-            *["--scoring.max_failed_frac", "1.0", "--eval.every", "0", "--data.eval_path", "null"],
+            *[
+                "train",
+                "--config",
+                "train.yaml",
+                "--config",
+                "no_eval.yaml",
+                "--rewards",
+                reward,
+                "--run.name",
+                "moody",
+            ],
+            *["--scoring.max_failed_frac", "1.0", "--eval.every", "0"],
             REWARD_TOKEN=TOKEN,
         )
+        assert done.status == 0, done.err
         assert all(asked.headers["authorization"] == f"Bearer {TOKEN}" for asked in service.asked)
         assert {asked.body["labels"][0] for asked in service.asked} > {"abcd", "xyz"}
-    assert done.status == 0, done.err
     assert len(moody.flaws) == len(FLAWS)
     folder = workshop.folder / "runs" / "moody"
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -258,7 +258,7 @@ def test_whatever_is_raised_here_and_now_comes_back_as_a_failure(error: BaseExce
         raise error
 
     reward = inline(raises, batch_size=1)
-    outcome = reward.caller.start(RewardCall({"completions": ["a"]}, [1])).result()
+    outcome = reward.caller(RewardCall({"completions": ["a"]}, [1])).result()
     (failure,) = outcome.reply.failures
     assert failure is not None and failure.kind == "raised" and type(error).__name__ in failure.message
 
@@ -279,6 +279,6 @@ def test_a_group_is_scored_in_torch_s_normal_modes() -> None:
     function = bind(modes, RewardConfig("test:modes", batch_size=1), "rewards[0]")
     caller = pool.threaded(function, 5.0, lambda: None)
     with torch.inference_mode():
-        assert caller.start(RewardCall({"completions": ["a"]}, [1])).result().reply.values == [1.0]
+        assert caller(RewardCall({"completions": ["a"]}, [1])).result().reply.values == [1.0]
     assert seen[0][:2] == (False, True) and seen[0][2] != threading.get_ident()
     pool.close()

@@ -25,7 +25,7 @@ from hybrid_grpo.rewards.workers.pool import Pool
 
 pool = Pool([("rewards[0]", RewardConfig(sys.argv[1]))], 2, 1 << 32)
 caller = pool.isolated(0, 60.0)
-calls = [caller.start(RewardCall({"completions": [text]}, [1])) for text in ("hangs with children", "1")]
+calls = [caller(RewardCall({"completions": [text]}, [1])) for text in ("hangs with children", "1")]
 calls[1].result()
 print("at work", flush=True)
 sys.stdin.readline()
