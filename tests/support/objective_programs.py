@@ -51,7 +51,7 @@ def with_objective(trainer: Trainer, grpo: GrpoConfig, reference: Reference | No
 
 def frozen(trainer: Trainer) -> Reference:
     """Optimizer steps that change nothing, and a reference that is not the policy: every KL is greater than 0."""
-    trainer.policy.config = replace(trainer.policy.config, lr=0.0)
+    trainer.policy.config = replace(trainer.policy.config, lr=1e-30)
     reference = Reference(trainer.policy.config)
     for parameter in reference.engine.engine.module.parameters():
         parameter.ds_tensor.mul_(1.1)
@@ -148,6 +148,7 @@ def iterated(folder: Path) -> dict[str, Any]:
     calls: Counter[str] = Counter()
     for part in (trainer.reference, trainer.policy):
         part.logprobs = counted(calls, type(part).__name__, part.logprobs)  # type: ignore[union-attr,method-assign]
+    trainer.policy.forward = counted(calls, "forward", trainer.policy.forward)  # type: ignore[method-assign]
     clipped: list[float] = []
     step = trainer.policy.step
 
