@@ -27,7 +27,6 @@ from typing import Any
 import deepspeed
 import deepspeed.runtime.hybrid_engine
 import torch
-import yaml
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.utils.cpp_extension import get_default_build_root
@@ -117,24 +116,15 @@ def _common(dtype: str) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `override`, section by section; text (from the command line) is read as YAML."""
+    """`base` with the values of `override`, section by section."""
     merged = dict(base)
     for key, value in override.items():
         below = merged.get(key)
-        if isinstance(below, dict) and isinstance(value, dict):
-            merged[key] = _merged(below, value)
-        else:
-            merged[key] = _from_text(value) if isinstance(value, str) else value
+        if isinstance(value, dict):
+            value = _merged(below if isinstance(below, dict) else {}, value)
+        # Counts such as 5e7 are integers for DeepSpeed.
+        merged[key] = int(value) if isinstance(value, float) and value.is_integer() else value
     return merged
-
-
-def _from_text(text: str) -> Any:
-    """A number, a truth value or text. YAML alone would keep 5e7 as text; DeepSpeed's counts are integers."""
-    try:
-        number = float(text)
-    except ValueError:
-        return yaml.safe_load(text)
-    return int(number) if number.is_integer() else number
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.batch import MicroBatch
@@ -29,10 +28,22 @@ _SCORED = 4
 
 
 @dataclass(frozen=True)
+class _Row:
+    index: int
+    prompt: list[int]
+    completion: list[int]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens to compute: the last one predicts nothing."""
+        return len(self.prompt) + len(self.completion) - 1
+
+
+@dataclass(frozen=True)
 class _Group:
     """Rows of one prompt that go into the same micro-batch."""
 
-    rows: list[int]
+    rows: list[_Row]
     tokens: int
     """Number of tokens to compute."""
 
@@ -64,8 +75,9 @@ def pack(
         budget: tokens of one micro-batch; a longer row goes alone.
         share: whether neighbouring rows of the same prompt share its forward; `auto`: if that saves enough.
     """
-    alone = [_Group([row], len(prompt_ids[row]) + len(completion_ids[row]) - 1) for row in rows]
-    groups = _groups(prompt_ids, completion_ids, rows, budget)
+    chosen = [_Row(row, prompt_ids[row], completion_ids[row]) for row in rows]
+    alone = [_Group([row], row.tokens) for row in chosen]
+    groups = _groups(chosen, budget)
     every, shared = (sum(group.tokens for group in way) for way in (alone, groups))
     if share == "off" or (share == "auto" and every - shared < _WORTH_SHARING * every):
         groups = alone
@@ -73,29 +85,22 @@ def pack(
     count = -(-sum(min(group.tokens, budget) for group in groups) // budget)
     # No two groups of more than half the budget fit into one micro-batch.
     count = max(count, sum(2 * group.tokens > budget for group in groups))
-    while any(_tokens(part) > budget and len(part) > 1 for part in _spread(groups, count)):
+    while any(len(part) > 1 and sum(group.tokens for group in part) > budget for part in _spread(groups, count)):
         count += 1
     most = int(all_reduce(torch.tensor(count, device=device), "max"))
     parts = [part for part in _spread(groups, most) if part]
-    return [_packed(part, prompt_ids, completion_ids, device) for part in parts] + _fillers(most - len(parts), device)
+    return [_packed(part, device) for part in parts] + _fillers(most - len(parts), device)
 
 
-def _tokens(part: list[_Group]) -> int:
-    return sum(group.tokens for group in part)
-
-
-def _groups(
-    prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], rows: Sequence[int], budget: int
-) -> list[_Group]:
+def _groups(rows: list[_Row], budget: int) -> list[_Group]:
     """Neighbouring rows of the same prompt, as many in a group as the budget allows."""
     groups: list[_Group] = []
     for row in rows:
-        own = len(completion_ids[row]) - 1
-        last = groups[-1] if groups else None
-        if last and prompt_ids[last.rows[0]] == prompt_ids[row] and last.tokens + own <= budget:
-            groups[-1] = _Group([*last.rows, row], last.tokens + own)
+        last, more = groups[-1] if groups else None, len(row.completion) - 1
+        if last and last.rows[0].prompt == row.prompt and last.tokens + more <= budget:
+            groups[-1] = _Group([*last.rows, row], last.tokens + more)
         else:
-            groups.append(_Group([row], len(prompt_ids[row]) + own))
+            groups.append(_Group([row], row.tokens))
     return groups
 
 
@@ -110,9 +115,7 @@ def _spread(groups: list[_Group], count: int) -> list[list[_Group]]:
     return parts
 
 
-def _packed(
-    groups: list[_Group], prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], device: torch.device
-) -> MicroBatch:
+def _packed(groups: list[_Group], device: torch.device) -> MicroBatch:
     """One row of tokens: of each group the prompt, then its completions, each without its last token."""
     tokens: list[int] = []
     positions: list[int] = []
@@ -120,14 +123,14 @@ def _packed(
     own: list[tuple[int, int]] = []
     prefix: list[tuple[int, int]] = []
     for group in groups:
-        prompt, start, shared = prompt_ids[group.rows[0]], len(tokens), len(group.rows) > 1
+        prompt, start, shared = group.rows[0].prompt, len(tokens), len(group.rows) > 1
         tokens += prompt
         positions += range(len(prompt))
         if shared:
             own.append((start, len(prompt)))
             prefix.append((start, 0))
         for row in group.rows:
-            completion, begin = completion_ids[row][:-1], len(tokens)
+            completion, begin = row.completion[:-1], len(tokens)
             tokens += completion
             positions += range(len(prompt), len(prompt) + len(completion))
             source += [start + len(prompt) - 1, *range(begin, len(tokens))]
@@ -137,15 +140,8 @@ def _packed(
             elif completion:
                 own.append((begin, len(completion)))
                 prefix.append((start, len(prompt)))
-    rows = [row for group in groups for row in group.rows]
-    return MicroBatch(
-        rows,
-        torch.tensor([tokens], device=device),
-        torch.tensor([positions], device=device),
-        Selection(np.array(source), device),
-        *_targets([completion_ids[row] for row in rows], device),
-        Segments(own, prefix, device),
-    )
+    rows, segments = [row for group in groups for row in group.rows], Segments(own, prefix, device)
+    return _micro_batch(rows, [tokens], [positions], source, segments, device)
 
 
 def pad(
@@ -156,10 +152,9 @@ def pad(
     device: torch.device,
 ) -> list[MicroBatch]:
     """Micro-batches of rows padded to the longest, for models that cannot be packed; see `pack`. Collective."""
-    lengths = [len(prompt_ids[row]) + len(completion_ids[row]) - 1 for row in rows]
-    batches = [
-        _padded([rows[i] for i in part], prompt_ids, completion_ids, device) for part in plan_rows(lengths, budget)
-    ]
+    chosen = [_Row(row, prompt_ids[row], completion_ids[row]) for row in rows]
+    parts = plan_rows([row.tokens for row in chosen], budget)
+    batches = [_padded([chosen[i] for i in part], device) for part in parts]
     most = int(all_reduce(torch.tensor(len(batches), device=device), "max"))
     return batches + _fillers(most - len(batches), device, packed=False)
 
@@ -179,27 +174,32 @@ def plan_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return parts
 
 
-def _padded(
-    rows: list[int], prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], device: torch.device
+def _padded(rows: list[_Row], device: torch.device) -> MicroBatch:
+    width = max(row.tokens for row in rows)
+    texts = [(row.prompt + row.completion)[:-1] for row in rows]
+    source = [i * width + t for i, row in enumerate(rows) for t in range(len(row.prompt) - 1, row.tokens)]
+    tokens, positions = [text + [0] * (width - len(text)) for text in texts], [list(range(width))] * len(rows)
+    return _micro_batch(rows, tokens, positions, source, None, device)
+
+
+def _micro_batch(
+    rows: list[_Row],
+    tokens: list[list[int]],
+    positions: list[list[int]],
+    source: list[int],
+    segments: Segments | None,
+    device: torch.device,
 ) -> MicroBatch:
-    texts = [(prompt_ids[row] + completion_ids[row])[:-1] for row in rows]
-    width = max(map(len, texts))
-    source = [i * width + t for i, row in enumerate(rows) for t in range(len(prompt_ids[row]) - 1, len(texts[i]))]
+    lengths = torch.tensor([len(row.completion) for row in rows])
     return MicroBatch(
-        rows,
-        torch.tensor([text + [0] * (width - len(text)) for text in texts], device=device),
-        torch.arange(width, device=device).expand(len(rows), -1),
+        [row.index for row in rows],
+        torch.tensor(tokens, device=device),
+        torch.tensor(positions, device=device),
         Selection(np.array(source), device),
-        *_targets([completion_ids[row] for row in rows], device),
-        None,
+        torch.tensor([token for row in rows for token in row.completion], device=device),
+        (torch.arange(int(lengths.max())) < lengths[:, None]).to(device),
+        segments,
     )
-
-
-def _targets(completions: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """target_N and mask_bT of completions; see `MicroBatch`."""
-    lengths = torch.tensor([len(ids) for ids in completions])
-    flat = torch.tensor([token for ids in completions for token in ids])
-    return flat.to(device), (torch.arange(int(lengths.max())) < lengths[:, None]).to(device)
 
 
 def _fillers(count: int, device: torch.device, *, packed: bool = True) -> list[MicroBatch]:

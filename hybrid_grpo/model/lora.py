@@ -130,12 +130,11 @@ class Adapters:
         """Write adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them; `whole`
         maps each of `parameters` to its unsharded weight."""
         folder.mkdir(parents=True, exist_ok=True)
-        matrices = (
-            (f"base_model.model.{path}.{name}.weight", whole[parameter])
+        state = {
+            f"base_model.model.{path}.{name}.weight": whole[parameter].detach().to("cpu", copy=True)
             for path, adapter in self.by_layer.items()
             for name, parameter in (("lora_A", adapter.down), ("lora_B", adapter.up))
-        )
-        state = {name: matrix.detach().to("cpu", copy=True) for name, matrix in matrices}
+        }
         save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         inference_mode, self._config.inference_mode = self._config.inference_mode, True
         self._config.save_pretrained(str(folder))

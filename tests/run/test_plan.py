@@ -69,7 +69,7 @@ def test_gradients_are_a_shard_and_a_bucket():
     assert parts(recipe(3), 8)["loss"]["gradients"] == 2 * bucket + 4 * N // 8
     assert parts(recipe(1), 8)["loss"]["gradients"] == 4 * bucket + 4 * N // 8
     small = recipe(3)
-    small = replace(small, engine=EngineConfig(deepspeed={"zero_optimization": {"reduce_bucket_size": "5e7"}}))
+    small = replace(small, engine=EngineConfig(deepspeed={"zero_optimization": {"reduce_bucket_size": 5e7}}))
     assert parts(small, 8)["loss"]["gradients"] == 2 * 50_000_000 + 4 * N // 8
     # A CPU gives memory to what is written to, and the bucket is larger than the model.
     assert parts(recipe(3), 1, CPU)["loss"]["gradients"] == 2 * N + 4 * N

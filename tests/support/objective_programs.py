@@ -148,6 +148,7 @@ def iterated(folder: Path) -> dict[str, Any]:
     calls: Counter[str] = Counter()
     for part in (trainer.reference, trainer.policy):
         part.logprobs = counted(calls, type(part).__name__, part.logprobs)  # type: ignore[union-attr,method-assign]
+    trainer.policy.forward = counted(calls, "forward", trainer.policy.forward)  # type: ignore[method-assign]
     clipped: list[float] = []
     step = trainer.policy.step
 
