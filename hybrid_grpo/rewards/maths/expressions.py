@@ -20,7 +20,6 @@ from hybrid_grpo.rewards.maths.notation import TABLE
 from hybrid_grpo.rewards.maths.values import Unreadable, Value
 
 _DEEPEST = 50  # operators, functions and brackets inside each other
-_POINTS = 4
 _FUNCTIONS, _GREEK = set(TABLE["functions"]), set(TABLE["greek"])
 _WORDS = _FUNCTIONS | {"sqrt", "frac", "binom", "lfloor", "rfloor", "lceil", "rceil"}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|", "lfloor": "rfloor", "lceil": "rceil"}
@@ -123,7 +122,7 @@ def _at_points(*parts: Expression) -> list[tuple[Value, ...]]:
 @lru_cache(maxsize=1000)
 def _variable(name: str) -> Expression:
     drawn = []
-    for point in range(_POINTS):
+    for point in range(4):
         draw = random.Random(f"{name} {point}")
         size = Fraction(draw.randint(101, 999), draw.choice((101, 211, 307, 401)))
         # Two points where all variables are positive, two with mixed signs: \sqrt{x^2} is not x.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from hybrid_grpo.rewards.maths.expressions import Expression, constant, identical, proportional
-from hybrid_grpo.rewards.maths.notation import LONGEST, bare, clean, words
+from hybrid_grpo.rewards.maths.notation import LONGEST, TABLE, bare, clean, words
 from hybrid_grpo.rewards.maths.numeric import parse_number
 from hybrid_grpo.rewards.maths.reading import (
     MOST_PARTS,
@@ -39,7 +39,6 @@ def same_answer(stated: str, gold: str) -> bool:
             return numbers[0] == numbers[1]
     if not stated.strip() or len(stated) > 4 * LONGEST:
         return False
-    written = stated, gold
     stated, gold = clean(stated), clean(gold)
     if stated and words(stated) == words(gold):
         return True
@@ -49,7 +48,7 @@ def same_answer(stated: str, gold: str) -> bool:
     if choice and picked:
         return set(_LETTER.findall(bare(stated))) == {choice[1]} == {picked[1]}
     if _UNDONE.search(gold) or _SETS.search(stated + gold):
-        return _by_math_verify(*written)
+        return _by_math_verify(stated, gold)
     return _same(read_answer(stated), read_answer(gold))
 
 
@@ -152,9 +151,10 @@ def _by_math_verify(stated: str, gold: str) -> bool:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
+    latex = str.maketrans(TABLE["latex"])
     config = [LatexExtractionConfig(boxed_match_priority=0)]
     read = [
-        parse(rf"\boxed{{{text}}}", config, fallback_mode="no_fallback", parsing_timeout=None)
+        parse(rf"\boxed{{{text.translate(latex)}}}", config, fallback_mode="no_fallback", parsing_timeout=None)
         for text in (gold, stated)
     ]
     return all(read) and bool(verify(read[0], read[1], float_rounding=15, strict=True, timeout_seconds=None))

@@ -16,7 +16,7 @@ _QUOTIENT = rf"(?P<top>{_DECIMAL})(?:\s?/\s?(?P<bottom>{_DECIMAL}))?"
 _WHOLE = re.compile(rf"(?P<sign>[-+]?)\s?{_QUOTIENT}\s?[%°]?(?:\s+(?!(?:and|or)\b)[A-Za-z][A-Za-z /.-]*)?")
 # A sign after a digit, letter or bracket is a subtraction; digits next to '/', '.' or ',' are part of a date or list.
 _INSIDE = re.compile(rf"(?:(?<![\w)\]])(?P<sign>[-+\u2212])[$€£¥]?)?(?<![\w/.,]){_QUOTIENT}(?![\w/]|[.,][0-9])")
-_FRAC = re.compile(r"(?<![0-9])\\frac\s?\{\s?(-?[0-9.,]+)\s?\}\s?\{\s?([0-9.,]+)\s?\}")
+_FRAC = re.compile(r"(?<![0-9])\\frac\s?\{\s?(-?[0-9.,]+)\s?\}\s?\{\s?([0-9.,]+)\s?\}(?![0-9])")
 _LONGEST = 100  # characters of a number: int() refuses, and takes quadratic time for, runs of thousands of digits
 
 
@@ -24,8 +24,8 @@ def parse_number(text: str) -> Fraction | None:
     r"""The number that `text` is, or None.
 
     Understood, besides the notation that `clean` removes: signs, thousands commas, decimals, a/b and \frac{a}{b}, a
-    currency sign, a percent sign (dropped: 50% is 50), and words of a unit. Anything else in the text, above all a
-    second number, makes it None.
+    currency sign, a percent or degree sign (dropped: 50% is 50), and words of a unit. Anything else in the text, above
+    all a second number, makes it None.
     """
     if len(text) > _LONGEST:
         return None

@@ -145,8 +145,11 @@ def _membership(text: str) -> Answer | None:
     return read_answer(right[0]) if len(right) == 1 and _is_name(left) else None
 
 
+_SEPARATOR = r"\s*(?:[,;]\s*)?\b(?:and|or)\b\s*|,|;"
+
+
 def _list(text: str) -> Answer | None:
-    texts = split(text, r"\s*(?:[,;]\s*)?\b(?:and|or)\b\s*|,|;")
+    texts = split(text, _SEPARATOR)
     if len(texts) == 1:
         return None
     texts = _signed(part for part in texts if part.strip())
@@ -206,12 +209,11 @@ def _equation(texts: list[str]) -> Answer:
     if texts[0] and not _is_asked(texts[0]):
         return _either(relation, Chain(tuple(map(read_answer, texts))))
     name = re.sub(r"[\s{}]", "", texts[0])
-    parts = tuple(_named(read_answer(part), name, relation) for part in texts[1:])
-    return parts[0] if len(parts) == 1 else Chain(parts)
-
-
-def _named(answer: Answer, name: str, relation: Relation | None) -> Answer:
-    return replace(answer, name=name, relation=relation) if isinstance(answer, Number) and not answer.name else answer
+    parts = [read_answer(part) for part in texts[1:]]
+    for k, part in enumerate(parts):
+        if isinstance(part, Number) and not part.name:
+            parts[k] = replace(part, name=name, relation=relation)
+    return parts[0] if len(parts) == 1 else Chain(tuple(parts))
 
 
 def _inequality(texts: list[str], signs: list[str]) -> Answer | None:
@@ -232,11 +234,10 @@ def _all_but(left: str, right: str) -> Answer | None:
     """All real numbers but one, as a relation and as a union of intervals."""
     relation = _relation("≠", left, right)
     name, value = (left, right) if _is_name(left) else (right, left)
-    if not _is_name(name) or (bound := expression_of(value)) is None:
+    if not _is_name(name) or expression_of(value) is None:
         return relation
-    ends = ((read_expression("-∞"), bound), (bound, read_expression("∞")))
-    intervals = tuple(Ordered("()", (Number(low), Number(high))) for low, high in ends)
-    return _either(relation, Unordered("union", intervals))
+    intervals = map(read_answer, (f"(-∞,{value})", f"({value},∞)"))
+    return _either(relation, Unordered("union", tuple(intervals)))
 
 
 def _relation(sign: str, left: str, right: str) -> Relation | None:
@@ -269,7 +270,7 @@ def _bracketed(text: str) -> Answer | None:
         name, *condition = split(inner, r"[|:]")
         if len(condition) == 1 and _is_name(name.partition("∈")[0]):
             return read_answer(condition[0])
-        texts = _signed(part for part in split(inner, "[,;]") if part.strip())
+        texts = _signed(part for part in split(inner, _SEPARATOR) if part.strip())
         return Unordered("set", tuple(map(read_answer, texts))) if len(texts) <= MOST_PARTS else None
     texts = split(inner, "[,;]")
     if len(texts) == 1:

@@ -18,7 +18,8 @@ from hybrid_grpo.rewards.maths.reward import stated_number
         (r"\tfrac{-3}{4}", Fraction(-3, 4)), ("$18", 18), ("-$18", -18), ("$-18", -18), ("€18.50", Fraction("18.5")),
         (r"\$18", 18), ("$18$", 18), ("$$18.$$", 18), ("**18**", 18), ("**18.**", 18), ("`18`", 18), ("50%", 50),
         (r"50\%", 50), ("50 %.", 50), ("18 dollars", 18), ("18 km/h", 18), (r"18 \text{ dollars}", 18),
-        (r"18\text{dollars}", 18), (r"18\,\mathrm{cm}", 18), ("0", 0), ("-0", 0),
+        (r"18\text{dollars}", 18), (r"18\,\mathrm{cm}", 18), ("0", 0), ("-0", 0), ("10 000", 10_000), ("90°", 90),
+        (r"\frac12", Fraction(1, 2)),
     ],
 )  # fmt: skip
 def test_is_a_number(text: str, number: int | Fraction) -> None:
@@ -31,7 +32,7 @@ def test_is_a_number(text: str, number: int | Fraction) -> None:
         "", " ", ".", "-", "$", "%", "eighteen", "18 or 19", "18 or nineteen", "18, 19", "3 and a half", "18 19",
         "1,23", "1,2345", "12,34,567", "1.2.3", "1 3/4", r"1\frac{3}{4}", "1/2/3", "5/0", r"\frac{5}{0}", "2+3", "2*3",
         "2^3", "1e3", "3x", r"\sqrt{4}", r"2\pi", "--5", "-$-5", "(5)", "x = 5", "5!", "0x10", "inf", "nan", "1_000",
-        "\u0661\u0662", "9" * 5000,
+        "\u0661\u0662", "9" * 5000, r"\frac{1}{2}6", "5 million",
     ],
 )  # fmt: skip
 def test_is_not_a_number(text: str) -> None:
