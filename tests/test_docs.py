@@ -95,7 +95,7 @@ def shell(command: str, folder: Path) -> str:
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "WANDB_MODE": "disabled",
-        "REWARD_TOKEN": "a token of the reader's",
+        "REWARD_TOKEN": "secret",
     }
     environment.pop("RANK", None)
     done = subprocess.run(
@@ -123,7 +123,7 @@ def commands(block: Block) -> list[str]:
 
 def serve(command: str, folder: Path) -> None:
     """Start a server, wait until it says that it listens, and end it as its page says."""
-    environment = {**os.environ, "PYTHONPATH": str(folder), "REWARD_TOKEN": "a token", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(folder), "REWARD_TOKEN": "secret", "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(
         [sys.executable, "-m", "hybrid_grpo", *shlex.split(command)[1:]],
         cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -41,10 +41,13 @@ def run(arguments: list[str]) -> None:
         raise UserError(f"{where} cannot be listened at: {error.strerror or error}") from None
     host = f"[{serve.host}]" if ":" in serve.host else serve.host
     url = f"http{'s' if tls else ''}://{host}:{listener.getsockname()[1]}{PATH}"
-    print(f"serving {', '.join(reward.name for reward in loaded)} at {url}", file=sys.stderr, flush=True)
-    if token and not tls and not is_loopback(serve.host):
-        print("without serve.certificate the token can be read on the way", file=sys.stderr, flush=True)
-    server.serve(app, listener, serve, tls)
+
+    def announce() -> None:
+        print(f"serving {', '.join(reward.name for reward in loaded)} at {url}", file=sys.stderr, flush=True)
+        if token and not tls and not is_loopback(serve.host):
+            print("without serve.certificate the token can be read on the way", file=sys.stderr, flush=True)
+
+    server.serve(app, listener, serve, tls, announce)
 
 
 def _tls(serve: ServeOptionsConfig) -> ssl.SSLContext | None:

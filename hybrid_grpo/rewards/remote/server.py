@@ -67,8 +67,18 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=_MOST_CONNECTIONS)
 
 
-def serve(app: Starlette, listener: socket.socket, config: ServeOptionsConfig, tls: ssl.SSLContext | None) -> None:
-    """Serve until SIGINT or SIGTERM; requests that are being answered then have ten seconds more."""
+def serve(
+    app: Starlette,
+    listener: socket.socket,
+    config: ServeOptionsConfig,
+    tls: ssl.SSLContext | None,
+    announce: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve until SIGINT or SIGTERM; requests that are being answered then have ten seconds more.
+
+    Args:
+        announce: called as soon as a signal would end the server as it should.
+    """
     settings = uvicorn.Config(
         app,
         http=_Connection,
@@ -87,6 +97,7 @@ def serve(app: Starlette, listener: socket.socket, config: ServeOptionsConfig, t
     for number in (signal.SIGINT, signal.SIGTERM):
         # After its end uvicorn restores these handlers and raises the signal again: that must do nothing.
         signal.signal(number, server.handle_exit)
+    announce()
     server.run([listener])
 
 
