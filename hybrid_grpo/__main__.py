@@ -3,8 +3,6 @@
 Nothing heavy is imported before a command has read its settings.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

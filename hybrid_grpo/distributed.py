@@ -3,8 +3,6 @@
 On one process the collectives are the identity, whether or not a process group exists.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

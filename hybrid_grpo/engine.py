@@ -10,8 +10,6 @@ No other module imports deepspeed. Three hazards decide how it is used here:
   by the number of ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

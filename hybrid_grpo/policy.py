@@ -1,7 +1,5 @@
 """The policy: one set of weights that samples, scores and is trained; and the frozen reference beside it."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Sequence

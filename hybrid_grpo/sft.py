@@ -1,7 +1,5 @@
 """Supervised fine-tuning on prompt and completion pairs: what people run before RL, on the same engine."""
 
-from __future__ import annotations
-
 import time
 
 import torch

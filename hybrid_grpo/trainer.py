@@ -1,7 +1,5 @@
 """GRPO, step by step: sample groups, score them, compare within the group, improve the policy."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 With the config.yaml of a run it measures the model that the run trained, unless `--policy.model` names another.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """`report`: write report.html of a run again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hybrid_grpo.config.errors import UserError

@@ -1,7 +1,5 @@
 """`serve-reward`: reward functions as an HTTP service for other machines. No model, no ranks."""
 
-from __future__ import annotations
-
 import ssl
 import sys
 

@@ -1,7 +1,5 @@
 """`train`: a GRPO run, built in the order in which mistakes are cheapest to find."""
 
-from __future__ import annotations
-
 import os
 import resource
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From nested mappings to a configuration and back, with mistakes told in one line."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ bounds and settings that contradict each other are refused earlier, by the confi
 UserError of one line, which names the settings and the way out.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

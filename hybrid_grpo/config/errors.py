@@ -1,7 +1,5 @@
 """The one exception a user can cause, and the words for it."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The types of settings: numbers with their bounds, text that is not empty, and what Python may give as an object."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any

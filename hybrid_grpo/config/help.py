@@ -1,7 +1,5 @@
 """The help of a command: its own options and the usual settings in a line each, and every section at length."""
 
-from __future__ import annotations
-
 import dataclasses
 import textwrap
 from collections.abc import Iterator

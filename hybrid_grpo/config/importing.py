@@ -1,7 +1,5 @@
 """Code of the user's, by `path/to/file.py:name` or `package.module:name`."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """What the clients and servers of rewards must know of hosts and tokens."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

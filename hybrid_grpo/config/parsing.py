@@ -1,7 +1,5 @@
 """From the command line, with its YAML files and dotted overrides, to a configuration."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from pathlib import Path

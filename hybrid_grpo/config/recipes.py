@@ -1,7 +1,5 @@
 """Settings as nested mappings: read from YAML files, stacked upon each other."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 The recipe of a ready-made task is a YAML file beside the functions that read its rows, in `data/tasks/`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

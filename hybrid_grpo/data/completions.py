@@ -4,8 +4,6 @@ Both become the records that reward functions are called with. Neither holds the
 where one is given, makes them again from the text.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

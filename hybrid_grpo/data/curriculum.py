@@ -4,8 +4,6 @@ The rates are kept in any case. With the default settings of `curriculum` they c
 of `PromptLoader`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """The order in which prompts are drawn: shared out over ranks, and resumable. Items may be anything."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypedDict, TypeVar
 

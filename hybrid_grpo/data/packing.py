@@ -4,8 +4,6 @@ Every rank runs the same number of micro-batches, since each is a collective for
 runs dummy micro-batches of one token and no rows.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass

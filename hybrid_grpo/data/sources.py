@@ -4,8 +4,6 @@ Rows are handed over as they are written; what a column means is decided in `pro
 line and not through Arrow, so that a column may mix text and messages, and a bad line is named by file and number.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ Both are a `Batch` of `routed_attention` and the `past_key_values` of their forw
 values to `update`, then its queries to `attend`.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The device side of decoding: one slot of state for every sequence, and the step that advances all of them."""
 
-from __future__ import annotations
-
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -91,17 +89,19 @@ class Decoder:
             self._table_nw[grown, columns] = torch.tensor(pages, dtype=torch.int32).to(self._device)
         n, read = len(active), self._cache.pages_for(max(s.position for s in active) + 1)
         if self._graphs is None:
-            return _to_host(self._advance(n, read))
+            return self._advance(n, read), None
         slots, width = self._table_nw.shape
         size = size_for(n, slots)
         # Rows that pad the graph's size write to page 0.
         self._state_4n[:, n:size] = 0
         self._table_nw[n:size] = 0
         read = width if follows_lengths(self._cache.keys[0]) else min(1 << (read - 1).bit_length(), width)
-        return _to_host(self._graphs.run((size, read), lambda: self._advance(size, read))[:, :n])
+        # One tensor, so one copy to the host: float64 holds both without loss.
+        packed = self._graphs.run((size, read), lambda: torch.stack([t.double() for t in self._advance(size, read)]))
+        return _to_host(packed[:, :n])
 
-    def _advance(self, n: int, read: int) -> Tensor:
-        """Advance slots 0 to n - 1 by a token; float64 [2, n], tokens and log-probabilities (exact for both)."""
+    def _advance(self, n: int, read: int) -> tuple[Tensor, Tensor]:
+        """Advance slots 0 to n - 1 by a token: tokens int64 [n], and their log-probabilities [n]."""
         state_4n = self._state_4n[:, :n]
         token_n, position_n, table_nw = state_4n[_TOKEN], state_4n[_POSITION], self._table_nw[:n]
         if self._fused is not None:
@@ -114,15 +114,15 @@ class Decoder:
             seen_nV.scatter_(1, token_n[:, None], True)
         state_4n[_TOKEN] = token_n
         state_4n[_POSITION : _COUNT + 1] += 1
-        return torch.stack([token_n.double(), logp_n.double()])
+        return token_n, logp_n
 
     @staticmethod
     def read(outcome: Any) -> tuple[list[int], list[float]]:
         """Tokens and log-probabilities of a step, by slot. Waits for the step."""
-        packed, copied = outcome
+        rows, copied = outcome
         if copied is not None:
             copied.synchronize()
-        tokens, logp = packed.tolist()
+        tokens, logp = (row.tolist() for row in rows)
         return list(map(int, tokens)), logp
 
 

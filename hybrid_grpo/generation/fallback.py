@@ -5,8 +5,6 @@ the same random streams as in loop.py. Only prompts of the same length are decod
 some recurrent layers do not ignore.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby, islice

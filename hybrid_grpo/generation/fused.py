@@ -5,8 +5,6 @@ tokens both ways; the kernel is used only if the results agree. Prefills, and al
 model's own forward.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 from weakref import WeakKeyDictionary

@@ -5,8 +5,6 @@ A graph replays with the addresses and the number of rows it was captured with. 
 and what a graph reads and writes must stay at the same address.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Sampling as the configuration's `rollout` section says: its settings as `Sampling` and requests, texts decoded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -4,8 +4,6 @@ A completion's randomness is a pure function of its stream key and of the number
 (run seed, step, prompt, sample), so a rollout is the same for any number of ranks or slots and any order of prompts.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass

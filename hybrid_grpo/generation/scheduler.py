@@ -5,8 +5,6 @@ copied for each. When pages run out, prompts that were read ahead give up theirs
 is put back among the pending ones, to be read again with all its tokens so far.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ Arithmetic is float64. Numbers that are all equal are told by equality: in float
 them in the last digit, and dividing by a standard deviation that is rounding noise too would make a gradient of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

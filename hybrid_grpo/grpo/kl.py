@@ -1,7 +1,5 @@
 """The weight of the KL to the reference: constant, or adapted from step to step to hold the KL at a target."""
 
-from __future__ import annotations
-
 import torch
 
 from hybrid_grpo.config import GrpoConfig

@@ -1,7 +1,5 @@
 """What the length of a completion costs it: DAPO's soft overlong punishment (arXiv:2503.14476, equation 13)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -8,8 +8,6 @@ arXiv:2503.20783, GSPO is arXiv:2507.18071, CISPO is MiniMax-M1 (arXiv:2506.1358
 explained in data/batch.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

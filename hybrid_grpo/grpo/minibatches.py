@@ -1,7 +1,5 @@
 """The optimizer steps on a rollout: which rows each one takes, in which micro-batches, and with which weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 

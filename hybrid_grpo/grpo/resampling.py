@@ -5,8 +5,6 @@ its candidates that teaches something. Candidates belong to slots and not to ran
 stream of prompts, so the groups that are kept are the same on any number of ranks. No group changes its rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

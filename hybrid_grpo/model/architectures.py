@@ -6,8 +6,6 @@ of this shows in a configuration: the rest is read from the source of the model'
 is refused too.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import sys

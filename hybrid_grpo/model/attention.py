@@ -9,8 +9,6 @@ the row. So the completions of a group share one forward of their prompt, exactl
 the sum over its completions.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from functools import cached_property

@@ -3,8 +3,6 @@
 The weights load sharded inside `engine.sharded_loading`; nothing here knows the engine.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

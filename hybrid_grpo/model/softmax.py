@@ -4,8 +4,6 @@ The running sums are those of the online softmax (Milakov and Gimelshein, arXiv:
 the entropy. In float32 on a CPU the kernel kernels/softmax.c reads each tile once; elsewhere torch takes a few passes.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

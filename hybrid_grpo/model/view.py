@@ -7,8 +7,6 @@ buffer, or into copies where the memory is the engine's own. The module in train
 nothing to restore after generation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any

@@ -3,8 +3,6 @@
 Python parses the expression and nothing is run as code; values are exact fractions.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

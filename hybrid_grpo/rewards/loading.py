@@ -1,7 +1,5 @@
 """From `rewards` of the configuration to functions that can be called; what cannot work is refused here, early."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ per row, or None where the function does not apply. Columns come first in a sign
 configuration gives in `kwargs`, are keyword-only and are checked before any row is looked at.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate, pairwise, zip_longest

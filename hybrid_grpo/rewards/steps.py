@@ -1,7 +1,5 @@
 """Steps that a reward function gives as texts: at which token of the completion each of them ends."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import Any
 

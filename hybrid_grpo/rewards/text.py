@@ -3,8 +3,6 @@ r"""Built-in reward functions that read a completion: multiple choice, language,
 The patterns take time linear in the length of the text: every repetition in a pattern is bounded, and none is nested.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import string

@@ -3,8 +3,6 @@
 An alarm is also a number (`health/alarm`, `parity/alarm`), which is added to those it was made from.
 """
 
-from __future__ import annotations
-
 import math
 from statistics import fmean
 

@@ -4,8 +4,6 @@
 last complete checkpoint.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ Numbers in, numbers out: `data.completions` reads the rollouts, and `rewards` ca
 the new rewards would give are computed with the run's settings; how the policy would have trained on them is unknown.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from functools import reduce

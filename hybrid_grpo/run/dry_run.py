@@ -4,8 +4,6 @@ Every architecture keeps something else for backward, which no table would know.
 configuration on fake tensors, which have shapes and types but no data, and all allocations of a micro-batch are added.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Files of a run: JSON that any reader takes, and text that no reader, and no crash, leaves half written."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The device that a rank runs on: how much memory is free there and on its host, and how fast it is."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

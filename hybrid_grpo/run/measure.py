@@ -3,8 +3,6 @@
 The functions return `Numbers`, which a `Meter` adds up. Which numbers give an alarm is decided in alarms.py.
 """
 
-from __future__ import annotations
-
 import math
 
 import psutil

@@ -4,8 +4,6 @@ Every number that a run logs is declared once, in metrics.yaml: its name `stage/
 and how it is combined over micro-batches and ranks. Writing the numbers down is not done here (see `sinks.py`).
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

@@ -5,8 +5,6 @@ charts, and `report.html.j2` decides how all looks. Whatever the folder does not
 here is needed to train.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 import statistics

@@ -1,7 +1,5 @@
 """The life of a run around its steps: its folder, resuming, checkpoints, and what it leaves behind."""
 
-from __future__ import annotations
-
 import copy
 import json
 import platform

@@ -1,7 +1,5 @@
 """The wandb dashboard of a run. It may fail in any way; the run goes on without it."""
 
-from __future__ import annotations
-
 import json
 import netrc
 import os

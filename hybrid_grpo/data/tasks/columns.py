@@ -1,7 +1,5 @@
 """Columns of a row, read with a message for rows that lack them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hybrid_grpo.config.tasks import Row

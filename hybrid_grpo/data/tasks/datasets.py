@@ -1,7 +1,5 @@
 """Tasks on published data sets. Each reads the columns of the original, from wherever the rows come."""
 
-from __future__ import annotations
-
 import string
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tasks whose rows are made on the spot, from a fixed seed: the same rows in every run, in any number."""
 
-from __future__ import annotations
-
 import operator
 import random
 import string

@@ -1,7 +1,5 @@
 """The rows of tasks: which functions read and make those of the ready-made ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import islice
 

@@ -1,7 +1,5 @@
 """Attention over segments of different lengths, on a CPU in float32: the kernels of attention.c."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

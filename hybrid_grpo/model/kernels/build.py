@@ -4,8 +4,6 @@ Without a compiler everything works, but slower. The library is cached in `HYBRI
 ~/.cache/hybrid_grpo), under a hash of the sources, compiler, flags and processor.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -3,8 +3,6 @@
 torch's own kernels are made for larger matrices.
 """
 
-from __future__ import annotations
-
 from types import MethodType
 from typing import Any
 

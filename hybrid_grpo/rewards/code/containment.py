@@ -13,8 +13,6 @@ The Linux kernel offers each of these protections without any privilege:
 Standard library only: this runs in a process without site-packages.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

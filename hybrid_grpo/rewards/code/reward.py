@@ -4,8 +4,6 @@ The program has no part in the verdict: asserts run in another process (judging.
 one. No torch here.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import json

@@ -7,8 +7,6 @@ serves one request after the other, and ends when its starter does.
 Standard library only: this runs in a process without site-packages.
 """
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import importlib

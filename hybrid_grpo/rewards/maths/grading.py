@@ -1,7 +1,5 @@
 """Whether two texts are the same answer, by the conventions of docs/rewards/maths.md."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 r"""The notation of answers: one spelling for what can be written in several ways, and splitting outside of brackets."""
 
-from __future__ import annotations
-
 import re
 from itertools import accumulate
 from pathlib import Path

@@ -4,8 +4,6 @@ Numbers are exact rationals, so that 0.5, 1/2 and \frac{1}{2} are one number and
 \sqrt{4}, 1e3) is not a number here.
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

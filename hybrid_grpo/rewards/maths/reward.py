@@ -1,7 +1,5 @@
 r"""Rewards for final answers of mathematical problems (GSM8K, MATH): where one is stated, and whether it is right."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from fractions import Fraction

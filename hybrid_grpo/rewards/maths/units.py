@@ -1,7 +1,5 @@
 """Units of measurement, as the words behind a number name them; units.yaml lists the known ones."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import dataclass

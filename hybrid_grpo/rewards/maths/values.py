@@ -3,8 +3,6 @@ r"""Arithmetic that cannot run away: exact on rationals, with 60 digits on every
 Operations whose result would grow without bound (9^{9^{9^9}}, 100000!) are refused before they are computed.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from fractions import Fraction

@@ -7,8 +7,6 @@ bearer token is read from the environment when a request leaves, and is in no se
 are not followed, because they could carry the token elsewhere.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

@@ -4,8 +4,6 @@ Starlette finds the path, uvicorn speaks HTTP/1.1. Every connection is served by
 cost no thread; what uvicorn lacks for them, deadlines, is added here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

@@ -14,8 +14,6 @@ reward is null if no function applies to the row, or if one fails, which `errors
 question that agree in prompt and columns are one group.
 """
 
-from __future__ import annotations
-
 import math
 from http import HTTPStatus
 from typing import Any

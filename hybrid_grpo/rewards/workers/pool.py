@@ -10,8 +10,6 @@ A call that takes too long is given up: its worker is replaced and killed with a
 left to itself. An event loop in a thread of its own, the Pool's, drives all of this; a rank only waits for results.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import threading

@@ -8,8 +8,6 @@ does not outlive the fork server, and the fork server does not outlive the rank.
 Calls are pickled; replies are JSON, so that nothing that a worker sends is run in the rank.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import gc
