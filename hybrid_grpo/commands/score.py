@@ -1,18 +1,16 @@
 """`score`: try reward functions on completions that exist already. It loads no policy and needs no launcher.
 
-A file of completions gives a JSON line for each completion: what every function said, and why those failed that did.
-Standard error gets a summary. The folder of a run gives a comparison of the new rewards with the run's own, written
-into RUN_FOLDER/score; nothing else in the folder changes.
+The completions are those of a file, or the saved rollouts of a run. Each gives a JSON line: what every function said,
+why those failed that did and, for a run, what its own functions had said. Standard error gets a summary.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +19,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from hybrid_grpo.config import ScoreConfig, TrainConfig, reward_name
+from hybrid_grpo.config import ScoreConfig
 from hybrid_grpo.config.checks import check_score
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
-from hybrid_grpo.run.files import json_lines, json_safe, reader_may_leave, replace_text
+from hybrid_grpo.run.files import json_lines, reader_may_leave
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.batch import Rollout, Scores
@@ -36,69 +34,104 @@ if TYPE_CHECKING:
 COMMAND = "score FILE_OR_RUN"
 _ROWS = 256
 """Rows of a file that are scored before their rewards are written."""
-_SHOWN = 3
-"""Disagreements that are printed."""
-_TEXT_SHOWN = 300
-"""Characters of a prompt or completion that are printed, from its end."""
 _FOREVER_S = 1e9
 """Replaces scoring.max_wait_s, since no model waits for the rewards; a call keeps its own time limit."""
+Line = dict[str, Any]
+Parts = tuple[int, "Iterator[tuple[int, list[Rollout], list[Line]]]"]
+"""What is scored, a part at a time: the number of parts, and of each the step, the groups and, of a run, what its own
+functions had said of every completion."""
 
 
 def run(arguments: list[str]) -> None:
     """Parse and score; ends quietly when the reader of the output has closed it."""
     source, options = leading_argument(arguments, f"hybrid-grpo {COMMAND} [--rewards '[{{function: ...}}]'] [options]")
     folder = Path(source)
-    recipe = folder / "config.yaml"
-    is_run = bool(source) and (recipe.is_file() or (folder / "rollouts").is_dir())
-    defaults = ["--config", str(recipe)] if is_run else []
+    is_run = bool(source) and ((folder / "config.yaml").is_file() or (folder / "rollouts").is_dir())
+    defaults = ["--config", f"{folder}/config.yaml"] if is_run else []
+    if is_run and (folder / "model").is_dir():
+        defaults += ["--policy.model", f"{folder}/model"]
     config = parse(ScoreConfig, [*defaults, *options], COMMAND).config
     check_score(config, source, is_run=is_run)
     with reader_may_leave():
-        if is_run:
-            _score_run(config, parse(TrainConfig, defaults, COMMAND).config, folder)
-        else:
-            _score_file(config, source)
+        _score(config, source, is_run=is_run)
 
 
-def _score_file(config: ScoreConfig, source: str) -> None:
+def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
     # The settings are sound: now the imports that take seconds.
     from hybrid_grpo.data.batch import Rollout, Scores
-    from hybrid_grpo.data.completions import read_completions
     from hybrid_grpo.rewards.loading import load_rewards
     from hybrid_grpo.rewards.scoring import Rewards
 
     loaded = load_rewards(config.rewards, config.scoring)
-    groups = read_completions(source, config.data, sys.stdin.buffer, _tokenizer(loaded, config.policy.model))
+    tokenizer = _tokenizer(loaded, config.policy.model)
+    count, parts = _saved_steps(config, source, tokenizer) if is_run else _rows(config, source, tokenizer)
     callers = {reward.name: _RecordingCaller(reward.caller) for reward in loaded}
     loaded = [replace(reward, caller=callers[reward.name]) for reward in loaded]
-    rewards = Rewards(loaded, replace(config.scoring, max_wait_s=_FOREVER_S))
+    rewards = Rewards(loaded, replace(config.scoring, max_wait_s=_FOREVER_S), tokenizer)
     rewards.load_models()
     everything: list[Scores] = []
+    before: list[Line] = []
     first_failures: dict[str, str] = {}
     console = Console(stderr=True, highlight=False)
-    shown = console.is_terminal and not (config.score.output in (None, "-") and sys.stdout.isatty())
-    starts = range(0, len(groups), _ROWS)
-    with json_lines(config.score.output or "-", "score.output") as write:
-        for start in track(starts, "rows", console=console, transient=True, disable=not shown):
-            lines: list[dict[str, Any]] = []
-            batch = groups[start : start + _ROWS]
+    shown = console.is_terminal and not (config.score.output == "-" and sys.stdout.isatty())
+    with json_lines(config.score.output, "score.output") as write:
+        bar = track(parts, "completions", count, console=console, transient=True, disable=not shown)
+        for step, groups, saved in bar:
+            lines: list[Line] = []
             # Groups that are scored together are of one size.
-            for size in sorted({group.num_generations for group in batch}):
-                rollout = reduce(Rollout.joined, (group for group in batch if group.num_generations == size))
-                everything.append(rewards.score(rollout.row_prompts, rollout.completions, size))
-                lines += _lines(rollout, everything[-1])
-            for line in sorted(lines, key=lambda line: (line["id"], line["sample"])):
-                write(line)
+            for size in sorted({group.num_generations for group in groups}):
+                rollout = reduce(Rollout.joined, (group for group in groups if group.num_generations == size))
+                scores = rewards.score(rollout.row_prompts, rollout.completions, size, step)
+                everything.append(Scores(scores.reward_B, scores.by_function, scores.status))
+                lines += _lines(rollout, scores)
+            for row, line in enumerate(sorted(lines, key=lambda line: (line["id"], line["sample"]))):
+                write({"step": step, **line, "before": saved[row]} if saved else line)
                 for name, why in line["failed"].items():
-                    first_failures.setdefault(name, f"row {line['id']}, sample {line['sample']}: {why}")
+                    where = f"row {line['id']}, sample {line['sample']}"
+                    first_failures.setdefault(name, f"step {step}, {where}: {why}" if saved else f"{where}: {why}")
+            before += saved
     scores = reduce(Scores.joined, everything)
-    console.print(_table({name: _summary(scores, name, callers[name].calls) for name in rewards.names}))
+    table = {name: _summary(scores, name, callers[name].calls) for name in rewards.names}
+    if before:
+        for name, value_B in (*scores.by_function.items(), ("weighted sum", scores.reward_B)):
+            # A function that the run does not have is compared with the run's weighted sum.
+            were = [saved["rewards"].get(name, saved["reward"]) for saved in before]
+            table.setdefault(name, {}).update(_compared(were, value_B.tolist(), config.eval.threshold))
+    console.print(_table(table))
     for name, where in first_failures.items():
         console.print(f"{name}: first failure at {where}", markup=False, soft_wrap=True)
     refuse(
         all(value_B.isnan().all() for value_B in scores.by_function.values()),
         "rewards: nothing could be scored: no function gave a number for any completion",
     )
+
+
+def _rows(config: ScoreConfig, source: str, tokenizer: Any) -> Parts:
+    """The rows of a file, which are of no step."""
+    from hybrid_grpo.data.completions import read_completions
+
+    groups = read_completions(source, config.data, sys.stdin.buffer, tokenizer)
+    starts = range(0, len(groups), _ROWS)
+    return len(starts), ((0, groups[start : start + _ROWS], []) for start in starts)
+
+
+def _saved_steps(config: ScoreConfig, source: str, tokenizer: Any) -> Parts:
+    """The saved rollouts of a run, of the steps that were asked for."""
+    from hybrid_grpo.data.completions import read_step, saved_files
+
+    files, steps = saved_files(Path(source)), config.score.steps
+    refuse(not files, f"{source} has no rollouts: they are written by a training run with log.rollouts_every above 0")
+    first, dash, last = (steps or "-").partition("-")
+    low, high = int(first or 0), int(last or max(files)) if dash else int(first)
+    chosen = {step: path for step, path in files.items() if low <= step <= high}
+    refuse(not chosen, f"score.steps {steps} has no rollouts: the run has those of steps {min(files)} to {max(files)}")
+
+    def read() -> Iterator[tuple[int, list[Rollout], list[Line]]]:
+        for step, path in chosen.items():
+            rollout, rows = read_step(path, tokenizer)
+            yield step, [rollout], [{"reward": row["reward"], "rewards": row["rewards"]} for row in rows]
+
+    return len(chosen), read()
 
 
 class _RecordingCaller:
@@ -114,7 +147,7 @@ class _RecordingCaller:
         return self.calls[-1]
 
 
-def _lines(rollout: Rollout, scores: Scores) -> list[dict[str, Any]]:
+def _lines(rollout: Rollout, scores: Scores) -> list[Line]:
     """[B], what is written about each completion."""
     return [
         {
@@ -155,83 +188,22 @@ def _summary(scores: Scores, name: str, calls: Sequence[Future[Outcome]]) -> dic
     }
 
 
-def _score_run(config: ScoreConfig, before: TrainConfig, folder: Path) -> None:
-    # The settings are sound: now the imports that take seconds.
-    from hybrid_grpo.data.completions import read_step, saved_files
-    from hybrid_grpo.rewards.loading import load_rewards
-    from hybrid_grpo.rewards.scoring import Rewards
-    from hybrid_grpo.run.comparison import Comparison
+def _compared(before: list[float | None], now: list[float], threshold: float) -> dict[str, float]:
+    """Old and new rewards of the completions that have both; from `threshold` on a completion is right."""
+    import torch
 
-    files = _chosen(saved_files(folder), config.score.steps, folder)
-    loaded = load_rewards(config.rewards, config.scoring)
-    model = str(folder / "model") if (folder / "model").is_dir() else before.policy.model
-    tokenizer = _tokenizer(loaded, model)
-    rewards = Rewards(loaded, replace(config.scoring, max_wait_s=_FOREVER_S), tokenizer)
-    rewards.load_models()
-    # A function is compared with the old one of its name, else with the one that told right from wrong.
-    old = [reward_name(reward) for reward in before.rewards]
-    compared_with = {name: name if name in old else before.eval.outcome or old[0] for name in rewards.names}
-    threshold = before.eval.threshold if config.score.threshold is None else config.score.threshold
-    comparison = Comparison(config, compared_with, (before.eval.threshold, threshold), config.score.limit)
-    changed, needs_tokens = 0, any(reward.interface.accepts("completion_ids") for reward in loaded)
-    bar = Console(stderr=True)
-    for file in track(files, "steps", console=bar, transient=True, disable=not bar.is_terminal):
-        saved = read_step(file, tokenizer)
-        rollout = saved.rollout
-        scores = rewards.score(rollout.row_prompts, rollout.completions, rollout.num_generations, saved.step)
-        comparison.add(saved, scores)
-        changed += len(rollout.completions) - saved.retokenized
-        needs_tokens = needs_tokens or scores.steps is not None
-    notes = []
-    if before.grpo.beta and before.grpo.kl_in == "reward":
-        notes.append("the run's advantages include the KL (grpo.kl_in reward), which is not saved: the new ones do not")
-    if needs_tokens and tokenizer is None:
-        notes.append(f"there is no tokenizer in {model}: completion_ids are all -1, and steps of a text count as one")
-    elif needs_tokens and changed:
-        notes.append(
-            f"tokens are made from the texts again: for {changed} completions this gives more or fewer than were"
-            " sampled, and completion_ids were cut or filled up with -1"
-        )
-    settings = [asdict(reward) for reward in config.rewards]
-    report = {"run": str(folder), "rewards": settings, "notes": notes, **comparison.report()}
-    worst = comparison.disagreements()
-    path = Path(config.score.output or folder / "score" / f"{'+'.join(rewards.names)[:100]}.json")
-    path.parent.mkdir(exist_ok=True)
-    replace_text(path, json.dumps(json_safe(report), indent=2, ensure_ascii=False) + "\n")
-    entries = (json.dumps(json_safe(entry), ensure_ascii=False) for entry in worst)
-    replace_text(path.with_suffix(".disagreements.jsonl"), "".join(f"{entry}\n" for entry in entries))
-    _print_comparison(report, worst)
-    print(f"\n{path}\n{path.with_suffix('.disagreements.jsonl')}")
-
-
-def _chosen(files: dict[int, Path], steps: str | None, folder: Path) -> list[Path]:
-    refuse(not files, f"{folder} has no rollouts: they are written by a training run with log.rollouts_every above 0")
-    first, dash, last = (steps or "-").partition("-")
-    low, high = int(first or 0), int(last or max(files)) if dash else int(first)
-    chosen = [path for step, path in files.items() if low <= step <= high]
-    refuse(not chosen, f"score.steps {steps} has no rollouts: the run has those of steps {min(files)} to {max(files)}")
-    return chosen
-
-
-def _print_comparison(report: dict[str, Any], worst: list[dict[str, Any]]) -> None:
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    first, last, count = report["steps"]
-    console.print(
-        f"{report['run']}: {report['completions']:,} completions of {count} steps, {first} to {last};"
-        f" right is {report['threshold_before']:g} before, {report['threshold_now']:g} now"
-    )
-    console.print(_table({**report["functions"], "weighted sum": report["reward"]}))
-    console.print(_table({"groups and advantages": report["advantages"]}))
-    for entry in worst[:_SHOWN]:
-        console.print(
-            "\nstep {step}, group {group}, sample {sample}: {compared_with} {before:g} -> {function} {now:g}"
-            " ({reason}), advantage {advantage_before:.3f} -> {advantage_now:.3f}".format(**entry)
-        )
-        for name in ("prompt", "completion"):
-            text = repr(entry[name])
-            console.print(f"  {name}: {text if len(text) <= _TEXT_SHOWN else f'...{text[-_TEXT_SHOWN:]}'}")
-    for note in report["notes"]:
-        console.print(f"\nnote: {note}")
+    pairs = [(b, n) for b, n in zip(before, now, strict=True) if b is not None and not math.isnan(n)]
+    before_N, now_N = torch.tensor(pairs, dtype=torch.float64).view(-1, 2).unbind(1)
+    was_N, is_N = before_N >= threshold, now_N >= threshold
+    return {
+        "compared": len(pairs),
+        "mean before": before_N.mean().item(),
+        "mean now": now_N.mean().item(),
+        "correlation": torch.corrcoef(torch.stack([before_N, now_N]))[0, 1].item() if len(pairs) > 1 else math.nan,
+        "right before only": int((was_N & ~is_N).sum()),
+        "right now only": int((is_N & ~was_N).sum()),
+        "share that agrees": (was_N == is_N).double().mean().item(),
+    }
 
 
 def _table(columns: dict[str, dict[str, Any]]) -> Table:

@@ -106,16 +106,11 @@ def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
         score.steps is not None and not re.fullmatch(r"\d+|\d+-\d*|-\d+", score.steps),
         f"score.steps {score.steps!r} is no range of steps: give one as in 100-200, 100-, -200 or 100",
     )
-    if score.output is not None:
-        _check_output("score.output", score.output, "the completions that are scored", source)
-    if is_run:
-        refuse(score.output == "-", "score.output -: the report of a run is a file: give one, or take it out")
-        return
-    for name in ("steps", "threshold"):
-        value = getattr(score, name)
-        refuse(value is not None, f"score.{name} {value}: {source} is not the folder of a run: take it out")
-    if source != "-":
-        _check_source("SOURCE", source)
+    _check_output("score.output", score.output, "the completions that are scored", source)
+    if not is_run:
+        refuse(score.steps is not None, f"score.steps {score.steps}: {source} is not the folder of a run: take it out")
+        if source != "-":
+            _check_source("SOURCE", source)
 
 
 def check_serve(config: ServeRewardConfig) -> None:

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.data import CurriculumConfig, DataConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
-from hybrid_grpo.config.fields import SECTION, Count, Number, Text, Whole
+from hybrid_grpo.config.fields import SECTION, Count, Text
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.rewards import RewardList, ScoringConfig, ServeOptionsConfig, reward_name
@@ -189,18 +189,12 @@ class PlanConfig(TrainConfig):
 
 @dataclass(frozen=True, config=SECTION)
 class ScoreOptionsConfig:
-    """Where rewards go, and how a run's saved rollouts are compared."""
+    """Where rewards go, and which of a run's steps are scored."""
 
-    output: Text | None = None
-    """A file of completions: JSON lines are written here, anew. Default: standard output, `-`. A run: the report of the
-    comparison. Default: RUN_FOLDER/score/NAMES_OF_FUNCTIONS.json; disagreements stand beside it."""
+    output: Text = "-"
+    """File of JSON lines, written anew; `-` is standard output."""
     steps: str | None = None
     """A run: steps to score, as in `100-200`, `100-`, `-200` or `100`. Default: all that were saved."""
-    threshold: Number | None = None
-    """A run: a completion is right when its new reward is at least this. Default: `eval.threshold`, as for the old
-    reward."""
-    limit: Whole = 50
-    """A run: disagreements that are written for each function, the largest first."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -209,10 +203,10 @@ class ScoreConfig(TrainConfig):
     completions (anything that `data.path` takes, or `-` for JSON lines from standard input), or the folder of a run.
     A row of a file has a prompt, the column of `data.completion_column` with a text, or one with an `s` behind that
     name with a list of texts, and columns for the functions; any recipe can be given. For a run, the settings start
-    from the run's own, its saved rollouts are scored, and the new rewards are compared with the run's."""
+    from the run's own, and its saved rollouts are scored beside what its own functions had said."""
 
     score: ScoreOptionsConfig = field(default_factory=ScoreOptionsConfig)
-    """Where rewards go, and how a run's saved rollouts are compared."""
+    """Where rewards go, and which of a run's steps are scored."""
 
     @model_validator(mode="after")
     def _check_sections(self) -> ScoreConfig:

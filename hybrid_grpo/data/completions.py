@@ -4,29 +4,21 @@ Both become the records that reward functions are called with. Neither holds the
 where one is given, makes them again from the text.
 """
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Rollout, Scores
+from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.data.prompts import prompt_text
 from hybrid_grpo.data.sources import Row, Source, json_rows, read_rows, standard_input
 
 UNKNOWN_TOKEN = -1
 """Stands for a token of a saved rollout that cannot be made from the text again."""
-_FIELDS = (
-    "step", "group", "sample", "prompt_id", "prompt", "completion", "reward", "rewards", "advantage", "length",
-    "finish", "columns",
-)  # fmt: skip
-"""What a line of a saved rollout must have. Numbers that JSON cannot hold, such as NaN, are null."""
+_FIELDS = ("group", "sample", "prompt", "completion", "reward", "rewards", "length", "finish", "columns")
+"""What a line of a saved rollout must have."""
 
 
 def read_completions(path: str, config: DataConfig, stdin: Iterable[bytes], tokenizer: Any = None) -> list[Rollout]:
@@ -96,93 +88,42 @@ def _tokens(text: str, tokenizer: Any) -> list[int]:
     return [] if tokenizer is None else list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-@dataclass(frozen=True)
-class SavedStep:
-    """One step of a run, of all ranks, as its file in rollouts/ has it."""
-
-    step: int
-    rollout: Rollout
-    """Without log-probabilities, and without tokens of prompts."""
-    scores: Scores
-    """Rewards of steps of a text are not saved, only their sums."""
-    advantages_B: Tensor
-    """float32, mean over the tokens of a completion."""
-    retokenized: int
-    """Completions whose text, made into tokens again, has as many tokens as were sampled."""
-
-
 def saved_files(run: Path) -> dict[int, Path]:
     """The file of every saved step of a run, in the order of steps."""
     files = {path.stem.partition("_")[2]: path for path in (run / "rollouts").glob("step_*.jsonl")}
     return {int(step): files[step] for step in sorted(filter(str.isdigit, files), key=int)}
 
 
-def read_step(path: Path, tokenizer: Any = None) -> SavedStep:
-    """Read the file of one step; without a tokenizer every token is `UNKNOWN_TOKEN`.
+def read_step(path: Path, tokenizer: Any = None) -> tuple[Rollout, list[Row]]:
+    """The rollout of a saved step, and its lines as they were saved.
+
+    A completion has as many tokens as were sampled. The tokenizer makes them again from the text, the one that ended it
+    included; tokens that it does not find, or all of them without a tokenizer, are `UNKNOWN_TOKEN`. A prompt has the
+    number of its group as id.
 
     Raises:
-        UserError: the file cannot be read, a line is not as a run writes it, or a group is not complete.
+        UserError: a line is not as a run writes it, or one is missing.
     """
-    try:
-        with path.open("rb") as lines:
-            numbered = list(json_rows(lines, str(path)))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    refuse(not numbered, f"{path} is empty: remove it")
+    with path.open("rb") as lines:
+        numbered = list(json_rows(lines, str(path)))
     for number, row in numbered:
         missing = next((name for name in _FIELDS if name not in row), None)
         refuse(missing is not None, f"{path} line {number} has no {missing}: it is not as a run writes it")
-    size = _group_size(numbered, path)
     rows = [row for _, row in numbered]
-    tokens = [_saved_tokens(row, tokenizer) for row in rows]
-    completions = [
-        Completion(ids, [], row["finish"], row["completion"]) for row, (ids, _) in zip(rows, tokens, strict=True)
-    ]
-    prompts = [Prompt(row["prompt_id"], row["prompt"], [], row["columns"]) for row in rows[::size]]
-    names = dict.fromkeys(name for row in rows for name in row["rewards"])
-    scores = Scores(
-        _numbers(row["reward"] for row in rows),
-        {name: _numbers(row["rewards"].get(name) for row in rows) for name in names},
-        {name: torch.tensor([_status(row, name) for row in rows], dtype=torch.int8) for name in names},
-    )
-    advantages_B = _numbers(row["advantage"] for row in rows).float()
-    whole = sum(complete for _, complete in tokens)
-    return SavedStep(rows[0]["step"], Rollout(prompts, completions, size), scores, advantages_B, whole)
+    size = 1 + max((row["sample"] for row in rows), default=0)
+    complete = [row["sample"] for row in rows] == [*range(size)] * (len(rows) // size)
+    refuse(not rows or not complete, f"{path} has groups of different sizes, or lacks lines: remove it")
+    prompts = [Prompt(row["group"], row["prompt"], [], row["columns"]) for row in rows[::size]]
+    completions = [Completion(_saved_tokens(row, tokenizer), [], row["finish"], row["completion"]) for row in rows]
+    return Rollout(prompts, completions, size), rows
 
 
-def _group_size(numbered: list[tuple[int, Row]], path: Path) -> int:
-    """Completions of one group. The rows of a group follow each other, samples in order."""
-    size = 0
-    for group, members in groupby(numbered, key=lambda numbered_row: numbered_row[1]["group"]):
-        rows = list(members)
-        size = size or len(rows)
-        samples = [row["sample"] for _, row in rows]
-        refuse(
-            samples != list(range(size)) or size < 2,
-            f"{path} line {rows[0][0]}: group {group} has samples {samples} instead of those from 0 to"
-            f" {max(size, 2) - 1}: lines are missing or not in order",
-        )
-    return size
-
-
-def _saved_tokens(row: Row, tokenizer: Any) -> tuple[list[int], bool]:
-    """As many tokens as were sampled, and whether the text gives as many.
-
-    The token that ended a completion is not part of its text, so it is put back.
-    """
-    length = row["length"]
+def _saved_tokens(row: Row, tokenizer: Any) -> list[int]:
     ids = _tokens(row["completion"], tokenizer)
-    eos = None if tokenizer is None else tokenizer.eos_token_id
-    if row["finish"] == "stop" and len(ids) == length - 1 and eos is not None:
-        ids.append(eos)
-    return (ids + [UNKNOWN_TOKEN] * length)[:length], len(ids) == length
-
-
-def _status(row: Row, name: str) -> RewardStatus:
-    if name in row.get("failed", ()):
-        return RewardStatus.FAILED
-    return RewardStatus.NOT_APPLICABLE if row["rewards"].get(name) is None else RewardStatus.SCORED
-
-
-def _numbers(values: Iterable[float | None]) -> Tensor:
-    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
+    if (
+        row["finish"] == "stop"
+        and len(ids) == row["length"] - 1
+        and getattr(tokenizer, "eos_token_id", None) is not None
+    ):
+        ids.append(tokenizer.eos_token_id)
+    return (ids + [UNKNOWN_TOKEN] * row["length"])[: row["length"]]

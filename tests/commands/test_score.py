@@ -228,88 +228,76 @@ def run_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield folder
 
 
-def report_of(run: Path, name: str) -> dict[str, Any]:
-    return json.loads((run / "score" / f"{name}.json").read_text())
-
-
 def test_the_runs_own_rewards_say_again_what_they_said(run_there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the run's tokens: the length penalty depends on their number."""
     run = run_there / "runs" / "run"
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.parent.name != "score"}
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert main(["score", "runs/run"]) == 0
-    said = capsys.readouterr().out
-    report = report_of(run, "early+length_penalty")
-    assert report["completions"] == 48 and report["steps"] == [1, 3, 3]
-    for function in report["functions"].values():
-        assert function["agreement"] == 1.0 and function["right_before_only"] == function["right_now_only"] == 0
-        assert function["mean_before"] == function["mean_now"]
-    early = report["functions"]["early"]
-    assert early["failed_now"] > 0 and early["compared"] + early["failed_now"] + early["not_applicable_now"] == 48
-    assert early["pearson"] == early["spearman"] == 1.0
-    assert report["advantages"]["equal_frac"] == 1.0 and report["advantages"]["sign_flips_frac"] == 0.0
-    assert report["advantages"]["zero_std_before"] == report["advantages"]["zero_std_now"]
-    assert (run / "score" / "early+length_penalty.disagreements.jsonl").read_text() == ""
-    assert {path: path.read_bytes() for path in before} == before
-    assert "runs/run: 48 completions of 3 steps, 1 to 3" in said and "right by both" in said
+    out, err = capsys.readouterr()
+    rows = lines(out)
+    assert [row["step"] for row in rows] == [1] * 16 + [2] * 16 + [3] * 16
+    assert all({"reward": row["reward"], "rewards": row["rewards"]} == row["before"] for row in rows)
+    assert any(row["failed"] for row in rows)
+    table = summary(err)
+    assert table["share that agrees"] == ["1.000"] * 3 and table["right before only"] == table["right now only"]
+    assert table["mean now"] == table["mean before"] and table["correlation"] == ["1.000"] * 3
+    assert int(table["compared"][0]) + int(table["failed"][0]) + int(table["does not apply"][0]) == 48
+    assert re.search(r"early: first failure at step \d, row \d, sample \d: raised ValueError: four", err)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def test_other_rewards_for_some_steps(run_there: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--rewards", "[{function: 'mine.py:late'}]", "--score.steps=2-", "--score.limit=5"]
-    assert main(["score", "runs/run", *options, "--score.output=mine.json", "--grpo.scale_rewards=none"]) == 0
-    report = json.loads(Path("mine.json").read_text())
-    late = report["functions"]["late"]
-    assert report["completions"] == 32 and report["steps"] == [2, 3, 2] and late["compared_with"] == "early"
-    # One minus the other, where there is another.
-    assert late["pearson"] == pytest.approx(-1.0) and late["mean_now"] == pytest.approx(1 - late["mean_before"])
-    lines = Path("mine.disagreements.jsonl").read_text().splitlines()
-    worst = [json.loads(line) for line in lines]
-    assert len(worst) == 5 and [w["size"] for w in worst] == sorted((w["size"] for w in worst), reverse=True)
-    assert worst[0]["extra"] == {"letters": len(worst[0]["completion"])}
-    assert abs(worst[0]["before"] - worst[0]["now"]) == worst[0]["size"] > 0
-    assert worst[0]["completion"] in capsys.readouterr().out
+    options = ["--rewards", "[{function: 'mine.py:late'}]", "--score.steps=2-", "--score.output=mine.jsonl"]
+    assert main(["score", "runs/run", *options]) == 0
+    rows = lines(Path("mine.jsonl").read_text())
+    saved = [row for step in (2, 3) for row in lines(Path(f"runs/run/rollouts/step_{step:06d}.jsonl").read_text())]
+    assert [row["before"]["reward"] for row in rows] == [row["reward"] for row in saved]
+    assert [row["extra"] for row in rows] == [{"late/letters": len(row["completion"])} for row in saved]
+    both = [row for row in rows if row["before"]["reward"] is not None]
+    table = summary(capsys.readouterr().err)
+    # The run has no function of this name: its weighted sum is what is compared with.
+    assert table["compared"] == [str(len(both))] * 2 and 0 < len(both) < 32
+    for label, values in (
+        ("right before only", [row["before"]["reward"] >= 0.5 > row["reward"] for row in both]),
+        ("right now only", [row["reward"] >= 0.5 > row["before"]["reward"] for row in both]),
+    ):
+        assert table[label] == [str(sum(values))] * 2
+    agree = [(row["reward"] >= 0.5) == (row["before"]["reward"] >= 0.5) for row in both]
+    assert table["share that agrees"] == [f"{sum(agree) / len(agree):.3f}"] * 2
+    assert float(table["correlation"][0]) < 0
 
 
-def test_rewards_of_steps_are_scored_with_the_runs_tokens(run_there: Path) -> None:
-    options = ["--rewards", "[{function: 'mine.py:by_letter'}]", "--grpo.overlong_buffer=0"]
-    both = {}
-    for credit in ("reward_to_go", "normalized"):
-        name = f"--score.output={credit}.json"
-        assert main(["score", "runs/run", *options, name, f"--grpo.step_credit={credit}"]) == 0
-        both[credit] = json.loads(Path(f"{credit}.json").read_text())
-        by_letter = both[credit]["functions"]["by_letter"]
-        assert by_letter["pearson"] == pytest.approx(1.0), "the same sums as the run's"
-        assert not any("count as one" in note for note in both[credit]["notes"])
-    ways = [report["advantages"]["pearson"] for report in both.values()]
-    assert abs(ways[0] - ways[1]) > 1e-3, "which are other advantages where the steps are not one"
+def test_rewards_of_steps_add_up_to_those_of_the_run(run_there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["score", "runs/run", "--rewards", "[{function: 'mine.py:by_letter'}]"]) == 0
+    for row in lines(capsys.readouterr().out):
+        early = row["before"]["rewards"]["early"]
+        assert early is None or row["rewards"]["by_letter"] == pytest.approx(early)
 
 
 @pytest.mark.parametrize("options, says", [
-    (["--score.limit=3"], "usage: hybrid-grpo score FILE_OR_RUN"),
+    (["--score.steps=3"], "usage: hybrid-grpo score FILE_OR_RUN"),
     (["runs/run", "more"], "usage: hybrid-grpo score FILE_OR_RUN"),
     (["empty"], "empty has no rollouts: they are written by a training run with log.rollouts_every above 0"),
     (["runs/run", "--score.steps=two"], "score.steps 'two' is no range of steps"),
     (["runs/run", "--score.steps=7-9"], "score.steps 7-9 has no rollouts: the run has those of steps 1 to 3"),
     (["runs/run", "--score.output=a/b"], "score.output a/b: there is no folder a"),
-    (["runs/run", "--score.output=-"], "score.output -: the report of a run is a file"),
     (["train.jsonl", "--rewards=[{function: exact_match}]", "--score.steps=3"], "is not the folder of a run"),
-    (["runs/run", "--score.limits=2"], "there is no setting score.limits: did you mean score.limit?"),
+    (["runs/run", "--score.step=2"], "there is no setting score.step: did you mean score.steps?"),
     (["runs/run", "--rewards", "[{function: 'mine.py:needs'}]"], "needs needs topic, which is neither a column"),
     (["torn"], "torn/rollouts/step_000002.jsonl line 16 is not JSON"),
-    (["lacking"], "lacking/rollouts/step_000002.jsonl line 13: group 3 has samples [0, 1, 3]"),
+    (["lacking"], "lacking/rollouts/step_000002.jsonl has groups of different sizes, or lacks lines"),
     (["foreign"], "foreign/rollouts/step_000001.jsonl line 1 has no completion: it is not as a run writes it"),
-    (["mixed"], "score.steps: groups have 2 completions in step 2 and 4 before it: choose steps of one size"),
 ])  # fmt: skip
 def test_mistakes_with_a_run(
     run_there: Path, capsys: pytest.CaptureFixture[str], options: list[str], says: str
 ) -> None:
-    for name in ("torn", "lacking", "foreign", "empty", "mixed"):
+    for name in ("torn", "lacking", "foreign", "empty"):
         (run_there / name / "rollouts").mkdir(parents=True, exist_ok=True)
         shutil.copy("runs/run/config.yaml", run_there / name)
     whole = Path("runs/run/rollouts/step_000002.jsonl").read_text()
     lines = whole.splitlines(keepends=True)
     Path("torn/rollouts/step_000002.jsonl").write_text(whole[:-20])
     Path("lacking/rollouts/step_000002.jsonl").write_text("".join(lines[:14] + lines[15:]))
-    shutil.copy("runs/run/rollouts/step_000001.jsonl", "mixed/rollouts")
-    Path("mixed/rollouts/step_000002.jsonl").write_text("".join(lines[:2]))
     Path("foreign/rollouts/step_000001.jsonl").write_text(lines[0].replace('"completion"', '"text"'))
     assert main(["score", *options]) == 2
     said = capsys.readouterr().err

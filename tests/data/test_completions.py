@@ -39,19 +39,18 @@ def test_a_saved_step_is_the_step_that_was(tmp_path):
     tokens = [ids("ab", "<eos>"), ids("abc"), ids("a", "<pad>", "b"), ids("c", "<eos>")]
     texts, finish = ["ab", "abc", "ab", "c"], ["stop", "length", "length", "stop"]
     rows = [Completion(t, [-1.0] * len(t), f, text) for t, f, text in zip(tokens, finish, texts, strict=True)]
-    was = Scores(
+    scores = Scores(
         f64(0.1, NAN, 1 / 3, 2),
         {"f": f64(0.1, NAN, NAN, 2)},
         {"f": torch.tensor([0, 2, 1, 0], dtype=torch.int8)},
         failures={"f": [None, "raised", None, None]},
     )
-    advantages = torch.tensor([0.1, 0.0, 1 / 3, -2])
-    (tmp_path / "s.jsonl").write_text("\n".join(rollout_lines(3, Rollout(prompts, rows, 2), was, advantages)) + "\n")
-    saved = read_step(tmp_path / "s.jsonl", char_tokenizer())
-    assert saved.step == 3 and saved.rollout.num_generations == 2 and saved.retokenized == 3
-    assert [p.text for p in saved.rollout.prompts] == [p.text for p in prompts]
-    assert saved.rollout.prompts[0].columns == {"answer": "b"}
-    assert [c.token_ids for c in saved.rollout.completions] == [tokens[0], tokens[1], [*ids("ab"), -1], tokens[3]]
-    assert torch.equal(saved.scores.reward_B.nan_to_num(-9), was.reward_B.nan_to_num(-9))
-    assert saved.scores.status["f"].tolist() == [0, 2, 1, 0] and torch.equal(saved.advantages_B, advantages)
-    assert read_step(tmp_path / "s.jsonl").rollout.lengths == [3, 3, 3, 2]
+    lines = rollout_lines(3, Rollout(prompts, rows, 2), scores, f64(0.1, 0.0, 1 / 3, -2))
+    (tmp_path / "s.jsonl").write_text("\n".join(lines) + "\n")
+    rollout, saved = read_step(tmp_path / "s.jsonl", char_tokenizer())
+    assert rollout.num_generations == 2 and [p.text for p in rollout.prompts] == [p.text for p in prompts]
+    assert rollout.prompts[0].columns == {"answer": "b"}
+    assert [c.token_ids for c in rollout.completions] == [tokens[0], tokens[1], [*ids("ab"), -1], tokens[3]]
+    assert [row["reward"] for row in saved] == [0.1, None, 1 / 3, 2]
+    assert [row["rewards"] for row in saved] == [{"f": 0.1}, {"f": None}, {"f": None}, {"f": 2}]
+    assert read_step(tmp_path / "s.jsonl")[0].lengths == [3, 3, 3, 2]
