@@ -1,10 +1,8 @@
 """Make the quickstart's starting point in a folder: a tiny Qwen2 model, a character tokenizer, and a task.
 
-The task is to sort the letters of a word: `dcab=` is to be continued with `abcd`. Its answers can be checked, a
+The task is the ready-made `letters`: `dcab=` is to be continued with `abcd`. Its answers can be checked, a
 model of 0.4M parameters can learn it, and a held-out word cannot be known by heart.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -17,8 +15,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from hybrid_grpo.data.tasks.puzzles import WORD_LENGTHS, letters
+
 ROWS = {"sft": 12_000, "train": 4_096, "heldout": 512}
-WORD_LENGTHS = range(3, 7)
 RAGGED_MEDIAN, RAGGED_SIGMA, RAGGED_LONGEST = 6, 0.6, 24
 """Of log-normal lengths, none below 3."""
 
@@ -67,13 +66,9 @@ def make_rows(seed: int, ragged: bool = False) -> dict[str, list[dict[str, str]]
     while len(words) < sum(ROWS.values()):
         words["".join(draw.sample(string.ascii_lowercase, length()))] = None
     rest = iter(words)
-    splits = {split: [next(rest) for _ in range(count)] for split, count in ROWS.items()}
-    rows = {
-        split: [{"prompt": f"{word}=", "answer": "".join(sorted(word))} for word in words]
-        for split, words in splits.items()
-    }
-    rows["sft"] = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows["sft"]]
-    return rows
+    splits = {split: [letters({"word": next(rest)}) for _ in range(count)] for split, count in ROWS.items()}
+    columns = {"sft": ("prompt", "completion"), "train": ("prompt", "answer"), "heldout": ("prompt", "answer")}
+    return {split: [{name: row[name] for name in columns[split]} for row in rows] for split, rows in splits.items()}
 
 
 def main() -> None:
