@@ -9,7 +9,8 @@ The Linux kernel offers each of these protections without any privilege:
     user         if the caller is root: another user's id, or, if that user could not read Python's library, root
                  without any of root's privileges (man 7 capabilities)
 
-`Containment` tries which of them work here, applies them, and raises if one fails that worked when it was tried.
+`Containment` refuses a machine where one of them does not work, and raises if one fails later.
+
 Standard library only: this runs in a process without site-packages.
 """
 
@@ -24,20 +25,11 @@ import signal
 import stat
 import struct
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from configparser import ConfigParser
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-
-PROTECTIONS = {
-    "reads": "of the files of this machine, only the libraries of Python and the system can be read",
-    "writes": "nothing can be written but the program's own folder",
-    "network": "no socket can be opened",
-    "processes": "no process or thread can be started, and no other process be signalled or looked into",
-    "privileges": "the program has none of root's privileges",
-}
-"""The protections that can be required, each with what it promises."""
 
 
 @dataclass(frozen=True)
@@ -57,52 +49,35 @@ class Limits:
 
 
 class Containment:
-    """The protections that this kernel offers to this user, prepared for processes forked from this one.
+    """The protections, prepared for processes forked from this one.
 
     Args:
         folder: the only place that programs may write to.
-        without: protections that are not used, for tests: `seccomp`, `landlock`, `user`.
+
+    Raises:
+        OSError: the kernel does not offer all of them.
     """
 
-    def __init__(self, folder: str, without: Iterable[str] = ()) -> None:
-        has_filters = "seccomp" not in without and platform.machine() in _ARCHITECTURES
-        self._filters = {writing: _filter(writing) for writing in (True, False) if has_filters}
-        self.seccomp = has_filters and _works(lambda: _install(self._filters[True]))
-        if not self.seccomp:
-            # Processes that a program leaves behind then become children of this process, which can kill them.
-            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        version = -1 if "landlock" in without else _syscall(_LANDLOCK_CREATE, None, 0, 1, check=False)
-        landlock = version > 0 and _works(lambda: _syscall(_LANDLOCK_RESTRICT, _file_rules(version, None), 0))
-        self._landlock = f"landlock {version}" if landlock else ""
-        self._rules = {w: _file_rules(version, folder if w else None) for w in (True, False) if landlock}
+    def __init__(self, folder: str) -> None:
         self._user = None
         """Id of the user that programs run as; None: the caller, without privileges."""
-        if os.getuid() == 0 and "user" not in without:
+        if os.getuid() == 0:
             # An id that nobody else uses, so that two programs cannot reach each other. The second one is for
             # containers that have only 65536 ids.
             users = (0x7A000000 + os.getpid() % 0x1000000, 64000 + os.getpid() % 1000)
             self._user = next((uid for uid in users if _works(partial(_read_as, uid))), None)
         if self._user:
             os.chown(folder, self._user, self._user)
-
-    @property
-    def protections(self) -> dict[str, str]:
-        """The PROTECTIONS that are in force, each with the means."""
-        seccomp = "seccomp" if self.seccomp else ""
-        found = {
-            "reads": self._landlock,
-            # Landlock does not cover the mode, owner and times of files; seccomp does.
-            "writes": seccomp and (self._landlock or "seccomp, which leaves no writable folder"),
-            "network": seccomp,
-            "processes": seccomp,
-            "privileges": f"user {self._user}" if self._user else "no capabilities",
-        }
-        return {name: how for name, how in found.items() if how}
-
-    @property
-    def writable(self) -> bool:
-        """Whether a program can be given a folder to write to, and no other place."""
-        return bool(self._rules) or not self.seccomp
+        version = _syscall(_LANDLOCK_CREATE, None, 0, 1, check=False)
+        if version > 0 and platform.machine() in _ARCHITECTURES:
+            self._filters = {writing: _filter(writing) for writing in (True, False)}
+            self._rules = {writing: _file_rules(version, folder if writing else None) for writing in (True, False)}
+            if _works(lambda: self.enter(Limits(), writing=True)):
+                return
+        raise OSError(
+            "this machine cannot contain programs: use one, x86-64 or arm64, whose kernel has Landlock (Linux 5.13),"
+            " and a container that allows Landlock rules and seccomp filters"
+        )
 
     def enter(self, limits: Limits, *, writing: bool) -> None:
         """Contain this process, for good; `writing` says whether it may write to the folder.
@@ -112,13 +87,11 @@ class Containment:
         """
         _limit(limits)
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-        if self._rules:
-            _syscall(_LANDLOCK_RESTRICT, self._rules[writing], 0)
+        _syscall(_LANDLOCK_RESTRICT, self._rules[writing], 0)
         _become(self._user)
         # Only now: changing the user resets it.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if self.seccomp:
-            _install(self._filters[writing])
+        _install(self._filters[writing])
 
 
 def _limit(limits: Limits) -> None:
@@ -286,7 +259,7 @@ def _block(number: int, conditions: Sequence[tuple[int, int, Sequence[int]]]) ->
 
 # ---- the system
 
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -312,7 +285,6 @@ def _works(protect: Callable[[], object]) -> bool:
     if pid == 0:
         status = 1
         try:
-            _prctl(_PR_SET_NO_NEW_PRIVS, 1)
             protect()
             status = 0
         finally:

@@ -13,13 +13,13 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from statistics import fmean
 from typing import Any, Literal
 
-from hybrid_grpo.rewards.code.containment import PROTECTIONS, Limits
+from hybrid_grpo.rewards.code.containment import Limits
 from hybrid_grpo.rewards.code.sandbox import Sandbox
 from hybrid_grpo.rewards.rules import Completions, completion_texts
 
@@ -38,7 +38,6 @@ def code_tests(
     memory_mb: int = 512,
     disk_mb: int = 16,
     tolerance: float = 0.0,
-    require: Collection[str] = tuple(PROTECTIONS),
 ) -> list[float | None]:
     """Share of its tests that the program in a completion passes.
 
@@ -55,7 +54,6 @@ def code_tests(
         memory_mb: MiB of address space, Python's own 30 included.
         disk_mb: MiB that the program may have in files; 0: it cannot write any.
         tolerance: numbers on standard output may differ by this much, absolutely or relatively.
-        require: protections without which nothing is run; see `containment.PROTECTIONS`.
 
     Raises:
         ValueError: a setting cannot be honoured here, or the data set's tests test nothing.
@@ -63,10 +61,9 @@ def code_tests(
     """
     _check(score, fence, timeout_s, memory_mb, disk_mb, tolerance)
     if not completions:
-        with Sandbox() as sandbox:
-            sandbox.require(require)
+        Sandbox().close()
         return []
-    sandbox = _sandbox(require)
+    sandbox = _sandbox()
     limits = Limits(timeout_s, memory_mb, disk_mb=disk_mb)
     rewards: list[float | None] = []
     for row, text in enumerate(completion_texts(completions)):
@@ -153,12 +150,11 @@ def _check(score: str, fence: str, timeout_s: float, memory_mb: int, disk_mb: in
             raise ValueError(problem)
 
 
-def _sandbox(require: Collection[str]) -> Sandbox:
+def _sandbox() -> Sandbox:
     """The sandbox of this thread."""
     sandbox = getattr(_local, "sandbox", None)
     if sandbox is None or not sandbox.usable:
         sandbox = _local.sandbox = Sandbox()
-    sandbox.require(require)
     return sandbox
 
 

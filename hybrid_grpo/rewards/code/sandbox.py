@@ -5,8 +5,7 @@
 
 Each program is a process of its own, forked from a small template process (template.py) that holds nothing of the
 caller's memory, files or environment. Before its first line runs, containment.py takes its rights away: it can start
-no other process. It is killed when its time is over, and when its caller or the template ends. The protections that
-this machine offers are in `Sandbox.protections`, and printed by `python -m hybrid_grpo.rewards.code.sandbox`.
+no other process. It is killed when its time is over, and when its caller or the template ends.
 
 Linux only. Standard library only, so that every Python can run it.
 """
@@ -18,13 +17,13 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.rewards.code.containment import PROTECTIONS, Limits
+from hybrid_grpo.rewards.code.containment import Limits
 
 _ROOT = str(Path(__file__).resolve().parents[3])
 _START = "import sys; sys.path[0] = sys.argv[1]; from hybrid_grpo.rewards.code.template import main; main()"
@@ -60,22 +59,19 @@ class Sandbox:
 
     It belongs to the process and thread that made it.
 
-    Args:
-        without: protections of the kernel that are not used, for tests: `seccomp`, `landlock`, `user`.
-
     Raises:
         ValueError: this is not Linux.
-        RuntimeError: the template cannot be started.
+        RuntimeError: the template cannot be started, or the machine cannot contain programs.
     """
 
-    def __init__(self, without: Iterable[str] = ()) -> None:
+    def __init__(self) -> None:
         if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
             raise ValueError(
                 f"programs are run in a sandbox that needs Linux 5.3 or later, and this is {sys.platform}:"
                 " train on Linux, or in a container"
             )
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-s", "-S", "-c", _START, _ROOT, str(theirs.fileno()), *without]
+        command = [sys.executable, "-s", "-S", "-c", _START, _ROOT, str(theirs.fileno()), str(os.getpid())]
         library_path = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
         self._process = subprocess.Popen(
             command,
@@ -89,7 +85,7 @@ class Sandbox:
         )
         theirs.close()
         self._owner = os.getpid()
-        self.protections: dict[str, str] = self._receive(_SLACK_S)["protections"]
+        self._receive(_SLACK_S)
 
     def __enter__(self) -> Sandbox:
         return self
@@ -117,24 +113,6 @@ class Sandbox:
     def usable(self) -> bool:
         """Whether this is the process that made the sandbox, and the template lives."""
         return os.getpid() == self._owner and self._control.fileno() >= 0 and self._process.poll() is None
-
-    def require(self, names: Collection[str]) -> None:
-        """Raise ValueError unless these PROTECTIONS exist and are in force on this machine."""
-        for name in names:
-            if name not in PROTECTIONS:
-                raise ValueError(f"require {name!r} is no protection: there are {', '.join(PROTECTIONS)}")
-            if name not in self.protections:
-                raise ValueError(
-                    f"require {name}: this machine cannot promise that {PROTECTIONS[name]}: it needs a kernel with"
-                    " Landlock (Linux 5.13), and one and a container that allow seccomp filters, on x86-64 or arm64;"
-                    f" or leave {name} out of `require`"
-                )
-
-    def describe(self) -> str:
-        """One line that says which protections are in force and which are not."""
-        held = ", ".join(f"{name} ({how})" for name, how in self.protections.items())
-        missing = ", ".join(name for name in PROTECTIONS if name not in self.protections)
-        return f"sandbox: {held or 'nothing'}" + (f"; NOT IN FORCE: {missing}" if missing else "")
 
     def run(self, source: str, stdin: str = "", limits: Limits = _DEFAULT_LIMITS) -> ProgramResult:
         """Run Python source as `python program.py` does.
@@ -194,8 +172,3 @@ def _files(*texts: str) -> Iterator[list[int]]:
             file.seek(0)
             numbers.append(file.fileno())
         yield numbers
-
-
-if __name__ == "__main__":
-    with Sandbox() as _sandbox:
-        print(_sandbox.describe())

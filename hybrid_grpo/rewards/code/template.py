@@ -16,7 +16,6 @@ import random
 import select
 import signal
 import socket
-import stat
 import sys
 import tempfile
 import time
@@ -46,10 +45,10 @@ def main() -> None:
     """Serve requests until the other end of the socket is closed.
 
     The arguments of the command line are the folder of this package, the descriptor of a socket that preserves message
-    boundaries, and what `Containment` does without. A request is JSON of `limits` and of whether there are tests
-    (`judged`), with open files: source, input, output, error output; with tests: source, tests, verdict.
+    boundaries, and the number of the starter. A request is JSON of `limits` and of whether there are tests (`judged`),
+    with open files: source, input, output, error output; with tests: source, tests, verdict.
     """
-    _, _, descriptor, *without = sys.argv
+    _, _, descriptor, _ = sys.argv
     # A program finds neither this package nor these arguments.
     del sys.path[0]
     sys.argv[:] = ["program"]
@@ -57,23 +56,24 @@ def main() -> None:
     for module in MODULES.split():
         importlib.import_module(module)
     warnings.simplefilter("ignore")
-    template = SandboxTemplate(control, without)
-    gc.collect()
-    gc.freeze()
+    folder = tempfile.mkdtemp(prefix="hybrid-grpo-sandbox-")
     try:
+        template = SandboxTemplate(control, folder)
+        gc.collect()
+        gc.freeze()
         template.serve()
     finally:
-        remove(template.folder)
+        empty(folder)
+        os.rmdir(folder)
 
 
 class SandboxTemplate:
     """Runs programs one after the other in one folder, which is emptied in between."""
 
-    def __init__(self, control: socket.socket, without: list[str]) -> None:
-        self.folder = _new_folder(os.path.join(tempfile.gettempdir(), f"hybrid-grpo-sandbox-{os.getuid()}"))
-        self._control = control
-        self._containment = Containment(self.folder, without)
-        control.send(json.dumps({"protections": self._containment.protections}).encode())
+    def __init__(self, control: socket.socket, folder: str) -> None:
+        self.folder, self._control = folder, control
+        self._containment = Containment(folder)
+        control.send(b"{}")
 
     def serve(self) -> None:
         """Answer requests until the other end of the socket is closed."""
@@ -95,7 +95,7 @@ class SandboxTemplate:
 
     def _run(self, limits: Limits, judged: bool, files: list[int]) -> dict[str, Any] | None:
         deadline = time.monotonic() + limits.timeout_s
-        writing = limits.disk_mb > 0 and self._containment.writable
+        writing = limits.disk_mb > 0
         family: list[int] = []
         fork = partial(self._fork, family, limits)
         try:
@@ -113,8 +113,6 @@ class SandboxTemplate:
             return {"error": str(error)}
         finally:
             statuses = [_end(pid) for pid in family]
-            if not self._containment.seccomp:
-                _end_descendants()
         if end == "gone":
             return None
         if end == "exited" and statuses[0] < 0:
@@ -215,37 +213,6 @@ def _read(descriptor: int) -> str:
         return file.read()
 
 
-def _new_folder(parent: str) -> str:
-    """A new folder in `parent`; the folders of templates that were killed are removed from there."""
-    with suppress(FileExistsError):
-        os.mkdir(parent, 0o711)
-    state = os.lstat(parent)
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
-        return tempfile.mkdtemp(prefix="program-")  # another user has taken the name
-    os.chmod(parent, 0o711)
-    all_of_them = _locked(parent, fcntl.LOCK_EX)
-    try:
-        for name in os.listdir(parent):
-            with suppress(OSError):
-                os.close(_locked(os.path.join(parent, name), fcntl.LOCK_EX | fcntl.LOCK_NB))
-                remove(os.path.join(parent, name))
-        folder = tempfile.mkdtemp(dir=parent)
-        _locked(folder, fcntl.LOCK_EX)  # until this process ends
-        return folder
-    finally:
-        os.close(all_of_them)
-
-
-def _locked(folder: str, how: int) -> int:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, how)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 def _overfull(folder: str, pid: int, limits: Limits) -> bool:
     """Whether a program has exceeded the limits of its folder; deleted files that it holds open count too."""
     count, size = 0, 0
@@ -285,23 +252,3 @@ def empty(folder: str) -> None:
 
 def _is_folder(path: str) -> bool:
     return os.path.isdir(path) and not os.path.islink(path)
-
-
-def remove(folder: str) -> None:
-    """Remove a folder and everything in it."""
-    empty(folder)
-    os.rmdir(folder)
-
-
-def _end_descendants() -> None:
-    """Kill the processes that a program has left behind: children of this process, now or when their parents end."""
-    while True:
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            with suppress(OSError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
-                if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
-                    os.kill(int(name), signal.SIGKILL)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
