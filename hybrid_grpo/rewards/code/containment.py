@@ -16,7 +16,6 @@ Standard library only: this runs in a process without site-packages.
 
 import ctypes
 import errno
-import fcntl
 import math
 import os
 import platform
@@ -49,16 +48,9 @@ class Limits:
 
 
 class Containment:
-    """The protections, prepared for processes forked from this one.
+    """The protections of this machine, for processes forked from this one; OSError if the kernel lacks one of them."""
 
-    Args:
-        folder: the only place that programs may write to.
-
-    Raises:
-        OSError: the kernel does not offer all of them.
-    """
-
-    def __init__(self, folder: str) -> None:
+    def __init__(self) -> None:
         self._user = None
         """Id of the user that programs run as; None: the caller, without privileges."""
         if os.getuid() == 0:
@@ -66,32 +58,31 @@ class Containment:
             # containers that have only 65536 ids.
             users = (0x7A000000 + os.getpid() % 0x1000000, 64000 + os.getpid() % 1000)
             self._user = next((uid for uid in users if _works(partial(_read_as, uid))), None)
-        if self._user:
-            os.chown(folder, self._user, self._user)
-        version = _syscall(_LANDLOCK_CREATE, None, 0, 1, check=False)
-        if version > 0 and platform.machine() in _ARCHITECTURES:
+        self._landlock = _syscall(_LANDLOCK_CREATE, None, 0, 1, check=False)
+        if self._landlock > 0 and platform.machine() in _ARCHITECTURES:
             self._filters = {writing: _filter(writing) for writing in (True, False)}
-            self._rules = {writing: _file_rules(version, folder if writing else None) for writing in (True, False)}
-            if _works(lambda: self.enter(Limits(), writing=True)):
+            if _works(lambda: self.enter(Limits(), None)):
                 return
         raise OSError(
             "this machine cannot contain programs: use one, x86-64 or arm64, whose kernel has Landlock (Linux 5.13),"
             " and a container that allows Landlock rules and seccomp filters"
         )
 
-    def enter(self, limits: Limits, *, writing: bool) -> None:
-        """Contain this process, for good; `writing` says whether it may write to the folder.
+    def enter(self, limits: Limits, folder: str | None) -> None:
+        """Contain this process, for good, with `folder` as the only place that it may write to.
 
         Raises:
             OSError: the kernel refuses a protection that worked when it was tried.
         """
         _limit(limits)
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-        _syscall(_LANDLOCK_RESTRICT, self._rules[writing], 0)
+        if folder and self._user:
+            os.chown(folder, self._user, self._user)
+        _restrict_files(self._landlock, folder)
         _become(self._user)
         # Only now: changing the user resets it.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        _install(self._filters[writing])
+        _install(self._filters[folder is not None])
 
 
 def _limit(limits: Limits) -> None:
@@ -123,15 +114,8 @@ def _become(uid: int | None) -> None:
 def _read_as(uid: int) -> None:
     """Become this user, and raise if Python's modules cannot be read then."""
     _become(uid)
-    for folder in _libraries():
+    for folder in _LIBRARIES:
         os.listdir(folder)
-
-
-@cache
-def _libraries() -> list[str]:
-    """Folders of Python's own modules."""
-    folders = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sysconfig.get_config_var("DESTSHARED")}
-    return [os.path.realpath(folder) for folder in sorted(filter(None, folders)) if os.path.isdir(folder)]
 
 
 # ---- landlock
@@ -143,27 +127,35 @@ _RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 
 _SPECIAL_FILES = 1 << 6 | 1 << 9 | 1 << 11
 """Rights to make devices and sockets."""
 
+_LIBRARIES = [
+    os.path.realpath(folder)
+    for folder in (
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+        sysconfig.get_config_var("DESTSHARED"),
+    )
+    if folder and os.path.isdir(folder)
+]
+"""Folders of Python's own modules."""
 _READABLE = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"),
     *("/etc/localtime", "/usr/share/zoneinfo", "/dev/null", "/dev/zero", "/dev/urandom"),
 )
 
 
-def _file_rules(version: int, folder: str | None) -> int:
-    """Rules for reading, and for writing to `folder`, as an open file descriptor."""
+def _restrict_files(version: int, folder: str | None) -> None:
+    """Restrict this process to reading libraries, and to writing to `folder`."""
     rights = _RIGHTS[min(version, 5)]
     # TCP (from version 4), and signals and abstract sockets to processes outside (from 6): seccomp forbids more.
     attributes = struct.pack("QQQ", rights, 3, 3)[: 24 if version >= 6 else 16 if version >= 4 else 8]
     rules = _syscall(_LANDLOCK_CREATE, attributes, len(attributes), 0)
-    for path in (*_READABLE, *_libraries()):
+    for path in (*_READABLE, *_LIBRARIES):
         _allow(rules, path, _READ | _LIST)
     _allow(rules, "/dev/null", _READ | _WRITE)
     if folder is not None:
         _allow(rules, folder, rights & ~(_EXECUTE | _DEVICE_CALLS | _SPECIAL_FILES))
-    # Moved above the descriptors that a program is given.
-    high = fcntl.fcntl(rules, fcntl.F_DUPFD_CLOEXEC, 64)
+    _syscall(_LANDLOCK_RESTRICT, rules, 0)
     os.close(rules)
-    return high
 
 
 def _allow(rules: int, path: str, rights: int) -> None:

@@ -56,23 +56,17 @@ def main() -> None:
     for module in MODULES.split():
         importlib.import_module(module)
     warnings.simplefilter("ignore")
-    folder = tempfile.mkdtemp(prefix="hybrid-grpo-sandbox-")
-    try:
-        template = SandboxTemplate(control, folder)
-        gc.collect()
-        gc.freeze()
-        template.serve()
-    finally:
-        empty(folder)
-        os.rmdir(folder)
+    template = SandboxTemplate(control)
+    gc.collect()
+    gc.freeze()
+    template.serve()
 
 
 class SandboxTemplate:
-    """Runs programs one after the other in one folder, which is emptied in between."""
+    """Runs programs one after the other, each in a folder of its own."""
 
-    def __init__(self, control: socket.socket, folder: str) -> None:
-        self.folder, self._control = folder, control
-        self._containment = Containment(folder)
+    def __init__(self, control: socket.socket) -> None:
+        self._control, self._containment = control, Containment()
         control.send(b"{}")
 
     def serve(self) -> None:
@@ -82,20 +76,21 @@ class SandboxTemplate:
             if not message:
                 return
             request = json.loads(message)
+            folder = tempfile.mkdtemp(prefix="hybrid-grpo-sandbox-")
             try:
-                reply = self._run(Limits(**request["limits"]), request["judged"], files)
+                reply = self._run(Limits(**request["limits"]), request["judged"], files, folder)
+                if reply is None:
+                    return
+                self._control.send(json.dumps(reply).encode())
             finally:
                 for file in files:
                     os.close(file)
-            if reply is None:
-                return
-            self._control.send(json.dumps(reply).encode())
-            # After the reply, as this may take long: a program may have left thousands of nested folders.
-            empty(self.folder)
+                # After the reply, as this may take long: a program may have left thousands of nested folders.
+                remove(folder)
 
-    def _run(self, limits: Limits, judged: bool, files: list[int]) -> dict[str, Any] | None:
+    def _run(self, limits: Limits, judged: bool, files: list[int], place: str) -> dict[str, Any] | None:
         deadline = time.monotonic() + limits.timeout_s
-        writing = limits.disk_mb > 0
+        folder = place if limits.disk_mb > 0 else None
         family: list[int] = []
         fork = partial(self._fork, family, limits)
         try:
@@ -104,11 +99,11 @@ class SandboxTemplate:
                 ours, theirs = socket.socketpair()
                 with ours, theirs:
                     # Neither has standard streams: those of the template itself go nowhere.
-                    fork([0, 1, 1, *others, theirs.fileno()], False, lambda: judge(_read(3), 4, Connection(5)))
-                    fork([0, 1, 1, source, ours.fileno()], writing, lambda: serve_program(_read(3), Connection(4)))
+                    fork([0, 1, 1, *others, theirs.fileno()], None, lambda: judge(_read(3), 4, Connection(5)))
+                    fork([0, 1, 1, source, ours.fileno()], folder, lambda: serve_program(_read(3), Connection(4)))
             else:
-                fork([*others, source], writing, lambda: run_program(_read(3), "__main__"))
-            end = self._watch(family, deadline, limits, writing)
+                fork([*others, source], folder, lambda: run_program(_read(3), "__main__"))
+            end = self._watch(family, deadline, limits, folder)
         except NotContained as error:
             return {"error": str(error)}
         finally:
@@ -120,7 +115,7 @@ class SandboxTemplate:
         return {"end": end, "status": statuses[0]}
 
     def _fork(
-        self, family: list[int], limits: Limits, files: list[int], writing: bool, main: Callable[[], object]
+        self, family: list[int], limits: Limits, files: list[int], folder: str | None, main: Callable[[], object]
     ) -> None:
         """Add a process to `family` that has only these files, numbered from 0, and is contained before it runs `main`.
 
@@ -143,12 +138,11 @@ class SandboxTemplate:
             files = [*files, tell]
             for number, file in enumerate([fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in files]):
                 os.dup2(file, number)
-            place = self.folder if writing else "/"
-            os.environ["HOME"] = os.environ["TMPDIR"] = place
-            os.chdir(place)
+            os.environ["HOME"] = os.environ["TMPDIR"] = folder or "/"
+            os.chdir(folder or "/")
             tell = len(files) - 1
             try:
-                self._containment.enter(limits, writing=writing)
+                self._containment.enter(limits, folder)
                 assert os.getppid() == template, "the template is gone"
             except BaseException as error:
                 os.write(tell, f"{type(error).__name__}: {error}".encode())
@@ -159,16 +153,16 @@ class SandboxTemplate:
         finally:
             os._exit(1)
 
-    def _watch(self, family: list[int], deadline: float, limits: Limits, writing: bool) -> str:
+    def _watch(self, family: list[int], deadline: float, limits: Limits, folder: str | None) -> str:
         """Wait until the first process ends or has to be ended; the reason."""
         first, control = os.pidfd_open(family[0]), self._control.fileno()
         try:
             while (left_s := deadline - time.monotonic()) > 0:
-                wait_s = min(left_s, _WATCH_S) if writing else left_s
+                wait_s = min(left_s, _WATCH_S) if folder else left_s
                 ready, _, _ = select.select([first, control], [], [], wait_s)
                 if ready:
                     return "gone" if control in ready else "exited"
-                if writing and _overfull(self.folder, family[-1], limits):
+                if folder and _overfull(folder, family[-1], limits):
                     return "disk"
             return "timeout"
         finally:
@@ -234,8 +228,8 @@ def _overfull(folder: str, pid: int, limits: Limits) -> bool:
     return size > limits.disk_mb << 20
 
 
-def empty(folder: str) -> None:
-    """Remove everything in a folder, also nested folders of any depth and folders without access rights."""
+def remove(folder: str) -> None:
+    """Remove a folder, also nested folders of any depth and folders without access rights."""
     while names := os.listdir(folder):
         for path in (os.path.join(folder, name) for name in names):
             if not _is_folder(path):
@@ -248,6 +242,7 @@ def empty(folder: str) -> None:
                     os.chmod(os.path.join(path, inner), 0o700)
                 os.rename(os.path.join(path, inner), os.path.join(folder, uuid.uuid4().hex))
             os.rmdir(path)
+    os.rmdir(folder)
 
 
 def _is_folder(path: str) -> bool:

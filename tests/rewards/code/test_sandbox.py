@@ -91,11 +91,11 @@ def test_root_becomes_a_user_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("change", [{"_ARCHITECTURES": {}}, {"_LANDLOCK_CREATE": -1}, {"_PR_SET_SECCOMP": -1}])
-def test_a_machine_without_the_protections_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change) -> None:
+def test_a_machine_without_the_protections_is_refused(monkeypatch: pytest.MonkeyPatch, change: dict) -> None:
     for name, value in change.items():
         monkeypatch.setattr(containment, name, value)
     with pytest.raises(OSError, match=r"cannot contain programs: use one, .* has Landlock \(Linux 5.13\)"):
-        containment.Containment(str(tmp_path))
+        containment.Containment()
 
 
 def test_programs_run_as_they_do_elsewhere() -> None:
