@@ -92,7 +92,7 @@ def proportional(first: Expression, second: Expression, positive: bool = False) 
     if not first.names or not second.names or values.close(a, Fraction(0)) or values.close(b, Fraction(0)):
         return False
     alike = all(values.close(a * d, b * c) for c, d in others)
-    return alike and (not positive or values.context().re(values.wide(a) / values.wide(b)) > 0)
+    return alike and (not positive or values.context.re(values.wide(a) / values.wide(b)) > 0)
 
 
 def read_expression(text: str) -> Expression:
