@@ -38,25 +38,15 @@ _EXACT = (
 _NAMES = {(kind.__module__, kind.__qualname__): kind for kind in _EXACT}
 """The only types that a message from the program can make the judge construct."""
 _PLAIN: dict[type, Callable[[Any], Any]] = {
-    int: int.__int__,
-    float: float.__float__,
-    str: str.__str__,
-    tuple: lambda value: tuple(tuple.__iter__(value)),
-    list: lambda value: list(list.__iter__(value)),
-    dict: lambda value: {key: dict.__getitem__(value, key) for key in dict.__iter__(value)},
-    set: lambda value: set(set.__iter__(value)),
+    **{int: int.__int__, float: float.__float__, str: str.__str__, dict: dict.items},
+    **{tuple: tuple.__iter__, list: list.__iter__, set: set.__iter__},
 }
 """An instance of a subclass (a named tuple, an enumeration of numbers, a defaultdict) comes back as its base class."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
-def _mine(number: int) -> Any:
-    """In a message: an object that stays with the sender."""
-    raise AssertionError
-
-
-def _yours(number: int) -> Any:
-    """In a message: an object that stays with the receiver."""
+def _kept(by: str, number: int) -> Any:
+    """In a message: an object that stays with its `sender` or its `receiver`, and has this number there."""
     raise AssertionError
 
 
@@ -164,8 +154,10 @@ class Channel:
             self.objects.append(value)
         return self._numbers[id(value)]
 
-    def remote(self, number: int) -> Remote:
-        """The object of the other side with this number."""
+    def kept(self, by: str, number: int) -> Any:
+        """The object with this number of the `sender` of a message, which is the other side, or of its `receiver`."""
+        if by == "receiver":
+            return self.objects[number]
         return self._remotes.setdefault(number, Remote(self, number))
 
     def _answer(self, what: str, arguments: Sequence[Any]) -> None:
@@ -200,14 +192,14 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """How an object is sent; see pickle.Pickler.reducer_override."""
         if isinstance(value, Remote):
-            return _yours, (value._remote[1],)
-        if value is _mine or value is _yours or type(value) in _EXACT or (isinstance(value, type) and value in _EXACT):
+            return _kept, ("receiver", value._remote[1])
+        if value is _kept or type(value) in _EXACT or (isinstance(value, type) and value in _EXACT):
             return NotImplemented
         for base, plain in _PLAIN.items():
             if isinstance(value, base):
-                return base, (plain(value),)
+                return base, (base(plain(value)),)
         if self._channel.trusting or (isinstance(value, _FUNCTIONS) and not _is_importable(value)):
-            return _mine, (self._channel.keep(value),)
+            return _kept, ("sender", self._channel.keep(value))
         return NotImplemented
 
 
@@ -218,8 +210,8 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The object that a message names, if it may."""
-        if module == __name__ and name in ("_mine", "_yours"):
-            return self._channel.remote if name == "_mine" else self._channel.objects.__getitem__
+        if (module, name) == (__name__, "_kept"):
+            return self._channel.kept
         if self._channel.trusting:
             return super().find_class(module, name)
         if (module, name) not in _NAMES:
@@ -301,7 +293,7 @@ def judge(tests: str, verdict: int, connection: Connection) -> None:
     sys.modules["solution"] = module
     names = tuple(order["names"])  # not a list: the program could change that
     with suppress(Exception):
-        found = channel.remote(0)(names)
+        found = channel.kept("sender", 0)(names)
         # Only the names asked for: another one could replace a builtin.
         found = {name: found[name] for name in names if name in found}
         space.update(found)

@@ -104,8 +104,6 @@ class SandboxTemplate:
             else:
                 fork([*others, source], folder, lambda: run_program(_read(3), "__main__"))
             end = self._watch(family, deadline, limits, folder)
-        except NotContained as error:
-            return {"error": str(error)}
         finally:
             statuses = [_end(pid) for pid in family]
         if end == "gone":
@@ -120,7 +118,7 @@ class SandboxTemplate:
         """Add a process to `family` that has only these files, numbered from 0, and is contained before it runs `main`.
 
         Raises:
-            NotContained: it could not be contained, and has run nothing.
+            RuntimeError: it could not be contained, and has run nothing.
         """
         template = os.getpid()
         ready, tell = os.pipe()
@@ -131,7 +129,7 @@ class SandboxTemplate:
             with open(ready, "rb") as pipe:
                 said = pipe.read()
             if said != _CONTAINED:
-                raise NotContained(said.decode() or "a process died before it was contained")
+                raise RuntimeError(f"a program is not contained: {said.decode() or 'its process died'}")
             return
         try:
             os.setsid()
@@ -167,10 +165,6 @@ class SandboxTemplate:
             return "timeout"
         finally:
             os.close(first)
-
-
-class NotContained(Exception):
-    """A protection that worked when it was tried does not work now."""
 
 
 def _end(pid: int) -> int:

@@ -3,7 +3,6 @@ r"""Rewards for final answers of mathematical problems (GSM8K, MATH): where one 
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,6 +10,8 @@ from hybrid_grpo.rewards.maths.grading import is_mathematical, same_answer
 from hybrid_grpo.rewards.maths.notation import LONGEST
 from hybrid_grpo.rewards.maths.numeric import last_number_in, parse_number
 from hybrid_grpo.rewards.rules import Completions, completion_texts
+
+_HAS_MATH_VERIFY = find_spec("math_verify") is not None
 
 
 def math_answer(completions: Completions, answer: list[Any], *, boxed_only: bool = False) -> list[float | None]:
@@ -30,7 +31,8 @@ def math_answer(completions: Completions, answer: list[Any], *, boxed_only: bool
     Raises:
         ValueError: math-verify is not installed, or an answer of the data set is empty.
     """
-    _require_math_verify()
+    if not _HAS_MATH_VERIFY:
+        raise ValueError("math_answer needs math-verify: pip install 'hybrid_grpo[math]'")
     golds = [None if gold is None else gold_answer(gold) for gold in answer]
     stated = [stated_answer(text, boxed_only) for text in completion_texts(completions)]
     return [
@@ -176,9 +178,3 @@ def _phrased(text: str) -> str | None:
     rest = text[matches[-1].end() : matches[-1].end() + LONGEST]
     end = _SENTENCE_END.search(rest)
     return rest[: end.start()] if end else rest
-
-
-@cache
-def _require_math_verify() -> None:
-    if find_spec("math_verify") is None:
-        raise ValueError("math_answer needs math-verify: pip install 'hybrid_grpo[math]'")
