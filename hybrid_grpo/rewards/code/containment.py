@@ -1,16 +1,7 @@
 """How a process gives up its rights, for good, before it runs a program that nobody has read.
 
-The Linux kernel offers each of these protections without any privilege:
-
-    seccomp      a list of the system calls that stay allowed (man 2 seccomp): none starts a process or thread, opens
-                 a connection, signals or debugs another process, or mounts anything
-    landlock     a list of the folders that can be read, and the one that can be written (man 7 landlock)
-    rlimits      CPU time, address space, open files, bytes of a file (man 2 setrlimit)
-    user         if the caller is root: another user's id, or, if that user could not read Python's library, root
-                 without any of root's privileges (man 7 capabilities)
-
-`Containment` refuses a machine where one of them does not work, and raises if one fails later.
-
+It uses landlock (man 7 landlock), seccomp (man 2 seccomp), rlimits (man 2 setrlimit), and if the caller is root another
+user or no capabilities (man 7 capabilities). docs/rewards/code.md says which of them keeps which promise.
 Standard library only: this runs in a process without site-packages.
 """
 
@@ -69,11 +60,7 @@ class Containment:
         )
 
     def enter(self, limits: Limits, folder: str | None) -> None:
-        """Contain this process, for good, with `folder` as the only place that it may write to.
-
-        Raises:
-            OSError: the kernel refuses a protection that worked when it was tried.
-        """
+        """Contain this process, for good; it may write to `folder` only. Raises OSError if the kernel refuses."""
         _limit(limits)
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)
         if folder and self._user:

@@ -1,8 +1,4 @@
-"""The built-in reward `code_tests`: the share of the tests that a program passes, run in a sandbox.
-
-The program has no part in the verdict: asserts run in another process (judging.py), and outputs are compared in this
-one. No torch here.
-"""
+"""The built-in reward `code_tests`: the share of the tests that a program passes, run in a sandbox."""
 
 import ast
 import builtins
@@ -39,12 +35,9 @@ def code_tests(
     disk_mb: int = 16,
     tolerance: float = 0.0,
 ) -> list[float | None]:
-    """Share of its tests that the program in a completion passes.
-
-    The reward is None if the column `tests` is None, and 0.0 if there is no program.
+    """Share of its tests that the program in a completion passes; 0.0 without a program, None where `tests` is None.
 
     Args:
-        completions: [B], text or chats.
         tests: [B], in one of the forms of docs/rewards/code.md. Names that tests in Python use and do not define are
             the program's, which is also importable as `solution`.
         entry_point: [B], name of the tested function, if the tests need it.
@@ -59,7 +52,16 @@ def code_tests(
         ValueError: a setting cannot be honoured here, or the data set's tests test nothing.
         RuntimeError: the sandbox has failed.
     """
-    _check(score, fence, timeout_s, memory_mb, disk_mb, tolerance)
+    for problem, wrong in (
+        (f"score {score!r} must be share or all", score not in ("share", "all")),
+        (f"fence {fence!r} must be required or optional", fence not in ("required", "optional")),
+        (f"timeout_s {timeout_s} must be above 0", not 0 < timeout_s < math.inf),
+        (f"memory_mb {memory_mb} must be 64 or more", memory_mb < 64),
+        (f"disk_mb {disk_mb} must be 0 or more", disk_mb < 0),
+        (f"tolerance {tolerance} must be 0 or more", not 0 <= tolerance < math.inf),
+    ):
+        if wrong:
+            raise ValueError(problem)
     if not completions:
         Sandbox().close()
         return []
@@ -117,7 +119,6 @@ class _Asserts:
         self._order = json.dumps({"names": sorted(names - set(modules)), "parts": parts})
 
     def verdicts(self, sandbox: Sandbox, program: str, limits: Limits, tolerance: float) -> list[bool]:
-        """Whether the program passes each of the tests."""
         reached = sandbox.test(program, self._order, limits)
         return [*reached, *[False] * self._count][: self._count]
 
@@ -135,19 +136,6 @@ class _Pairs:
             left_s = deadline - time.monotonic()
             run = sandbox.run(program, given, replace(limits, timeout_s=left_s)) if left_s > 0 else None
             yield run is not None and run.status == 0 and run.end == "exited" and _same(run.stdout, expected, tolerance)
-
-
-def _check(score: str, fence: str, timeout_s: float, memory_mb: int, disk_mb: int, tolerance: float) -> None:
-    for problem, wrong in (
-        (f"score {score!r} must be share or all", score not in ("share", "all")),
-        (f"fence {fence!r} must be required or optional", fence not in ("required", "optional")),
-        (f"timeout_s {timeout_s} must be above 0", not 0 < timeout_s < math.inf),
-        (f"memory_mb {memory_mb} must be 64 or more", memory_mb < 64),
-        (f"disk_mb {disk_mb} must be 0 or more", disk_mb < 0),
-        (f"tolerance {tolerance} must be 0 or more", not 0 <= tolerance < math.inf),
-    ):
-        if wrong:
-            raise ValueError(problem)
 
 
 def _sandbox() -> Sandbox:
