@@ -1,4 +1,4 @@
-"""Runs hostile programs in the sandbox: `python sandbox_programs.py FOLDER`, as any user.
+"""Runs hostile programs in the sandbox: `python sandbox_programs.py FOLDER [WITHOUT ...]`, as any user.
 
 Prints one JSON object a line. A program prints `escaped` if an attempt succeeds that must be refused. An attempt that
 would harm this machine if the sandbox failed is replaced by, or made after, a harmless one that the same rule refuses.
@@ -151,7 +151,7 @@ def heard(listeners: list[socket.socket]) -> bool:
 
 
 def left_over(sandbox: Sandbox) -> list[int]:
-    """Processes forked from the template, which has a command line like no other."""
+    """Processes forked from the template, which has a command line like no other: see `main`."""
     template = sandbox._process.pid
     command = Path(f"/proc/{template}/cmdline").read_bytes()
     found = []
@@ -162,13 +162,12 @@ def left_over(sandbox: Sandbox) -> list[int]:
     return found
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, without: list[str]) -> None:
     os.environ["SECRET"] = "the secret"
     facts, listeners, bystander = host(folder)
     os.environ["HOME"] = str(folder / "home")
-    with Sandbox() as sandbox:
-        user = int(sandbox.run("import os; print(os.getuid())").stdout)
-        print(json.dumps({"uid": os.getuid(), "program's uid": user}), flush=True)
+    with Sandbox([*without, facts["mark"]]) as sandbox:
+        print(json.dumps({"protections": sandbox.protections, "uid": os.getuid()}), flush=True)
         for name in os.environ["ONLY"].split(",") if "ONLY" in os.environ else PROGRAMS:
             start = time.monotonic()
             run = sandbox.run(f"HOST = {facts!r}\n{TRY}\n{PROGRAMS[name]}\n", "", Limits(timeout_s=TIMEOUT_S))
@@ -196,4 +195,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     os.umask(0o022)
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -2,11 +2,13 @@
 
 It uses landlock (man 7 landlock), seccomp (man 2 seccomp), rlimits (man 2 setrlimit), and if the caller is root another
 user or no capabilities (man 7 capabilities). docs/rewards/code.md says which of them keeps which promise.
+`Containment` tries which of them work here, applies them, and raises if one fails that worked when it was tried.
 Standard library only: this runs in a process without site-packages.
 """
 
 import ctypes
 import errno
+import fcntl
 import math
 import os
 import platform
@@ -15,11 +17,20 @@ import signal
 import stat
 import struct
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from configparser import ConfigParser
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+
+PROTECTIONS = {
+    "reads": "of the files of this machine, only the libraries of Python and the system can be read",
+    "writes": "nothing can be written but the program's own folder",
+    "network": "no socket can be opened",
+    "processes": "no process or thread can be started, and no other process be signalled or looked into",
+    "privileges": "the program has none of root's privileges",
+}
+"""The protections that can be required, each with what it promises."""
 
 
 @dataclass(frozen=True)
@@ -39,37 +50,67 @@ class Limits:
 
 
 class Containment:
-    """The protections of this machine, for processes forked from this one; OSError if the kernel lacks one of them."""
+    """The protections that this kernel offers to this user, prepared for processes forked from this one.
 
-    def __init__(self) -> None:
+    Args:
+        folder: the only place that programs may write to.
+        without: protections that are not used, for tests: `seccomp`, `landlock`, `user`.
+    """
+
+    def __init__(self, folder: str, without: Iterable[str] = ()) -> None:
+        has_filters = "seccomp" not in without and platform.machine() in _ARCHITECTURES
+        self._filters = {writing: _filter(writing) for writing in (True, False) if has_filters}
+        self.seccomp = has_filters and _works(lambda: _install(self._filters[True]))
+        if not self.seccomp:
+            # Processes that a program leaves behind then become children of this process, which can kill them.
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        version = -1 if "landlock" in without else _syscall(_LANDLOCK_CREATE, None, 0, 1, check=False)
+        landlock = version > 0 and _works(lambda: _syscall(_LANDLOCK_RESTRICT, _file_rules(version, None), 0))
+        self._landlock = f"landlock {version}" if landlock else ""
+        self._rules = {w: _file_rules(version, folder if w else None) for w in (True, False) if landlock}
         self._user = None
         """Id of the user that programs run as; None: the caller, without privileges."""
-        if os.getuid() == 0:
+        if os.getuid() == 0 and "user" not in without:
             # An id that nobody else uses, so that two programs cannot reach each other. The second one is for
             # containers that have only 65536 ids.
             users = (0x7A000000 + os.getpid() % 0x1000000, 64000 + os.getpid() % 1000)
             self._user = next((uid for uid in users if _works(partial(_read_as, uid))), None)
-        self._landlock = _syscall(_LANDLOCK_CREATE, None, 0, 1, check=False)
-        if self._landlock > 0 and platform.machine() in _ARCHITECTURES:
-            self._filters = {writing: _filter(writing) for writing in (True, False)}
-            if _works(lambda: self.enter(Limits(), None)):
-                return
-        raise OSError(
-            "this machine cannot contain programs: use one, x86-64 or arm64, whose kernel has Landlock (Linux 5.13),"
-            " and a container that allows Landlock rules and seccomp filters"
-        )
+        if self._user:
+            os.chown(folder, self._user, self._user)
 
-    def enter(self, limits: Limits, folder: str | None) -> None:
-        """Contain this process, for good; it may write to `folder` only. Raises OSError if the kernel refuses."""
+    @property
+    def protections(self) -> dict[str, str]:
+        """The PROTECTIONS that are in force, each with the means."""
+        seccomp = "seccomp" if self.seccomp else ""
+        found = {
+            "reads": self._landlock,
+            # Landlock does not cover the mode, owner and times of files; seccomp does.
+            "writes": seccomp and (self._landlock or "seccomp, which leaves no writable folder"),
+            "network": seccomp,
+            "processes": seccomp,
+            "privileges": f"user {self._user}" if self._user else "no capabilities",
+        }
+        return {name: how for name, how in found.items() if how}
+
+    @property
+    def writable(self) -> bool:
+        """Whether a program can be given a folder to write to, and no other place."""
+        return bool(self._rules) or not self.seccomp
+
+    def enter(self, limits: Limits, *, writing: bool) -> None:
+        """Contain this process, for good; `writing` says whether it may write to the folder.
+
+        Raises OSError where the kernel refuses a protection that worked when it was tried.
+        """
         _limit(limits)
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-        if folder and self._user:
-            os.chown(folder, self._user, self._user)
-        _restrict_files(self._landlock, folder)
+        if self._rules:
+            _syscall(_LANDLOCK_RESTRICT, self._rules[writing], 0)
         _become(self._user)
         # Only now: changing the user resets it.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        _install(self._filters[folder is not None])
+        if self.seccomp:
+            _install(self._filters[writing])
 
 
 def _limit(limits: Limits) -> None:
@@ -101,8 +142,15 @@ def _become(uid: int | None) -> None:
 def _read_as(uid: int) -> None:
     """Become this user, and raise if Python's modules cannot be read then."""
     _become(uid)
-    for folder in _LIBRARIES:
+    for folder in _libraries():
         os.listdir(folder)
+
+
+@cache
+def _libraries() -> list[str]:
+    """Folders of Python's own modules."""
+    folders = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sysconfig.get_config_var("DESTSHARED")}
+    return [os.path.realpath(folder) for folder in sorted(filter(None, folders)) if os.path.isdir(folder)]
 
 
 # ---- landlock
@@ -114,35 +162,27 @@ _RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 
 _SPECIAL_FILES = 1 << 6 | 1 << 9 | 1 << 11
 """Rights to make devices and sockets."""
 
-_LIBRARIES = [
-    os.path.realpath(folder)
-    for folder in (
-        sysconfig.get_path("stdlib"),
-        sysconfig.get_path("platstdlib"),
-        sysconfig.get_config_var("DESTSHARED"),
-    )
-    if folder and os.path.isdir(folder)
-]
-"""Folders of Python's own modules."""
 _READABLE = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"),
     *("/etc/localtime", "/usr/share/zoneinfo", "/dev/null", "/dev/zero", "/dev/urandom"),
 )
 
 
-def _restrict_files(version: int, folder: str | None) -> None:
-    """Restrict this process to reading libraries, and to writing to `folder`."""
+def _file_rules(version: int, folder: str | None) -> int:
+    """Rules for reading, and for writing to `folder`, as an open file descriptor."""
     rights = _RIGHTS[min(version, 5)]
     # TCP (from version 4), and signals and abstract sockets to processes outside (from 6): seccomp forbids more.
     attributes = struct.pack("QQQ", rights, 3, 3)[: 24 if version >= 6 else 16 if version >= 4 else 8]
     rules = _syscall(_LANDLOCK_CREATE, attributes, len(attributes), 0)
-    for path in (*_READABLE, *_LIBRARIES):
+    for path in (*_READABLE, *_libraries()):
         _allow(rules, path, _READ | _LIST)
     _allow(rules, "/dev/null", _READ | _WRITE)
     if folder is not None:
         _allow(rules, folder, rights & ~(_EXECUTE | _DEVICE_CALLS | _SPECIAL_FILES))
-    _syscall(_LANDLOCK_RESTRICT, rules, 0)
+    # Moved above the descriptors that a program is given.
+    high = fcntl.fcntl(rules, fcntl.F_DUPFD_CLOEXEC, 64)
     os.close(rules)
+    return high
 
 
 def _allow(rules: int, path: str, rights: int) -> None:
@@ -238,7 +278,7 @@ def _block(number: int, conditions: Sequence[tuple[int, int, Sequence[int]]]) ->
 
 # ---- the system
 
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -264,6 +304,7 @@ def _works(protect: Callable[[], object]) -> bool:
     if pid == 0:
         status = 1
         try:
+            _prctl(_PR_SET_NO_NEW_PRIVS, 1)
             protect()
             status = 0
         finally:

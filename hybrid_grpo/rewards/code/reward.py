@@ -9,13 +9,13 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from statistics import fmean
 from typing import Any, Literal
 
-from hybrid_grpo.rewards.code.containment import Limits
+from hybrid_grpo.rewards.code.containment import PROTECTIONS, Limits
 from hybrid_grpo.rewards.code.sandbox import Sandbox
 from hybrid_grpo.rewards.rules import Completions, completion_texts
 
@@ -34,6 +34,7 @@ def code_tests(
     memory_mb: int = 512,
     disk_mb: int = 16,
     tolerance: float = 0.0,
+    require: Collection[str] = tuple(PROTECTIONS),
 ) -> list[float | None]:
     """Share of its tests that the program in a completion passes; 0.0 without a program, None where `tests` is None.
 
@@ -47,25 +48,18 @@ def code_tests(
         memory_mb: MiB of address space, Python's own 30 included.
         disk_mb: MiB that the program may have in files; 0: it cannot write any.
         tolerance: numbers on standard output may differ by this much, absolutely or relatively.
+        require: protections without which nothing is run; see `containment.PROTECTIONS`.
 
     Raises:
         ValueError: a setting cannot be honoured here, or the data set's tests test nothing.
         RuntimeError: the sandbox has failed.
     """
-    for problem, wrong in (
-        (f"score {score!r} must be share or all", score not in ("share", "all")),
-        (f"fence {fence!r} must be required or optional", fence not in ("required", "optional")),
-        (f"timeout_s {timeout_s} must be above 0", not 0 < timeout_s < math.inf),
-        (f"memory_mb {memory_mb} must be 64 or more", memory_mb < 64),
-        (f"disk_mb {disk_mb} must be 0 or more", disk_mb < 0),
-        (f"tolerance {tolerance} must be 0 or more", not 0 <= tolerance < math.inf),
-    ):
-        if wrong:
-            raise ValueError(problem)
+    _check(score, fence, timeout_s, memory_mb, disk_mb, tolerance)
     if not completions:
-        Sandbox().close()
+        with Sandbox() as sandbox:
+            sandbox.require(require)
         return []
-    sandbox = _sandbox()
+    sandbox = _sandbox(require)
     limits = Limits(timeout_s, memory_mb, disk_mb=disk_mb)
     rewards: list[float | None] = []
     for row, text in enumerate(completion_texts(completions)):
@@ -138,11 +132,25 @@ class _Pairs:
             yield run is not None and run.status == 0 and run.end == "exited" and _same(run.stdout, expected, tolerance)
 
 
-def _sandbox() -> Sandbox:
+def _check(score: str, fence: str, timeout_s: float, memory_mb: int, disk_mb: int, tolerance: float) -> None:
+    for problem, wrong in (
+        (f"score {score!r} must be share or all", score not in ("share", "all")),
+        (f"fence {fence!r} must be required or optional", fence not in ("required", "optional")),
+        (f"timeout_s {timeout_s} must be above 0", not 0 < timeout_s < math.inf),
+        (f"memory_mb {memory_mb} must be 64 or more", memory_mb < 64),
+        (f"disk_mb {disk_mb} must be 0 or more", disk_mb < 0),
+        (f"tolerance {tolerance} must be 0 or more", not 0 <= tolerance < math.inf),
+    ):
+        if wrong:
+            raise ValueError(problem)
+
+
+def _sandbox(require: Collection[str]) -> Sandbox:
     """The sandbox of this thread."""
     sandbox = getattr(_local, "sandbox", None)
     if sandbox is None or not sandbox.usable:
         sandbox = _local.sandbox = Sandbox()
+    sandbox.require(require)
     return sandbox
 
 

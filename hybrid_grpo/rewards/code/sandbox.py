@@ -1,10 +1,11 @@
-"""Runs programs that nobody has read where they can do no harm, on Linux.
+"""Runs programs that nobody has read where they can do no harm.
 
     with Sandbox() as sandbox:
         sandbox.run("print(input()[::-1])", "abc", Limits(timeout_s=2.0)).stdout  # "cba\n"
 
 Each is forked from a small template process (template.py), without the caller's memory, files and environment, and
-gives up its rights before its first line runs (containment.py). Standard library only, so that every Python can run it.
+gives up its rights before its first line runs (containment.py). `python -m hybrid_grpo.rewards.code.sandbox` prints the
+protections that this machine offers. Linux only; standard library only, so that every Python can run it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.rewards.code.containment import Limits
+from hybrid_grpo.rewards.code.containment import PROTECTIONS, Limits
 
 _ROOT = str(Path(__file__).resolve().parents[3])
 _START = "import sys; sys.path[0] = sys.argv[1]; from hybrid_grpo.rewards.code.template import main; main()"
@@ -52,19 +53,26 @@ class ProgramResult:
 
 
 class Sandbox:
-    """A template process, and the programs that run in forks of it, one at a time, for the thread that made it.
+    """A template process, and the programs that run in forks of it, one at a time.
 
-    Raises ValueError where this is not Linux, and RuntimeError where the template has ended; then it is not `usable`.
+    It belongs to the process and thread that made it.
+
+    Args:
+        without: protections of the kernel that are not used, for tests: `seccomp`, `landlock`, `user`.
+
+    Raises:
+        ValueError: this is not Linux.
+        RuntimeError: the template cannot be started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, without: Iterable[str] = ()) -> None:
         if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
             raise ValueError(
                 f"programs are run in a sandbox that needs Linux 5.3 or later, and this is {sys.platform}:"
                 " train on Linux, or in a container"
             )
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-s", "-S", "-c", _START, _ROOT, str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-s", "-S", "-c", _START, _ROOT, str(theirs.fileno()), *without]
         library_path = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
         self._process = subprocess.Popen(
             command,
@@ -78,7 +86,7 @@ class Sandbox:
         )
         theirs.close()
         self._owner = os.getpid()
-        self._receive(_SLACK_S)
+        self.protections: dict[str, str] = self._receive(_SLACK_S)["protections"]
 
     def __enter__(self) -> Sandbox:
         return self
@@ -107,8 +115,26 @@ class Sandbox:
         """Whether this is the process that made the sandbox, and the template lives."""
         return os.getpid() == self._owner and self._control.fileno() >= 0 and self._process.poll() is None
 
+    def require(self, names: Collection[str]) -> None:
+        """Raise ValueError unless these PROTECTIONS exist and are in force on this machine."""
+        for name in names:
+            if name not in PROTECTIONS:
+                raise ValueError(f"require {name!r} is no protection: there are {', '.join(PROTECTIONS)}")
+            if name not in self.protections:
+                raise ValueError(
+                    f"require {name}: this machine cannot promise that {PROTECTIONS[name]}: it needs a kernel with"
+                    " Landlock (Linux 5.13), and one and a container that allow seccomp filters, on x86-64 or arm64;"
+                    f" or leave {name} out of `require`"
+                )
+
+    def describe(self) -> str:
+        """One line that says which protections are in force and which are not."""
+        held = ", ".join(f"{name} ({how})" for name, how in self.protections.items())
+        missing = ", ".join(name for name in PROTECTIONS if name not in self.protections)
+        return f"sandbox: {held or 'nothing'}" + (f"; NOT IN FORCE: {missing}" if missing else "")
+
     def run(self, source: str, stdin: str = "", limits: Limits = _DEFAULT_LIMITS) -> ProgramResult:
-        """Run Python source as `python program.py` does."""
+        """Run Python source as `python program.py` does; raises RuntimeError where the sandbox itself fails."""
         with _files(source, stdin, "", "") as files:
             reply = self._request(files, limits, judged=False)
             written = [os.pread(file, limits.output_kb << 10, 0).decode("utf-8", "replace") for file in files[2:]]
@@ -128,7 +154,10 @@ class Sandbox:
         request = {"limits": asdict(limits), "judged": judged}
         with suppress(BrokenPipeError, ConnectionResetError):  # `_receive` says why
             socket.send_fds(self._control, [json.dumps(request).encode()], files)
-        return self._receive(limits.timeout_s + _SLACK_S)
+        reply = self._receive(limits.timeout_s + _SLACK_S)
+        if "error" in reply:
+            raise RuntimeError(f"the sandbox does not hold: {reply['error']}")
+        return reply
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
         self._control.settimeout(timeout_s)
@@ -155,3 +184,8 @@ def _files(*texts: str) -> Iterator[list[int]]:
             file.seek(0)
             numbers.append(file.fileno())
         yield numbers
+
+
+if __name__ == "__main__":
+    with Sandbox() as _sandbox:
+        print(_sandbox.describe())

@@ -13,6 +13,7 @@ import random
 import select
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -42,10 +43,10 @@ def main() -> None:
     """Serve requests until the other end of the socket is closed.
 
     The arguments of the command line are the folder of this package, the descriptor of a socket that preserves message
-    boundaries, and the number of the starter. A request is JSON of `limits` and of whether there are tests (`judged`),
-    with open files: source, input, output, error output; with tests: source, tests, verdict.
+    boundaries, and what `Containment` does without. A request is JSON of `limits` and of whether there are tests
+    (`judged`), with open files: source, input, output, error output; with tests: source, tests, verdict.
     """
-    _, _, descriptor, _ = sys.argv
+    _, _, descriptor, *without = sys.argv
     # A program finds neither this package nor these arguments.
     del sys.path[0]
     sys.argv[:] = ["program"]
@@ -53,18 +54,23 @@ def main() -> None:
     for module in MODULES.split():
         importlib.import_module(module)
     warnings.simplefilter("ignore")
-    template = SandboxTemplate(control)
+    template = SandboxTemplate(control, without)
     gc.collect()
     gc.freeze()
-    template.serve()
+    try:
+        template.serve()
+    finally:
+        remove(template.folder)
 
 
 class SandboxTemplate:
-    """Runs programs one after the other, each in a folder of its own."""
+    """Runs programs one after the other in one folder, which is emptied in between."""
 
-    def __init__(self, control: socket.socket) -> None:
-        self._control, self._containment = control, Containment()
-        control.send(b"{}")
+    def __init__(self, control: socket.socket, without: list[str]) -> None:
+        self.folder = _new_folder(os.path.join(tempfile.gettempdir(), f"hybrid-grpo-sandbox-{os.getuid()}"))
+        self._control = control
+        self._containment = Containment(self.folder, without)
+        control.send(json.dumps({"protections": self._containment.protections}).encode())
 
     def serve(self) -> None:
         """Answer requests until the other end of the socket is closed."""
@@ -73,21 +79,20 @@ class SandboxTemplate:
             if not message:
                 return
             request = json.loads(message)
-            folder = tempfile.mkdtemp(prefix="hybrid-grpo-sandbox-")
             try:
-                reply = self._run(Limits(**request["limits"]), request["judged"], files, folder)
-                if reply is None:
-                    return
-                self._control.send(json.dumps(reply).encode())
+                reply = self._run(Limits(**request["limits"]), request["judged"], files)
             finally:
                 for file in files:
                     os.close(file)
-                # After the reply, as this may take long: a program may have left thousands of nested folders.
-                remove(folder)
+            if reply is None:
+                return
+            self._control.send(json.dumps(reply).encode())
+            # After the reply, as this may take long: a program may have left thousands of nested folders.
+            empty(self.folder)
 
-    def _run(self, limits: Limits, judged: bool, files: list[int], place: str) -> dict[str, Any] | None:
+    def _run(self, limits: Limits, judged: bool, files: list[int]) -> dict[str, Any] | None:
         deadline = time.monotonic() + limits.timeout_s
-        folder = place if limits.disk_mb > 0 else None
+        writing = limits.disk_mb > 0 and self._containment.writable
         family: list[int] = []
         fork = partial(self._fork, family, limits)
         try:
@@ -96,13 +101,17 @@ class SandboxTemplate:
                 ours, theirs = socket.socketpair()
                 with ours, theirs:
                     # Neither has standard streams: those of the template itself go nowhere.
-                    fork([0, 1, 1, *others, theirs.fileno()], None, lambda: judge(_read(3), 4, Connection(5)))
-                    fork([0, 1, 1, source, ours.fileno()], folder, lambda: serve_program(_read(3), Connection(4)))
+                    fork([0, 1, 1, *others, theirs.fileno()], False, lambda: judge(_read(3), 4, Connection(5)))
+                    fork([0, 1, 1, source, ours.fileno()], writing, lambda: serve_program(_read(3), Connection(4)))
             else:
-                fork([*others, source], folder, lambda: run_program(_read(3), "__main__"))
-            end = self._watch(family, deadline, limits, folder)
+                fork([*others, source], writing, lambda: run_program(_read(3), "__main__"))
+            end = self._watch(family, deadline, limits, writing)
+        except NotContained as error:
+            return {"error": str(error)}
         finally:
             statuses = [_end(pid) for pid in family]
+            if not self._containment.seccomp:
+                _end_descendants()
         if end == "gone":
             return None
         if end == "exited" and statuses[0] < 0:
@@ -110,9 +119,13 @@ class SandboxTemplate:
         return {"end": end, "status": statuses[0]}
 
     def _fork(
-        self, family: list[int], limits: Limits, files: list[int], folder: str | None, main: Callable[[], object]
+        self, family: list[int], limits: Limits, files: list[int], writing: bool, main: Callable[[], object]
     ) -> None:
-        """Add a process to `family` that has only these files, numbered from 0, and once contained runs `main`."""
+        """Add a process to `family` that has only these files, numbered from 0, and is contained before it runs `main`.
+
+        Raises:
+            NotContained: it could not be contained, and has run nothing.
+        """
         template = os.getpid()
         ready, tell = os.pipe()
         pid = os.fork()
@@ -122,18 +135,19 @@ class SandboxTemplate:
             with open(ready, "rb") as pipe:
                 said = pipe.read()
             if said != _CONTAINED:
-                raise RuntimeError(f"a program is not contained: {said.decode() or 'its process died'}")
+                raise NotContained(said.decode() or "a process died before it was contained")
             return
         try:
             os.setsid()
             files = [*files, tell]
             for number, file in enumerate([fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in files]):
                 os.dup2(file, number)
-            os.environ["HOME"] = os.environ["TMPDIR"] = folder or "/"
-            os.chdir(folder or "/")
+            place = self.folder if writing else "/"
+            os.environ["HOME"] = os.environ["TMPDIR"] = place
+            os.chdir(place)
             tell = len(files) - 1
             try:
-                self._containment.enter(limits, folder)
+                self._containment.enter(limits, writing=writing)
                 assert os.getppid() == template, "the template is gone"
             except BaseException as error:
                 os.write(tell, f"{type(error).__name__}: {error}".encode())
@@ -144,20 +158,24 @@ class SandboxTemplate:
         finally:
             os._exit(1)
 
-    def _watch(self, family: list[int], deadline: float, limits: Limits, folder: str | None) -> str:
+    def _watch(self, family: list[int], deadline: float, limits: Limits, writing: bool) -> str:
         """Wait until the first process ends or has to be ended; the reason."""
         first, control = os.pidfd_open(family[0]), self._control.fileno()
         try:
             while (left_s := deadline - time.monotonic()) > 0:
-                wait_s = min(left_s, _WATCH_S) if folder else left_s
+                wait_s = min(left_s, _WATCH_S) if writing else left_s
                 ready, _, _ = select.select([first, control], [], [], wait_s)
                 if ready:
                     return "gone" if control in ready else "exited"
-                if folder and _overfull(folder, family[-1], limits):
+                if writing and _overfull(self.folder, family[-1], limits):
                     return "disk"
             return "timeout"
         finally:
             os.close(first)
+
+
+class NotContained(Exception):
+    """A protection that worked when it was tried does not work now."""
 
 
 def _end(pid: int) -> int:
@@ -194,6 +212,37 @@ def _read(descriptor: int) -> str:
         return file.read()
 
 
+def _new_folder(parent: str) -> str:
+    """A new folder in `parent`; the folders of templates that were killed are removed from there."""
+    with suppress(FileExistsError):
+        os.mkdir(parent, 0o711)
+    state = os.lstat(parent)
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
+        return tempfile.mkdtemp(prefix="program-")  # another user has taken the name
+    os.chmod(parent, 0o711)
+    all_of_them = _locked(parent, fcntl.LOCK_EX)
+    try:
+        for name in os.listdir(parent):
+            with suppress(OSError):
+                os.close(_locked(os.path.join(parent, name), fcntl.LOCK_EX | fcntl.LOCK_NB))
+                remove(os.path.join(parent, name))
+        folder = tempfile.mkdtemp(dir=parent)
+        _locked(folder, fcntl.LOCK_EX)  # until this process ends
+        return folder
+    finally:
+        os.close(all_of_them)
+
+
+def _locked(folder: str, how: int) -> int:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def _overfull(folder: str, pid: int, limits: Limits) -> bool:
     """Whether a program has exceeded the limits of its folder; deleted files that it holds open count too."""
     count, size = 0, 0
@@ -215,8 +264,8 @@ def _overfull(folder: str, pid: int, limits: Limits) -> bool:
     return size > limits.disk_mb << 20
 
 
-def remove(folder: str) -> None:
-    """Remove a folder, also nested folders of any depth and folders without access rights."""
+def empty(folder: str) -> None:
+    """Remove everything in a folder, also nested folders of any depth and folders without access rights."""
     while names := os.listdir(folder):
         for path in (os.path.join(folder, name) for name in names):
             if not _is_folder(path):
@@ -229,8 +278,27 @@ def remove(folder: str) -> None:
                     os.chmod(os.path.join(path, inner), 0o700)
                 os.rename(os.path.join(path, inner), os.path.join(folder, uuid.uuid4().hex))
             os.rmdir(path)
-    os.rmdir(folder)
 
 
 def _is_folder(path: str) -> bool:
     return os.path.isdir(path) and not os.path.islink(path)
+
+
+def remove(folder: str) -> None:
+    """Remove a folder and everything in it."""
+    empty(folder)
+    os.rmdir(folder)
+
+
+def _end_descendants() -> None:
+    """Kill the processes that a program has left behind: children of this process, now or when their parents end."""
+    while True:
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
+                if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
+                    os.kill(int(name), signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
