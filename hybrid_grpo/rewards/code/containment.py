@@ -1,14 +1,7 @@
 """How a process gives up its rights, for good, before it runs a program that nobody has read.
 
-The Linux kernel offers each of these protections without any privilege:
-
-    seccomp      a list of the system calls that stay allowed (man 2 seccomp): none starts a process or thread, opens
-                 a connection, signals or debugs another process, or mounts anything
-    landlock     a list of the folders that can be read, and the one that can be written (man 7 landlock)
-    rlimits      CPU time, address space, open files, bytes of a file (man 2 setrlimit)
-    user         if the caller is root: another user's id, or, if that user could not read Python's library, root
-                 without any of root's privileges (man 7 capabilities)
-
+It uses landlock (man 7 landlock), seccomp (man 2 seccomp), rlimits (man 2 setrlimit), and if the caller is root another
+user or no capabilities (man 7 capabilities). docs/rewards/code.md says which of them keeps which promise.
 `Containment` tries which of them work here, applies them, and raises if one fails that worked when it was tried.
 Standard library only: this runs in a process without site-packages.
 """
@@ -107,8 +100,7 @@ class Containment:
     def enter(self, limits: Limits, *, writing: bool) -> None:
         """Contain this process, for good; `writing` says whether it may write to the folder.
 
-        Raises:
-            OSError: the kernel refuses a protection that worked when it was tried.
+        Raises OSError where the kernel refuses a protection that worked when it was tried.
         """
         _limit(limits)
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)

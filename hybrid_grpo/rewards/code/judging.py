@@ -1,14 +1,7 @@
 """Runs tests and the program that they test, each in a process of its own, with a channel between them.
 
-The judge process runs the tests. When they call a function of the program, the arguments go to the program's process,
-and the value comes back. So the program never sees a test or an expected value; it cannot change what `==`, `assert`
-or `sorted` mean to the judge; and if it ends, however it does, the remaining tests fail.
-
-Only plain data comes back as a copy: numbers, text, containers, and a few types of the standard library. Any other
-object (an instance of one of the program's classes, a generator, a function) stays in the program's process. The judge
-then holds a `Remote` for it, which can be called, iterated, indexed and asked for attributes, and can only be equal to
-another `Remote`. If the program changes a list, dict or set in place, the tests' own object is changed as well.
-
+The program never sees a test, and cannot change what `==` means to the judge, which runs the tests. Plain data comes
+back from the program as a copy; any other object stays there, and the judge holds a `Remote` for it.
 Standard library only: this runs in processes without site-packages.
 """
 
@@ -38,25 +31,15 @@ _EXACT = (
 _NAMES = {(kind.__module__, kind.__qualname__): kind for kind in _EXACT}
 """The only types that a message from the program can make the judge construct."""
 _PLAIN: dict[type, Callable[[Any], Any]] = {
-    int: int.__int__,
-    float: float.__float__,
-    str: str.__str__,
-    tuple: lambda value: tuple(tuple.__iter__(value)),
-    list: lambda value: list(list.__iter__(value)),
-    dict: lambda value: {key: dict.__getitem__(value, key) for key in dict.__iter__(value)},
-    set: lambda value: set(set.__iter__(value)),
+    **{int: int.__int__, float: float.__float__, str: str.__str__, dict: dict.items},
+    **{tuple: tuple.__iter__, list: list.__iter__, set: set.__iter__},
 }
 """An instance of a subclass (a named tuple, an enumeration of numbers, a defaultdict) comes back as its base class."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
-def _mine(number: int) -> Any:
-    """In a message: an object that stays with the sender."""
-    raise AssertionError
-
-
-def _yours(number: int) -> Any:
-    """In a message: an object that stays with the receiver."""
+def _kept(by: str, number: int) -> Any:
+    """In a message: an object that stays with its `sender` or its `receiver`, and has this number there."""
     raise AssertionError
 
 
@@ -66,7 +49,7 @@ def _remotely(operation: str) -> Any:
 
 
 class Remote:
-    """Stands for an object in the other process: in the judge one of the program, or the other way round."""
+    """Stands for an object in the other process, and is equal to no plain value."""
 
     __slots__ = ("_remote",)
     _remote: tuple[Channel, int]
@@ -109,28 +92,19 @@ class Remote:
 
 
 class Channel:
-    """One end of the connection. Both can ask, also while being asked: a test may pass a function to the program.
-
-    Args:
-        connection: to the other process.
-        trusting: whether the other side may construct any object here, and do all `_OPERATIONS`.
-    """
+    """One end of the connection. Both can ask, also while being asked: a test may pass a function to the program."""
 
     def __init__(self, connection: Connection, *, trusting: bool) -> None:
         self._connection = connection
         self.trusting = trusting
+        """Whether the other side may construct any object here, and do all `_OPERATIONS`."""
         self.objects: list[Any] = []
         """The objects of this side that the other side knows, by their numbers."""
         self._numbers: dict[int, int] = {}
         self._remotes: dict[int, Remote] = {}
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """Have the other side do one of `_OPERATIONS`.
-
-        Raises:
-            Exception: the exception raised there if it is a builtin one, else RuntimeError.
-            EOFError, OSError: the other side is gone.
-        """
+        """Have the other side do one of `_OPERATIONS`; raises the builtin exception raised there, or RuntimeError."""
         self._connection.send_bytes(self.dump((what, *arguments)))
         while True:
             what, *arguments = self.load(self._connection.recv_bytes())
@@ -154,7 +128,6 @@ class Channel:
         return stream.getvalue()
 
     def load(self, data: bytes) -> Any:
-        """The value of these bytes."""
         return _Unpickler(self, data).load()
 
     def keep(self, value: Any) -> int:
@@ -164,8 +137,10 @@ class Channel:
             self.objects.append(value)
         return self._numbers[id(value)]
 
-    def remote(self, number: int) -> Remote:
-        """The object of the other side with this number."""
+    def kept(self, by: str, number: int) -> Any:
+        """The object with this number of the `sender` of a message, which is the other side, or of its `receiver`."""
+        if by == "receiver":
+            return self.objects[number]
         return self._remotes.setdefault(number, Remote(self, number))
 
     def _answer(self, what: str, arguments: Sequence[Any]) -> None:
@@ -198,16 +173,15 @@ class _Pickler(pickle.Pickler):
         self._channel = channel
 
     def reducer_override(self, value: Any) -> Any:
-        """How an object is sent; see pickle.Pickler.reducer_override."""
         if isinstance(value, Remote):
-            return _yours, (value._remote[1],)
-        if value is _mine or value is _yours or type(value) in _EXACT or (isinstance(value, type) and value in _EXACT):
+            return _kept, ("receiver", value._remote[1])
+        if value is _kept or type(value) in _EXACT or (isinstance(value, type) and value in _EXACT):
             return NotImplemented
         for base, plain in _PLAIN.items():
             if isinstance(value, base):
-                return base, (plain(value),)
+                return base, (base(plain(value)),)
         if self._channel.trusting or (isinstance(value, _FUNCTIONS) and not _is_importable(value)):
-            return _mine, (self._channel.keep(value),)
+            return _kept, ("sender", self._channel.keep(value))
         return NotImplemented
 
 
@@ -217,9 +191,8 @@ class _Unpickler(pickle.Unpickler):
         self._channel = channel
 
     def find_class(self, module: str, name: str) -> Any:
-        """The object that a message names, if it may."""
-        if module == __name__ and name in ("_mine", "_yours"):
-            return self._channel.remote if name == "_mine" else self._channel.objects.__getitem__
+        if (module, name) == (__name__, "_kept"):
+            return self._channel.kept
         if self._channel.trusting:
             return super().find_class(module, name)
         if (module, name) not in _NAMES:
@@ -286,13 +259,10 @@ def serve_program(source: str, connection: Connection) -> None:
 
 
 def judge(tests: str, verdict: int, connection: Connection) -> None:
-    """Run tests against the program at the other end.
+    """Run tests against the program at the other end, and write "1" or "0" for each to the descriptor `verdict`.
 
-    Args:
-        tests: JSON of `names`, the program's names that the tests use, and `parts`, pairs of a piece of code and
-            whether it is a test. They run one after the other in one module.
-        verdict: descriptor of a file to which "1" or "0" is written for every test.
-        connection: to the program.
+    `tests` is JSON of `names`, the program's names that the tests use, and `parts`, pairs of a piece of code and
+    whether it is a test. They run one after the other in one module.
     """
     order = json.loads(tests)
     channel = Channel(connection, trusting=False)
@@ -301,7 +271,7 @@ def judge(tests: str, verdict: int, connection: Connection) -> None:
     sys.modules["solution"] = module
     names = tuple(order["names"])  # not a list: the program could change that
     with suppress(Exception):
-        found = channel.remote(0)(names)
+        found = channel.kept("sender", 0)(names)
         # Only the names asked for: another one could replace a builtin.
         found = {name: found[name] for name in names if name in found}
         space.update(found)

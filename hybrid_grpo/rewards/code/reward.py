@@ -1,8 +1,4 @@
-"""The built-in reward `code_tests`: the share of the tests that a program passes, run in a sandbox.
-
-The program has no part in the verdict: asserts run in another process (judging.py), and outputs are compared in this
-one. No torch here.
-"""
+"""The built-in reward `code_tests`: the share of the tests that a program passes, run in a sandbox."""
 
 import ast
 import builtins
@@ -40,12 +36,9 @@ def code_tests(
     tolerance: float = 0.0,
     require: Collection[str] = tuple(PROTECTIONS),
 ) -> list[float | None]:
-    """Share of its tests that the program in a completion passes.
-
-    The reward is None if the column `tests` is None, and 0.0 if there is no program.
+    """Share of its tests that the program in a completion passes; 0.0 without a program, None where `tests` is None.
 
     Args:
-        completions: [B], text or chats.
         tests: [B], in one of the forms of docs/rewards/code.md. Names that tests in Python use and do not define are
             the program's, which is also importable as `solution`.
         entry_point: [B], name of the tested function, if the tests need it.
@@ -120,7 +113,6 @@ class _Asserts:
         self._order = json.dumps({"names": sorted(names - set(modules)), "parts": parts})
 
     def verdicts(self, sandbox: Sandbox, program: str, limits: Limits, tolerance: float) -> list[bool]:
-        """Whether the program passes each of the tests."""
         reached = sandbox.test(program, self._order, limits)
         return [*reached, *[False] * self._count][: self._count]
 

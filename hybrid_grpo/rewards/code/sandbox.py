@@ -3,12 +3,9 @@
     with Sandbox() as sandbox:
         sandbox.run("print(input()[::-1])", "abc", Limits(timeout_s=2.0)).stdout  # "cba\n"
 
-Each program is a process of its own, forked from a small template process (template.py) that holds nothing of the
-caller's memory, files or environment. Before its first line runs, containment.py takes its rights away: it can start
-no other process. It is killed when its time is over, and when its caller or the template ends. The protections that
-this machine offers are in `Sandbox.protections`, and printed by `python -m hybrid_grpo.rewards.code.sandbox`.
-
-Linux only. Standard library only, so that every Python can run it.
+Each is forked from a small template process (template.py), without the caller's memory, files and environment, and
+gives up its rights before its first line runs (containment.py). `python -m hybrid_grpo.rewards.code.sandbox` prints the
+protections that this machine offers. Linux only; standard library only, so that every Python can run it.
 """
 
 from __future__ import annotations
@@ -137,24 +134,17 @@ class Sandbox:
         return f"sandbox: {held or 'nothing'}" + (f"; NOT IN FORCE: {missing}" if missing else "")
 
     def run(self, source: str, stdin: str = "", limits: Limits = _DEFAULT_LIMITS) -> ProgramResult:
-        """Run Python source as `python program.py` does.
-
-        Raises:
-            RuntimeError: the sandbox has failed, not the program.
-        """
+        """Run Python source as `python program.py` does; raises RuntimeError where the sandbox itself fails."""
         with _files(source, stdin, "", "") as files:
             reply = self._request(files, limits, judged=False)
             written = [os.pread(file, limits.output_kb << 10, 0).decode("utf-8", "replace") for file in files[2:]]
         return ProgramResult(reply["end"], reply["status"], *written)
 
     def test(self, source: str, tests: str, limits: Limits = _DEFAULT_LIMITS) -> list[bool]:
-        """Run `tests` (see `judging.judge`) against a program: two processes, each with these limits.
+        """Run `tests` (see `judging.judge`) against a program, in two processes, each with these limits.
 
         Returns:
             Whether each test was passed, up to the last one that was reached.
-
-        Raises:
-            RuntimeError: the sandbox has failed, not the program.
         """
         with _files(source, tests, "") as files:
             self._request(files, limits, judged=True)

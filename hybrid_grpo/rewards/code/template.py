@@ -1,10 +1,7 @@
 """The template process of a sandbox: programs are forked from it, and it watches and ends them.
 
-sandbox.py starts one for every process that runs programs. It has imported what programs often import, so that a fork
-is ready in a millisecond. It never reads a program, a test or an output: it only passes them on as open files. It
-serves one request after the other, and ends when its starter does.
-
-Standard library only: this runs in a process without site-packages.
+It has imported what programs often import, so that a fork is ready in a millisecond. It passes programs, tests and
+outputs on as open files, and reads none. Standard library only: this runs in a process without site-packages.
 """
 
 import fcntl
@@ -182,7 +179,7 @@ class NotContained(Exception):
 
 
 def _end(pid: int) -> int:
-    """Kill a process and its process group; exit status, negative for a signal."""
+    """Kill a process and its process group; its exit status, negative for a signal."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     with suppress(ProcessLookupError):

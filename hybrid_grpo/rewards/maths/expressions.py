@@ -1,8 +1,7 @@
 r"""Expressions in LaTeX or plain notation: their values, and whether two are the same everywhere.
 
 Two expressions are compared by their values where variables are replaced by fixed pseudo-random rationals, positive and
-negative (the identity test of Schwartz and Zippel). No expression is rewritten, so the time follows the length of the
-text. This is no computer algebra: it solves nothing, and it does not read sums, integrals and limits.
+negative (the identity test of Schwartz and Zippel). None is rewritten, so the time follows the length of the text.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def proportional(first: Expression, second: Expression, positive: bool = False) 
     if not first.names or not second.names or values.close(a, Fraction(0)) or values.close(b, Fraction(0)):
         return False
     alike = all(values.close(a * d, b * c) for c, d in others)
-    return alike and (not positive or values.context().re(values.wide(a) / values.wide(b)) > 0)
+    return alike and (not positive or values.context.re(values.wide(a) / values.wide(b)) > 0)
 
 
 def read_expression(text: str) -> Expression:
@@ -100,10 +99,7 @@ def read_expression(text: str) -> Expression:
 
     Understood: + - * / ^ ! % and °, products without a sign, \frac{a}{b} and \frac12, mixed numbers, repeating
     decimals, roots, |x|, floor and ceiling, \binom, trigonometric and exponential functions, \log with a base, π, e, i,
-    ∞, and variables of one letter with a subscript.
-
-    Raises:
-        Unreadable: the text holds anything else.
+    ∞, and variables of one letter with a subscript. Raises Unreadable where the text holds anything else.
     """
     parser = _Parser(_tokens(text))
     value = parser.expression()

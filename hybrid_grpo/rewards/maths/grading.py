@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from hybrid_grpo.rewards.maths.expressions import Expression, constant, identical, proportional
 from hybrid_grpo.rewards.maths.notation import LONGEST, TABLE, bare, clean, words
-from hybrid_grpo.rewards.maths.numeric import parse_number
 from hybrid_grpo.rewards.maths.reading import (
     MOST_PARTS,
     Answer,
@@ -22,7 +21,6 @@ from hybrid_grpo.rewards.maths.reading import (
     read_answer,
 )
 
-_PLAIN_NUMBER = re.compile(r"[-+\u2212\d.,/$*` ]+")
 _CHOICE = re.compile(r"(?:[Oo]ption|[Cc]hoice)?\s*\(?([A-J])(?:$|[).:])")
 _LETTER = re.compile(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])")
 _UNDONE = re.compile(r"\\(?:sum|prod|i*nt|oint|lim|partial|det)(?![A-Za-z])")
@@ -31,10 +29,6 @@ _SETS = re.compile(r"\\(?:setminus|backslash|cap)(?![A-Za-z])")
 
 def same_answer(stated: str, gold: str) -> bool:
     """Whether the two are the same answer."""
-    if _PLAIN_NUMBER.fullmatch(stated) and _PLAIN_NUMBER.fullmatch(gold):
-        numbers = parse_number(stated), parse_number(gold)
-        if None not in numbers:
-            return numbers[0] == numbers[1]
     if not stated.strip() or len(stated) > 4 * LONGEST:
         return False
     stated, gold = clean(stated), clean(gold)

@@ -1,7 +1,6 @@
 r"""What kind of answer a text is.
 
-A text is read from the outside in. It is tried as a list, a union, a relation, a matrix, something in brackets, a ratio
-and a number with its unit; a text that is none of these is words.
+A text is read from the outside in, as `read_answer` lists the kinds; a text that is none of these is words.
 """
 
 from __future__ import annotations
@@ -152,7 +151,7 @@ def _list(text: str) -> Answer | None:
     texts = split(text, _SEPARATOR)
     if len(texts) == 1:
         return None
-    texts = _signed(part for part in texts if part.strip())
+    texts = _signed(texts)
     if not 1 < len(texts) <= MOST_PARTS:
         return Words(text)
     parts = [read_answer(part) for part in texts]
@@ -165,9 +164,9 @@ def _list(text: str) -> Answer | None:
 
 
 def _signed(texts: Iterable[str]) -> list[str]:
-    """The texts, where 1 ± 2 is two of them."""
+    """The texts that are not empty, where 1 ± 2 is two of them."""
     signed = []
-    for text in texts:
+    for text in filter(str.strip, texts):
         if "±" in text:
             signed.append(text.replace("±", "+").replace("∓", "-"))
             text = text.replace("±", "-").replace("∓", "+")
@@ -270,7 +269,7 @@ def _bracketed(text: str) -> Answer | None:
         name, *condition = split(inner, r"[|:]")
         if len(condition) == 1 and _is_name(name.partition("∈")[0]):
             return read_answer(condition[0])
-        texts = _signed(part for part in split(inner, _SEPARATOR) if part.strip())
+        texts = _signed(split(inner, _SEPARATOR))
         return Unordered("set", tuple(map(read_answer, texts))) if len(texts) <= MOST_PARTS else None
     texts = split(inner, "[,;]")
     if len(texts) == 1:

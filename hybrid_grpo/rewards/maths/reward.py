@@ -3,7 +3,6 @@ r"""Rewards for final answers of mathematical problems (GSM8K, MATH): where one 
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,6 +10,8 @@ from hybrid_grpo.rewards.maths.grading import is_mathematical, same_answer
 from hybrid_grpo.rewards.maths.notation import LONGEST
 from hybrid_grpo.rewards.maths.numeric import last_number_in, parse_number
 from hybrid_grpo.rewards.rules import Completions, completion_texts
+
+_HAS_MATH_VERIFY = find_spec("math_verify") is not None
 
 
 def math_answer(completions: Completions, answer: list[Any], *, boxed_only: bool = False) -> list[float | None]:
@@ -25,12 +26,11 @@ def math_answer(completions: Completions, answer: list[Any], *, boxed_only: bool
     **What it must be.** The gold answer is bare, or a worked solution that ends in `####` or holds `\boxed{}`. Values
     are compared, not their notation (2/4 is 0.5), and exactly (0.333 is not 1/3); docs/rewards/maths.md has the
     conventions. math-verify compares set differences, and gold answers that have a sum, an integral or a limit;
-    everything else is compared here. The function does not apply where `answer` is None.
-
-    Raises:
-        ValueError: math-verify is not installed, or an answer of the data set is empty.
+    everything else is compared here. The function does not apply where `answer` is None. Raises ValueError where
+    math-verify is not installed, or an answer of the data set is empty.
     """
-    _require_math_verify()
+    if not _HAS_MATH_VERIFY:
+        raise ValueError("math_answer needs math-verify: pip install 'hybrid_grpo[math]'")
     golds = [None if gold is None else gold_answer(gold) for gold in answer]
     stated = [stated_answer(text, boxed_only) for text in completion_texts(completions)]
     return [
@@ -40,11 +40,7 @@ def math_answer(completions: Completions, answer: list[Any], *, boxed_only: bool
 
 
 def gold_answer(gold: Any) -> str:
-    """The answer that a data set gives: bare, or stated in a worked solution.
-
-    Raises:
-        ValueError: it is empty.
-    """
+    """The answer that a data set gives: bare, or stated in a worked solution; raises ValueError where it is empty."""
     text = str(gold).strip()
     stated = next((found for find in (_marked, _headed) if (found := find(text)) is not None), text).strip()
     if not stated:
@@ -67,10 +63,7 @@ def numeric_answer(completions: Completions, answer: list[Any], *, last_number: 
     understood; the comparison is exact.
 
     `answer` is a number, the text of one, or a worked solution that itself ends in `####` or `\boxed{}`. The function
-    does not apply where it is None.
-
-    Raises:
-        ValueError: an answer of the data set is not a number.
+    does not apply where it is None, and raises ValueError where it is no number.
     """
     golds = [None if gold is None else _gold_number(gold) for gold in answer]
     return [
@@ -87,14 +80,14 @@ def stated_number(text: str, last_number: bool = False) -> Fraction | None:
 
 
 def _gold_number(gold: Any) -> Fraction:
-    if isinstance(gold, str):
-        number = parse_number(gold)
-        number = stated_number(gold) if number is None else number
-        if number is None:
-            raise ValueError(f"answer {gold!r} is not a number, and states none after #### or in \\boxed{{}}")
-        return number
-    # str gives the shortest decimal of a float: 0.1 in the data is the number 0.1, not its binary neighbour.
-    return Fraction(str(gold))
+    if not isinstance(gold, str):
+        # str gives the shortest decimal of a float: 0.1 in the data is the number 0.1, not its binary neighbour.
+        return Fraction(str(gold))
+    number = parse_number(gold)
+    number = stated_number(gold) if number is None else number
+    if number is None:
+        raise ValueError(f"answer {gold!r} is not a number, and states none after #### or in \\boxed{{}}")
+    return number
 
 
 _BOX = re.compile(r"\\f?box(?:ed)?\s*(?:\{|(?<=boxed)\s+(?=[^\s{]))")
@@ -176,9 +169,3 @@ def _phrased(text: str) -> str | None:
     rest = text[matches[-1].end() : matches[-1].end() + LONGEST]
     end = _SENTENCE_END.search(rest)
     return rest[: end.start()] if end else rest
-
-
-@cache
-def _require_math_verify() -> None:
-    if find_spec("math_verify") is None:
-        raise ValueError("math_answer needs math-verify: pip install 'hybrid_grpo[math]'")

@@ -4,10 +4,10 @@ Operations whose result would grow without bound (9^{9^{9^9}}, 100000!) are refu
 """
 
 import math
-import warnings
 from fractions import Fraction
-from functools import cache
 from typing import Any
+
+import mpmath
 
 Value = Any
 """A Fraction, or a number of mpmath."""
@@ -17,28 +17,20 @@ _MOST_BITS = 5000  # of an exact number; a larger one is computed with 60 digits
 _LARGEST_LOG = 1e15  # natural logarithm of the largest number
 _LARGEST_ANGLE = 1e30  # largest argument of a function, and largest number that is rounded down
 _LARGEST_FACTORIAL = 3000
-_MPMATH_NAMES = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "ln": "log"}
+_LOGARITHMS = {"ln": "log", "log": "log10", "lg": "log10"}
+_MPMATH_NAMES = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", **_LOGARITHMS}
+context = mpmath.MPContext()
+"""A context of our own, so that the number of digits changes nothing elsewhere."""
+context.dps = _DIGITS
 
 
 class Unreadable(ValueError):
     """The text is no expression in the notation that is understood, or its value is out of all bounds."""
 
 
-@cache
-def context() -> Any:
-    """An mpmath context of our own, so that the number of digits changes nothing elsewhere."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import mpmath
-
-    made = mpmath.MPContext()
-    made.dps = _DIGITS
-    return made
-
-
 def wide(value: Value) -> Value:
     """The value as a number of mpmath."""
-    return context().convert(value)
+    return context.convert(value)
 
 
 def alike(*values: Value) -> tuple[Value, ...]:
@@ -54,9 +46,9 @@ def bounded(value: Value) -> Value:
 def close(a: Value, b: Value) -> bool:
     """Whether the values are equal: exactly for rational numbers, to 40 digits for others."""
     a, b = alike(a, b)
-    if a == b or _exact(a, b) or context().isinf(a) or context().isinf(b):
+    if a == b or _exact(a, b) or context.isinf(a) or context.isinf(b):
         return bool(a == b)
-    ten = context().mpf(10)
+    ten = context.mpf(10)
     # The floor of 1e-5 lets \sin\pi be 0.
     return bool(abs(a - b) <= ten**-_AGREEING * max(abs(a), abs(b), ten**-5))
 
@@ -70,9 +62,9 @@ def power(base: Value, exponent: Value) -> Value:
             # The real root, as taught at school: \sqrt[3]{-8} is -2.
             return power(-base, exponent) * (-1) ** (exponent.numerator % 2)
     base, exponent = wide(base), wide(exponent)
-    if base == 0 and context().re(exponent) > 0:
+    if base == 0 and context.re(exponent) > 0:
         return Fraction(0)
-    if not abs(context().log(base)) * abs(exponent) < _LARGEST_LOG:
+    if not abs(context.log(base)) * abs(exponent) < _LARGEST_LOG:
         raise Unreadable("a power beyond all bounds")
     return base**exponent
 
@@ -95,23 +87,19 @@ def floor(value: Value) -> Value:
         return Fraction(math.floor(value))
     if not abs(value) < _LARGEST_ANGLE:
         raise Unreadable("the floor of a number beyond all bounds")
-    return context().floor(value)
+    return context.floor(value)
 
 
 def applied(function: str, value: Value) -> Value:
     """The value of a function that is named as in LaTeX."""
-    if function in ("log", "lg"):
-        return context().log(value) / context().log(10)
-    if function == "exp":
-        return power(named("e"), value)
-    if not abs(wide(value)) < _LARGEST_ANGLE and function != "ln":
+    if not abs(wide(value)) < _LARGEST_ANGLE and function not in _LOGARITHMS:
         raise Unreadable("a function of a number beyond all bounds")
-    return getattr(context(), _MPMATH_NAMES.get(function, function))(value)
+    return getattr(context, _MPMATH_NAMES.get(function, function))(value)
 
 
 def named(name: str) -> Value:
     """π, ∞, e or i."""
-    constants = {"π": context().pi, "∞": context().inf, "e": context().e, "i": context().mpc(0, 1)}
+    constants = {"π": context.pi, "∞": context.inf, "e": context.e, "i": context.mpc(0, 1)}
     return +constants[name]
 
 

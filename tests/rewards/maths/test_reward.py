@@ -1,6 +1,5 @@
 """Final answers of mathematical problems, against a table of pairs and by properties."""
 
-import sys
 import time
 from fractions import Fraction
 
@@ -110,8 +109,7 @@ def test_does_not_apply_without_an_answer_and_reads_chats() -> None:
 
 
 def test_says_what_to_install_before_it_looks_at_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    maths._require_math_verify.cache_clear()
-    monkeypatch.setitem(sys.modules, "math_verify", None)
+    monkeypatch.setattr(maths, "_HAS_MATH_VERIFY", False)
     with pytest.raises(ValueError, match=r"pip install 'hybrid_grpo\[math\]'"):
         math_answer([], [])
     monkeypatch.undo()
