@@ -212,7 +212,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "grpo": {"overlong_buffer": 3, "scale_rewards": "batch"},
         "rewards": [
             {"function": "mine.py:early"},
-            {"function": "length_penalty", "weight": 0.25, "kwargs": {"max_length": 8, "buffer": 4}},
+            {"function": "repetition_penalty", "weight": 0.25, "kwargs": {"ngram": 1}},
         ],
         "eval": {"threshold": 0.5},
     }
@@ -237,7 +237,7 @@ def test_the_runs_own_rewards_say_again_what_they_said(run_there: Path, capsys: 
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.parent.name != "score"}
     assert main(["score", "runs/run"]) == 0
     said = capsys.readouterr().out
-    report = report_of(run, "early+length_penalty")
+    report = report_of(run, "early+repetition_penalty")
     assert report["completions"] == 48 and report["steps"] == [1, 3, 3]
     for function in report["functions"].values():
         assert function["agreement"] == 1.0 and function["right_before_only"] == function["right_now_only"] == 0
@@ -247,7 +247,7 @@ def test_the_runs_own_rewards_say_again_what_they_said(run_there: Path, capsys: 
     assert early["pearson"] == early["spearman"] == 1.0
     assert report["advantages"]["equal_frac"] == 1.0 and report["advantages"]["sign_flips_frac"] == 0.0
     assert report["advantages"]["zero_std_before"] == report["advantages"]["zero_std_now"]
-    assert (run / "score" / "early+length_penalty.disagreements.jsonl").read_text() == ""
+    assert (run / "score" / "early+repetition_penalty.disagreements.jsonl").read_text() == ""
     assert {path: path.read_bytes() for path in before} == before
     assert "runs/run: 48 completions of 3 steps, 1 to 3" in said and "right by both" in said
 
