@@ -31,7 +31,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from pydantic import ValidationError
 
 from hybrid_grpo.config import RewardConfig, reward_name
 from hybrid_grpo.config.errors import UserError, did_you_mean
@@ -76,6 +78,7 @@ _LONGEST_TRACEBACK = 20_000  # characters
 _LARGEST = 1e15  # largest reward: gradients that are computed from it, and their squares, stay finite in float32
 _EXPECTED = f"a finite number (at most {_LARGEST:g} in size)"
 
+T = TypeVar("T")
 Inputs = dict[str, list[Any]]
 """Arguments of a function by name, each with one element per row."""
 TextStep = tuple[str, float]
@@ -142,8 +145,8 @@ class Interface:
     accepted: list[str] | None
     """Parameters that can be given by name; None where any can (**kwargs)."""
     is_async: bool
-    batch_size: int | Literal["group", "all"]
-    """Completions of one call. `all`: all of a rank, possibly none, called by all ranks at the same time."""
+    batch_size: int | Literal["group"]
+    """Completions of one call."""
     instead: dict[str, str] = field(default_factory=dict)
     """By required parameter, the column that can take its place."""
     settings: list[str] = field(default_factory=list)
@@ -365,6 +368,17 @@ def _called_by_row(
         return [detail["score"] for detail in details]
 
     return function
+
+
+def checked_settings(cls: Callable[..., T], *values: Any) -> T:
+    """A pydantic dataclass of the settings of a built-in; a ValueError names the field that has a wrong value."""
+    try:
+        return cls(*values)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = [*inspect.signature(cls).parameters][int(wrong["loc"][0])]
+        # Without the value, which may be a secret in the wrong place.
+        raise ValueError(f"{name}: {wrong['msg']}") from None
 
 
 def _check_builtin(function: Function, entry: str) -> None:

@@ -1,7 +1,6 @@
 """Calling reward functions without ever waiting for them longer than they may take.
 
-    call_inline    at once, in the thread that asks: built-ins that are fast and cannot hang, and models that are
-                   sharded over the ranks, which all ranks call at the same time
+    call_inline    at once, in the thread that asks: built-ins that are fast and cannot hang
     Threads        in a thread of the rank, one call at a time: functions that hold a GPU
     Workers        in worker processes, as many calls at the same time as there are processes
     Tasks          `async def` functions: many calls at the same time in one worker process
@@ -42,12 +41,12 @@ class Outcome:
 
 
 Caller = Callable[[RewardCall], "Future[Outcome]"]
-"""One way to call a function; it neither waits nor raises, but for `call_inline`."""
+"""One way to call a function; it never raises, and only `call_inline` waits."""
 Score = Callable[[RewardCall], Coroutine[Any, Any, Reply]]
 
 
 def call_inline(score: Callable[[RewardCall], Reply], call: RewardCall) -> Future[Outcome]:
-    """Call at once, in the thread that asks, without a time limit; what `score` raises ends the run."""
+    """Call at once, in the thread that asks, without a time limit."""
     start_s = time.perf_counter()
     reply = score(call)
     end_s = time.perf_counter()
