@@ -129,6 +129,8 @@ class Reply:
     """The process has run out of memory: another process should make the next call."""
     whole: bool = False
     """The call failed as a whole: some of its rows may be without fault."""
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    """Start and end of each time that the function ran, by `time.perf_counter` of the rank."""
 
 
 def failed(failure: Failure, rows: int, *, spent: bool = False) -> Reply:
@@ -178,9 +180,7 @@ class Function:
         extra: dict[str, list[Any]] = {}
         try:
             result = self(call.inputs, _context(call, extra))
-            if inspect.isawaitable(result):
-                result = asyncio.run(_awaited(result))
-            return _checked_reply(result, call, extra)
+            return _checked_reply(asyncio.run(result) if inspect.iscoroutine(result) else result, call, extra)
         except BaseException as error:  # a SystemExit of the function is no reason to end the process
             return self._raised(error, call)
 
@@ -198,10 +198,6 @@ class Function:
         trace = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
         failure = Failure("raised", f"raised {describe(error, self.file)}", trace)
         return failed(failure, len(call.lengths), spent=isinstance(error, MemoryError))
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
 
 
 def _context(call: RewardCall, extra: dict[str, list[Any]]) -> dict[str, Any]:
@@ -385,8 +381,8 @@ def _check_builtin(function: Function, entry: str) -> None:
     """Check the settings of a built-in: a call with no rows does so, since it checks them before it looks at rows."""
     try:
         result = function({name: [] for name in function.interface.required})
-        if inspect.isawaitable(result):
-            asyncio.run(_awaited(result))
+        if inspect.iscoroutine(result):
+            asyncio.run(result)
     except Exception as error:
         raise UserError(f"{entry}.kwargs do not suit {function.name}: {describe(error, None)}") from error
 

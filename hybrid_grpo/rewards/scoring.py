@@ -29,7 +29,7 @@ from hybrid_grpo.rewards.functions import INPUTS, Failure, Inputs, Reply, Reward
 from hybrid_grpo.rewards.loading import Reward
 from hybrid_grpo.rewards.models.reward import RewardModel
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
-from hybrid_grpo.rewards.workers.pool import Outcome, busy_seconds
+from hybrid_grpo.rewards.workers.pool import busy_seconds
 
 
 class Rewards:
@@ -177,15 +177,15 @@ class Stream:
         self._completions: dict[int, Completion] = {}
         self._waiting: dict[tuple[str, int | None], list[int]] = defaultdict(list)
         """Rows of the next call, by function, and by prompt where a call takes a group."""
-        self._calls: dict[str, list[tuple[list[int], Future[Outcome]]]] = {name: [] for name in rewards.names}
-        """Calls of each function: their rows, and what came of them."""
+        self._calls: dict[str, list[tuple[list[int], Future[Reply]]]] = {name: [] for name in rewards.names}
+        """Calls of each function: their rows, and the replies to come."""
 
     def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for outcome in self._outcomes():
-            outcome.cancel()
+        for reply in self._replies():
+            reply.cancel()
 
     def add(self, prompt: int, sample: int, completion: Completion) -> None:
         """Take completion `sample` of prompt `prompt`. Never waits, and never raises what functions raise."""
@@ -214,10 +214,10 @@ class Stream:
     @property
     def seconds(self) -> float:
         """Seconds in which at least one of the finished calls was at work."""
-        return busy_seconds(o.result() for o in self._outcomes() if o.done() and not o.cancelled())
+        return busy_seconds(r.result() for r in self._replies() if r.done() and not r.cancelled())
 
-    def _outcomes(self) -> list[Future[Outcome]]:
-        return [outcome for calls in self._calls.values() for _, outcome in calls]
+    def _replies(self) -> list[Future[Reply]]:
+        return [reply for calls in self._calls.values() for _, reply in calls]
 
     def _start(self, reward: Reward, group: int | None) -> None:
         """Call a function with the rows that wait for it."""
@@ -243,8 +243,8 @@ class Stream:
         values: list[Value] = [None] * rows
         failures: list[Failure | None] = [None] * rows
         extra: dict[str, list[object]] = {}
-        for call_rows, outcome in self._calls[name]:
-            reply = self._wait(outcome, len(call_rows), until_s)
+        for call_rows, future in self._calls[name]:
+            reply = self._wait(future, len(call_rows), until_s)
             for index, row in enumerate(call_rows):
                 values[row], failures[row] = self._in_tokens(reply.values[index], reply.failures[index], row)
                 for column, stored in reply.extra.items():
@@ -261,11 +261,11 @@ class Stream:
         except ValueError as error:
             return None, Failure("invalid", f"returned steps that do not make up the text: {error}")
 
-    def _wait(self, outcome: Future[Outcome], rows: int, until_s: float) -> Reply:
+    def _wait(self, reply: Future[Reply], rows: int, until_s: float) -> Reply:
         try:
-            return outcome.result(max(0.0, until_s - time.perf_counter())).reply
+            return reply.result(max(0.0, until_s - time.perf_counter()))
         except FutureTimeout:
-            outcome.cancel()
+            reply.cancel()
             limit_s = self._rewards.scoring.max_wait_s
             why = f"was not done scoring.max_wait_s, {limit_s:g} s, after the last completion"
             return failed(Failure("timeout", why), rows)
