@@ -281,13 +281,9 @@ def _plain(value: Any) -> Any:
 
 
 def load_function(config: RewardConfig, entry: str) -> Function:
-    """Find the function of an entry of `rewards` and check its `kwargs` against its signature.
+    """Find the function of an entry of `rewards` and check its `kwargs`; `entry` names the entry in messages.
 
-    Args:
-        entry: names the entry in messages.
-
-    Raises:
-        UserError: the entry names nothing that can be imported and called, or its `kwargs` do not fit.
+    Raises UserError where the entry names nothing that can be imported and called, or where its `kwargs` do not fit.
     """
     found = config.function
     return bind(found if callable(found) else _find(found, f"{entry}.function {found}"), config, entry)

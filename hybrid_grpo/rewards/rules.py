@@ -36,10 +36,7 @@ def letters_in_place(
     """Share of positions at which the completion and the column `answer`, both stripped, have the same character.
 
     It is in [0, 1]. Positions are those of the longer of the two, so that writing on never gains. None where `answer`
-    is None.
-
-    Args:
-        steps: return a step for every character, rewarded by how much it changes the share: the sum is the same.
+    is None. With `steps` every character is a step, rewarded by how much it changes the share: the sum is the same.
     """
     rewards: list[float | list[tuple[str, float]] | None] = []
     for text, gold in zip(completion_texts(completions), answer, strict=True):
@@ -62,9 +59,6 @@ def format_regex(completions: Completions, *, pattern: str) -> list[float | None
 
     An example is `<think>.*?</think>\s*<answer>.*?</answer>`. A pattern with nested repetition, such as `(a+)+`, can
     take time exponential in the length of a completion.
-
-    Raises:
-        ValueError: `pattern` is not a regular expression.
     """
     try:
         compiled = re.compile(pattern, re.DOTALL)
@@ -91,9 +85,6 @@ def format_tags(
         partial: a completion that fails earns, in place of 0.0, half of the share of marks (`<think>`, `</think>`, ...)
             that it holds exactly once, so at most 0.5.
         opened: the chat template has already written the first opening tag, as those of reasoning models do.
-
-    Raises:
-        ValueError: `tags` is empty, or holds a name twice or one that is not of letters, digits, `_` and `-`.
     """
     if isinstance(tags, str) or not tags or len(set(tags)) < len(tags):
         raise ValueError(f"tags {tags!r} must be a list of different names, as in [think, answer]")
@@ -125,9 +116,6 @@ def repetition_penalty(completion_ids: list[list[int]], *, ngram: int = 3) -> li
     """Minus the share of a completion's n-grams that repeat an earlier one: 0.0 where none does, near -1.0 in a loop.
 
     An n-gram is a run of `ngram` tokens; a shorter completion repeats nothing.
-
-    Raises:
-        ValueError: `ngram` is below 1.
     """
     if ngram < 1:
         raise ValueError(f"ngram {ngram} must be 1 or greater")

@@ -35,10 +35,8 @@ from hybrid_grpo.rewards.workers.pool import busy_seconds
 class Rewards:
     """The reward functions of a run; their names differ.
 
-    Args:
-        rewards: the functions.
-        scoring: settings common to all functions. Default: those of `ScoringConfig`.
-        tokenizer: the policy's, to find at which tokens the steps of a text end. Default: all end with the completion.
+    The `tokenizer` is the policy's, to find at which tokens the steps of a text end; without one all steps end with the
+    completion.
     """
 
     def __init__(self, rewards: Sequence[Reward], scoring: ScoringConfig | None = None, tokenizer: Any = None) -> None:
@@ -66,13 +64,9 @@ class Rewards:
                 raise UserError(f"rewards: reward_model: {error}") from error
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Refuse a data set whose columns the functions cannot be called with.
+        """Refuse, by a UserError, a data set with whose columns beside the prompt the functions cannot be called.
 
-        Args:
-            columns: names of the columns beside the prompt.
-
-        Raises:
-            UserError: a column has the name of an input or of a fixed argument, or a needed column is missing.
+        A column may have the name of no input and of no fixed argument, and none that is needed may be missing.
         """
         for name in INPUTS:
             if name in columns:
@@ -97,14 +91,9 @@ class Rewards:
         return Stream(self, prompts, num_generations, step)
 
     def refuse_failures(self, scores: Scores, device: torch.device) -> None:
-        """Stop the run where a function failed on too many completions of all ranks together. Collective.
+        """Raise RunStopped, on all ranks alike, where a function failed on too many completions of all ranks together.
 
-        Args:
-            scores: of this rank's completions.
-            device: where ranks exchange their counts.
-
-        Raises:
-            RunStopped: on all ranks alike.
+        Collective: each rank gives the scores of its own completions, and the device on which counts are exchanged.
         """
         counts = [int((status_B >= RewardStatus.FAILED).sum()) for status_B in scores.status.values()]
         *failures, rows = all_reduce(torch.tensor([*counts, len(scores.reward_B)], device=device)).tolist()
@@ -120,16 +109,13 @@ class Rewards:
     def score(
         self, prompts: list[Prompt], completions: list[Completion], num_generations: int = 1, step: int = 0
     ) -> Scores:
-        """Score completions that have all been sampled.
+        """Score completions that have all been sampled; raises UserError as `check_columns` does.
 
         Args:
             prompts: [B], the prompt of every row.
             completions: [B]
             num_generations: number of rows of a group, for functions that look at a whole group.
             step: step of the run.
-
-        Raises:
-            UserError: see `check_columns`.
         """
         with self.stream(prompts[::num_generations], num_generations, step) as stream:
             for row, completion in enumerate(completions):
@@ -155,13 +141,7 @@ class Stream:
             ...  # call stream.add for every completion
             scores = stream.scores()
 
-    Leaving the block early, by an exception, cancels the calls under way.
-
-    Args:
-        rewards: the functions and their settings.
-        prompts: [P]; may be empty.
-        num_generations: G
-        step: step of the run.
+    Leaving the block early, by an exception, cancels the calls under way. The prompts, [P], may be none.
     """
 
     def __init__(self, rewards: Rewards, prompts: list[Prompt], num_generations: int, step: int) -> None:
@@ -281,7 +261,7 @@ def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list
     Args:
         replies: by name; steps by their ends in tokens.
         lengths: [B], tokens of the completions.
-        num_generations: G
+        num_generations: G, rows of a group.
     """
     failed_B = torch.tensor(
         [any(reply.failures[row] for reply in replies.values()) for row in range(len(lengths))], dtype=torch.bool

@@ -53,13 +53,8 @@ def multiple_choice(
     The last choice counts. The column `choices` limits the letters to those of the choices, and a completion that is
     the text of a choice chooses it. `B or C` chooses nothing.
 
-    Args:
-        answer: a letter, the index of a choice from 0, or the text of a choice (which needs `choices`). The function
-            does not apply where it is None.
-        choices: the texts of the choices of every row.
-
-    Raises:
-        ValueError: an answer is none of these.
+    An answer is a letter, the index of a choice from 0, or the text of a choice, which needs `choices`, the texts of
+    the choices of every row. The function does not apply where it is None, and raises ValueError for anything else.
     """
     texts = completion_texts(completions)
     rows = [None] * len(texts) if choices is None else choices
@@ -71,11 +66,7 @@ def multiple_choice(
 
 
 def choice_letter(answer: Any, choices: Sequence[Any] | None = None) -> str:
-    """The letter of a choice that is given by its letter, its index from 0, or its text.
-
-    Raises:
-        ValueError: `answer` is none of these.
-    """
+    """The letter of a choice that is given by its letter, its index from 0, or its text; else raises ValueError."""
     letters = _LETTERS if choices is None else _LETTERS[: len(choices)]
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
         return letters[answer]
@@ -110,13 +101,8 @@ def language_penalty(completions: Completions, *, scripts: Sequence[str] = ("lat
     A guard against reasoning that drifts into another language (the language consistency of DeepSeek-R1,
     arXiv:2501.12948, section 2.3.2, which counts words). Scripts are not languages: French in place of English goes
     unseen, and an alpha in an English proof is Greek (allow `greek`). Letters that Unicode assigns to no single script,
-    such as symbols of mathematics, do not count, nor do digits; a completion without letters has 0.0.
-
-    Args:
-        scripts: names of Unicode scripts, as in [han, hiragana, katakana] for Japanese.
-
-    Raises:
-        ValueError: `scripts` is empty or names a script that Unicode does not have.
+    such as symbols of mathematics, do not count, nor do digits; a completion without letters has 0.0. The `scripts` are
+    named as Unicode does, such as [han, hiragana, katakana] for Japanese.
     """
     if isinstance(scripts, str) or not scripts:
         raise ValueError(f"scripts {scripts!r} must be a list of names, as in [latin]")

@@ -43,11 +43,10 @@ class Settings:
 
 
 class RewardModel:
-    """A reward model and its tokenizer. Its configuration is checked here; `load` reads its weights.
+    """A reward model and its tokenizer. `load` reads its weights; its configuration is checked here.
 
-    Raises:
-        ValueError: there is no such model, it is no sequence classifier of one or two labels, it has no tokenizer, or
-            the settings do not suit it.
+    Raises ValueError where there is no such model, where it is no sequence classifier of one or two labels, where it
+    has no tokenizer, or where the settings do not suit it.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -73,11 +72,7 @@ class RewardModel:
         self._turn = threading.Lock()
 
     def load(self) -> None:
-        """Read the weights, unless they are loaded.
-
-        Raises:
-            ValueError: the weights do not load, or are not those of a sequence classifier.
-        """
+        """Read the weights, unless they are loaded; ValueError where they are not those of a sequence classifier."""
         from transformers import AutoModelForSequenceClassification as Classifier
 
         from hybrid_grpo.model.loading import load_weights
@@ -145,10 +140,9 @@ class RewardModel:
         """The scores of rows of tokens, [B]; see `reward_model`."""
         self.load()
         scores_B = [0.0] * len(ids_B)
+        budget = self.settings.batch_tokens or _BATCH_TOKENS[self._device.type]
         with self._turn, self._stream, torch.no_grad():
-            for rows in forwards(
-                [len(ids) for ids in ids_B], self.settings.batch_tokens or _BATCH_TOKENS[self._device.type]
-            ):
+            for rows in forwards([len(ids) for ids in ids_B], budget):
                 logits_bL = self._logits([ids_B[row] for row in rows]).float()
                 score_b = logits_bL[:, 0] if logits_bL.shape[1] == 1 else logits_bL[:, 1] - logits_bL[:, 0]
                 score_b = score_b.sigmoid() if self.settings.sigmoid else score_b
@@ -199,9 +193,6 @@ def reward_model(
         template: `chat` uses the model's chat template and takes a text prompt as the user's message; `text` joins
             prompt and completion, each message on a line; `auto` is `chat` for chat prompts and `text` for others.
         sigmoid: return the sigmoid of the score, for two labels the probability of the second.
-
-    Raises:
-        ValueError: see `RewardModel` and `RewardModel.tokens`.
     """
     held_model = _held(checked_settings(Settings, model, device, dtype, batch_tokens, max_tokens, template, sigmoid))
     texts = zip(prompts, completion_texts(completions), strict=True)

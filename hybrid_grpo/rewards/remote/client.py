@@ -74,8 +74,7 @@ async def remote(
         url, and the settings after it: see docs/rewards/remote.md. `columns` defaults to none with the format
             openrlhf, and to all with full, our own.
         log_extra: receives the lists in the answer's `extra_logs`.
-        log_metric, trainer_state: not used; named so that they are not taken for columns.
-        row_columns: the columns of the data set.
+        log_metric, trainer_state: not used; named so that they are not taken for columns of the data set.
 
     Raises:
         ValueError: a setting or a column cannot be used.

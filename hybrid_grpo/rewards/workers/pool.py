@@ -54,9 +54,6 @@ class Pool:
         entries: the isolated entries of `rewards`, each with its name in messages.
         workers: processes for functions that are not `async def`.
         memory_bytes: limit of what a process may allocate.
-
-    Raises:
-        UserError: a function cannot be imported, or its settings do not fit.
     """
 
     def __init__(self, entries: list[tuple[str, RewardConfig]], workers: int, memory_bytes: int) -> None:
@@ -155,13 +152,7 @@ class Workers:
         self._idle: list[Worker] = []
 
     async def score(self, index: int, timeout_s: float, call: RewardCall) -> Reply:
-        """Call a function as soon as a process is free.
-
-        Args:
-            index: of the function among the isolated ones.
-            timeout_s: seconds after which the call is given up, from when a process is free.
-            call: its arguments.
-        """
+        """Call the isolated function of this index; `timeout_s` counts from when a process is free."""
         async with self._slots:
             reply = await self._ask(index, timeout_s, call)
         if reply is None:
