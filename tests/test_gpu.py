@@ -196,7 +196,7 @@ def test_a_reward_model_scores_in_a_thread_while_graphs_are_captured(tmp_path):
     x = torch.ones(64, 64, device="cuda")
     expected = x @ x
     with ThreadPoolExecutor(1) as thread:
-        scores = thread.submit(reward_model, prompts, texts, model=model, batch_tokens=256)
+        scores = thread.submit(reward_model, prompts, texts, model=model, device="cuda", batch_tokens=256)
         while not scores.done():
             replay, result = graphs.on_cuda(lambda: x @ x)
             replay()

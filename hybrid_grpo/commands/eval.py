@@ -47,7 +47,7 @@ def evaluate(config: TrainConfig) -> dict[str, float]:
     if rank() == 0:
         print(f"model: {config.policy.model}", file=sys.stderr, flush=True)
     task = RunInputs.read(config)
-    task.rewards.load_models()
+    task.rewards.load_models(engine.Frozen)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()
     prompts = rank_share(task.eval_prompts, rank(), world_size())
     requests = [Request(prompt.token_ids, [0]) for prompt in prompts]

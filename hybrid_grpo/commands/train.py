@@ -42,7 +42,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     training = Run(parsed, {"batch": str(plan), "memory": estimated, **inputs.facts})
     if warning:
         training.say(f"WARNING: it may not fit: {warning}")
-    inputs.rewards.load_models()
+    inputs.rewards.load_models(engine.Frozen)
     policy = Policy(
         config.policy,
         config.engine,

@@ -147,8 +147,8 @@ class Interface:
     accepted: list[str] | None
     """Parameters that can be given by name; None where any can (**kwargs)."""
     is_async: bool
-    batch_size: int | Literal["group"]
-    """Completions of one call."""
+    batch_size: int | Literal["group", "all"]
+    """Completions of one call. `all`: all of a rank, possibly none, called by all ranks at the same time."""
     instead: dict[str, str] = field(default_factory=dict)
     """By required parameter, the column that can take its place."""
     settings: list[str] = field(default_factory=list)

@@ -57,6 +57,8 @@ def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None 
             if called == "inline":
                 # It judges each row by itself, so the number of rows of a call matters for speed only.
                 interface, caller = replace(interface, batch_size="group"), partial(call_inline, function.score)
+            elif model is not None and model.sharded:
+                interface, caller = replace(interface, batch_size="all"), partial(call_inline, model.reply)
             else:
                 caller = pool.threaded(function, config.timeout_s, _enter_gpu())
         rewards.append(Reward(reward_name(config), config.weight, frozenset(config.kwargs), interface, caller, model))

@@ -27,7 +27,7 @@ from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
 from hybrid_grpo.distributed import all_reduce
 from hybrid_grpo.rewards.functions import INPUTS, Failure, Inputs, Reply, RewardCall, Value, failed
 from hybrid_grpo.rewards.loading import Reward
-from hybrid_grpo.rewards.models.reward import RewardModel
+from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
 from hybrid_grpo.rewards.workers.pool import busy_seconds
 
@@ -55,11 +55,18 @@ class Rewards:
         """Models that functions hold in this process, each once."""
         return list({id(reward.model): reward.model for reward in self.functions if reward.model is not None}.values())
 
-    def load_models(self) -> None:
-        """Load the models that functions hold before their first calls would; UserError where one does not load."""
+    def load_models(self, shard: Shard | None = None) -> None:
+        """Load the models that functions hold, which otherwise happens in their first call. Collective.
+
+        Args:
+            shard: shards a model over the ranks. Default: no model is sharded.
+
+        Raises:
+            UserError: a model does not load.
+        """
         for model in self.models:
             try:
-                model.load()
+                model.load(shard)
             except ValueError as error:
                 raise UserError(f"rewards: reward_model: {error}") from error
 
@@ -180,11 +187,15 @@ class Stream:
                 self._start(reward, group)
 
     def scores(self) -> Scores:
-        """Wait for the functions, but no longer than `max_wait_s`; rows are in the order of prompts and samples."""
+        """Wait for the functions, but no longer than `max_wait_s`; rows are in the order of prompts and samples.
+
+        Collective where a function is, see `Interface.batch_size`.
+        """
         assert len(self._completions) == len(self._prompts) * self._num_generations, "a completion is missing"
         functions = self._rewards.functions
-        for reward in functions:
-            if self._waiting[reward.name, None]:
+        # Functions that all ranks call together come last: they return when they are done.
+        for reward in sorted(functions, key=lambda reward: reward.interface.batch_size == "all"):
+            if self._waiting[reward.name, None] or reward.interface.batch_size == "all":
                 self._start(reward, None)
         until_s = time.perf_counter() + self._rewards.scoring.max_wait_s
         replies = {name: self._reply(name, until_s) for name in self._rewards.names}

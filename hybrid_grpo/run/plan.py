@@ -171,8 +171,8 @@ class Plan:
 
     def reward_models(self, on_host: bool) -> Part:
         """Weights of the reward models that are to be on the host, or on the device."""
-        weights = sum(m.weight_bytes() for m in self.models if (m.settings.device == "cpu") == on_host)
-        return Part("reward models", weights, "rewards: kwargs dtype")
+        weights = sum(model.bytes_of(self.ranks) for model in self.models if model.on_host == on_host)
+        return Part("reward models", weights, "rewards: kwargs zero_stage 3 or dtype")
 
     def states(self) -> list[Part]:
         """Adam's states; with offloading also the gradients that it reads, and what is copied back."""

@@ -11,24 +11,52 @@ from typing import Any
 
 from rank_programs import build, main
 
+from hybrid_grpo import engine as engines
 from hybrid_grpo.config import RewardConfig, ScoringConfig
+from hybrid_grpo.data.batch import Completion, Prompt
+from hybrid_grpo.distributed import rank, world_size
 from hybrid_grpo.rewards.loading import load_rewards
+from hybrid_grpo.rewards.models.reward import reward_model
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.trainer import Trainer
 
+PROMPTS = [f"{'abcdefgh' * (k % 5)}{k}? " for k in range(40)]
 
-def rewards(folder: Path) -> Rewards:
+
+def rewards(folder: Path, zero_stage: int, **kwargs: Any) -> Rewards:
     """`exact_match`, which tells right from wrong, and the reward model."""
-    model = RewardConfig("reward_model", weight=0.5, kwargs={"model": str(folder / "rm")})
+    kwargs = {"model": str(folder / "rm"), "zero_stage": zero_stage, **kwargs}
+    model = RewardConfig("reward_model", weight=0.5, kwargs=kwargs)
     made = Rewards(load_rewards([RewardConfig("exact_match"), model], ScoringConfig()))
-    made.load_models()
+    made.load_models(engines.Frozen)
     return made
 
 
-def steps(folder: Path) -> dict[str, Any]:
+def unequal(folder: Path) -> dict[str, Any]:
+    """Sharded scores, and those of the same model alone; ranks have unequal rows, now and then none."""
+    engines.start()
+    sharded = rewards(folder, 3, batch_tokens=64)
+    rows = [Prompt(k, text, [1], {"answer": "b"}) for k, text in enumerate(PROMPTS)]
+    completions = [Completion([1], [0.0], "stop", "xyz"[: k % 4]) for k in range(40)]
+    shares = [range(0, 37), range(37, 40)]
+    seen: dict[str, Any] = {"sharded": [], "alone": [], "failed": []}
+    for first, last in (shares, shares[::-1], (range(0, 20), range(0)), (range(0), range(0))):
+        mine = list((first, last)[rank()] if world_size() > 1 else [*first, *last])
+        scores = sharded.score([rows[k] for k in mine], [completions[k] for k in mine])
+        seen["sharded"].append(scores.by_function["reward_model"].tolist())
+        texts = [completions[k].text for k in mine]
+        seen["alone"].append(reward_model([PROMPTS[k] for k in mine], texts, model=str(folder / "rm")))
+    # A row that fails on one rank leaves the others in step.
+    chat = replace(rows[0], text=[{"role": "user", "content": "a"}])
+    scores = sharded.score([chat if rank() else rows[0], rows[1]], completions[:2])
+    seen["failed"] = scores.reward_B.isnan().tolist()
+    return seen
+
+
+def steps(folder: Path, zero_stage: int) -> dict[str, Any]:
     """Two steps and an evaluation."""
     trainer: Trainer = build(folder)
-    trainer.inputs = replace(trainer.inputs, rewards=rewards(folder))
+    trainer.inputs = replace(trainer.inputs, rewards=rewards(folder, zero_stage))
     trainer.meter.__init__(trainer.inputs.rewards.names, [trainer.config.eval.name], trainer.device)  # type: ignore[misc]
     seen: dict[str, Any] = {"scores": [], "rewards": [], "metrics": []}
     for step in (1, 2):
@@ -41,6 +69,14 @@ def steps(folder: Path) -> dict[str, Any]:
     trainer.evaluate(0)
     seen["eval"] = trainer.meter.reduce()
     return seen
+
+
+def sharded(folder: Path) -> dict[str, Any]:
+    return steps(folder, 3)
+
+
+def alone(folder: Path) -> dict[str, Any]:
+    return steps(folder, 0)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ Score = Callable[[RewardCall], Coroutine[Any, Any, Reply]]
 
 
 def call_inline(score: Callable[[RewardCall], Reply], call: RewardCall) -> Future[Reply]:
-    """Call at once, in the thread that asks, without a time limit."""
+    """Call at once, in the thread that asks, without a time limit; what `score` raises ends the run."""
     start_s = time.perf_counter()
     reply = score(call)
     if reply.whole:

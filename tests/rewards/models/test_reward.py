@@ -25,6 +25,7 @@ from hybrid_grpo.run.hardware import Hardware
 from hybrid_grpo.run.plan import estimate
 
 PROMPTS = [f"{'abcdefgh' * (k % 4)}{k}? " for k in range(12)]
+SHARDED = {"zero_stage": 3}
 TEXTS = [f"{'xyz, ' * (k % 7)}{chr(97 + k)}{'.' * (k % 2)}" for k in range(12)]
 
 
@@ -158,7 +159,7 @@ def test_it_runs_in_a_thread_of_the_rank_or_in_processes_on_the_cpu(tmp_path):
 
 @pytest.mark.parametrize(
     "kwargs, on_device, on_host",
-    [({}, 4, 0), ({"dtype": "bfloat16"}, 2, 0), ({"device": "cpu"}, 0, 4)],
+    [({}, 4, 0), ({"dtype": "bfloat16"}, 2, 0), ({"device": "cpu"}, 0, 4), (SHARDED, 0, 2)],
 )
 def test_the_plan_counts_the_weights(tmp_path, kwargs, on_device, on_host):
     """Bytes of a parameter on two ranks."""
@@ -188,11 +189,14 @@ def test_settings_are_refused_before_weights_are_read(tmp_path):
     assert "template: Input should be 'auto', 'chat' or 'text'" in refusal(**good, template="jinja")
     assert "has no chat template: set template to text" in refusal(**good, template="chat")
     assert "dtype: Input should be 'auto', 'float32'" in refusal(**good, dtype="half")
+    assert "zero_stage: Input should be 0 or 3" in refusal(**good, zero_stage=2)
     assert "batch_tokens: Input should be greater than or equal to 1" in refusal(**good, batch_tokens=0)
     assert "max_tokens 129: model" in refusal(**good, max_tokens=129) and "128 positions" in refusal(
         **good, max_tokens=129
     )
-    assert "device: Input should be 'auto' or 'cpu'" in refusal(**good, device="gpu")
+    assert "device 'gpu' must be auto, cpu, cuda" in refusal(**good, device="gpu")
+    assert "leave device out" in refusal(**good, zero_stage=3, device="cpu")
+    assert "zero_stage 3 does not run float16" in refusal(**good, zero_stage=3, dtype="float16")
     assert "there is no such folder" in refusal(model=str(tmp_path / "none"))
     assert "model: Input should be a valid string" in refusal(model=[1])
 
@@ -216,3 +220,6 @@ def test_folders_that_hold_no_reward_model_are_refused(tmp_path):
     rewards = Rewards(load_rewards([RewardConfig("reward_model", kwargs={"model": str(language_model)})]))
     with pytest.raises(UserError, match=r"rewards: reward_model: model .* lacks 1 of the weights .* score.weight"):
         rewards.load_models()
+    sharded = {"model": str(make_reward_model(tmp_path / "good")), **SHARDED}
+    with pytest.raises(UserError, match="zero_stage 3 needs the ranks of a training run"):
+        Rewards(load_rewards([RewardConfig("reward_model", kwargs=sharded)])).load_models()

@@ -1,4 +1,4 @@
-"""A reward model in a run: the same rewards on one rank and on two."""
+"""A reward model that is sharded over ranks, and one on each of them, in the same run: the same rewards."""
 
 from __future__ import annotations
 
@@ -17,9 +17,27 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_a_run_has_the_same_rewards_on_one_rank_and_on_two(folder):
-    (one,) = ranks(1, "steps", folder, programs=PROGRAMS)
-    seen = ranks(2, "steps", folder, programs=PROGRAMS)
+@pytest.fixture(scope="module")
+def one(folder):
+    (seen,) = ranks(1, "alone", folder, programs=PROGRAMS)
+    return seen
+
+
+def test_sharded_scores_are_those_of_the_whole_model_whatever_rows_a_rank_has(folder):
+    seen = ranks(2, "unequal", folder, programs=PROGRAMS)
+    for call, counts in enumerate([(37, 3), (3, 37), (20, 0), (0, 0)]):
+        for rank in (0, 1):
+            ours, theirs = seen[rank]["sharded"][call], seen[rank]["alone"][call]
+            assert len(ours) == counts[rank]
+            assert ours == pytest.approx(theirs, abs=1e-5)
+    first = seen[0]["sharded"][0]
+    assert max(first) - min(first) > 0.5
+    assert [both["failed"] for both in seen] == [[False, False], [True, False]]
+
+
+@pytest.mark.parametrize("name, world", [("alone", 2), ("sharded", 1), ("sharded", 2)])
+def test_a_run_has_the_same_rewards_however_the_model_is_held(folder, one, name, world):
+    seen = ranks(world, name, folder, programs=PROGRAMS)
     for step in range(2):
         for what in ("scores", "rewards"):
             merged = [value for rank in seen for value in rank[what][step]]
