@@ -27,9 +27,9 @@ from hybrid_grpo.run.files import json_lines, reader_may_leave
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.batch import Rollout, Scores
-    from hybrid_grpo.rewards.functions import RewardCall
+    from hybrid_grpo.rewards.functions import Reply, RewardCall
     from hybrid_grpo.rewards.loading import Reward
-    from hybrid_grpo.rewards.workers.pool import Caller, Outcome
+    from hybrid_grpo.rewards.workers.pool import Caller
 
 COMMAND = "score FILE_OR_RUN"
 _ROWS = 256
@@ -139,9 +139,9 @@ class _RecordingCaller:
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
-        self.calls: list[Future[Outcome]] = []
+        self.calls: list[Future[Reply]] = []
 
-    def __call__(self, call: RewardCall) -> Future[Outcome]:
+    def __call__(self, call: RewardCall) -> Future[Reply]:
         """Call the function."""
         self.calls.append(self._caller(call))
         return self.calls[-1]
@@ -162,16 +162,16 @@ def _lines(rollout: Rollout, scores: Scores) -> list[Line]:
     ]
 
 
-def _summary(scores: Scores, name: str, calls: Sequence[Future[Outcome]]) -> dict[str, float]:
+def _summary(scores: Scores, name: str, calls: Sequence[Future[Reply]]) -> dict[str, float]:
     """What one function said about all completions, and how fast, by the labels that are shown."""
     from hybrid_grpo.data.batch import RewardStatus
     from hybrid_grpo.rewards.workers.pool import busy_seconds
 
     status_B, value_B = scores.status[name], scores.by_function[name]
     value_N = value_B[~value_B.isnan()]
-    outcomes = [call.result() for call in calls]
-    spans = [end_s - start_s for outcome in outcomes for start_s, end_s in outcome.spans]
-    busy_s = busy_seconds(outcomes) or math.nan
+    replies = [call.result() for call in calls]
+    spans = [end_s - start_s for reply in replies for start_s, end_s in reply.spans]
+    busy_s = busy_seconds(replies) or math.nan
     return {
         "scored": len(value_N),
         "does not apply": int((status_B == RewardStatus.NOT_APPLICABLE).sum()),

@@ -31,10 +31,8 @@ def countdown(
 
     The expression stands in the last `<answer> </answer>`, or, without one, is the whole completion; the part after a
     `=` is ignored. It consists of whole numbers, + - * / and parentheses, with every number of `nums` exactly once.
-    Values are exact fractions: 8 / (3 - 8 / 3) is 24. None where `target` is None.
-
-    Args:
-        use_all: False allows numbers to be left out.
+    Values are exact fractions: 8 / (3 - 8 / 3) is 24. None where `target` is None. With `use_all` False numbers may be
+    left out.
     """
     return [
         None if goal is None else float(_solves(_expression(text), Counter(numbers), goal, use_all))

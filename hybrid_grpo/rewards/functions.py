@@ -31,7 +31,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from pydantic import ValidationError
 
 from hybrid_grpo.config import RewardConfig, reward_name
 from hybrid_grpo.config.errors import UserError, did_you_mean
@@ -54,15 +56,11 @@ BUILTINS: dict[str, Builtin] = {
     "exact_match": Builtin("rules", "inline"),
     "numeric_answer": Builtin("maths.reward", "inline"),
     "format_regex": Builtin("rules"),
-    "length_penalty": Builtin("rules", "inline"),
     "repetition_penalty": Builtin("rules", "inline"),
     "letters_in_place": Builtin("rules", "inline"),
     "format_tags": Builtin("rules", "inline"),
     "multiple_choice": Builtin("text", "inline"),
     "language_penalty": Builtin("text", "inline"),
-    "word_repetition_penalty": Builtin("rules", "inline"),
-    "length_target": Builtin("rules", "inline"),
-    "cosine_length": Builtin("text"),
     "countdown": Builtin("countdown", "inline"),
     "math_answer": Builtin("maths.reward"),
     "reward_model": Builtin("models.reward", "thread"),
@@ -80,6 +78,7 @@ _LONGEST_TRACEBACK = 20_000  # characters
 _LARGEST = 1e15  # largest reward: gradients that are computed from it, and their squares, stay finite in float32
 _EXPECTED = f"a finite number (at most {_LARGEST:g} in size)"
 
+T = TypeVar("T")
 Inputs = dict[str, list[Any]]
 """Arguments of a function by name, each with one element per row."""
 TextStep = tuple[str, float]
@@ -130,6 +129,8 @@ class Reply:
     """The process has run out of memory: another process should make the next call."""
     whole: bool = False
     """The call failed as a whole: some of its rows may be without fault."""
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    """Start and end of each time that the function ran, by `time.perf_counter` of the rank."""
 
 
 def failed(failure: Failure, rows: int, *, spent: bool = False) -> Reply:
@@ -179,9 +180,7 @@ class Function:
         extra: dict[str, list[Any]] = {}
         try:
             result = self(call.inputs, _context(call, extra))
-            if inspect.isawaitable(result):
-                result = asyncio.run(_awaited(result))
-            return _checked_reply(result, call, extra)
+            return _checked_reply(asyncio.run(result) if inspect.iscoroutine(result) else result, call, extra)
         except BaseException as error:  # a SystemExit of the function is no reason to end the process
             return self._raised(error, call)
 
@@ -199,10 +198,6 @@ class Function:
         trace = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
         failure = Failure("raised", f"raised {describe(error, self.file)}", trace)
         return failed(failure, len(call.lengths), spent=isinstance(error, MemoryError))
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
 
 
 def _context(call: RewardCall, extra: dict[str, list[Any]]) -> dict[str, Any]:
@@ -286,13 +281,9 @@ def _plain(value: Any) -> Any:
 
 
 def load_function(config: RewardConfig, entry: str) -> Function:
-    """Find the function of an entry of `rewards` and check its `kwargs` against its signature.
+    """Find the function of an entry of `rewards` and check its `kwargs`; `entry` names the entry in messages.
 
-    Args:
-        entry: names the entry in messages.
-
-    Raises:
-        UserError: the entry names nothing that can be imported and called, or its `kwargs` do not fit.
+    Raises UserError where the entry names nothing that can be imported and called, or where its `kwargs` do not fit.
     """
     found = config.function
     return bind(found if callable(found) else _find(found, f"{entry}.function {found}"), config, entry)
@@ -371,12 +362,23 @@ def _called_by_row(
     return function
 
 
+def checked_settings(cls: Callable[..., T], *values: Any) -> T:
+    """A pydantic dataclass of the settings of a built-in; a ValueError names the field that has a wrong value."""
+    try:
+        return cls(*values)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = [*inspect.signature(cls).parameters][int(wrong["loc"][0])]
+        # Without the value, which may be a secret in the wrong place.
+        raise ValueError(f"{name}: {wrong['msg']}") from None
+
+
 def _check_builtin(function: Function, entry: str) -> None:
     """Check the settings of a built-in: a call with no rows does so, since it checks them before it looks at rows."""
     try:
         result = function({name: [] for name in function.interface.required})
-        if inspect.isawaitable(result):
-            asyncio.run(_awaited(result))
+        if inspect.iscoroutine(result):
+            asyncio.run(result)
     except Exception as error:
         raise UserError(f"{entry}.kwargs do not suit {function.name}: {describe(error, None)}") from error
 

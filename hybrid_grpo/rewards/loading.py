@@ -34,12 +34,9 @@ class Reward:
 
 
 def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None = None) -> list[Reward]:
-    """Find the function of every entry, and check its `kwargs` against its signature.
+    """Find the function of every entry and check its `kwargs`; raises UserError as `functions.load_function` does.
 
     Functions that run in worker processes are imported there, and not in this process.
-
-    Raises:
-        UserError: an entry names nothing that can be imported and called, or its `kwargs` do not fit.
     """
     scoring = scoring or ScoringConfig()
     entries = {f"rewards[{index}]": _by_name(config) for index, config in enumerate(configs)}
@@ -110,8 +107,7 @@ def _isolated(config: RewardConfig, entry: str) -> bool:
 
 def _workers() -> int:
     """One worker for each core of this rank, 2 to 8."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, max(2, cores // local_ranks()))
+    return min(8, max(2, len(os.sched_getaffinity(0)) // local_ranks()))
 
 
 def _enter_gpu() -> Callable[[], None]:

@@ -10,8 +10,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
-from hybrid_grpo.grpo.length import linear_penalty, overlong_penalty
-
 Completions = list[str] | list[list[dict[str, Any]]]
 """[B], texts; or, for chat prompts, lists that hold the assistant's message."""
 
@@ -38,10 +36,7 @@ def letters_in_place(
     """Share of positions at which the completion and the column `answer`, both stripped, have the same character.
 
     It is in [0, 1]. Positions are those of the longer of the two, so that writing on never gains. None where `answer`
-    is None.
-
-    Args:
-        steps: return a step for every character, rewarded by how much it changes the share: the sum is the same.
+    is None. With `steps` every character is a step, rewarded by how much it changes the share: the sum is the same.
     """
     rewards: list[float | list[tuple[str, float]] | None] = []
     for text, gold in zip(completion_texts(completions), answer, strict=True):
@@ -64,9 +59,6 @@ def format_regex(completions: Completions, *, pattern: str) -> list[float | None
 
     An example is `<think>.*?</think>\s*<answer>.*?</answer>`. A pattern with nested repetition, such as `(a+)+`, can
     take time exponential in the length of a completion.
-
-    Raises:
-        ValueError: `pattern` is not a regular expression.
     """
     try:
         compiled = re.compile(pattern, re.DOTALL)
@@ -93,9 +85,6 @@ def format_tags(
         partial: a completion that fails earns, in place of 0.0, half of the share of marks (`<think>`, `</think>`, ...)
             that it holds exactly once, so at most 0.5.
         opened: the chat template has already written the first opening tag, as those of reasoning models do.
-
-    Raises:
-        ValueError: `tags` is empty, or holds a name twice or one that is not of letters, digits, `_` and `-`.
     """
     if isinstance(tags, str) or not tags or len(set(tags)) < len(tags):
         raise ValueError(f"tags {tags!r} must be a list of different names, as in [think, answer]")
@@ -127,53 +116,7 @@ def repetition_penalty(completion_ids: list[list[int]], *, ngram: int = 3) -> li
     """Minus the share of a completion's n-grams that repeat an earlier one: 0.0 where none does, near -1.0 in a loop.
 
     An n-gram is a run of `ngram` tokens; a shorter completion repeats nothing.
-
-    Raises:
-        ValueError: `ngram` is below 1.
     """
-    return _repetition_penalties(completion_ids, ngram)
-
-
-def word_repetition_penalty(completions: Completions, *, ngram: int = 3) -> list[float | None]:
-    """Minus the share of a completion's runs of `ngram` words that repeat an earlier one; 0.0 where none does.
-
-    Yeo et al., arXiv:2502.03373. Words are what stands between white space, in lower case, so that the penalty does not
-    depend on the tokenizer as `repetition_penalty` does. Text without white space, as in Chinese, is one word: use
-    `repetition_penalty` there.
-
-    Raises:
-        ValueError: `ngram` is below 1.
-    """
-    return _repetition_penalties([text.lower().split() for text in completion_texts(completions)], ngram)
-
-
-def _repetition_penalties(rows: Sequence[Iterable[Hashable]], ngram: int) -> list[float | None]:
     if ngram < 1:
         raise ValueError(f"ngram {ngram} must be 1 or greater")
-    return [0.0 - repeated_share(items, ngram) for items in rows]
-
-
-def length_penalty(completion_ids: list[list[int]], *, max_length: int, buffer: int) -> list[float | None]:
-    """0.0 up to `max_length - buffer` tokens, falling linearly to -1.0 at `max_length`, and -1.0 beyond.
-
-    The soft overlong punishment of DAPO, arXiv:2503.14476, equation 13: L_max is `max_length`, L_cache is `buffer`.
-
-    Raises:
-        ValueError: not 0 < buffer <= max_length.
-    """
-    if not 0 < buffer <= max_length:
-        raise ValueError(f"buffer {buffer} must be above 0 and at most max_length {max_length}")
-    return list(overlong_penalty([len(ids) for ids in completion_ids], max_length, buffer, 1.0))
-
-
-def length_target(completion_ids: list[list[int]], *, target: int, tolerance: int = 0) -> list[float | None]:
-    """0.0 within `tolerance` tokens of `target`, falling linearly to -1.0 at `target` tokens beyond that.
-
-    L1's distance from a wanted length (Aggarwal and Welleck, arXiv:2503.04697, equation 1), as a share of `target`.
-
-    Raises:
-        ValueError: `target` is below 1 or `tolerance` below 0.
-    """
-    if target < 1 or tolerance < 0:
-        raise ValueError(f"target {target} must be 1 or greater, and tolerance {tolerance} 0 or greater")
-    return [linear_penalty(abs(len(ids) - target) - tolerance, target) for ids in completion_ids]
+    return [0.0 - repeated_share(ids, ngram) for ids in completion_ids]

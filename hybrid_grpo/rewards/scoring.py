@@ -29,16 +29,14 @@ from hybrid_grpo.rewards.functions import INPUTS, Failure, Inputs, Reply, Reward
 from hybrid_grpo.rewards.loading import Reward
 from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
-from hybrid_grpo.rewards.workers.pool import Outcome, busy_seconds
+from hybrid_grpo.rewards.workers.pool import busy_seconds
 
 
 class Rewards:
     """The reward functions of a run; their names differ.
 
-    Args:
-        rewards: the functions.
-        scoring: settings common to all functions. Default: those of `ScoringConfig`.
-        tokenizer: the policy's, to find at which tokens the steps of a text end. Default: all end with the completion.
+    The `tokenizer` is the policy's, to find at which tokens the steps of a text end; without one all steps end with the
+    completion.
     """
 
     def __init__(self, rewards: Sequence[Reward], scoring: ScoringConfig | None = None, tokenizer: Any = None) -> None:
@@ -73,13 +71,9 @@ class Rewards:
                 raise UserError(f"rewards: reward_model: {error}") from error
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Refuse a data set whose columns the functions cannot be called with.
+        """Refuse, by a UserError, a data set with whose columns beside the prompt the functions cannot be called.
 
-        Args:
-            columns: names of the columns beside the prompt.
-
-        Raises:
-            UserError: a column has the name of an input or of a fixed argument, or a needed column is missing.
+        A column may have the name of no input and of no fixed argument, and none that is needed may be missing.
         """
         for name in INPUTS:
             if name in columns:
@@ -104,14 +98,9 @@ class Rewards:
         return Stream(self, prompts, num_generations, step)
 
     def refuse_failures(self, scores: Scores, device: torch.device) -> None:
-        """Stop the run where a function failed on too many completions of all ranks together. Collective.
+        """Raise RunStopped, on all ranks alike, where a function failed on too many completions of all ranks together.
 
-        Args:
-            scores: of this rank's completions.
-            device: where ranks exchange their counts.
-
-        Raises:
-            RunStopped: on all ranks alike.
+        Collective: each rank gives the scores of its own completions, and the device on which counts are exchanged.
         """
         counts = [int((status_B >= RewardStatus.FAILED).sum()) for status_B in scores.status.values()]
         *failures, rows = all_reduce(torch.tensor([*counts, len(scores.reward_B)], device=device)).tolist()
@@ -127,16 +116,13 @@ class Rewards:
     def score(
         self, prompts: list[Prompt], completions: list[Completion], num_generations: int = 1, step: int = 0
     ) -> Scores:
-        """Score completions that have all been sampled.
+        """Score completions that have all been sampled; raises UserError as `check_columns` does.
 
         Args:
             prompts: [B], the prompt of every row.
             completions: [B]
             num_generations: number of rows of a group, for functions that look at a whole group.
             step: step of the run.
-
-        Raises:
-            UserError: see `check_columns`.
         """
         with self.stream(prompts[::num_generations], num_generations, step) as stream:
             for row, completion in enumerate(completions):
@@ -162,13 +148,7 @@ class Stream:
             ...  # call stream.add for every completion
             scores = stream.scores()
 
-    Leaving the block early, by an exception, cancels the calls under way.
-
-    Args:
-        rewards: the functions and their settings.
-        prompts: [P]; may be empty.
-        num_generations: G
-        step: step of the run.
+    Leaving the block early, by an exception, cancels the calls under way. The prompts, [P], may be none.
     """
 
     def __init__(self, rewards: Rewards, prompts: list[Prompt], num_generations: int, step: int) -> None:
@@ -184,15 +164,15 @@ class Stream:
         self._completions: dict[int, Completion] = {}
         self._waiting: dict[tuple[str, int | None], list[int]] = defaultdict(list)
         """Rows of the next call, by function, and by prompt where a call takes a group."""
-        self._calls: dict[str, list[tuple[list[int], Future[Outcome]]]] = {name: [] for name in rewards.names}
-        """Calls of each function: their rows, and what came of them."""
+        self._calls: dict[str, list[tuple[list[int], Future[Reply]]]] = {name: [] for name in rewards.names}
+        """Calls of each function: their rows, and the replies to come."""
 
     def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for outcome in self._outcomes():
-            outcome.cancel()
+        for reply in self._replies():
+            reply.cancel()
 
     def add(self, prompt: int, sample: int, completion: Completion) -> None:
         """Take completion `sample` of prompt `prompt`. Never waits, and never raises what functions raise."""
@@ -225,10 +205,10 @@ class Stream:
     @property
     def seconds(self) -> float:
         """Seconds in which at least one of the finished calls was at work."""
-        return busy_seconds(o.result() for o in self._outcomes() if o.done() and not o.cancelled())
+        return busy_seconds(r.result() for r in self._replies() if r.done() and not r.cancelled())
 
-    def _outcomes(self) -> list[Future[Outcome]]:
-        return [outcome for calls in self._calls.values() for _, outcome in calls]
+    def _replies(self) -> list[Future[Reply]]:
+        return [reply for calls in self._calls.values() for _, reply in calls]
 
     def _start(self, reward: Reward, group: int | None) -> None:
         """Call a function with the rows that wait for it."""
@@ -254,8 +234,8 @@ class Stream:
         values: list[Value] = [None] * rows
         failures: list[Failure | None] = [None] * rows
         extra: dict[str, list[object]] = {}
-        for call_rows, outcome in self._calls[name]:
-            reply = self._wait(outcome, len(call_rows), until_s)
+        for call_rows, future in self._calls[name]:
+            reply = self._wait(future, len(call_rows), until_s)
             for index, row in enumerate(call_rows):
                 values[row], failures[row] = self._in_tokens(reply.values[index], reply.failures[index], row)
                 for column, stored in reply.extra.items():
@@ -272,11 +252,11 @@ class Stream:
         except ValueError as error:
             return None, Failure("invalid", f"returned steps that do not make up the text: {error}")
 
-    def _wait(self, outcome: Future[Outcome], rows: int, until_s: float) -> Reply:
+    def _wait(self, reply: Future[Reply], rows: int, until_s: float) -> Reply:
         try:
-            return outcome.result(max(0.0, until_s - time.perf_counter())).reply
+            return reply.result(max(0.0, until_s - time.perf_counter()))
         except FutureTimeout:
-            outcome.cancel()
+            reply.cancel()
             limit_s = self._rewards.scoring.max_wait_s
             why = f"was not done scoring.max_wait_s, {limit_s:g} s, after the last completion"
             return failed(Failure("timeout", why), rows)
@@ -292,7 +272,7 @@ def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list
     Args:
         replies: by name; steps by their ends in tokens.
         lengths: [B], tokens of the completions.
-        num_generations: G
+        num_generations: G, rows of a group.
     """
     failed_B = torch.tensor(
         [any(reply.failures[row] for reply in replies.values()) for row in range(len(lengths))], dtype=torch.bool

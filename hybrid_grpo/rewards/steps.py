@@ -20,16 +20,9 @@ class TokenEnds:
         self._texts: dict[tuple[bool, tuple[int, ...]], str] = {}
 
     def __call__(self, token_ids: list[int], text: str) -> list[int]:
-        """For every token, the number of characters of the text up to its end; special tokens add none.
+        """For every token, [T], the number of characters up to its end in `text`, which the tokens were decoded to.
 
-        A character that is made of several tokens belongs to the last of them.
-
-        Args:
-            token_ids: [T]
-            text: the decoded tokens.
-
-        Returns:
-            [T]
+        Special tokens add no characters. A character that is made of several tokens belongs to the last of them.
         """
         lengths: list[int] = []
         run: list[int] = []
@@ -62,10 +55,8 @@ def token_steps(text_steps: list[TextStep], completion: Completion, token_ends: 
     """Steps given as texts, by their ends in tokens: a step ends with the token that has its last character.
 
     The rewards of steps that end with the same token are added up, and an empty step ends where the step before it
-    does. Without a tokenizer all steps end with the completion.
-
-    Raises:
-        ValueError: the texts do not follow each other from the beginning of the completion.
+    does. Without a tokenizer all steps end with the completion. Raises ValueError where the texts do not follow each
+    other from the beginning of the completion.
     """
     text, at = completion.text, 0
     rewards: dict[int, float] = {}

@@ -1,18 +1,16 @@
-r"""Built-in reward functions that read a completion: multiple choice, language, and right or wrong with a length.
+r"""Built-in reward functions that read a completion: multiple choice and language.
 
 The patterns take time linear in the length of the text: every repetition in a pattern is bounded, and none is nested.
 """
 
-import math
 import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
-from hybrid_grpo.rewards.maths.reward import math_answer, numeric_answer
-from hybrid_grpo.rewards.rules import Completions, completion_texts, exact_match
+from hybrid_grpo.rewards.rules import Completions, completion_texts
 
 _LETTERS = string.ascii_uppercase
 
@@ -55,13 +53,8 @@ def multiple_choice(
     The last choice counts. The column `choices` limits the letters to those of the choices, and a completion that is
     the text of a choice chooses it. `B or C` chooses nothing.
 
-    Args:
-        answer: a letter, the index of a choice from 0, or the text of a choice (which needs `choices`). The function
-            does not apply where it is None.
-        choices: the texts of the choices of every row.
-
-    Raises:
-        ValueError: an answer is none of these.
+    An answer is a letter, the index of a choice from 0, or the text of a choice, which needs `choices`, the texts of
+    the choices of every row. The function does not apply where it is None, and raises ValueError for anything else.
     """
     texts = completion_texts(completions)
     rows = [None] * len(texts) if choices is None else choices
@@ -73,11 +66,7 @@ def multiple_choice(
 
 
 def choice_letter(answer: Any, choices: Sequence[Any] | None = None) -> str:
-    """The letter of a choice that is given by its letter, its index from 0, or its text.
-
-    Raises:
-        ValueError: `answer` is none of these.
-    """
+    """The letter of a choice that is given by its letter, its index from 0, or its text; else raises ValueError."""
     letters = _LETTERS if choices is None else _LETTERS[: len(choices)]
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
         return letters[answer]
@@ -112,13 +101,8 @@ def language_penalty(completions: Completions, *, scripts: Sequence[str] = ("lat
     A guard against reasoning that drifts into another language (the language consistency of DeepSeek-R1,
     arXiv:2501.12948, section 2.3.2, which counts words). Scripts are not languages: French in place of English goes
     unseen, and an alpha in an English proof is Greek (allow `greek`). Letters that Unicode assigns to no single script,
-    such as symbols of mathematics, do not count, nor do digits; a completion without letters has 0.0.
-
-    Args:
-        scripts: names of Unicode scripts, as in [han, hiragana, katakana] for Japanese.
-
-    Raises:
-        ValueError: `scripts` is empty or names a script that Unicode does not have.
+    such as symbols of mathematics, do not count, nor do digits; a completion without letters has 0.0. The `scripts` are
+    named as Unicode does, such as [han, hiragana, katakana] for Japanese.
     """
     if isinstance(scripts, str) or not scripts:
         raise ValueError(f"scripts {scripts!r} must be a list of names, as in [latin]")
@@ -134,61 +118,3 @@ def language_penalty(completions: Completions, *, scripts: Sequence[str] = ("lat
         letters = letter.findall(text)
         penalties.append(sum(map(bool, map(wanted.match, letters))) / len(letters) - 1 if letters else 0.0)
     return penalties
-
-
-_JUDGES: dict[str, Callable[[Completions, list[Any]], list[float | None]]] = {
-    "exact_match": exact_match,
-    "numeric_answer": numeric_answer,
-    "math_answer": math_answer,
-    "multiple_choice": multiple_choice,
-}
-"""Built-ins that tell right from wrong by the column `answer`."""
-
-
-def cosine_length(
-    completions: Completions,
-    completion_ids: list[list[int]],
-    answer: list[Any],
-    *,
-    max_length: int,
-    judge: str = "math_answer",
-    right: Sequence[float] = (1.0, 0.5),
-    wrong: Sequence[float] = (-1.0, -0.5),
-    exceeded: float | None = None,
-) -> list[float | None]:
-    """A reward for right or wrong that depends on the length: short is best if right, long is best if wrong.
-
-    The cosine reward of Yeo et al., arXiv:2502.03373: with L tokens of at most `max_length` it goes from the first to
-    the second of two values a, b as b + (a - b) (1 + cos(pi L / max_length)) / 2. It takes the place of the reward that
-    judges, which should not be configured beside it. A right completion earns at least the smaller value of `right`:
-    set eval.threshold to that.
-
-    Args:
-        judge: the built-in that says right (1.0) or wrong from `answer`: exact_match, numeric_answer, math_answer or
-            multiple_choice. Where it does not apply, neither does this function.
-        right: value at 0 tokens and at `max_length`; the paper has 2 and 1.
-        wrong: the same for wrong completions; the paper has -10 and 0.
-        exceeded: value of completions of `max_length` tokens and more, right or wrong (-10 in the paper). Default: they
-            earn the second value.
-
-    Raises:
-        ValueError: `max_length` is below 1, `judge` is none of these, or `right` or `wrong` is not two numbers.
-    """
-    if max_length < 1:
-        raise ValueError(f"max_length {max_length} must be 1 or greater")
-    if judge not in _JUDGES:
-        raise ValueError(f"judge {judge!r} must be one of {', '.join(_JUDGES)}")
-    for name, pair in (("right", right), ("wrong", wrong)):
-        if len(pair) != 2 or not all(isinstance(value, int | float) for value in pair):
-            raise ValueError(f"{name} {pair!r} must be two numbers, for 0 and for max_length tokens")
-    rewards: list[float | None] = []
-    for verdict, ids in zip(_JUDGES[judge](completions, answer), completion_ids, strict=True):
-        if verdict is None:
-            rewards.append(None)
-        elif exceeded is not None and len(ids) >= max_length:
-            rewards.append(exceeded)
-        else:
-            short, long = right if verdict >= 1.0 else wrong
-            progress = min(len(ids) / max_length, 1.0)
-            rewards.append(long + (short - long) * (1 + math.cos(math.pi * progress)) / 2)
-    return rewards

@@ -212,7 +212,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "grpo": {"overlong_buffer": 3, "scale_rewards": "batch"},
         "rewards": [
             {"function": "mine.py:early"},
-            {"function": "length_penalty", "weight": 0.25, "kwargs": {"max_length": 8, "buffer": 4}},
+            {"function": "repetition_penalty", "weight": 0.25, "kwargs": {"ngram": 1}},
         ],
         "eval": {"threshold": 0.5},
     }
@@ -229,7 +229,7 @@ def run_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_the_runs_own_rewards_say_again_what_they_said(run_there: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the run's tokens: the length penalty depends on their number."""
+    """With the run's tokens: the repetition penalty is made of them."""
     run = run_there / "runs" / "run"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert main(["score", "runs/run"]) == 0

@@ -58,10 +58,10 @@ def test_a_later_file_overrides_setting_by_setting(user: User) -> None:
 
 
 def test_later_rewards_replace_earlier_ones_whole(user: User) -> None:
-    """Merged entry by entry, a length penalty took over the keyword arguments of the exact match before it."""
+    """Merged entry by entry, a repetition penalty took over the keyword arguments of the exact match before it."""
     recipe = "rewards: [{function: exact_match, weight: 3.0, name: em, kwargs: {answer_column: gold}}]"
-    config = user.parse("--rewards", "[{function: length_penalty}]", yaml=recipe)
-    assert config.rewards == [RewardConfig("length_penalty", 1.0, None, {})]
+    config = user.parse("--rewards", "[{function: repetition_penalty}]", yaml=recipe)
+    assert config.rewards == [RewardConfig("repetition_penalty", 1.0, None, {})]
     message = user.refused("--rewards", "[{weight: 2}]", yaml=recipe)
     assert "rewards[0].function is not set" in message
 

@@ -11,12 +11,9 @@ from hybrid_grpo.rewards.rules import (
     exact_match,
     format_regex,
     format_tags,
-    length_penalty,
-    length_target,
     letters_in_place,
     repeated_share,
     repetition_penalty,
-    word_repetition_penalty,
 )
 
 
@@ -83,16 +80,6 @@ def test_format_regex_matches_the_whole_over_lines() -> None:
     good = "<think>a\nb</think>\n<answer>c</answer>"
     assert format_regex([good, good + ".", "x" + good, ""], pattern=pattern) == [1.0, 0.0, 0.0, 0.0]
     assert format_regex(chats(good), pattern=pattern) == [1.0]
-
-
-def test_length_penalty_is_equation_13_of_dapo() -> None:
-    lengths = [0, 16, 17, 18, 20, 21, 100]
-    penalties = length_penalty([[7] * n for n in lengths], max_length=20, buffer=4)
-    assert penalties == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0, -1.0]
-    assert math.copysign(1, penalties[0]) == 1
-    for buffer in (0, 21, -1):
-        with pytest.raises(ValueError, match="buffer"):
-            length_penalty([], max_length=20, buffer=buffer)
 
 
 def test_repeated_share_counts_runs_of_anything() -> None:
@@ -177,27 +164,8 @@ def test_format_tags_refuses_what_are_no_tags(tags: object) -> None:
         format_tags([], tags=tags)
 
 
-def test_word_repetition_penalty_counts_words() -> None:
-    # Of 7 runs of three words 3 differ.
-    assert word_repetition_penalty(["a b c a B  c\na b c", "a b", ""]) == [pytest.approx(3 / 7 - 1), 0.0, 0.0]
-    assert word_repetition_penalty(["a a a a"], ngram=1) == [-0.75]
-    with pytest.raises(ValueError, match="ngram 0"):
-        word_repetition_penalty([], ngram=0)
-
-
-def test_length_target() -> None:
-    ids = [[0] * length for length in (0, 50, 90, 100, 110, 160, 400)]
-    assert length_target(ids, target=100) == pytest.approx([-1, -0.5, -0.1, 0, -0.1, -0.6, -1])
-    assert length_target(ids, target=100, tolerance=10) == pytest.approx([-0.9, -0.4, 0, 0, 0, -0.5, -1])
-    with pytest.raises(ValueError, match="target 0"):
-        length_target([], target=0)
-
-
 def test_every_builtin_takes_its_settings_by_keyword_and_says_what_it_does() -> None:
-    named = {
-        *(exact_match, letters_in_place, format_regex, format_tags, repetition_penalty, word_repetition_penalty),
-        *(length_penalty, length_target),
-    }
+    named = {exact_match, letters_in_place, format_regex, format_tags, repetition_penalty}
     rules = {name for name, builtin in BUILTINS.items() if builtin.module == "rules"}
     assert {f.__name__ for f in named} == rules
     for function in named:

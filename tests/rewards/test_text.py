@@ -1,13 +1,12 @@
 """Multiple choice, language, the cosine of the length and the numbers game; and that rules take linear time."""
 
-import math
 import time
 
 import pytest
 
 from hybrid_grpo.rewards.countdown import countdown, evaluate
-from hybrid_grpo.rewards.rules import format_tags, word_repetition_penalty
-from hybrid_grpo.rewards.text import cosine_length, language_penalty, multiple_choice
+from hybrid_grpo.rewards.rules import format_tags
+from hybrid_grpo.rewards.text import language_penalty, multiple_choice
 
 
 def chats(*texts: str) -> list:
@@ -70,27 +69,6 @@ def test_language_penalty_is_the_share_of_letters_of_other_scripts() -> None:
             language_penalty([], scripts=scripts)
 
 
-def test_cosine_length_is_the_paper_s() -> None:
-    """Equations of arXiv:2502.03373: CosFn(t, T, lo, hi) = lo + (hi - lo) (1 + cos(t pi / T)) / 2."""
-    lengths = [0, 25, 50, 100, 130]
-    ids = [[0] * length for length in lengths]
-    settings = {"max_length": 100, "judge": "numeric_answer", "right": [2, 1], "wrong": [-10, 0]}
-    right = [1 + 0.5 * (1 + math.cos(min(length, 100) / 100 * math.pi)) for length in lengths]
-    wrong = [-10 * 0.5 * (1 + math.cos(min(length, 100) / 100 * math.pi)) for length in lengths]
-    assert cosine_length(["#### 1"] * 5, ids, [1] * 5, **settings) == pytest.approx(right)
-    assert cosine_length(["#### 2"] * 5, ids, [1] * 5, **settings) == pytest.approx(wrong)
-    assert cosine_length(["#### 1"] * 5, ids, [1] * 5, exceeded=-10.0, **settings)[2:] == [1.5, -10.0, -10.0]
-    assert cosine_length(["#### 1"], [[]], [None], **settings) == [None]
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"max_length": 0}, {"judge": "length_target"}, {"right": [1]}, {"wrong": ["a", "b"]}]
-)
-def test_cosine_length_refuses_settings(wrong: dict) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        cosine_length([], [], [], **{"max_length": 10, "judge": "exact_match", **wrong})
-
-
 @pytest.mark.parametrize(
     "expression, value",
     [
@@ -147,7 +125,7 @@ def test_countdown_may_leave_numbers_out() -> None:
 def test_rules_take_linear_time(before: str, text: str) -> None:
     long = before + text * (100_000 // len(text))
     start = time.process_time()
-    for rule in (format_tags, language_penalty, word_repetition_penalty):
+    for rule in (format_tags, language_penalty):
         rule([long])
     multiple_choice([long], ["A"], [["x", "y"]])
     countdown([long], [[1]], [1])

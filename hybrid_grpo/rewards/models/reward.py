@@ -7,25 +7,23 @@ written and tokenized by the model's own tokenizer, whatever the policy's is.
 This module knows no engine: the caller gives the function that shards a model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
 import re
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal
 
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from hybrid_grpo.config.fields import Count, Switch, Text
 from hybrid_grpo.config.importing import describe
-from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall
+from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall, checked_settings
 from hybrid_grpo.rewards.rules import Completions, completion_texts
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 Template = Literal["auto", "chat", "text"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -42,43 +40,23 @@ _BATCH_TOKENS = {"cuda": 16384, "cpu": 2048}
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of `reward_model`.
+    """Settings of `reward_model`."""
 
-    Raises:
-        ValueError: a setting has a value that it cannot have with any model.
-    """
-
-    model: str
+    model: Text
     device: str
     dtype: Dtype
-    batch_tokens: int | None
-    max_tokens: int | None
+    batch_tokens: Count | None
+    max_tokens: Count | None
     template: Template
-    sigmoid: bool
+    sigmoid: Switch
     zero_stage: Literal[0, 3]
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.model, str):
-            raise ValueError(f"model {self.model!r} must be a folder or a hub name")
-        for name, choices in (("dtype", get_args(Dtype)), ("template", get_args(Template)), ("zero_stage", (0, 3))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} {getattr(self, name)!r} must be one of {', '.join(map(str, choices))}")
-        for name in ("batch_tokens", "max_tokens"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value >= 1):
-                raise ValueError(f"{name} {value!r} must be 1 or greater")
-        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ValueError(f"device {self.device!r} must be auto, cpu, cuda or cuda:NUMBER")
-        if self.zero_stage == 3 and self.device != "auto":
-            raise ValueError("zero_stage 3 shards the model over the devices of all ranks: leave device out")
 
 
 class RewardModel:
-    """A reward model and its tokenizer. Its configuration is checked here; `load` reads its weights.
+    """A reward model and its tokenizer. `load` reads its weights; its configuration is checked here.
 
-    Raises:
-        ValueError: there is no such model, it is no sequence classifier of one or two labels, it has no tokenizer, or
-            the settings do not suit it.
+    Raises ValueError where there is no such model, where it is no sequence classifier of one or two labels, where it
+    has no tokenizer, or where the settings do not suit it.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -92,7 +70,9 @@ class RewardModel:
         self._max_tokens = _max_tokens(settings, self._config, self._tokenizer)
         if settings.template == "chat" and self._tokenizer.chat_template is None:
             raise ValueError(f"template chat: model {settings.model} has no chat template: set template to text")
-        self._device: Any = None if settings.zero_stage == 3 else _device(settings.device)
+        if self.sharded and settings.device != "auto":
+            raise ValueError("zero_stage 3 shards the model over the devices of all ranks: leave device out")
+        self._device: Any = None if self.sharded else _device(settings.device)
         self._forward: Any = None
         self._classifier: Any = None
         self._pad_id: int | None = None
@@ -116,8 +96,6 @@ class RewardModel:
         Raises:
             ValueError: the weights do not load, or are not those of a sequence classifier.
         """
-        import torch
-
         with self._turn:
             if self._forward is not None:
                 return
@@ -134,7 +112,6 @@ class RewardModel:
                 self._stream = torch.cuda.stream(torch.cuda.Stream(self._device))
 
     def _read(self) -> Any:
-        import torch
         from transformers import AutoModelForSequenceClassification
 
         from hybrid_grpo.model.loading import load_weights
@@ -150,7 +127,6 @@ class RewardModel:
 
     def bytes_of(self, ranks: int) -> int:
         """Bytes of the weights on each rank, computed from the model's configuration."""
-        import torch
         from transformers import AutoModelForSequenceClassification
 
         with torch.device("meta"):
@@ -207,8 +183,6 @@ class RewardModel:
         Returns:
             [B], see `reward_model`.
         """
-        import torch
-
         from hybrid_grpo.distributed import all_reduce
 
         self.load()
@@ -229,8 +203,6 @@ class RewardModel:
 
     def _logits(self, ids_b: list[list[int]]) -> Tensor:
         """One forward of rows of tokens, padded on the right; [b, labels]."""
-        import torch
-
         # Decoders read the score at the last token whose id is not that of padding. A model without a padding token
         # reads it at the last token of a text; here it is given a padding token that no text of the batch ends in.
         if self._pad_id is None:
@@ -299,8 +271,8 @@ def reward_model(
     Raises:
         ValueError: see `RewardModel` and `RewardModel.tokens`.
     """
-    settings = Settings(model, device, dtype, batch_tokens, max_tokens, template, sigmoid, zero_stage)
-    held_model = _held(settings)
+    settings = (model, device, dtype, batch_tokens, max_tokens, template, sigmoid, zero_stage)
+    held_model = _held(checked_settings(Settings, *settings))
     texts = zip(prompts, completion_texts(completions), strict=True)
     tokens = [held_model.tokens(prompt, completion) for prompt, completion in texts]
     if log_extra is not None and any(cut for _, cut in tokens):
@@ -377,8 +349,8 @@ def _max_tokens(settings: Settings, config: Any, tokenizer: Any) -> int | None:
 
 
 def _device(name: str) -> torch.device:
-    import torch
-
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device {name!r} must be auto, cpu, cuda or cuda:NUMBER")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -15,11 +15,8 @@ import math
 import random
 import re
 import ssl
-import time
 import weakref
 from collections.abc import Callable
-from email.utils import parsedate_to_datetime
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -29,6 +26,7 @@ from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.fields import Count, NotNegative, Positive, Switch, Whole
 from hybrid_grpo.config.network import bearer_token, is_loopback
+from hybrid_grpo.rewards.functions import checked_settings
 from hybrid_grpo.rewards.rules import completion_texts
 
 for _library in ("httpx", "httpcore"):
@@ -60,14 +58,15 @@ async def remote(
     timeout_s: float = 10.0,
     retries: int = 4,
     backoff_s: float = 0.5,
-    verify: bool | str = True,
     max_connections: int = 32,
     log_extra: Callable[[str, list[Any]], None] | None = None,
     log_metric: object = None,
     trainer_state: object = None,
     **row_columns: list[Any],
 ) -> list[float | None]:
-    """Ask a service for the rewards of B completions, in one request.
+    """The rewards that a service gives B completions, asked in one request.
+
+    None is returned where the service says null, NaN where it says null and gives an error for the row (service.py).
 
     Args:
         prompts, completions: [B], text or chat messages.
@@ -75,24 +74,14 @@ async def remote(
         url, and the settings after it: see docs/rewards/remote.md. `columns` defaults to none with the format
             openrlhf, and to all with full, our own.
         log_extra: receives the lists in the answer's `extra_logs`.
-        log_metric, trainer_state: not used; named so that they are not taken for columns.
-        row_columns: the columns of the data set.
-
-    Returns:
-        [B]; None where the service says null, NaN where it says null and gives an error for the row (see service.py).
+        log_metric, trainer_state: not used; named so that they are not taken for columns of the data set.
 
     Raises:
         ValueError: a setting or a column cannot be used.
         RuntimeError: no usable answer came, or the service failed on every row.
     """
-    try:
-        service = _Service(url, token_env, timeout_s, retries, backoff_s, verify, max_connections)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        # Without the value, which may be a secret in the wrong place.
-        raise ValueError(f"{[*_Service.__dataclass_fields__][int(wrong['loc'][0])]}: {wrong['msg']}") from None
-    if format not in ("openrlhf", "full"):
-        raise ValueError(f"format {format!r} is not known: give openrlhf or full")
+    settings = (url, format, token_env, timeout_s, retries, backoff_s, max_connections)
+    service: _Service = checked_settings(_Service, *settings)
     if not prompts:
         service.check()
         return []
@@ -155,11 +144,11 @@ class _Service:
     """The settings of a client."""
 
     url: str
+    format: Literal["openrlhf", "full"]
     token_env: str | None
     timeout_s: Positive
     retries: Whole
     backoff_s: NotNegative
-    verify: bool | str
     max_connections: Count
 
     def check(self) -> None:
@@ -176,19 +165,6 @@ class _Service:
             bearer_token("token_env", self.token_env)
             if url.scheme == "http" and not is_loopback(url.host):
                 raise ValueError(f"url is plain http to {url.host}, where the token could be read: use https")
-        if self.verify is not True and not (isinstance(self.verify, str) and Path(self.verify).is_file()):
-            raise ValueError(f"verify {self.verify!r} must be true, or a file of certificates to trust")
-        _trust(self.verify)
-
-
-@functools.cache
-def _trust(verify: bool | str) -> ssl.SSLContext | bool:
-    if not isinstance(verify, str):
-        return verify
-    try:
-        return ssl.create_default_context(cafile=verify)
-    except ssl.SSLError:
-        raise ValueError(f"verify {verify} has no certificates in PEM") from None
 
 
 class _AttemptError(Exception):
@@ -209,7 +185,7 @@ class _Client:
         self._turns = asyncio.Semaphore(service.max_connections)
         self._http = httpx.AsyncClient(
             auth=self._sign if service.token_env else None,
-            verify=_trust(service.verify),
+            verify=httpx.create_ssl_context(),  # heeds the environment variable SSL_CERT_FILE
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=service.max_connections),
             timeout=None,  # `_attempt` has one for the whole
             follow_redirects=False,
@@ -289,8 +265,8 @@ def _broken(error: httpx.HTTPError) -> _AttemptError:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):
-            what = f"has a certificate that is not trusted ({cause.verify_message}): give its authority in `verify`"
-            return _AttemptError(what, again=False)
+            what = f"has a certificate that is not trusted ({cause.verify_message})"
+            return _AttemptError(f"{what}: let SSL_CERT_FILE name a file with its authority", again=False)
         cause = cause.__cause__ or cause.__context__
     what = "could not be reached" if isinstance(error, httpx.ConnectError) else "broke the connection"
     return _AttemptError(f"{what} ({type(error).__name__}: {error})")
@@ -302,18 +278,9 @@ def _refused(response: httpx.Response) -> _AttemptError:
         target = response.headers.get("Location", "").partition("?")[0]
         return _AttemptError(f"redirects to {target[:200]!r}, which is not followed: give the final url", again=False)
     what = f"answered {status} {response.reason_phrase[:100]}".rstrip()
-    after_s = _seconds(response.headers.get("Retry-After", ""))
+    after = response.headers.get("Retry-After", "")
+    after_s = float(after) if re.fullmatch(r"[0-9]{1,9}", after) else 0.0
     return _AttemptError(what, again=status >= 500 or status in _TEMPORARY, after_s=after_s)
-
-
-def _seconds(retry_after: str) -> float:
-    """Seconds to wait by the header Retry-After, which has seconds or a date; 0 for anything else."""
-    if re.fullmatch(r"[0-9]{1,9}", retry_after):
-        return float(retry_after)
-    try:
-        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except (ValueError, TypeError, OverflowError):
-        return 0.0
 
 
 def _read(text: str, rows: int) -> tuple[list[float | None], dict[str, list[Any]]]:

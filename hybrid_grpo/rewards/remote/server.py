@@ -56,11 +56,7 @@ def application(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections at this address.
-
-    Raises:
-        OSError: the address cannot be listened at.
-    """
+    """A socket that takes connections at this address; raises OSError where that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=_MOST_CONNECTIONS)
 
@@ -74,8 +70,7 @@ def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM; requests that are being answered then have ten seconds more.
 
-    Args:
-        announce: called as soon as a signal would end the server as it should.
+    `announce` is called as soon as a signal would end the server as it should.
     """
     settings = uvicorn.Config(
         app,

@@ -31,10 +31,7 @@ _MOST_ROWS = 10_000
 class RewardService:
     """Answers questions; several threads may ask at the same time.
 
-    Args:
-        rewards: the functions.
-        config: names of columns.
-        needs_ids: names of the functions that need `completion_ids`.
+    The functions that `needs_ids` names need `completion_ids`.
     """
 
     def __init__(self, rewards: Rewards, config: ServeOptionsConfig, needs_ids: list[str]) -> None:
@@ -43,11 +40,7 @@ class RewardService:
         self._needs_ids = needs_ids
 
     def answer(self, question: Any) -> dict[str, Any]:
-        """Score the rows of a question.
-
-        Raises:
-            HTTPException: the question has neither format, or lacks what a function needs.
-        """
+        """Score the rows of a question; an HTTPException says what is wrong with the question."""
         columns = _columns(question)
         if "completions" in columns:
             texts = _texts(columns, "completions")

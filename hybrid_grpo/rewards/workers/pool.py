@@ -1,7 +1,6 @@
 """Calling reward functions without ever waiting for them longer than they may take.
 
-    call_inline    at once, in the thread that asks: built-ins that are fast and cannot hang, and models that are
-                   sharded over the ranks, which all ranks call at the same time
+    call_inline    at once, in the thread that asks: built-ins that are fast and cannot hang
     Threads        in a thread of the rank, one call at a time: functions that hold a GPU
     Workers        in worker processes, as many calls at the same time as there are processes
     Tasks          `async def` functions: many calls at the same time in one worker process
@@ -18,7 +17,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,29 +31,19 @@ _ASYNC_CALLS = 64
 _ASYNC_GRACE_SECONDS = 2.0  # a worker cancels slow coroutines itself, unless one of them blocks its event loop
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a call."""
-
-    reply: Reply
-    spans: list[tuple[float, float]]
-    """Start and end of each time that the function ran, by `time.perf_counter`."""
-
-
-Caller = Callable[[RewardCall], "Future[Outcome]"]
-"""One way to call a function; it neither waits nor raises, but for `call_inline`."""
+Caller = Callable[[RewardCall], "Future[Reply]"]
+"""One way to call a function; it never raises, and only `call_inline` waits."""
 Score = Callable[[RewardCall], Coroutine[Any, Any, Reply]]
 
 
-def call_inline(score: Callable[[RewardCall], Reply], call: RewardCall) -> Future[Outcome]:
+def call_inline(score: Callable[[RewardCall], Reply], call: RewardCall) -> Future[Reply]:
     """Call at once, in the thread that asks, without a time limit; what `score` raises ends the run."""
     start_s = time.perf_counter()
     reply = score(call)
-    end_s = time.perf_counter()
     if reply.whole:
         reply = joined([score(row) for row in _single_rows(call)])
-    done: Future[Outcome] = Future()
-    done.set_result(Outcome(reply, [(start_s, end_s)]))
+    done: Future[Reply] = Future()
+    done.set_result(replace(reply, spans=[(start_s, time.perf_counter())]))
     return done
 
 
@@ -65,9 +54,6 @@ class Pool:
         entries: the isolated entries of `rewards`, each with its name in messages.
         workers: processes for functions that are not `async def`.
         memory_bytes: limit of what a process may allocate.
-
-    Raises:
-        UserError: a function cannot be imported, or its settings do not fit.
     """
 
     def __init__(self, entries: list[tuple[str, RewardConfig]], workers: int, memory_bytes: int) -> None:
@@ -91,19 +77,19 @@ class Pool:
         score = partial(Threads(enter).score, function, timeout_s)
         return partial(self._start, score, function.interface.batch_size != "group")
 
-    def _start(self, score: Score, splits: bool, call: RewardCall) -> Future[Outcome]:
+    def _start(self, score: Score, splits: bool, call: RewardCall) -> Future[Reply]:
         # The coroutine does not hold the pool, which ends when nothing but calls under way would need it.
-        return asyncio.run_coroutine_threadsafe(_outcome(score, splits, call), self._loop)
+        return asyncio.run_coroutine_threadsafe(_replied(score, splits, call), self._loop)
 
     def close(self) -> None:
         """End the loop and all processes. This also happens by itself when the pool is no longer used."""
         self._finalizer()
 
 
-def busy_seconds(outcomes: Iterable[Outcome]) -> float:
+def busy_seconds(replies: Iterable[Reply]) -> float:
     """Seconds in which at least one call ran: calls overlap."""
     total, until = 0.0, float("-inf")
-    for start_s, end_s in sorted(span for outcome in outcomes for span in outcome.spans):
+    for start_s, end_s in sorted(span for reply in replies for span in reply.spans):
         total += max(0.0, end_s - max(start_s, until))
         until = max(until, end_s)
     return total
@@ -119,6 +105,7 @@ def joined(replies: Sequence[Reply]) -> Reply:
         [value for reply in replies for value in reply.values],
         [failure for reply in replies for failure in reply.failures],
         extra,
+        spans=[span for reply in replies for span in reply.spans],
     )
 
 
@@ -126,9 +113,8 @@ def _single_rows(call: RewardCall) -> list[RewardCall]:
     return [call.rows([row]) for row in range(len(call.lengths))]
 
 
-async def _outcome(score: Score, splits: bool, call: RewardCall) -> Outcome:
-    """The result of a call. If `splits`, a call of several rows that fails as a whole is repeated row by row."""
-    spans: list[tuple[float, float]] = []
+async def _replied(score: Score, splits: bool, call: RewardCall) -> Reply:
+    """The reply to a call. If `splits`, a call of several rows that fails as a whole is repeated row by row."""
 
     async def timed(part: RewardCall) -> Reply:
         start_s = time.perf_counter()
@@ -136,13 +122,13 @@ async def _outcome(score: Score, splits: bool, call: RewardCall) -> Outcome:
             reply = await score(part)
         except Exception as error:  # such as inputs that cannot be pickled: no reason to end the rank
             reply = failed(Failure("invalid", f"could not be called: {describe(error, None)}"), len(part.lengths))
-        spans.append((start_s, time.perf_counter()))
-        return reply
+        return replace(reply, spans=[(start_s, time.perf_counter())])
 
     reply = await timed(call)
     if reply.whole and splits:
-        reply = joined(await asyncio.gather(*map(timed, _single_rows(call))))
-    return Outcome(reply, spans)
+        parts = joined(await asyncio.gather(*map(timed, _single_rows(call))))
+        reply = replace(parts, spans=reply.spans + parts.spans)
+    return reply
 
 
 def _death(status: int | None, rows: int) -> Reply:
@@ -166,13 +152,7 @@ class Workers:
         self._idle: list[Worker] = []
 
     async def score(self, index: int, timeout_s: float, call: RewardCall) -> Reply:
-        """Call a function as soon as a process is free.
-
-        Args:
-            index: of the function among the isolated ones.
-            timeout_s: seconds after which the call is given up, from when a process is free.
-            call: its arguments.
-        """
+        """Call the isolated function of this index; `timeout_s` counts from when a process is free."""
         async with self._slots:
             reply = await self._ask(index, timeout_s, call)
         if reply is None:

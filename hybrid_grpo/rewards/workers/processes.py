@@ -26,8 +26,7 @@ _IMPORT_SECONDS = 300.0
 class ForkServer:
     """The process that workers are forked from; see worker.py. Used by one thread at a time.
 
-    Raises:
-        UserError: a function cannot be imported, or its settings do not fit.
+    Creating it raises UserError where a function cannot be imported, or where its settings do not fit.
     """
 
     def __init__(self, entries: list[tuple[str, RewardConfig]], memory_bytes: int) -> None:
@@ -141,8 +140,7 @@ class Worker:
     async def ask(self, index: int, call: RewardCall, timeout_s: float) -> Reply:
         """Send a call, and wait for its reply. Several calls can be under way if the worker is `async`.
 
-        Raises:
-            EOFError, OSError: the process is gone, or what it sends is no reply.
+        Raises EOFError or OSError where the process is gone, or where what it sends is no reply.
         """
         if self._listener.done():
             raise EOFError

@@ -44,11 +44,7 @@ def framed(message: bytes) -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader, largest: int = _LARGEST_REPLY) -> bytes:
-    """The next message, of at most `largest` bytes.
-
-    Raises:
-        EOFError, OSError: the other side is gone, or sends something else.
-    """
+    """The next message, of at most `largest` bytes; EOFError or OSError where the other side sends none."""
     (size,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
     if size > largest:
         raise EOFError(f"a message of {size} bytes")
@@ -73,8 +69,7 @@ def decode_reply(message: bytes) -> tuple[int, Reply]:
 def serve_forks(descriptor: int) -> None:
     """Main function of the fork server: import, describe, then fork and kill on demand.
 
-    Args:
-        descriptor: of the socket to the rank. What to import comes on standard input.
+    The descriptor is that of the socket to the rank. What to import comes on standard input.
     """
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
@@ -196,10 +191,9 @@ def _settle(memory_bytes: int) -> None:
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # on other systems the limit does not count mapped memory, or is not enforced
-        status = Path("/proc/self/status").read_text()
-        here = int(status.split("VmData:")[1].split()[0]) * 1024
-        resource.setrlimit(resource.RLIMIT_DATA, (here + memory_bytes, here + memory_bytes))
+    status = Path("/proc/self/status").read_text()
+    here = int(status.split("VmData:")[1].split()[0]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (here + memory_bytes, here + memory_bytes))
     # Workers must not draw the same random numbers.
     random.seed()
     if "numpy" in sys.modules:
@@ -207,8 +201,7 @@ def _settle(memory_bytes: int) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _work(connection: socket.socket, functions: list[Function]) -> None:

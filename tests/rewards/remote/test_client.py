@@ -11,7 +11,6 @@ import ssl
 import subprocess
 import time
 import traceback
-from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -182,13 +181,12 @@ def test_retry_after_is_kept_and_capped(monkeypatch):
             return sleep if name == "sleep" else getattr(asyncio, name)
 
     monkeypatch.setattr("hybrid_grpo.rewards.remote.client.asyncio", Asyncio())
-    in_half_a_minute = formatdate(time.time() + 30, usegmt=True)
-    asks = ["7", in_half_a_minute, "86400", "-1", "soon", "9" * 30]
+    asks = ["7", "86400", "-1", "soon", "9" * 30]
     replies = [answer("", "503 Service Unavailable", Retry_After=value) for value in asks]
     with Service(*replies, lengths) as service:
-        assert ask(service.url, retries=6, backoff_s=0.5) == [4.0]
-    assert waits[0] == 7.0 and 28.0 < waits[1] <= 30.0 and waits[2] == 60.0
-    assert 2.0 <= waits[3] <= 4.0 and 4.0 <= waits[4] <= 8.0 and 8.0 <= waits[5] <= 16.0
+        assert ask(service.url, retries=5, backoff_s=0.5) == [4.0]
+    assert waits[:2] == [7.0, 60.0]
+    assert 1.0 <= waits[2] <= 2.0 and 2.0 <= waits[3] <= 4.0 and 4.0 <= waits[4] <= 8.0
 
 
 def test_many_calls_share_a_client_and_its_limit():
@@ -243,13 +241,10 @@ BAD = {
     "a token for its variable": ({"token_env": [TOKEN]}, "token_env: Input should be a valid string"),
     "a bad token": ({"token_env": "BAD_TOKEN"}, "visible ASCII"),
     "plain http": ({"url": "http://rewards.example/", "token_env": "TOKEN"}, "plain http to rewards.example"),
-    "no TLS": ({"verify": False}, "verify False must be true"),
-    "no bundle": ({"verify": "no.pem"}, "verify 'no.pem'"),
-    "a bundle of words": ({"verify": __file__}, "has no certificates"),
     "a timeout in words": ({"timeout_s": "soon"}, "timeout_s: Input should be a valid number"),
     "half a retry": ({"retries": 1.5}, "retries: Input should be a valid integer"),
     "no connection": ({"max_connections": 0}, "max_connections: Input should be greater"),
-    "a format": ({"format": "xml"}, "openrlhf or full"),
+    "a format": ({"format": "xml"}, "format: Input should be 'openrlhf' or 'full'"),
 }
 
 
@@ -285,13 +280,14 @@ def certificate(tmp_path_factory) -> Path:
 
 
 @pytest.mark.process
-def test_certificates(certificate, tmp_path):
+def test_certificates(certificate, monkeypatch):
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate)
     with Service(lengths, tls=context) as service:
         assert "has a certificate that is not trusted" in refusal(service.url)
         assert service.asked == []
-        assert ask(service.url, verify=str(certificate)) == [4.0]
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert ask(service.url) == [4.0]
 
 
 def test_the_token_goes_to_the_service_and_nowhere_else(monkeypatch, caplog):

@@ -316,7 +316,8 @@ def test_tls_tokens_and_groups_and_an_end_in_the_middle_of_an_answer(folder, cer
 
     def ask(texts: list[str], token: str) -> list[float | None]:
         monkeypatch.setenv("TOKEN", token)
-        settings = {"url": url, "verify": str(certificate), "token_env": "TOKEN", "format": "full", "retries": 0}
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        settings = {"url": url, "token_env": "TOKEN", "format": "full", "retries": 0}
         return asyncio.run(remote(["p"] * len(texts), texts, [[]] * len(texts), **settings))
 
     assert ask(["c", "a", "b"], TOKEN) == [2.0, 0.0, 1.0]

@@ -17,7 +17,7 @@ from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.data.batch import Scores
 from hybrid_grpo.rewards.functions import Reply, RewardCall, bind
 from hybrid_grpo.rewards.scoring import Rewards
-from hybrid_grpo.rewards.workers.pool import Outcome, busy_seconds
+from hybrid_grpo.rewards.workers.pool import busy_seconds
 
 pytestmark = pytest.mark.process
 
@@ -248,8 +248,8 @@ def test_rewards_are_waited_for_max_wait_s_after_the_last_completion(capfd, isol
     ],
 )
 def test_seconds_in_which_anything_ran(spans, seconds) -> None:
-    assert busy_seconds(Outcome(Reply([], []), [span]) for span in spans) == seconds
-    assert busy_seconds([Outcome(Reply([], []), spans)]) == seconds
+    assert busy_seconds(Reply([], [], spans=[span]) for span in spans) == seconds
+    assert busy_seconds([Reply([], [], spans=spans)]) == seconds
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt()])
@@ -258,8 +258,7 @@ def test_whatever_is_raised_here_and_now_comes_back_as_a_failure(error: BaseExce
         raise error
 
     reward = inline(raises, batch_size=1)
-    outcome = reward.caller(RewardCall({"completions": ["a"]}, [1])).result()
-    (failure,) = outcome.reply.failures
+    (failure,) = reward.caller(RewardCall({"completions": ["a"]}, [1])).result().failures
     assert failure is not None and failure.kind == "raised" and type(error).__name__ in failure.message
 
 
@@ -279,6 +278,6 @@ def test_a_group_is_scored_in_torch_s_normal_modes() -> None:
     function = bind(modes, RewardConfig("test:modes", batch_size=1), "rewards[0]")
     caller = pool.threaded(function, 5.0, lambda: None)
     with torch.inference_mode():
-        assert caller(RewardCall({"completions": ["a"]}, [1])).result().reply.values == [1.0]
+        assert caller(RewardCall({"completions": ["a"]}, [1])).result().values == [1.0]
     assert seen[0][:2] == (False, True) and seen[0][2] != threading.get_ident()
     pool.close()
