@@ -90,7 +90,7 @@ class TrainConfig(_RunsModel):
             f"eval.outcome {outcome!r} is not a reward of this run: {did_you_mean(outcome or '', names)}",
         )
         refuse(
-            not self.data.shuffle and (self.curriculum.sampling == "difficulty" or self.curriculum.skips),
+            not self.data.shuffle and self.curriculum.follows,
             "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
             " the settings of curriculum",
         )
