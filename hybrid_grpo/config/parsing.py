@@ -31,12 +31,8 @@ class Parsed(Generic[ConfigT]):
 
 
 def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[ConfigT]:
-    """Read `--config FILE` and dotted overrides into a configuration; later ones win.
-
-    Raises:
-        UserError: one line that names the setting and the nearest valid one.
-        SystemExit: after `--help` or `--print_config`.
-    """
+    """Read `--config FILE` and dotted overrides into a configuration; later ones win. Raises UserError, and SystemExit
+    after `--help` and `--print_config`."""
     given: Settings = {}
     print_config, rest = False, list(arguments)
     while rest:
@@ -54,8 +50,11 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
             refuse(not rest or rest[0].startswith("--"), f"{name}: expected one argument")
             text = rest.pop(0)
         if name == "config":
-            known = [section for section in sections(cls) if section != "rewards"]
-            given = overlay(given, read_recipe(Path(text), known))
+            recipe = read_recipe(Path(text))
+            for section in sections(cls).keys() & recipe.keys() - {"rewards"}:
+                has_settings = isinstance(recipe[section], dict)
+                refuse(not has_settings, f"--config {text}: {section} must have settings below it, or be taken out")
+            given = overlay(given, recipe)
         else:
             given = _with_option(given, name, hint, text)
     parsed = configure(cls, given)
@@ -66,21 +65,14 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
 
 
 def configure(cls: type[ConfigT], given: Settings) -> Parsed[ConfigT]:
-    """The configuration of nested mappings, over the recipe of the task that they name.
-
-    Raises:
-        UserError: one line that names the setting and the nearest valid one.
-    """
+    """The configuration of nested mappings, over the recipe of the task that they name; raises UserError."""
     config = build(cls, with_task(cls, given))
     return Parsed(config, dump(config))
 
 
 def leading_argument(arguments: list[str], usage: str) -> tuple[str, list[str]]:
-    """The argument in front of the options, and the options; empty where help is asked for in its place.
-
-    Raises:
-        UserError: it is missing, or another stands behind it.
-    """
+    """The argument in front of the options, empty where help is asked for in its place, and the options. Raises
+    UserError where it is missing, or another stands behind it."""
     first, *options = arguments or [""]
     if first in ("-h", "--help"):
         return "", arguments
