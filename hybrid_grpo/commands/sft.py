@@ -14,15 +14,10 @@ def run(arguments: list[str]) -> None:
 
 
 def sft(parsed: Parsed[SftConfig]) -> Path:
-    """Train as the configuration says; return the folder of the run.
-
-    Raises:
-        UserError: one line that names the setting and the way out.
-    """
+    """Train as the configuration says; return the folder of the run. Raises UserError."""
     config = parsed.config
     check_sft(config, int(os.environ.get("WORLD_SIZE", "1")))
 
-    # The settings are sound: now the imports that take seconds.
     from hybrid_grpo import engine
     from hybrid_grpo.data.pairs import read_pairs
     from hybrid_grpo.model.loading import check_lengths, load_config, load_tokenizer

@@ -19,14 +19,8 @@ if TYPE_CHECKING:
 def read_prompts(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, source: Source | None = None
 ) -> tuple[list[Prompt], str]:
-    """The prompts of a source, and a line that says what was read and dropped.
-
-    Args:
-        source: where the rows come from. Default: the rows to train on.
-
-    Raises:
-        UserError: the source cannot be read, or its rows do not make prompts; see `prompts_of`.
-    """
+    """The prompts of a source, by default of the rows to train on, and a line that says what was read and dropped.
+    Raises UserError as `read_rows` and `prompts_of` do."""
     source = source or training_source(config)
     rows = read_rows(source)
     kept = prompts_of(rows, source, config, tokenizer)
@@ -56,11 +50,8 @@ def require_column(setting: str, column: str, rows: list[Row], source: Source) -
 
 
 def prompts_of(rows: list[Row], source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The prompts of the rows, numbered by row, without those of more than `max_prompt_tokens`.
-
-    Raises:
-        UserError: there is no prompt column, a row is no prompt, a chat template is needed and missing, a prompt is
-            over-long and `over_long` is `refuse`, or all are over-long.
+    """The prompts of the rows, numbered by row, without those of more than `max_prompt_tokens`. Raises UserError where
+    a row is no prompt, a chat template is needed and missing, or all prompts are over-long (or one, see `over_long`).
     """
     require_column("data.prompt_column", config.prompt_column, rows, source)
     refuse(
@@ -89,11 +80,8 @@ def prompts_of(rows: list[Row], source: Source, config: DataConfig, tokenizer: P
 
 
 def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]:
-    """The prompt of a row as reward functions receive it; `where` names the row in messages.
-
-    Raises:
-        UserError: the prompt is neither text nor a chat, or contradicts the settings.
-    """
+    """The prompt of a row as reward functions receive it. Raises UserError, which names `where` the row is, where it is
+    neither text nor a chat, or contradicts the settings."""
     value = row[config.prompt_column]
     text = value if isinstance(value, str) else _messages(value, where, config)
     if config.system_prompt is None:

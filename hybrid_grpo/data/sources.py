@@ -74,17 +74,15 @@ def evaluation_source(config: DataConfig) -> Source | None:
 
 
 def standard_input(lines: Iterable[bytes], setting: str, limit: int | None, text_column: str | None = None) -> Source:
-    """Rows that are piped in or typed, a JSON object a line; `setting` begins the messages."""
+    """Rows that are piped in, a JSON object a line; `setting` begins the messages."""
     return Source("standard input", None, limit=limit, path_setting=setting, lines=lines, text_column=text_column)
 
 
 def read_rows(source: Source) -> list[Row]:
     """All rows of the source, in order, each with the same columns: a key that a row lacks is None.
 
-    A task hands over the rows that it makes, or makes of the rows of the source.
-
-    Raises:
-        UserError: the source cannot be reached or read, has no such split, or is empty; or the task cannot read a row.
+    A task hands over the rows that it makes, or makes of the rows of the source. Raises UserError where the source
+    cannot be reached or read, has no such split or no rows, or where the task cannot read a row.
     """
     if source.task is not None and source.path == "":
         refuse(
@@ -215,11 +213,8 @@ def _file_rows(paths: list[Path], source: Source) -> Iterator[Row]:
 
 
 def json_rows(lines: Iterable[bytes], where: str, text_column: str | None = None) -> Iterator[tuple[int, Row]]:
-    """The object of every line that is not blank, with the number of the line, from 1; see `Source.text_column`.
-
-    Raises:
-        UserError: a line holds no object; the message names `where` and the number.
-    """
+    """The object of every line that is not blank, with the number of the line, from 1; see `Source.text_column`. Raises
+    UserError, which names `where` and the number, where a line holds no object."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
