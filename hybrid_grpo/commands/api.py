@@ -112,18 +112,14 @@ def _configure(
     cls: type[ConfigT], model: Any, data: Any, rewards: Any, config: Any, sections: Mapping[str, Any]
 ) -> Parsed[ConfigT]:
     settings: dict[str, Any] = {}
-    recipes = [] if config is None else [config] if isinstance(config, str | Path) else config
-    for recipe in recipes:
+    for recipe in [] if config is None else [config] if isinstance(config, str | Path) else config:
         settings = overlay(settings, read_recipe(Path(recipe)))
     settings = overlay(settings, sections)
     if model is not None:
         settings = overlay(settings, {"policy": {"model": str(model)}})
     if data is not None:
-        settings = overlay(settings, {"data": data if isinstance(data, Mapping) else {"path": _source(data)}})
+        path = str(data) if isinstance(data, Path) else data
+        settings = overlay(settings, {"data": data if isinstance(data, Mapping) else {"path": path}})
     if rewards is not None:
         settings["rewards"] = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
     return configure(cls, settings)
-
-
-def _source(data: Any) -> Any:
-    return str(data) if isinstance(data, Path) else data

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
+from typing import Any, Generic, TypeVar, get_origin
 
 from hybrid_grpo.config.building import build, dump, plain_types, sections, takes_mapping, unknown_setting
 from hybrid_grpo.config.commands import (
@@ -118,6 +118,5 @@ def _read(hint: Any, text: str) -> Any:
     kinds = plain_types(hint)
     if text == "null" and type(None) in kinds:
         return None
-    values = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
     others = [kind for kind in kinds if kind in (int, float, bool) or get_origin(kind) in (list, dict, tuple)]
-    return read_value(text) if others or int in map(type, values) or dataclasses.is_dataclass(hint) else text
+    return read_value(text) if others or dataclasses.is_dataclass(hint) else text

@@ -30,14 +30,10 @@ def read_prompts(
 def data_line(source: Source, rows: list[Row], kept: list[Prompt], over_long_completions: int = 0) -> str:
     """What was read and what was dropped, in words; at least one prompt was kept."""
     lengths = [len(prompt.token_ids) for prompt in kept]
-    over_long_prompts = len(rows) - len(kept) - over_long_completions
-    dropped = [
-        f", {count} dropped for an over-long {what}"
-        for what, count in (("prompt", over_long_prompts), ("completion", over_long_completions))
-        if count
-    ]
+    dropped = {"prompt": len(rows) - len(kept) - over_long_completions, "completion": over_long_completions}
+    why = "".join(f", {count} dropped for an over-long {what}" for what, count in dropped.items() if count)
     return (
-        f"{source}: {len(kept)} of {len(rows)} rows kept{''.join(dropped)};"
+        f"{source}: {len(kept)} of {len(rows)} rows kept{why};"
         f" prompts of {min(lengths)} to {max(lengths)} tokens (mean {sum(lengths) / len(lengths):.1f});"
         f" columns {', '.join(rows[0])}"
     )
@@ -114,17 +110,17 @@ def _prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer: Pr
 def _messages(value: Any, where: str, config: DataConfig) -> list[Message]:
     """The chat of a row, checked."""
     column = f"data.prompt_column {config.prompt_column}"
-    if not isinstance(value, list):
-        raise UserError(f"{column}: {where} has {value!r:.40}: give text or a list of chat messages")
-    if not value or not all(map(_is_message, value)):
-        raise UserError(f"{column}: {where} has {value!r:.40}: give messages {{role: ..., content: ...}}, at least one")
-    if value[-1]["role"] == "assistant":
-        raise UserError(f"{column}: {where} ends with a message of the assistant: a prompt ends with the user's")
-    if config.chat_template == "never":
-        raise UserError(
-            f"data.chat_template never: {where} has chat messages, which need a template: set it to auto, or choose"
-            " a data.prompt_column with text"
-        )
+    shown = f"{column}: {where} has {value!r:.40}"
+    refuse(not isinstance(value, list), f"{shown}: give text or a list of chat messages")
+    is_chat = bool(value) and all(map(_is_message, value))
+    refuse(not is_chat, f"{shown}: give messages {{role: ..., content: ...}}, at least one")
+    by_assistant = value[-1]["role"] == "assistant"
+    refuse(by_assistant, f"{column}: {where} ends with a message of the assistant: a prompt ends with the user's")
+    refuse(
+        config.chat_template == "never",
+        f"data.chat_template never: {where} has chat messages, which need a template: set it to auto, or choose a"
+        " data.prompt_column with text",
+    )
     # Arrow gives every message all keys that any message has, with None; templates would take such a key as set.
     return [{key: part for key, part in message.items() if part is not None or key == "content"} for message in value]
 

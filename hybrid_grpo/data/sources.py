@@ -116,11 +116,10 @@ def _read(source: Source) -> list[Row]:
         takes_subset = source.path_setting == "data.path" and not (source.file and source.file.is_file())
         subset = f" (data.subset {source.subset or 'not set'})" if takes_subset else ""
         raise UserError(f"{source.path_setting} {source.origin}{subset} cannot be read: {_one_line(error)}") from error
-    if not rows:
-        raise UserError(f"{source.path_setting} {source} is empty: it has no rows")
+    refuse(not rows, f"{source.path_setting} {source} is empty: it has no rows")
     for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise UserError(f"{source.path_setting}: row {number} (from 0) is a {type(row).__name__}: give dicts")
+        kind = type(row).__name__
+        refuse(not isinstance(row, dict), f"{source.path_setting}: row {number} (from 0) is a {kind}: give dicts")
     return rows
 
 
@@ -133,10 +132,9 @@ def _open(source: Source) -> Mapping[str, Iterable[Row]]:
         rows = json_rows(source.lines, f"{source.path_setting} {source.path}", source.text_column)
         return {"train": (row for _, row in rows)}
     is_saved = path is not None and any((path / file).is_file() for file in ("state.json", "dataset_dict.json"))
-    if source.subset is not None and (not isinstance(source.path, str) or is_saved or (path and path.is_file())):
-        raise UserError(
-            f"data.subset {source.subset}: {source.path_setting} {source.origin} has no subsets: leave it out"
-        )
+    is_plain = not isinstance(source.path, str) or is_saved or (path is not None and path.is_file())
+    no_subsets = f"data.subset {source.subset}: {source.path_setting} {source.origin} has no subsets: leave it out"
+    refuse(source.subset is not None and is_plain, no_subsets)
     if not isinstance(source.path, str):
         return _named(source.path)
     if path is None:
