@@ -6,7 +6,7 @@ of `PromptLoader`.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, CurriculumConfig
 from hybrid_grpo.data.batch import Numbers, Prompt
-from hybrid_grpo.data.loader import LoaderState, PromptLoader
+from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.distributed import all_reduce
 
 Floats = NDArray[np.float64]
@@ -29,17 +29,6 @@ HALF_LIFE = 50
 """Steps after which a completion counts half, since the policy that wrote it has changed."""
 FLOOR = 0.05
 """Weight of prompts that teach nothing or are left out, where the best has 1. It keeps them from being forgotten."""
-
-
-class CurriculumState(LoaderState):
-    """Position in the stream, and success rates of the prompts that were tried. The same on every rank."""
-
-    index: Ints
-    """Indices of the tried prompts in the list of prompts."""
-    counts: Ints
-    """Completions of each tried prompt and how many of them were right, two columns."""
-    recent: Floats
-    """The same counts, discounted by age."""
 
 
 class Curriculum(PromptLoader[Prompt]):
@@ -88,13 +77,8 @@ class Curriculum(PromptLoader[Prompt]):
         return [replace(prompt, epoch=epoch) for prompt, epoch in self.draw(count, wanted)]
 
     def note(self, prompts: Sequence[Prompt], outcome_B: Tensor, threshold: float) -> None:
-        """Take note of how the groups of these prompts did, which were drawn since the last update.
-
-        Args:
-            prompts: [P], prompts of this rank.
-            outcome_B: outcome reward of their completions; NaN is not counted.
-            threshold: smallest outcome of a right completion, `eval.threshold`.
-        """
+        """Take note of the groups of these prompts, [P], which this rank was given since the last update. Outcomes of
+        `threshold` or more are right, and NaN is not counted."""
         outcome_PG = outcome_B.view(len(prompts), self._num_generations)
         tries_P = (~outcome_PG.isnan()).sum(1).tolist()
         right_P = (outcome_PG >= threshold).sum(1).tolist()
@@ -144,35 +128,27 @@ class Curriculum(PromptLoader[Prompt]):
     def tried_prompts(self) -> list[dict[str, Any]]:
         """The prompts that were tried, hardest first, with their tries and estimated success rates."""
         rate_N = self.rates()
-        tried = [i for i in np.argsort(rate_N, kind="stable").tolist() if self._count_N2[i, 0]]
-        return [
-            {
-                "prompt_id": self._prompts[i].id,
-                "tries": int(self._count_N2[i, 0]),
-                "right": int(self._count_N2[i, 1]),
-                "success_rate": round(float(rate_N[i]), 4),
-                "prompt": self._prompts[i].text,
-            }
-            for i in tried
-        ]
+        rows: list[dict[str, Any]] = []
+        for i in np.argsort(rate_N, kind="stable").tolist():
+            prompt, (tries, right) = self._prompts[i], self._count_N2[i].tolist()
+            if tries:
+                numbers = {"tries": tries, "right": right, "success_rate": round(float(rate_N[i]), 4)}
+                rows.append({"prompt_id": prompt.id, **numbers, "prompt": prompt.text})
+        return rows
 
-    def state_dict(self) -> CurriculumState:
-        """The position after the prompts handed out so far, and the success rates after the last update."""
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the prompts handed out so far; and of the prompts that were tried their indices, counts
+        (completions, how many of them were right) and the same counts discounted by age, after the last update."""
         index = np.flatnonzero(self._count_N2[:, 0])
-        return {
-            **super().state_dict(),
-            "index": index,
-            "counts": self._count_N2[index],
-            "recent": self._recent_N2[index],
-        }
+        counts = {"index": index, "counts": self._count_N2[index], "recent": self._recent_N2[index]}
+        return {**super().state_dict(), **counts}
 
-    def load_state_dict(self, state: LoaderState) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; see `PromptLoader`."""
         super().load_state_dict(state)
-        saved = cast(CurriculumState, state)
         self._count_N2[:], self._recent_N2[:] = 0, 0.0
-        self._count_N2[saved["index"]] = saved["counts"]
-        self._recent_N2[saved["index"]] = saved["recent"]
+        self._count_N2[state["index"]] = state["counts"]
+        self._recent_N2[state["index"]] = state["recent"]
         self._weight_N, self._drawn, self._noted = None, [], {}
 
     def _posterior(self) -> tuple[Floats, Floats]:
@@ -221,13 +197,9 @@ class Curriculum(PromptLoader[Prompt]):
 def expected_gain(right_N: Floats, wrong_N: Floats, num_generations: int) -> Floats:
     """[N], the probability that a prompt's group teaches something, times what is left to learn of the prompt.
 
-    E[(1 - p) (1 - p^G - (1 - p)^G)], where the success rate p has a beta distribution. Groups that are all right or all
-    wrong have advantages of 0 (DAPO, arXiv:2503.14476, eq. 11); of the others, those that are mostly right have little
-    left to gain.
-
-    Args:
-        right_N, wrong_N: parameters of the beta distribution, greater than 0.
-        num_generations: G.
+    E[(1 - p) (1 - p^G - (1 - p)^G)], where the success rate p has a beta distribution with the parameters `right_N` and
+    `wrong_N`, greater than 0. Groups that are all right or all wrong have advantages of 0 (DAPO, arXiv:2503.14476, eq.
+    11); of the others, those that are mostly right have little left to gain.
     """
     total_N = right_N + wrong_N
     gain_N = wrong_N / total_N
@@ -240,13 +212,8 @@ def expected_gain(right_N: Floats, wrong_N: Floats, num_generations: int) -> Flo
 
 
 def draw_weighted(weight_N: Floats, count: int, rng: np.random.Generator) -> Ints:
-    """Up to `count` different indices, drawn one after the other in proportion to the weights of those left.
-
-    In one go: the largest u^(1/w), with u uniform (Efraimidis and Spirakis 2006).
-
-    Args:
-        weight_N: weights greater than 0.
-    """
+    """Up to `count` different indices, drawn one after the other in proportion to the weights, greater than 0, of those
+    left. In one go: the largest u^(1/w), with u uniform (Efraimidis and Spirakis 2006)."""
     key_N = np.log1p(-rng.random(len(weight_N))) / weight_N
     count = min(count, len(weight_N))
     top = np.argpartition(-key_N, count - 1)[:count]

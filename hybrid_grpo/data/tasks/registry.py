@@ -13,9 +13,6 @@ _ROWS = (datasets.gsm8k, datasets.math, datasets.multiple_choice, datasets.code,
 TASKS = {f.__name__: TaskRecipe(f, ready_made_settings(f.__name__), _MADE.get(f.__name__)) for f in _ROWS}
 """By the name that `data.task` gives. The settings of each are in the YAML file of its name."""
 
-MADE_SPLITS = ("train", "test")
-"""Splits of the tasks whose rows are made."""
-
 
 def load_task(name: str) -> TaskRecipe:
     """A ready-made task, or one of the user's, by `path/to/file.py:name` or `package.module:name`; see `own_task`."""
@@ -28,10 +25,8 @@ def make_rows(name: str, split: str | None, limit: int | None, split_setting: st
     made = load_task(name).made
     if made is None:
         raise UserError(f"data.path is not set, and data.task {name} makes no rows of its own: give a source")
-    refuse(
-        split not in MADE_SPLITS,
-        f"{split_setting} {split}: data.task {name} has {' and '.join(MADE_SPLITS)}: choose one",
-    )
+    is_split = split in ("train", "test")
+    refuse(not is_split, f"{split_setting} {split}: data.task {name} has train and test: choose one")
     setting = split_setting.replace("split", "limit")
     if limit is None:
         raise UserError(f"{setting} is not set, and data.task {name} makes rows without end: say how many")
