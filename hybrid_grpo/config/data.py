@@ -65,7 +65,7 @@ class CurriculumConfig:
     sampling: Literal["uniform", "difficulty"] = "uniform"
     """`uniform` passes over all prompts, in an order that does not depend on success. `difficulty` draws prompts in
     proportion to what their groups are expected to teach: the probability that the completions are neither all right
-    nor all wrong, times the share that is still wrong."""
+    nor all wrong, times the share that is still wrong. Those not tried yet are judged by others of like length."""
     skip_above: Share | None = None
     """Leave out prompts with a known success rate of at least this, which are solved: 4 completions or more, discounted
     by their age, must show it. A prompt comes back when its completions have aged."""
