@@ -3,7 +3,7 @@
 The signature is the configuration's: every keyword is one of its sections, as a dictionary. `model`, `data` and
 `rewards` are short for the settings that nearly every call has, and take objects where the command line takes names. In
 one process no launcher is needed; under the `deepspeed` launcher the same script runs on every rank, and every rank
-returns.
+returns. A mistake raises UserError: one line that names the setting and the way out.
 """
 
 from __future__ import annotations
@@ -59,9 +59,6 @@ def train(
         rewards: names, functions, or dictionaries with a `function` and its settings.
         config: a recipe in YAML or a list of recipes, of which later ones win; the other arguments win over them.
         sections: sections of the configuration, as in `policy={"lr": 1e-6}`; `hybrid-grpo train --help` lists them.
-
-    Raises:
-        UserError: one line that names the setting and the way out.
     """
     from hybrid_grpo.commands.train import train as run
 
@@ -69,11 +66,7 @@ def train(
 
 
 def sft(model: Any = None, data: Any = None, *, config: Any = None, **sections: Any) -> FinishedRun:
-    """Train on pairs of prompt and completion, as `hybrid-grpo sft` does; for the arguments see `train`.
-
-    Raises:
-        UserError: one line that names the setting and the way out.
-    """
+    """Train on pairs of prompt and completion, as `hybrid-grpo sft` does; for the arguments see `train`."""
     from hybrid_grpo.commands.sft import sft as run
 
     return FinishedRun(run(_configure(SftConfig, model, data, None, config, sections)))
@@ -82,17 +75,10 @@ def sft(model: Any = None, data: Any = None, *, config: Any = None, **sections: 
 def evaluate(
     model: Any = None, data: Any = None, rewards: Any = None, *, config: Any = None, **sections: Any
 ) -> dict[str, float]:
-    """Greedy accuracy and mean reward on held-out prompts, as `hybrid-grpo eval` measures them.
+    """Greedy accuracy and mean reward on held-out prompts, as `hybrid-grpo eval` measures them, by their metric names,
+    such as `eval/heldout/accuracy`; the same on every rank.
 
-    Args:
-        data: the held-out prompts, in one of the forms of `train`; a section `data` is taken as it is.
-        model, rewards, config, sections: see `train`.
-
-    Returns:
-        The numbers by their metric names, such as `eval/heldout/accuracy`; the same on every rank.
-
-    Raises:
-        UserError: one line that names the setting and the way out.
+    The arguments are those of `train`; `data` has the held-out prompts, and a section `data` is taken as it is.
     """
     from hybrid_grpo.commands.eval import evaluate as run
 
@@ -104,17 +90,11 @@ def evaluate(
 
 
 def generate(model: Any = None, data: Any = None, *, config: Any = None, **sections: Any) -> list[dict[str, Any]]:
-    """Completions of prompts, as `hybrid-grpo generate` makes them; for the arguments see `train`.
+    """Completions of prompts, as `hybrid-grpo generate` makes them; for the arguments see `train`. `data` may also be a
+    list of texts.
 
-    Args:
-        data: also a list of texts.
-
-    Returns:
-        A dictionary for every completion of this rank's share of the prompts, in the order of the prompts: `id`,
-        `sample`, `prompt`, `completion`, `finish`, `tokens`, `logp` and `columns`.
-
-    Raises:
-        UserError: one line that names the setting and the way out.
+    Returns a dictionary for every completion of this rank's share of the prompts, in the order of the prompts: `id`,
+    `sample`, `prompt`, `completion`, `finish`, `tokens`, `logp` and `columns`.
     """
     from hybrid_grpo.commands.generate import generate as run
 
@@ -132,18 +112,14 @@ def _configure(
     cls: type[ConfigT], model: Any, data: Any, rewards: Any, config: Any, sections: Mapping[str, Any]
 ) -> Parsed[ConfigT]:
     settings: dict[str, Any] = {}
-    recipes = [] if config is None else [config] if isinstance(config, str | Path) else config
-    for recipe in recipes:
+    for recipe in [] if config is None else [config] if isinstance(config, str | Path) else config:
         settings = overlay(settings, read_recipe(Path(recipe)))
     settings = overlay(settings, sections)
     if model is not None:
         settings = overlay(settings, {"policy": {"model": str(model)}})
     if data is not None:
-        settings = overlay(settings, {"data": data if isinstance(data, Mapping) else {"path": _source(data)}})
+        path = str(data) if isinstance(data, Path) else data
+        settings = overlay(settings, {"data": data if isinstance(data, Mapping) else {"path": path}})
     if rewards is not None:
         settings["rewards"] = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
     return configure(cls, settings)
-
-
-def _source(data: Any) -> Any:
-    return str(data) if isinstance(data, Path) else data

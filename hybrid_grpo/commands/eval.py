@@ -23,16 +23,11 @@ def run(arguments: list[str]) -> None:
 
 
 def evaluate(config: TrainConfig) -> dict[str, float]:
-    """The numbers of the evaluation by name, the same on every rank.
-
-    Raises:
-        UserError: one line that names the setting and the way out.
-    """
+    """The numbers of the evaluation by name, the same on every rank. Raises UserError."""
     check_train(config, int(os.environ.get("WORLD_SIZE", "1")))
     if config.data.eval_path is None and config.data.eval_split is None:
         raise UserError("data.eval_path and data.eval_split are not set: name the prompts to evaluate on")
 
-    # The settings are sound: now the imports that take seconds.
     from hybrid_grpo import engine
     from hybrid_grpo.data.loader import rank_share
     from hybrid_grpo.distributed import rank, world_size

@@ -19,7 +19,6 @@ def run(arguments: list[str]) -> None:
     config = parse(PlanConfig, arguments, "plan").config
     batch = check_train(config, config.plan.world_size or int(os.environ.get("WORLD_SIZE", "1")))
 
-    # The settings are sound: now the imports that take seconds.
     from hybrid_grpo import engine
     from hybrid_grpo.distributed import rank
     from hybrid_grpo.run.hardware import of_device, of_table

@@ -20,7 +20,6 @@ def run(arguments: list[str]) -> None:
     serve = config.serve
     tls = _tls(serve)
 
-    # The settings are sound: now the imports that take seconds.
     from hybrid_grpo.rewards.loading import load_rewards
     from hybrid_grpo.rewards.remote import server
     from hybrid_grpo.rewards.remote.service import RewardService

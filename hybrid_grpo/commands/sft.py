@@ -14,15 +14,10 @@ def run(arguments: list[str]) -> None:
 
 
 def sft(parsed: Parsed[SftConfig]) -> Path:
-    """Train as the configuration says; return the folder of the run.
-
-    Raises:
-        UserError: one line that names the setting and the way out.
-    """
+    """Train as the configuration says; return the folder of the run. Raises UserError."""
     config = parsed.config
     check_sft(config, int(os.environ.get("WORLD_SIZE", "1")))
 
-    # The settings are sound: now the imports that take seconds.
     from hybrid_grpo import engine
     from hybrid_grpo.data.pairs import read_pairs
     from hybrid_grpo.model.loading import check_lengths, load_config, load_tokenizer
@@ -38,16 +33,9 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens)
     check_lengths(model_config, max(len(pair.prompt.token_ids) + len(pair.completion_ids) for pair in pairs))
     training = Run(parsed, {"data": report})
+    steps, seed = config.run.steps, config.run.seed
     # Its view of the model only exports.
-    policy = Policy(
-        config.policy,
-        config.engine,
-        tokenizer,
-        config.run.steps,
-        decoder="transformers",
-        lora=config.lora,
-        seed=config.run.seed,
-    )
+    policy = Policy(config.policy, config.engine, tokenizer, steps, decoder="transformers", lora=config.lora, seed=seed)
     training.train(SftTrainer(config, policy, pairs, device))
     training.say(f"model: {training.folder / 'model'}")
     return training.folder

@@ -16,15 +16,10 @@ def run(arguments: list[str]) -> None:
 
 
 def train(parsed: Parsed[TrainConfig]) -> Path:
-    """Train as the configuration says; return the folder of the run.
-
-    Raises:
-        UserError: one line that names the setting and the way out.
-    """
+    """Train as the configuration says; return the folder of the run. Raises UserError."""
     config = parsed.config
     plan = check_train(config, int(os.environ.get("WORLD_SIZE", "1")))
 
-    # The settings are sound: now the imports that take seconds.
     from hybrid_grpo import engine
     from hybrid_grpo.policy import Policy, Reference, UnadaptedReference
     from hybrid_grpo.run.hardware import of_device

@@ -10,14 +10,10 @@ from hybrid_grpo.config.building import build, dump, to_dict
 from hybrid_grpo.config.checks import BatchPlan
 from hybrid_grpo.config.commands import (
     GenerateConfig,
-    OutputConfig,
     PlanConfig,
-    PlanOptionsConfig,
     ScoreConfig,
-    ScoreOptionsConfig,
     ServeRewardConfig,
     SftConfig,
-    SftLoopConfig,
     TrainConfig,
 )
 from hybrid_grpo.config.data import CurriculumConfig, DataConfig
@@ -25,4 +21,4 @@ from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.rewards import RewardConfig, ScoringConfig, ServeOptionsConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig
-from hybrid_grpo.config.run import CheckpointConfig, EvalConfig, LogConfig, RunConfig
+from hybrid_grpo.config.run import EvalConfig, LogConfig, RunConfig

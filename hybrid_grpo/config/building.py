@@ -18,11 +18,7 @@ ConfigT = TypeVar("ConfigT")
 
 
 def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """A configuration, of nested mappings: `{"policy": {"lr": 1e-6}, "rewards": [f]}`.
-
-    Raises:
-        UserError: one line that names the setting and the way out.
-    """
+    """A configuration, of nested mappings: `{"policy": {"lr": 1e-6}, "rewards": [f]}`; raises UserError."""
     default = cls()
     settings = {
         # A section may have other defaults in one command than in another.

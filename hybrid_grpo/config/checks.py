@@ -12,13 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.config.commands import (
-    GenerateConfig,
-    ScoreConfig,
-    ServeRewardConfig,
-    SftConfig,
-    TrainConfig,
-)
+from hybrid_grpo.config.commands import GenerateConfig, ScoreConfig, ServeRewardConfig, SftConfig, TrainConfig
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.network import bearer_token, is_loopback
@@ -54,20 +48,16 @@ class BatchPlan:
 
 
 def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
-    """The batch equation.
-
-    Raises:
-        UserError: the prompts do not divide evenly; it names the nearest number that does.
-    """
+    """The batch equation; raises UserError where the prompts do not divide evenly."""
     rollout, grpo = config.rollout, config.grpo
     shards = world_size * grpo.num_minibatches
     _refuse_indivisible("rollout.prompts_per_step", rollout.prompts_per_step, shards, "ranks x grpo.num_minibatches")
     return BatchPlan(
-        world_size=world_size,
-        prompts_per_rank=rollout.prompts_per_step // world_size,
-        num_generations=rollout.num_generations,
-        num_minibatches=grpo.num_minibatches,
-        num_iterations=grpo.num_iterations,
+        world_size,
+        rollout.prompts_per_step // world_size,
+        rollout.num_generations,
+        grpo.num_minibatches,
+        grpo.num_iterations,
     )
 
 

@@ -90,7 +90,7 @@ class TrainConfig(_RunsModel):
             f"eval.outcome {outcome!r} is not a reward of this run: {did_you_mean(outcome or '', names)}",
         )
         refuse(
-            not self.data.shuffle and (self.curriculum.sampling == "difficulty" or self.curriculum.skips),
+            not self.data.shuffle and self.curriculum.follows,
             "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
             " the settings of curriculum",
         )
@@ -145,7 +145,6 @@ class GenerateConfig(TrainConfig):
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(num_generations=1))
     """All but `prompts_per_step` counts; temperature 0 takes the most probable tokens."""
     generate: OutputConfig = field(default_factory=OutputConfig)
-    """Where completions go."""
 
     @property
     def reads_stdin(self) -> bool:
@@ -184,7 +183,6 @@ class PlanConfig(TrainConfig):
     """Memory and time of a training run, by its recipe, without loading weights."""
 
     plan: PlanOptionsConfig = field(default_factory=PlanOptionsConfig)
-    """Where the planned run would be."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -219,6 +217,4 @@ class ServeRewardConfig:
 
     rewards: RewardList = field(default_factory=list)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
-    """How they are run."""
     serve: ServeOptionsConfig = field(default_factory=ServeOptionsConfig)
-    """Where they are served, and to whom."""

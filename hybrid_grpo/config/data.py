@@ -8,7 +8,7 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.config.fields import SECTION, Count, PositiveShare, Share, Source, Switch, Text
+from hybrid_grpo.config.fields import SECTION, Count, Share, Source, Switch, Text
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -65,22 +65,12 @@ class CurriculumConfig:
     sampling: Literal["uniform", "difficulty"] = "uniform"
     """`uniform` passes over all prompts, in an order that does not depend on success. `difficulty` draws prompts in
     proportion to what their groups are expected to teach: the probability that the completions are neither all right
-    nor all wrong, times the share that is still wrong."""
-    column: Text | None = None
-    """Column that tells how hard a prompt is, such as a level or a topic, or a text by its length. A prompt that was
-    not tried yet is expected to be solved as often as those with a similar value. Default: the prompt's length."""
+    nor all wrong, times the share that is still wrong. Those not tried yet are judged by others of like length."""
     skip_above: Share | None = None
-    """Leave out prompts with a known success rate of at least this: they are solved."""
+    """Leave out prompts with a known success rate of at least this, which are solved: 4 completions or more, discounted
+    by their age, must show it. A prompt comes back when its completions have aged."""
     skip_below: Share | None = None
-    """Leave out prompts with a known success rate of at most this: they are out of reach."""
-    min_tries: Count = 4
-    """Completions, discounted by their age, that a success rate must rest on before skip_above and skip_below use it. A
-    prompt that was left out comes back when its completions have aged."""
-    half_life: Count = 50
-    """Steps after which a completion counts half in the success rate, since the policy that wrote it has changed."""
-    floor: PositiveShare = 0.05
-    """Weight of prompts that teach nothing or are left out, where the best prompt has 1. It keeps them from being
-    forgotten."""
+    """Leave out prompts with a known success rate of at most this, which are out of reach."""
 
     @model_validator(mode="after")
     def _check(self) -> CurriculumConfig:
@@ -89,17 +79,9 @@ class CurriculumConfig:
             low is not None and high is not None and low >= high,
             f"curriculum.skip_below {low} and curriculum.skip_above {high} leave out everything: set the first lower",
         )
-        follows = self.sampling == "difficulty"
-        for name, default, used, way_out in (
-            ("min_tries", 4, self.skips, "without curriculum.skip_above or curriculum.skip_below"),
-            ("column", None, follows, "with curriculum.sampling uniform: set that to difficulty"),
-            ("floor", 0.05, follows or self.skips, "with curriculum.sampling uniform: set that to difficulty"),
-        ):
-            value = getattr(self, name)
-            refuse(not used and value != default, f"curriculum.{name} {value} has no effect {way_out}, or take it out")
         return self
 
     @property
-    def skips(self) -> bool:
-        """Whether prompts are left out by their success rate."""
-        return self.skip_below is not None or self.skip_above is not None
+    def follows(self) -> bool:
+        """Whether success rates change the stream of prompts."""
+        return self.sampling == "difficulty" or self.skip_below is not None or self.skip_above is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Gt, Lt
+from annotated_types import Ge, Gt, Lt
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
@@ -67,9 +67,8 @@ class GrpoConfig:
     """Multiply the KL of the loss by the ratio of its token, gradient included. That makes its gradient (of k1 and k3)
     the gradient of the KL itself, off-policy too (DeepSeek-V3.2); without it k1 in the loss is noise."""
     kl_target: Positive | None = None
-    """Adapt beta, which is where it starts, to hold policy/kl at this many nats per token (arXiv:1909.08593)."""
-    kl_horizon: Count = 10000
-    """Completions over which a KL that is 20 % or more off its target changes beta by a fifth."""
+    """Adapt beta, which is where it starts, to hold policy/kl at this many nats per token (arXiv:1909.08593): 10,000
+    completions whose KL is 20 % or more off change it by a fifth."""
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy that the loss rewards."""
     old_logp: Literal["auto", "sampler", "policy"] = "auto"
@@ -80,10 +79,8 @@ class GrpoConfig:
     """Correct for a sampler that differs from the training forward. `truncate` weighs the loss of every token with the
     ratio of the two, at most sampler_ratio_max (truncated importance sampling). `mask` drops completions whose
     geometric mean of that ratio is outside the bounds."""
-    sampler_ratio_max: Number = 2.0
-    """Upper bound of sampler_correction, 1 or greater."""
-    sampler_ratio_min: Number = 0.5
-    """Lower bound of sampler_correction mask, at most 1."""
+    sampler_ratio_max: Annotated[Number, Ge(1)] = 2.0
+    """Upper bound of sampler_correction; the lower bound of `mask` is one over it."""
     mask_truncated: Switch = False
     """Completions cut at the length limit take no part in the loss, but still in their group's mean and standard
     deviation (DAPO, section 3.4)."""
@@ -109,12 +106,11 @@ class GrpoConfig:
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> GrpoConfig:
-        if self.surrogate == "cispo":
-            refuse(
-                self.importance == "sequence",
-                "grpo.importance sequence is not defined for grpo.surrogate cispo, whose weights belong to tokens: set"
-                " grpo.importance to token (CISPO), or grpo.surrogate to clip (GSPO)",
-            )
+        refuse(
+            self.surrogate == "cispo" and self.importance == "sequence",
+            "grpo.importance sequence is not defined for grpo.surrogate cispo, whose weights belong to tokens: set"
+            " grpo.importance to token (CISPO), or grpo.surrogate to clip (GSPO)",
+        )
         refuse(
             self.baseline == "leave_one_out" and self.scale_rewards == "batch",
             "grpo.baseline leave_one_out multiplies all advantages by one number, which grpo.scale_rewards batch"
@@ -149,35 +145,20 @@ class GrpoConfig:
             f"grpo.sampler_correction {self.sampler_correction} compares the sampler with the training forward, and"
             " grpo.old_logp sampler leaves out the latter: set grpo.old_logp to auto",
         )
-        refuse(
-            not 0 < self.sampler_ratio_min <= 1 <= self.sampler_ratio_max,
-            f"grpo.sampler_ratio_min {self.sampler_ratio_min} and grpo.sampler_ratio_max {self.sampler_ratio_max}: set"
-            " them to 0 < min <= 1 <= max, since the ratio is 1 where sampler and policy agree",
-        )
         return self
 
     @model_validator(mode="after")
     def _check_effect(self) -> GrpoConfig:
         """Refuse settings that are changed and have no effect."""
-        cispo = self.surrogate == "cispo"
+        cispo, uncorrected = self.surrogate == "cispo", self.sampler_correction == "none"
         no_reference = "grpo.beta 0, which loads no reference: set grpo.beta"
         for names, idle, because in (
             ("kl_estimator kl_in kl_unbiased ref_every", self.beta == 0, no_reference),
-            ("kl_horizon", self.kl_target is None, "a fixed grpo.beta: set grpo.kl_target"),
             ("ref_mix", self.ref_every == 0, "grpo.ref_every 0: set grpo.ref_every"),
             ("dual_clip", cispo, "grpo.surrogate cispo, which clips no gradient: set grpo.surrogate to clip"),
             ("epsilon_low", cispo, "grpo.surrogate cispo, which has no lower bound: set grpo.surrogate to clip"),
             ("overlong_penalty", self.overlong_buffer == 0, "grpo.overlong_buffer 0: set that"),
-            (
-                "sampler_ratio_max",
-                self.sampler_correction == "none",
-                "grpo.sampler_correction none: set that to truncate or mask",
-            ),
-            (
-                "sampler_ratio_min",
-                self.sampler_correction != "mask",
-                "grpo.sampler_correction other than mask: set that to mask",
-            ),
+            ("sampler_ratio_max", uncorrected, "grpo.sampler_correction none: set that to truncate or mask"),
             ("max_resamples", not self.dynamic_sampling, "grpo.dynamic_sampling false: set that to true"),
         ):
             for name in names.split() if idle else ():

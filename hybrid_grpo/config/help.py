@@ -10,28 +10,11 @@ from hybrid_grpo.config.commands import TrainConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.config.rewards import RewardConfig
 
-_USUAL = [
-    "policy.model",
-    "data.path",
-    "data.task",
-    "rewards",
-    "run.name",
-    "run.steps",
-    "run.seed",
-    "run.resume",
-    "policy.lr",
-    "policy.dtype",
-    "rollout.prompts_per_step",
-    "rollout.num_generations",
-    "rollout.max_completion_tokens",
-    "rollout.temperature",
-    "grpo.loss_type",
-    "grpo.beta",
-    "engine.zero_stage",
-    "eval.every",
-    "checkpoint.every",
-    "log.wandb",
-]
+_USUAL = """
+    policy.model data.path data.task rewards run.name run.steps run.seed run.resume policy.lr policy.dtype
+    rollout.prompts_per_step rollout.num_generations rollout.max_completion_tokens rollout.temperature grpo.loss_type
+    grpo.beta engine.zero_stage eval.every checkpoint.every log.wandb
+"""
 """Settings that most people touch first."""
 _OPTIONS = {
     "--config FILE": "YAML file of settings; of several files and options the later ones win",
@@ -41,11 +24,7 @@ _OPTIONS = {
 
 
 def help_text(cls: Any, command: str, section: str | None) -> str:
-    """The help of a command, or of one section of its settings.
-
-    Raises:
-        UserError: there is no such section.
-    """
+    """The help of a command, or of one section of its settings; raises UserError where there is no such section."""
     return "\n".join(_section(cls, section) if section else _overview(cls, command))
 
 
@@ -54,7 +33,7 @@ def _overview(cls: Any, command: str) -> Iterator[str]:
     yield textwrap.fill(" ".join(cls.__doc__.split()), 100) + "\n"
     names = [name for name in setting_names(cls) if name.partition(".")[0] not in sections(TrainConfig)]
     own = {f"--{name}": _brief(cls, name) for name in names}
-    usual = {f"--{name}": _brief(cls, name) for name in _USUAL if name in setting_names(cls)}
+    usual = {f"--{name}": _brief(cls, name) for name in _USUAL.split() if name in setting_names(cls)}
     for title, lines in (("options", _OPTIONS | own), ("settings to know first", usual)):
         yield f"{title}:"
         yield from (f"  {name:33} {text}" for name, text in lines.items())

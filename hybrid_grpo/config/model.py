@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Lt
-from pydantic import BeforeValidator, model_validator
+from annotated_types import Ge, Le, Lt
+from pydantic import model_validator
 from pydantic.dataclasses import dataclass
-from pydantic_core import PydanticCustomError
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import SECTION, Count, NotNegative, Number, Positive, Switch, Text, Whole
@@ -104,17 +103,11 @@ _OWNED = {
 """DeepSpeed settings that follow from settings of hybrid_grpo."""
 
 
-def _refuse_bool(value: Any) -> Any:
-    if isinstance(value, bool):  # True equals 1, and would be taken for stage 1
-        raise PydanticCustomError("stage_type", "no stage")
-    return value
-
-
 @dataclass(frozen=True, config=SECTION)
 class EngineConfig:
     """The DeepSpeed engine."""
 
-    zero_stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_refuse_bool)] = 3
+    zero_stage: Annotated[Whole, Le(3)] = 3
     """ZeRO stage of the policy: 3 shards weights, gradients and optimizer over the ranks."""
     offload_optimizer: Switch = False
     """Keep optimizer state in host memory (ZeRO stage 1 or higher)."""

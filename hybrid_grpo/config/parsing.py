@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
+from typing import Any, Generic, TypeVar, get_origin
 
 from hybrid_grpo.config.building import build, dump, plain_types, sections, takes_mapping, unknown_setting
 from hybrid_grpo.config.commands import (
@@ -31,12 +31,8 @@ class Parsed(Generic[ConfigT]):
 
 
 def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[ConfigT]:
-    """Read `--config FILE` and dotted overrides into a configuration; later ones win.
-
-    Raises:
-        UserError: one line that names the setting and the nearest valid one.
-        SystemExit: after `--help` or `--print_config`.
-    """
+    """Read `--config FILE` and dotted overrides into a configuration; later ones win. Raises UserError, and SystemExit
+    after `--help` and `--print_config`."""
     given: Settings = {}
     print_config, rest = False, list(arguments)
     while rest:
@@ -54,8 +50,11 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
             refuse(not rest or rest[0].startswith("--"), f"{name}: expected one argument")
             text = rest.pop(0)
         if name == "config":
-            known = [section for section in sections(cls) if section != "rewards"]
-            given = overlay(given, read_recipe(Path(text), known))
+            recipe = read_recipe(Path(text))
+            for section in sections(cls).keys() & recipe.keys() - {"rewards"}:
+                has_settings = isinstance(recipe[section], dict)
+                refuse(not has_settings, f"--config {text}: {section} must have settings below it, or be taken out")
+            given = overlay(given, recipe)
         else:
             given = _with_option(given, name, hint, text)
     parsed = configure(cls, given)
@@ -66,21 +65,14 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
 
 
 def configure(cls: type[ConfigT], given: Settings) -> Parsed[ConfigT]:
-    """The configuration of nested mappings, over the recipe of the task that they name.
-
-    Raises:
-        UserError: one line that names the setting and the nearest valid one.
-    """
+    """The configuration of nested mappings, over the recipe of the task that they name; raises UserError."""
     config = build(cls, with_task(cls, given))
     return Parsed(config, dump(config))
 
 
 def leading_argument(arguments: list[str], usage: str) -> tuple[str, list[str]]:
-    """The argument in front of the options, and the options; empty where help is asked for in its place.
-
-    Raises:
-        UserError: it is missing, or another stands behind it.
-    """
+    """The argument in front of the options, empty where help is asked for in its place, and the options. Raises
+    UserError where it is missing, or another stands behind it."""
     first, *options = arguments or [""]
     if first in ("-h", "--help"):
         return "", arguments
@@ -126,6 +118,5 @@ def _read(hint: Any, text: str) -> Any:
     kinds = plain_types(hint)
     if text == "null" and type(None) in kinds:
         return None
-    values = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
     others = [kind for kind in kinds if kind in (int, float, bool) or get_origin(kind) in (list, dict, tuple)]
-    return read_value(text) if others or int in map(type, values) or dataclasses.is_dataclass(hint) else text
+    return read_value(text) if others or dataclasses.is_dataclass(hint) else text

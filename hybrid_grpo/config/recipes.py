@@ -1,7 +1,7 @@
 """Settings as nested mappings: read from YAML files, stacked upon each other."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,24 @@ EXPONENT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-6` as a number."""
+    """Reads `1e-6` as a number, and refuses a key that is given twice, of which YAML keeps the last without a word."""
 
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if key.value in keys:
+                problem = f"{key.value} is given twice: merge the two"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            keys.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 class Dumper(yaml.SafeDumper):
     """Quotes text that would be read back as a number such as `1e3`."""
 
 
-Dumper.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
+for _reads_numbers in (_Loader, Dumper):
+    _reads_numbers.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
 
 
 def read_value(text: str) -> Any:
@@ -47,48 +54,17 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Settings:
     return merged
 
 
-def read_recipe(path: Path, sections: Collection[str] = ()) -> Settings:
-    """A YAML file of settings, refused where YAML would let a mistake pass: a key given twice, an empty section.
-
-    Args:
-        sections: names that must have settings below them.
-
-    Raises:
-        UserError: one line that names the file and the line.
-    """
+def read_recipe(path: Path) -> Settings:
+    """A YAML file of settings; raises UserError, which names the file and the line, where it is none."""
     refuse(path.is_dir(), f"--config {path} is a folder: give a YAML file")
     refuse(not path.is_file(), f"--config {path}: there is no such file")
     try:
-        text = path.read_text(encoding="utf-8")
-        recipe = yaml.compose(text, yaml.SafeLoader)
-        settings = yaml.load(text, _Loader)
-    except (OSError, UnicodeError, ValueError, yaml.YAMLError) as error:
+        settings = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"--config {path} cannot be read: {_yaml_problem(error)}") from None
-    if not isinstance(recipe, yaml.MappingNode):
+    if not isinstance(settings, dict):
         raise UserError(f"--config {path} holds no settings: write `section:` lines")
-    _refuse_doubles(recipe, path)
-    for key, node in recipe.value:
-        refuse(
-            key.value in sections and not isinstance(node, yaml.MappingNode),
-            f"--config {path} line {key.start_mark.line + 1}: {key.value} must have settings below it:"
-            " give some or take it out",
-        )
-    return dict(settings)
-
-
-def _refuse_doubles(node: Any, path: Path) -> None:
-    """YAML keeps the last of two equal keys without a word."""
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            refuse(key.value in seen, f"--config {path} line {line}: {key.value} is given twice: merge the two")
-            seen.add(key.value)
-        for _, value in node.value:
-            _refuse_doubles(value, path)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _refuse_doubles(value, path)
+    return settings
 
 
 def _yaml_problem(error: Exception) -> str:

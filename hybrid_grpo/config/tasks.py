@@ -46,11 +46,8 @@ def ready_made_settings(name: str) -> Settings:
 
 
 def own_task(name: str) -> TaskRecipe:
-    """A task of the user's: a TaskRecipe, or just a function that reads rows, as `path/to/file.py:name`.
-
-    Raises:
-        UserError: there is none of this name, or what is there is neither of the two.
-    """
+    """A task of the user's: a TaskRecipe, or just a function that reads rows, as `path/to/file.py:name`. Raises
+    UserError where there is neither of the two."""
     place, colon, attribute = name.rpartition(":")
     refuse(
         not colon,

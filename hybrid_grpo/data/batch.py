@@ -84,7 +84,7 @@ class Rollout:
     @property
     def num_tokens(self) -> int:
         """Completion tokens of all rows."""
-        return sum(len(completion.token_ids) for completion in self.completions)
+        return sum(self.lengths)
 
     @property
     def lengths(self) -> list[int]:

@@ -6,7 +6,7 @@ of `PromptLoader`.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,29 +14,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, CurriculumConfig
-from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.data.batch import Numbers, Prompt
-from hybrid_grpo.data.loader import LoaderState, PromptLoader
+from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.distributed import all_reduce
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_CLASSES = 16
-"""Classes of prompts where the column is a number or a length."""
-_DISTINCT = 64
-"""A column with at most this many different texts makes each of them a class."""
-
-
-class CurriculumState(LoaderState):
-    """Position in the stream, and success rates of the prompts that were tried. The same on every rank."""
-
-    index: Ints
-    """Indices of the tried prompts in the list of prompts."""
-    counts: Ints
-    """Completions of each tried prompt and how many of them were right, two columns."""
-    recent: Floats
-    """The same counts, discounted by age."""
+CLASSES = 16
+"""Classes of prompts, of which those of a class are expected to be about equally hard."""
+MIN_TRIES = 4
+"""Completions, discounted by their age, that a success rate must rest on before prompts are left out by it."""
+HALF_LIFE = 50
+"""Steps after which a completion counts half, since the policy that wrote it has changed."""
+FLOOR = 0.05
+"""Weight of prompts that teach nothing or are left out, where the best has 1. It keeps them from being forgotten."""
 
 
 class Curriculum(PromptLoader[Prompt]):
@@ -52,9 +44,6 @@ class Curriculum(PromptLoader[Prompt]):
         config: whether and how the stream follows the success rates.
         seed, shuffle: see `PromptLoader`.
         device: where collectives take place.
-
-    Raises:
-        UserError: the prompts do not have the column that the configuration names.
     """
 
     def __init__(
@@ -72,13 +61,12 @@ class Curriculum(PromptLoader[Prompt]):
         self._config = config
         self._num_generations = plan.num_generations
         self._device = device
-        self._class_N = classes(prompts, config.column)
+        self._class_N = length_classes(prompts)
         self._count_N2 = np.zeros((len(prompts), 2), dtype=np.int64)
         self._recent_N2 = np.zeros((len(prompts), 2))
         self._weight_N: Floats | None = None
         self._drawn: list[tuple[int, int]] = []
         self._noted: dict[tuple[int, int], tuple[int, int]] = {}
-        self._follows = config.sampling != "uniform" or config.skip_above is not None or config.skip_below is not None
 
     def next_prompts(self, batches: int) -> list[Prompt]:
         """This rank's prompts of the next global batches, batch after batch, each with the epoch it was drawn in."""
@@ -89,13 +77,8 @@ class Curriculum(PromptLoader[Prompt]):
         return [replace(prompt, epoch=epoch) for prompt, epoch in self.draw(count, wanted)]
 
     def note(self, prompts: Sequence[Prompt], outcome_B: Tensor, threshold: float) -> None:
-        """Take note of how the groups of these prompts did, which were drawn since the last update.
-
-        Args:
-            prompts: [P], prompts of this rank.
-            outcome_B: outcome reward of their completions; NaN is not counted.
-            threshold: smallest outcome of a right completion, `eval.threshold`.
-        """
+        """Take note of the groups of these prompts, [P], which this rank was given since the last update. Outcomes of
+        `threshold` or more are right, and NaN is not counted."""
         outcome_PG = outcome_B.view(len(prompts), self._num_generations)
         tries_P = (~outcome_PG.isnan()).sum(1).tolist()
         right_P = (outcome_PG >= threshold).sum(1).tolist()
@@ -112,7 +95,7 @@ class Curriculum(PromptLoader[Prompt]):
         step_N2 = np.zeros_like(self._count_N2)
         np.add.at(step_N2, [index for index, _ in self._drawn], all_reduce(seen_D2.to(self._device)).cpu().numpy())
         self._count_N2 += step_N2
-        self._recent_N2 = self._recent_N2 * 0.5 ** (1 / self._config.half_life) + step_N2
+        self._recent_N2 = self._recent_N2 * 0.5 ** (1 / HALF_LIFE) + step_N2
         self._weight_N, self._drawn, self._noted = None, [], {}
 
     def rates(self) -> Floats:
@@ -121,13 +104,13 @@ class Curriculum(PromptLoader[Prompt]):
         return right_N / (right_N + wrong_N)
 
     def weights(self) -> Floats:
-        """[N], how likely every prompt is to be drawn next, in proportion to each other, from `floor` to 1."""
+        """[N], how likely every prompt is to be drawn next, in proportion to each other, from `FLOOR` to 1."""
         if self._weight_N is None:
-            floor, weight_N = self._config.floor, np.ones(len(self._prompts))
+            weight_N = np.ones(len(self._prompts))
             if self._config.sampling == "difficulty":
                 weight_N = expected_gain(*self._posterior(), self._num_generations)
                 weight_N /= weight_N.max()
-            self._weight_N = floor + (1 - floor) * np.where(self._skipped(), 0.0, weight_N)
+            self._weight_N = FLOOR + (1 - FLOOR) * np.where(self._skipped(), 0.0, weight_N)
         return self._weight_N
 
     def numbers(self) -> Numbers:
@@ -138,42 +121,34 @@ class Curriculum(PromptLoader[Prompt]):
             "curriculum/success_rate": (float(self.rates().mean()), 1),
             "curriculum/tried_frac": (float((self._count_N2[:, 0] > 0).mean()), 1),
         }
-        if self._follows:
+        if self._config.follows:
             numbers["curriculum/skipped_frac"] = (float(self._skipped().mean()), 1)
         return numbers
 
     def tried_prompts(self) -> list[dict[str, Any]]:
         """The prompts that were tried, hardest first, with their tries and estimated success rates."""
         rate_N = self.rates()
-        tried = [i for i in np.argsort(rate_N, kind="stable").tolist() if self._count_N2[i, 0]]
-        return [
-            {
-                "prompt_id": self._prompts[i].id,
-                "tries": int(self._count_N2[i, 0]),
-                "right": int(self._count_N2[i, 1]),
-                "success_rate": round(float(rate_N[i]), 4),
-                "prompt": self._prompts[i].text,
-            }
-            for i in tried
-        ]
+        rows: list[dict[str, Any]] = []
+        for i in np.argsort(rate_N, kind="stable").tolist():
+            prompt, (tries, right) = self._prompts[i], self._count_N2[i].tolist()
+            if tries:
+                numbers = {"tries": tries, "right": right, "success_rate": round(float(rate_N[i]), 4)}
+                rows.append({"prompt_id": prompt.id, **numbers, "prompt": prompt.text})
+        return rows
 
-    def state_dict(self) -> CurriculumState:
-        """The position after the prompts handed out so far, and the success rates after the last update."""
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the prompts handed out so far; and of the prompts that were tried their indices, counts
+        (completions, how many of them were right) and the same counts discounted by age, after the last update."""
         index = np.flatnonzero(self._count_N2[:, 0])
-        return {
-            **super().state_dict(),
-            "index": index,
-            "counts": self._count_N2[index],
-            "recent": self._recent_N2[index],
-        }
+        counts = {"index": index, "counts": self._count_N2[index], "recent": self._recent_N2[index]}
+        return {**super().state_dict(), **counts}
 
-    def load_state_dict(self, state: LoaderState) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; see `PromptLoader`."""
         super().load_state_dict(state)
-        saved = cast(CurriculumState, state)
         self._count_N2[:], self._recent_N2[:] = 0, 0.0
-        self._count_N2[saved["index"]] = saved["counts"]
-        self._recent_N2[saved["index"]] = saved["recent"]
+        self._count_N2[state["index"]] = state["counts"]
+        self._recent_N2[state["index"]] = state["recent"]
         self._weight_N, self._drawn, self._noted = None, [], {}
 
     def _posterior(self) -> tuple[Floats, Floats]:
@@ -195,10 +170,10 @@ class Curriculum(PromptLoader[Prompt]):
         rate_N = right_N / np.maximum(tries_N, 1e-9)
         outside_N = rate_N >= (np.inf if high is None else high)
         outside_N |= rate_N <= (-np.inf if low is None else low)
-        return np.asarray(outside_N & (tries_N >= self._config.min_tries))
+        return np.asarray(outside_N & (tries_N >= MIN_TRIES))
 
     def _take(self, count: int) -> list[tuple[int, int]]:
-        drawn = self._weighted(count) if self._follows else super()._take(count)
+        drawn = self._weighted(count) if self._config.follows else super()._take(count)
         self._drawn += drawn
         return drawn
 
@@ -222,13 +197,9 @@ class Curriculum(PromptLoader[Prompt]):
 def expected_gain(right_N: Floats, wrong_N: Floats, num_generations: int) -> Floats:
     """[N], the probability that a prompt's group teaches something, times what is left to learn of the prompt.
 
-    E[(1 - p) (1 - p^G - (1 - p)^G)], where the success rate p has a beta distribution. Groups that are all right or all
-    wrong have advantages of 0 (DAPO, arXiv:2503.14476, eq. 11); of the others, those that are mostly right have little
-    left to gain.
-
-    Args:
-        right_N, wrong_N: parameters of the beta distribution, greater than 0.
-        num_generations: G.
+    E[(1 - p) (1 - p^G - (1 - p)^G)], where the success rate p has a beta distribution with the parameters `right_N` and
+    `wrong_N`, greater than 0. Groups that are all right or all wrong have advantages of 0 (DAPO, arXiv:2503.14476, eq.
+    11); of the others, those that are mostly right have little left to gain.
     """
     total_N = right_N + wrong_N
     gain_N = wrong_N / total_N
@@ -241,45 +212,16 @@ def expected_gain(right_N: Floats, wrong_N: Floats, num_generations: int) -> Flo
 
 
 def draw_weighted(weight_N: Floats, count: int, rng: np.random.Generator) -> Ints:
-    """Up to `count` different indices, drawn one after the other in proportion to the weights of those left.
-
-    In one go: the largest u^(1/w), with u uniform (Efraimidis and Spirakis 2006).
-
-    Args:
-        weight_N: weights greater than 0.
-    """
+    """Up to `count` different indices, drawn one after the other in proportion to the weights, greater than 0, of those
+    left. In one go: the largest u^(1/w), with u uniform (Efraimidis and Spirakis 2006)."""
     key_N = np.log1p(-rng.random(len(weight_N))) / weight_N
     count = min(count, len(weight_N))
     top = np.argpartition(-key_N, count - 1)[:count]
     return np.asarray(top[np.argsort(-key_N[top], kind="stable")])
 
 
-def classes(prompts: Sequence[Prompt], column: str | None) -> Ints:
-    """[N], the class of every prompt, from 0; prompts of a class are expected to be about equally hard.
-
-    Every value of the column is a class. Where a column has many values, they are sorted into up to 16 classes of about
-    equal size, by the number, or by the length of texts and lists. Without a column the number is the prompt's length
-    in tokens.
-
-    Raises:
-        UserError: there is no such column.
-    """
-    if column is None:
-        return _sixteenths([len(prompt.token_ids) for prompt in prompts])
-    names = list(prompts[0].columns)
-    if column not in names:
-        raise UserError(f"curriculum.column {column}: data.path has no such column: {did_you_mean(column, names)}")
-    values = [prompt.columns[column] for prompt in prompts]
-    if all(isinstance(value, int | float) for value in values):
-        return _sixteenths(values)
-    number_of = {text: number for number, text in enumerate(sorted(set(map(str, values))))}
-    if len(number_of) <= _DISTINCT:
-        return np.array([number_of[str(value)] for value in values])
-    return _sixteenths([len(value if isinstance(value, list) else str(value)) for value in values])
-
-
-def _sixteenths(values: Sequence[float]) -> Ints:
-    """[N], the class of each value by quantiles of all values; equal values share a class."""
-    value_N = np.nan_to_num(np.asarray(values, dtype=np.float64))
-    edges = np.unique(np.quantile(value_N, np.arange(1, _CLASSES) / _CLASSES))
-    return np.unique(np.searchsorted(edges, value_N, side="right"), return_inverse=True)[1]
+def length_classes(prompts: Sequence[Prompt]) -> Ints:
+    """[N], the class of every prompt, from 0: by quantiles of their lengths in tokens; equal lengths share a class."""
+    length_N = np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.float64)
+    edges = np.unique(np.quantile(length_N, np.arange(1, CLASSES) / CLASSES))
+    return np.unique(np.searchsorted(edges, length_N, side="right"), return_inverse=True)[1]

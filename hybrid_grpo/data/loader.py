@@ -1,24 +1,13 @@
 """The order in which prompts are drawn: shared out over ranks, and resumable. Items may be anything."""
 
 from collections.abc import Iterable, Sequence
-from typing import Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.errors import refuse
 
 ItemT = TypeVar("ItemT")
-
-
-class LoaderState(TypedDict):
-    """A position in the endless stream of items, and what identifies the stream. The same on every rank."""
-
-    epoch: int
-    offset: int
-    """Items of this epoch that were drawn, over all ranks."""
-    length: int
-    seed: int
-    shuffle: bool
 
 
 class PromptLoader(Generic[ItemT]):
@@ -44,10 +33,8 @@ class PromptLoader(Generic[ItemT]):
         assert batch_size_global > 0 and batch_size_global % world_size == 0
         self._prompts = prompts
         self._batch_size = batch_size_global
-        self._rank = rank
-        self._world_size = world_size
-        self._seed = seed
-        self._shuffle = shuffle
+        self._rank, self._world_size = rank, world_size
+        self._seed, self._shuffle = seed, shuffle
         self._position = 0
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
@@ -71,14 +58,13 @@ class PromptLoader(Generic[ItemT]):
         drawn = self._take(count)
         return [(self._prompts[index], epoch) for index, epoch in (drawn[number] for number in wanted)]
 
-    def state_dict(self) -> LoaderState:
-        """The present position."""
-        epoch, offset = divmod(self._position, len(self._prompts))
-        return LoaderState(
-            epoch=epoch, offset=offset, length=len(self._prompts), seed=self._seed, shuffle=self._shuffle
-        )
+    def state_dict(self) -> dict[str, Any]:
+        """The present position, over all ranks, and what identifies the stream; the same on every rank."""
+        length = len(self._prompts)
+        epoch, offset = divmod(self._position, length)
+        return {"epoch": epoch, "offset": offset, "length": length, "seed": self._seed, "shuffle": self._shuffle}
 
-    def load_state_dict(self, state: LoaderState) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved position; raises `UserError` if it belongs to another stream (other rows, another seed,
         shuffled or not)."""
         own = self.state_dict()
@@ -87,11 +73,11 @@ class PromptLoader(Generic[ItemT]):
             ("run.seed", state["seed"], own["seed"]),
             ("data.shuffle", state["shuffle"], own["shuffle"]),
         ):
-            if saved != here:
-                raise UserError(
-                    f"{setting}: the checkpoint was made with {saved}, this run has {here}: resume with the same,"
-                    " or start anew with another run.name"
-                )
+            refuse(
+                saved != here,
+                f"{setting}: the checkpoint was made with {saved}, this run has {here}: resume with the same, or start"
+                " anew with another run.name",
+            )
         self._position = state["epoch"] * state["length"] + state["offset"]
 
     def _take(self, count: int) -> list[tuple[int, int]]:
@@ -111,9 +97,6 @@ class PromptLoader(Generic[ItemT]):
 
 
 def rank_share(items: Sequence[ItemT], rank: int, world_size: int) -> list[ItemT]:
-    """This rank's contiguous share of a list that is read once, as in evaluation.
-
-    The shares of all ranks make up the list and differ by at most one in length; with fewer items than ranks some are
-    empty.
-    """
+    """This rank's contiguous share of a list that is read once, as in evaluation. Shares differ by at most one in
+    length, and with fewer items than ranks some are empty."""
     return list(items[len(items) * rank // world_size : len(items) * (rank + 1) // world_size])

@@ -32,10 +32,8 @@ def read_pairs(
 ) -> tuple[list[Pair], str]:
     """The pairs to train on, and a line that says what was read and dropped.
 
-    Completions of more than `max_completion_tokens`, end-of-sequence included, are dropped.
-
-    Raises:
-        UserError: see `read_prompts`; or a completion is missing, or all are over-long.
+    Completions of more than `max_completion_tokens`, end-of-sequence included, are dropped. Raises UserError as
+    `read_prompts` does, and where a completion is missing or all are over-long.
     """
     refuse(
         tokenizer.eos_token_id is None,

@@ -19,14 +19,8 @@ if TYPE_CHECKING:
 def read_prompts(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, source: Source | None = None
 ) -> tuple[list[Prompt], str]:
-    """The prompts of a source, and a line that says what was read and dropped.
-
-    Args:
-        source: where the rows come from. Default: the rows to train on.
-
-    Raises:
-        UserError: the source cannot be read, or its rows do not make prompts; see `prompts_of`.
-    """
+    """The prompts of a source, by default of the rows to train on, and a line that says what was read and dropped.
+    Raises UserError as `read_rows` and `prompts_of` do."""
     source = source or training_source(config)
     rows = read_rows(source)
     kept = prompts_of(rows, source, config, tokenizer)
@@ -36,14 +30,10 @@ def read_prompts(
 def data_line(source: Source, rows: list[Row], kept: list[Prompt], over_long_completions: int = 0) -> str:
     """What was read and what was dropped, in words; at least one prompt was kept."""
     lengths = [len(prompt.token_ids) for prompt in kept]
-    over_long_prompts = len(rows) - len(kept) - over_long_completions
-    dropped = [
-        f", {count} dropped for an over-long {what}"
-        for what, count in (("prompt", over_long_prompts), ("completion", over_long_completions))
-        if count
-    ]
+    dropped = {"prompt": len(rows) - len(kept) - over_long_completions, "completion": over_long_completions}
+    why = "".join(f", {count} dropped for an over-long {what}" for what, count in dropped.items() if count)
     return (
-        f"{source}: {len(kept)} of {len(rows)} rows kept{''.join(dropped)};"
+        f"{source}: {len(kept)} of {len(rows)} rows kept{why};"
         f" prompts of {min(lengths)} to {max(lengths)} tokens (mean {sum(lengths) / len(lengths):.1f});"
         f" columns {', '.join(rows[0])}"
     )
@@ -56,11 +46,8 @@ def require_column(setting: str, column: str, rows: list[Row], source: Source) -
 
 
 def prompts_of(rows: list[Row], source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The prompts of the rows, numbered by row, without those of more than `max_prompt_tokens`.
-
-    Raises:
-        UserError: there is no prompt column, a row is no prompt, a chat template is needed and missing, a prompt is
-            over-long and `over_long` is `refuse`, or all are over-long.
+    """The prompts of the rows, numbered by row, without those of more than `max_prompt_tokens`. Raises UserError where
+    a row is no prompt, a chat template is needed and missing, or all prompts are over-long (or one, see `over_long`).
     """
     require_column("data.prompt_column", config.prompt_column, rows, source)
     refuse(
@@ -89,11 +76,8 @@ def prompts_of(rows: list[Row], source: Source, config: DataConfig, tokenizer: P
 
 
 def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]:
-    """The prompt of a row as reward functions receive it; `where` names the row in messages.
-
-    Raises:
-        UserError: the prompt is neither text nor a chat, or contradicts the settings.
-    """
+    """The prompt of a row as reward functions receive it. Raises UserError, which names `where` the row is, where it is
+    neither text nor a chat, or contradicts the settings."""
     value = row[config.prompt_column]
     text = value if isinstance(value, str) else _messages(value, where, config)
     if config.system_prompt is None:
@@ -126,17 +110,17 @@ def _prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer: Pr
 def _messages(value: Any, where: str, config: DataConfig) -> list[Message]:
     """The chat of a row, checked."""
     column = f"data.prompt_column {config.prompt_column}"
-    if not isinstance(value, list):
-        raise UserError(f"{column}: {where} has {value!r:.40}: give text or a list of chat messages")
-    if not value or not all(map(_is_message, value)):
-        raise UserError(f"{column}: {where} has {value!r:.40}: give messages {{role: ..., content: ...}}, at least one")
-    if value[-1]["role"] == "assistant":
-        raise UserError(f"{column}: {where} ends with a message of the assistant: a prompt ends with the user's")
-    if config.chat_template == "never":
-        raise UserError(
-            f"data.chat_template never: {where} has chat messages, which need a template: set it to auto, or choose"
-            " a data.prompt_column with text"
-        )
+    shown = f"{column}: {where} has {value!r:.40}"
+    refuse(not isinstance(value, list), f"{shown}: give text or a list of chat messages")
+    is_chat = bool(value) and all(map(_is_message, value))
+    refuse(not is_chat, f"{shown}: give messages {{role: ..., content: ...}}, at least one")
+    by_assistant = value[-1]["role"] == "assistant"
+    refuse(by_assistant, f"{column}: {where} ends with a message of the assistant: a prompt ends with the user's")
+    refuse(
+        config.chat_template == "never",
+        f"data.chat_template never: {where} has chat messages, which need a template: set it to auto, or choose a"
+        " data.prompt_column with text",
+    )
     # Arrow gives every message all keys that any message has, with None; templates would take such a key as set.
     return [{key: part for key, part in message.items() if part is not None or key == "content"} for message in value]
 

@@ -74,17 +74,15 @@ def evaluation_source(config: DataConfig) -> Source | None:
 
 
 def standard_input(lines: Iterable[bytes], setting: str, limit: int | None, text_column: str | None = None) -> Source:
-    """Rows that are piped in or typed, a JSON object a line; `setting` begins the messages."""
+    """Rows that are piped in, a JSON object a line; `setting` begins the messages."""
     return Source("standard input", None, limit=limit, path_setting=setting, lines=lines, text_column=text_column)
 
 
 def read_rows(source: Source) -> list[Row]:
     """All rows of the source, in order, each with the same columns: a key that a row lacks is None.
 
-    A task hands over the rows that it makes, or makes of the rows of the source.
-
-    Raises:
-        UserError: the source cannot be reached or read, has no such split, or is empty; or the task cannot read a row.
+    A task hands over the rows that it makes, or makes of the rows of the source. Raises UserError where the source
+    cannot be reached or read, has no such split or no rows, or where the task cannot read a row.
     """
     if source.task is not None and source.path == "":
         refuse(
@@ -118,11 +116,10 @@ def _read(source: Source) -> list[Row]:
         takes_subset = source.path_setting == "data.path" and not (source.file and source.file.is_file())
         subset = f" (data.subset {source.subset or 'not set'})" if takes_subset else ""
         raise UserError(f"{source.path_setting} {source.origin}{subset} cannot be read: {_one_line(error)}") from error
-    if not rows:
-        raise UserError(f"{source.path_setting} {source} is empty: it has no rows")
+    refuse(not rows, f"{source.path_setting} {source} is empty: it has no rows")
     for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise UserError(f"{source.path_setting}: row {number} (from 0) is a {type(row).__name__}: give dicts")
+        kind = type(row).__name__
+        refuse(not isinstance(row, dict), f"{source.path_setting}: row {number} (from 0) is a {kind}: give dicts")
     return rows
 
 
@@ -135,10 +132,9 @@ def _open(source: Source) -> Mapping[str, Iterable[Row]]:
         rows = json_rows(source.lines, f"{source.path_setting} {source.path}", source.text_column)
         return {"train": (row for _, row in rows)}
     is_saved = path is not None and any((path / file).is_file() for file in ("state.json", "dataset_dict.json"))
-    if source.subset is not None and (not isinstance(source.path, str) or is_saved or (path and path.is_file())):
-        raise UserError(
-            f"data.subset {source.subset}: {source.path_setting} {source.origin} has no subsets: leave it out"
-        )
+    is_plain = not isinstance(source.path, str) or is_saved or (path is not None and path.is_file())
+    no_subsets = f"data.subset {source.subset}: {source.path_setting} {source.origin} has no subsets: leave it out"
+    refuse(source.subset is not None and is_plain, no_subsets)
     if not isinstance(source.path, str):
         return _named(source.path)
     if path is None:
@@ -215,11 +211,8 @@ def _file_rows(paths: list[Path], source: Source) -> Iterator[Row]:
 
 
 def json_rows(lines: Iterable[bytes], where: str, text_column: str | None = None) -> Iterator[tuple[int, Row]]:
-    """The object of every line that is not blank, with the number of the line, from 1; see `Source.text_column`.
-
-    Raises:
-        UserError: a line holds no object; the message names `where` and the number.
-    """
+    """The object of every line that is not blank, with the number of the line, from 1; see `Source.text_column`. Raises
+    UserError, which names `where` and the number, where a line holds no object."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

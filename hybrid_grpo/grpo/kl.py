@@ -6,6 +6,9 @@ from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers
 from hybrid_grpo.distributed import all_reduce
 
+_HORIZON = 10_000
+"""Completions over which a KL that is 20 % or more off its target changes beta by a fifth."""
+
 
 class KlController:
     """`grpo.beta`; with `grpo.kl_target` that is where it starts (Ziegler et al., arXiv:1909.08593, section 2.2).
@@ -35,7 +38,7 @@ class KlController:
         kl, tokens = all_reduce(self._seen).tolist()
         self._seen.zero_()
         if tokens:
-            self.beta = adaptive_beta(self.beta, kl / tokens, self._grpo.kl_target, self._grpo.kl_horizon, self._rows)
+            self.beta = adaptive_beta(self.beta, kl / tokens, self._grpo.kl_target, _HORIZON, self._rows)
 
     def state_dict(self) -> dict[str, float]:
         """The coefficient."""

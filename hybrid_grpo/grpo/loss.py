@@ -257,7 +257,7 @@ def _truncate(log_ratio_bT: Tensor, real_bT: Tensor, grpo: GrpoConfig) -> tuple[
 
 def _mask(log_ratio_bT: Tensor, real_bT: Tensor, grpo: GrpoConfig) -> tuple[Tensor, Tensor, Tensor]:
     ratio_bT = _exp(_mean_over_tokens(log_ratio_bT, real_bT)).expand_as(log_ratio_bT)
-    dropped_bT = (ratio_bT < grpo.sampler_ratio_min) | (ratio_bT > grpo.sampler_ratio_max)
+    dropped_bT = (ratio_bT < 1 / grpo.sampler_ratio_max) | (ratio_bT > grpo.sampler_ratio_max)
     return ratio_bT, (~dropped_bT).to(ratio_bT), dropped_bT
 
 
@@ -280,7 +280,7 @@ def sampler_correction(
 
     `truncate`: min(old / sampler, sampler_ratio_max) of every token (truncated importance sampling, Yao et al. 2025,
     "Your efficient RL framework secretly brings you off-policy RL training"). `mask`: 0 for completions whose
-    exp(mean over tokens of log(old / sampler)) is outside [sampler_ratio_min, sampler_ratio_max], else 1.
+    exp(mean over tokens of log(old / sampler)) is outside [1 / sampler_ratio_max, sampler_ratio_max], else 1.
 
     Args:
         old_logp_bT: float, of the training forward with the weights that sampled.

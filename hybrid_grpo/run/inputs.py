@@ -8,7 +8,6 @@ from typing import Any
 from hybrid_grpo.config import RolloutConfig, TrainConfig, reward_name
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.data.curriculum import classes
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import evaluation_source
 from hybrid_grpo.grpo.loss import Objective, load_objective
@@ -70,7 +69,6 @@ class RunInputs:
             eval_prompts, facts["held out"] = read_prompts(config.data, tokenizer, held_out)
             rewards.check_columns(eval_prompts[0].columns)
         rewards.check_columns(prompts[0].columns)
-        classes(prompts, config.curriculum.column)
         longest = max(len(prompt.token_ids) for prompt in prompts + eval_prompts)
         check_lengths(model_config, longest + config.rollout.max_completion_tokens)
         check_token_ids(config.rollout, model_config)

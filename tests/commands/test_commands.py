@@ -208,7 +208,7 @@ class Runs:
 
 
 MOVING = (
-    *("--grpo.beta=0.1", "--grpo.kl_target=0.001", "--grpo.kl_horizon=32"),
+    *("--grpo.beta=0.1", "--grpo.kl_target=0.001"),
     *("--grpo.ref_every=1", "--grpo.ref_mix=0.5"),
 )
 """An objective with a state of its own: a reference that follows the policy, and a weight of the KL that is adapted."""

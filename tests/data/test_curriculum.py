@@ -11,19 +11,26 @@ import torch
 from launching import make_task, ranks
 
 from hybrid_grpo.config import BatchPlan, CurriculumConfig
-from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.data.curriculum import Curriculum, classes, draw_weighted, expected_gain
+from hybrid_grpo.data.curriculum import Curriculum, draw_weighted, expected_gain, length_classes
 from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.run.metrics import Meter
 
 CPU = torch.device("cpu")
 G = 4
-DIFFICULTY = CurriculumConfig(sampling="difficulty", column="level", half_life=20)
+DIFFICULTY = CurriculumConfig(sampling="difficulty")
+
+
+@pytest.fixture(autouse=True)
+def young(monkeypatch):
+    """Completions age faster than in a run."""
+    monkeypatch.setattr("hybrid_grpo.data.curriculum.HALF_LIFE", 20)
 
 
 def prompts_of(levels: list) -> list[Prompt]:
-    return [Prompt(10 + i, f"p{i}", [1] * (1 + i % 3), {"level": level}) for i, level in enumerate(levels)]
+    """Prompts of a level are equally long."""
+    known = list(dict.fromkeys(levels))
+    return [Prompt(10 + i, f"p{i}", [1] * (1 + known.index(level)), {"level": level}) for i, level in enumerate(levels)]
 
 
 def stream(prompts, config=DIFFICULTY, batch=6, rank=0, world=1, seed=0) -> Curriculum:
@@ -116,8 +123,10 @@ def test_a_step_draws_no_prompt_twice_until_all_are_drawn():
 
 
 @pytest.mark.parametrize(("bounds", "left_out"), [({"skip_above": 0.9}, 1.0), ({"skip_below": 0.1}, 0.0)])
-def test_prompts_beyond_a_bound_are_left_out_until_what_is_known_has_aged(bounds, left_out):
-    config = CurriculumConfig(**bounds, min_tries=3, half_life=10, floor=1e-6)
+def test_prompts_beyond_a_bound_are_left_out_until_what_is_known_has_aged(bounds, left_out, monkeypatch):
+    for name, value in (("MIN_TRIES", 3), ("HALF_LIFE", 10), ("FLOOR", 1e-6)):
+        monkeypatch.setattr(f"hybrid_grpo.data.curriculum.{name}", value)
+    config = CurriculumConfig(**bounds)
     prompts = prompts_of([0] * 12)
     curriculum = stream(prompts, config, batch=12)
     play(curriculum, lambda p: left_out if p.id < 16 else 0.5)
@@ -211,16 +220,12 @@ def test_two_ranks_follow_the_same_curriculum(tmp_path):
     assert len(set(alone["rates"])) > 5
 
 
-def test_the_classes_of_a_column():
-    assert classes(prompts_of([3, 1, 1, 2.5]), "level").tolist() == [2, 0, 0, 1]
-    assert classes(prompts_of(["b", "a", None, "b"]), "level").tolist() == [2, 1, 0, 2]
-    words = [f"{i:03d}" + "x" * (i % 2) for i in range(100)]
-    assert classes(prompts_of(words), "level").tolist() == [i % 2 for i in range(100)], "by length"
-    assert classes(prompts_of(["a"] * 4), None).tolist() == [0, 1, 2, 0], "by tokens of the prompt"
-    many = classes(prompts_of(list(range(1600))), "level")
-    assert np.bincount(many).tolist() == [100] * 16
-    with pytest.raises(UserError, match=r"^curriculum.column levle: .* did you mean level\?"):
-        classes(prompts_of([1]), "levle")
+def test_prompts_of_like_length_make_a_class():
+    def prompts(lengths):
+        return [Prompt(i, "", [1] * length, {}) for i, length in enumerate(lengths)]
+
+    assert length_classes(prompts([1, 2, 3, 1])).tolist() == [0, 1, 2, 0]
+    assert np.bincount(length_classes(prompts(range(1, 1601)))).tolist() == [100] * 16
 
 
 def test_tried_prompts_come_hardest_first():

@@ -5,7 +5,7 @@ from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers
 from hybrid_grpo.grpo.kl import KlController
 
-ADAPTED = GrpoConfig(beta=0.1, kl_target=0.02, kl_horizon=1000)
+ADAPTED = GrpoConfig(beta=0.1, kl_target=0.02)
 
 
 def numbers(kl: float, tokens: int) -> Numbers:
@@ -15,7 +15,7 @@ def numbers(kl: float, tokens: int) -> Numbers:
 
 @pytest.mark.parametrize("kl, factor", [(0.02, 1.0), (0.022, 1 + 0.1 * 0.05), (9.0, 1 + 0.2 * 0.05), (0.0, 0.99)])
 def test_beta_follows_the_kl_per_token_of_a_step(kl, factor):
-    controller = KlController(ADAPTED, rows=50, device=torch.device("cpu"))
+    controller = KlController(ADAPTED, rows=500, device=torch.device("cpu"))
     for share in (0.25, 0.75):
         controller.add(numbers(kl * 100 * share, 50))
     controller.update()
@@ -28,17 +28,17 @@ def test_beta_follows_the_kl_per_token_of_a_step(kl, factor):
 
 def test_a_step_without_tokens_and_a_fixed_beta_change_nothing():
     for grpo, seen in ((ADAPTED, numbers(0.0, 0)), (GrpoConfig(beta=0.1), numbers(9.0, 10))):
-        controller = KlController(grpo, rows=50, device=torch.device("cpu"))
+        controller = KlController(grpo, rows=500, device=torch.device("cpu"))
         controller.add(seen)
         controller.update()
         assert controller.beta == 0.1
 
 
 def test_a_resumed_run_goes_on_with_beta_and_one_without_target_with_its_own():
-    before = KlController(ADAPTED, rows=50, device=torch.device("cpu"))
+    before = KlController(ADAPTED, rows=500, device=torch.device("cpu"))
     before.add(numbers(9.0, 1))
     before.update()
     for grpo, beta in ((ADAPTED, before.beta), (GrpoConfig(beta=0.3), 0.3)):
-        after = KlController(grpo, rows=50, device=torch.device("cpu"))
+        after = KlController(grpo, rows=500, device=torch.device("cpu"))
         after.load_state_dict(before.state_dict())
         assert after.beta == beta

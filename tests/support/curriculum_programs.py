@@ -12,7 +12,7 @@ from rank_programs import build, main
 from hybrid_grpo.config import CurriculumConfig, GrpoConfig
 from hybrid_grpo.trainer import Trainer
 
-CURRICULUM = CurriculumConfig(sampling="difficulty", column="answer", skip_below=0.1, half_life=5)
+CURRICULUM = CurriculumConfig(sampling="difficulty", skip_below=0.1)
 
 
 def curriculum(folder: Path) -> dict[str, Any]:

@@ -6,11 +6,7 @@ from hybrid_grpo.config.tasks import Row
 
 
 def column(row: Row, *names: str) -> Any:
-    """The first of these columns that the row has a value in.
-
-    Raises:
-        ValueError: it has none of them.
-    """
+    """The first of these columns that the row has a value in; raises ValueError where there is none."""
     for name in names:
         if row.get(name) is not None:
             return row[name]
@@ -18,11 +14,7 @@ def column(row: Row, *names: str) -> Any:
 
 
 def text(row: Row, *names: str) -> str:
-    """The same, of text.
-
-    Raises:
-        ValueError: it has none of them, or one that is not text.
-    """
+    """The same, of text; raises ValueError for other values as well."""
     value = column(row, *names)
     if not isinstance(value, str):
         raise ValueError(f"has {' or '.join(names)} {value!r:.40}, where text is expected")

@@ -8,42 +8,25 @@ from hybrid_grpo.config.importing import describe
 from hybrid_grpo.config.tasks import Row, TaskRecipe, own_task, ready_made_settings
 from hybrid_grpo.data.tasks import datasets, puzzles
 
-TASKS: dict[str, TaskRecipe] = {
-    "gsm8k": TaskRecipe(datasets.gsm8k, ready_made_settings("gsm8k")),
-    "math": TaskRecipe(datasets.math, ready_made_settings("math")),
-    "multiple_choice": TaskRecipe(datasets.multiple_choice, ready_made_settings("multiple_choice")),
-    "code": TaskRecipe(datasets.code, ready_made_settings("code")),
-    "countdown": TaskRecipe(puzzles.countdown, ready_made_settings("countdown"), puzzles.make_countdown),
-    "letters": TaskRecipe(puzzles.letters, ready_made_settings("letters"), puzzles.make_letters),
-}
+_MADE = {"countdown": puzzles.make_countdown, "letters": puzzles.make_letters}
+_ROWS = (datasets.gsm8k, datasets.math, datasets.multiple_choice, datasets.code, puzzles.countdown, puzzles.letters)
+TASKS = {f.__name__: TaskRecipe(f, ready_made_settings(f.__name__), _MADE.get(f.__name__)) for f in _ROWS}
 """By the name that `data.task` gives. The settings of each are in the YAML file of its name."""
-
-MADE_SPLITS = ("train", "test")
-"""Splits of the tasks whose rows are made."""
 
 
 def load_task(name: str) -> TaskRecipe:
-    """A ready-made task, or one of the user's, by `path/to/file.py:name` or `package.module:name`.
-
-    Raises:
-        UserError: see `own_task`.
-    """
+    """A ready-made task, or one of the user's, by `path/to/file.py:name` or `package.module:name`; see `own_task`."""
     return TASKS[name] if name in TASKS else own_task(name)
 
 
 def make_rows(name: str, split: str | None, limit: int | None, split_setting: str) -> list[Row]:
-    """The first `limit` rows that a task makes for a split.
-
-    Raises:
-        UserError: it makes none, or not of this split, or there is no limit.
-    """
+    """The first `limit` rows that a task makes for a split; raises UserError where it makes none of this split, or
+    there is no limit."""
     made = load_task(name).made
     if made is None:
         raise UserError(f"data.path is not set, and data.task {name} makes no rows of its own: give a source")
-    refuse(
-        split not in MADE_SPLITS,
-        f"{split_setting} {split}: data.task {name} has {' and '.join(MADE_SPLITS)}: choose one",
-    )
+    is_split = split in ("train", "test")
+    refuse(not is_split, f"{split_setting} {split}: data.task {name} has train and test: choose one")
     setting = split_setting.replace("split", "limit")
     if limit is None:
         raise UserError(f"{setting} is not set, and data.task {name} makes rows without end: say how many")
@@ -51,14 +34,10 @@ def make_rows(name: str, split: str | None, limit: int | None, split_setting: st
 
 
 def map_rows(name: str, rows: Iterable[Row], source: str) -> list[Row]:
-    """Rows of a source with what the task makes of them; columns that it does not make stay as they are.
-
-    Raises:
-        UserError: the task cannot read one, which is named.
-    """
+    """Rows of a source with what the task makes of them; columns that it does not make stay as they are. Raises
+    UserError, which names the row, where the task cannot read one."""
     task = load_task(name)
-    code = getattr(task.row, "__code__", None)  # not every callable has one
-    file = code.co_filename if code else None
+    file = getattr(getattr(task.row, "__code__", None), "co_filename", None)  # not every callable has code
     mapped: list[Row] = []
     for number, row in enumerate(rows):
         where = f"data.task {name}: row {number} (from 0) of {source}"
