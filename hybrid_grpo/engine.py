@@ -139,14 +139,6 @@ def sharded_loading(config: dict[str, Any]) -> Iterator[None]:
         unset_hf_deepspeed_config()
 
 
-@dataclass
-class SwitchTime:
-    """Seconds that the last switch took, without the wait for other ranks at its end."""
-
-    gather_s: float = 0.0
-    release_s: float = 0.0
-
-
 @dataclass(frozen=True)
 class StepResult:
     """The outcome of an optimizer step."""
@@ -191,7 +183,8 @@ class Engine:
         self._view = View(source, view.eval(), sharded=self.stage == 3, device=self.device, adapters=adapters)
         self._frozen = any(not p.requires_grad for p in module.parameters())
         self._generating = False
-        self.switch_time = SwitchTime()
+        self.gather_s = self.release_s = 0.0
+        """Seconds that the last switch took, without the wait for other ranks at its end."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the module. Collective under ZeRO-3."""
@@ -240,7 +233,7 @@ class Engine:
         failed = torch.zeros(1, device=self.device)
         self._view.gather()
         get_accelerator().synchronize()
-        self.switch_time.gather_s = time.perf_counter() - start
+        self.gather_s = time.perf_counter() - start
         try:
             yield self._view.module
         except Exception:
@@ -250,7 +243,7 @@ class Engine:
             start = time.perf_counter()
             self._view.release()
             self._generating = False
-            self.switch_time.release_s = time.perf_counter() - start
+            self.release_s = time.perf_counter() - start
             here = bool(failed)
             if bool(all_reduce(failed, "max")) and not here:
                 raise RuntimeError("generation failed on another rank; its own message says why")

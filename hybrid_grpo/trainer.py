@@ -122,10 +122,10 @@ class Trainer(Stage):
         rollout, _ = self.policy.rollout(
             prompts, self.config.rollout, self.inputs.stop_ids, seed=seed, step=step, on_finish=on_finish
         )
-        switch = self.policy.engine.switch_time
-        self.meter.add("time/generate_s", time.perf_counter() - start - switch.gather_s - switch.release_s)
-        self.meter.add("time/gather_s", switch.gather_s)
-        self.meter.add("time/switch_s", switch.gather_s + switch.release_s)
+        gather_s, release_s = self.policy.engine.gather_s, self.policy.engine.release_s
+        self.meter.add("time/generate_s", time.perf_counter() - start - gather_s - release_s)
+        self.meter.add("time/gather_s", gather_s)
+        self.meter.add("time/switch_s", gather_s + release_s)
         self.meter.add("completion/sampled_tokens", rollout.num_tokens)
         return rollout
 

@@ -26,7 +26,7 @@ class Sampler:
     """Stands for a policy: finishes group after group, and scores every token with log 1/2."""
 
     def __init__(self) -> None:
-        self.engine = SimpleNamespace(switch_time=SimpleNamespace(gather_s=0.0, release_s=0.0))
+        self.engine = SimpleNamespace(gather_s=0.0, release_s=0.0)
 
     def rollout(self, prompts, config, stop_ids, *, seed, step, on_finish):
         rows = []

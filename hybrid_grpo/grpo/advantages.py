@@ -152,10 +152,14 @@ def _centred(value_PN: Tensor, applies_PN: Tensor) -> Tensor:
     that apply are equal."""
     value_PN = torch.where(applies_PN, value_PN, 0.0)
     mean_P1 = value_PN.sum(1, keepdim=True) / applies_PN.sum(1, keepdim=True).clamp(min=1)
-    highest_P = torch.where(applies_PN, value_PN, -torch.inf).amax(1)
-    lowest_P = torch.where(applies_PN, value_PN, torch.inf).amin(1)
-    teaches_PN = applies_PN & (highest_P > lowest_P)[:, None]
+    teaches_PN = applies_PN & _differ(value_PN, applies_PN)[:, None]
     return torch.where(teaches_PN, value_PN - mean_P1, 0.0)
+
+
+def _differ(value_PN: Tensor, applies_PN: Tensor) -> Tensor:
+    """bool [P], whether not all numbers of a group that apply are equal."""
+    highest_P = torch.where(applies_PN, value_PN, -torch.inf).amax(1)
+    return highest_P > torch.where(applies_PN, value_PN, torch.inf).amin(1)
 
 
 def group_advantages(
@@ -325,7 +329,8 @@ def informative(reward_B: Tensor, num_generations: int, steps: list[list[tuple[i
     Args:
         steps: [B]; groups that earned the same sum at different tokens are informative too.
     """
-    differs_P = ~_all_equal(reward_B.view(-1, num_generations))
+    reward_PG = reward_B.view(-1, num_generations)
+    differs_P = _differ(reward_PG, ~reward_PG.isnan())
     if steps is None:
         return differs_P
     earned = [None if missing else row for missing, row in zip(reward_B.isnan().tolist(), steps, strict=True)]
@@ -362,10 +367,3 @@ def group_stats(
 def _groups(value_B: Tensor, num_generations: int) -> Tensor:
     assert num_generations >= 2 and value_B.numel() % num_generations == 0
     return value_B.to(torch.float64).view(-1, num_generations)
-
-
-def _all_equal(reward_PG: Tensor) -> Tensor:
-    """bool [P]; a group without two rewards is all equal."""
-    missing_PG = reward_PG.isnan()
-    highest_P = reward_PG.masked_fill(missing_PG, -torch.inf).amax(dim=1)
-    return highest_P <= reward_PG.masked_fill(missing_PG, torch.inf).amin(dim=1)

@@ -43,24 +43,14 @@ def optimizer_steps(
         starts_on_policy: the ratio of the first optimizer step is 1 by construction: its own log-probabilities stand
             for `old_logp`.
     """
-    counts_B = counting_rows(rollout, grpo.mask_truncated).to(signals.advantages_BT.device)
-    minibatches = minibatch_rows(len(rollout.completions), grpo.num_minibatches)
+    counts = [not (grpo.mask_truncated and c.finish == "length") for c in rollout.completions]
+    counts_B, share = torch.tensor(counts, device=signals.advantages_BT.device), len(counts) // grpo.num_minibatches
+    minibatches = [range(first, first + share) for first in range(0, len(counts), share)]
     micro_batches = [split(rows) for rows in minibatches]
     for number in range(grpo.num_iterations * grpo.num_minibatches):
         rows, micros = minibatches[number % grpo.num_minibatches], micro_batches[number % grpo.num_minibatches]
         given = replace(signals, old_logp_BT=None) if number == 0 and starts_on_policy else signals
         yield train_batches(micros, given, counts_B, totals(rollout, counts_B, rows), grpo, max_completion_tokens)
-
-
-def minibatch_rows(rows: int, num_minibatches: int) -> list[range]:
-    """The rows of this rank's rollout that each optimizer step of a pass takes."""
-    share = rows // num_minibatches
-    return [range(first, first + share) for first in range(0, rows, share)]
-
-
-def counting_rows(rollout: Rollout, mask_truncated: bool) -> Tensor:
-    """bool [B], the completions that take part in the loss: all, or those that ended by themselves."""
-    return torch.tensor([not (mask_truncated and c.finish == "length") for c in rollout.completions])
 
 
 def train_batches(
@@ -74,7 +64,7 @@ def train_batches(
     """The micro-batches of one optimizer step with their signals, weighted by its counts over all ranks.
 
     Args:
-        counts_B: bool [B], the completions that take part in the loss.
+        counts_B: bool [B], the completions that take part in the loss: all, or those that ended by themselves.
         totals: tokens and rows that take part, see `totals`.
         max_completion_tokens: see `token_weights`.
     """

@@ -7,7 +7,6 @@ stream of prompts, so the groups that are kept are the same on any number of ran
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,18 +14,6 @@ from torch import Tensor
 from hybrid_grpo.data.batch import Numbers, Prompt, Rollout, Scores
 from hybrid_grpo.distributed import all_reduce, rank, world_size
 from hybrid_grpo.grpo.advantages import informative
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """Prompts to draw in place of groups that teach nothing. `drawn` is the same on every rank."""
-
-    drawn: int
-    """Candidates over all ranks; each open slot has as many."""
-    wanted: list[int]
-    """Indices of this rank's candidates among all that were drawn."""
-    groups: list[int]
-    """The group on this rank that each of this rank's candidates may replace."""
 
 
 def group_slots(prompts_per_rank: int, num_minibatches: int) -> list[int]:
@@ -70,15 +57,22 @@ class GroupSlots:
         self._informative += count
         self.open = [slot for slot, taken in enumerate(slots) if not taken]
 
-    def candidates(self) -> Candidates:
-        """As many for every open slot as a slot needs on average, and together no more than a step has groups."""
+    def candidates(self) -> tuple[int, list[int], list[int]]:
+        """Prompts to draw in place of groups that teach nothing.
+
+        Every open slot has as many as a slot needs on average, and together they are no more than a step has groups.
+
+        Returns:
+            Candidates over all ranks; the indices of this rank's among them; and the group that each of these may
+            replace.
+        """
         needed = math.ceil(self._sampled / self._informative) if self._informative else self._total
         each = min(self._total // len(self.open), needed)
         drawn = each * len(self.open)
         self._sampled += drawn
         group_of = {slot: group for group, slot in enumerate(self._mine)}
         wanted = [number for number in range(drawn) if self.open[number % len(self.open)] in group_of]
-        return Candidates(drawn, wanted, [group_of[self.open[number % len(self.open)]] for number in wanted])
+        return drawn, wanted, [group_of[self.open[number % len(self.open)]] for number in wanted]
 
 
 def resample(
@@ -113,10 +107,13 @@ def resample(
     slots.close(teaches_P, int(teaches_P.sum()))
     sampled, informative_groups, rounds = groups, int(teaches_P.sum()), 0
     while slots.open and rounds < max_rounds:
-        candidates = slots.candidates()
-        more, more_scores = sample(draw(candidates.drawn, candidates.wanted))
+        drawn, wanted, replaces = slots.candidates()
+        more, more_scores = sample(draw(drawn, wanted))
         teaches_C = informative(more_scores.reward_B, group_size, more_scores.steps)
-        chosen = _first_that_teach(candidates.groups, teaches_C.tolist())
+        # By group, the first of its candidates that teaches something.
+        chosen: dict[int, int] = {}
+        for candidate in teaches_C.nonzero().flatten().tolist():
+            chosen.setdefault(replaces[candidate], candidate)
         order = [groups + chosen[group] if group in chosen else group for group in range(groups)]
         rollout = rollout.joined(more).groups(order)
         scores = scores.joined(more_scores).groups(order, group_size)

@@ -90,8 +90,8 @@ def test_candidates_belong_to_slots_whoever_has_them(world, monkeypatch):
         mine = list(range(rank * share, (rank + 1) * share))
         slots = GroupSlots(mine, 6, CPU)
         slots.close(torch.tensor([taken[slot] for slot in mine]), 0)
-        candidates = slots.candidates()
-        assert candidates.drawn == 6 and slots.open == [1, 3, 4]
-        for number, group in zip(candidates.wanted, candidates.groups, strict=True):
+        drawn, wanted, groups = slots.candidates()
+        assert drawn == 6 and slots.open == [1, 3, 4]
+        for number, group in zip(wanted, groups, strict=True):
             seen[number] = mine[group]
     assert seen == {0: 1, 1: 3, 2: 4, 3: 1, 4: 3, 5: 4}
