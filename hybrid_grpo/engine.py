@@ -259,11 +259,8 @@ class Engine:
         )
 
     def load(self, folder: Path, tag: str) -> dict[str, Any]:
-        """Read the checkpoint `folder/tag` and return this rank's state.
-
-        Raises:
-            UserError: it cannot be read, for instance because another number of ranks wrote it.
-        """
+        """Read the checkpoint `folder/tag` and return this rank's state; raises UserError where it cannot be read, for
+        instance because another number of ranks wrote it."""
         try:
             path, state = self.engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not self._frozen)
         except Exception as error:

@@ -38,10 +38,8 @@ def learning_rate(config: PolicyConfig, step: int, total: int) -> float:
 class Policy:
     """A causal language model inside one DeepSpeed engine.
 
-    Args:
-        total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        decoder: which decoder will sample from it; see `RolloutConfig`.
-        lora: adapters to train instead of the weights, if its rank is not 0; `seed` initialises them.
+    `total_steps` are the optimizer steps of the whole run, for the learning-rate schedule. With a `lora` of rank above
+    0, adapters, initialised by `seed`, are trained instead of the weights.
     """
 
     def __init__(
@@ -135,10 +133,8 @@ class Policy:
         self.optimizer_steps, self.skipped_steps = state["optimizer_steps"], state["skipped_steps"]
 
     def export(self, folder: Path) -> None:
-        """Write weights, configuration and tokenizer in Hugging Face format. Collective.
-
-        Adapters are merged into the weights, and also written separately, in peft's format, to the folder `adapter/`.
-        """
+        """Write weights, configuration and tokenizer in Hugging Face format. Adapters are merged into the weights, and
+        also written separately, in peft's format, to the folder `adapter/`. Collective."""
         with self.engine.generation() as view:
             if rank() == 0:
                 view.save_pretrained(folder, state_dict=_untangled(view.state_dict()))
@@ -182,13 +178,9 @@ def _untangled(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def scored(engine: Callable[..., Any], batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
-    """Log-probability of every completion token, float32, 0 on padding. Collective.
+    """Log-probability of every completion token, float32 [B, T] (`shape`), 0 on padding. Collective.
 
-    Args:
-        engine: runs `LogprobModel`.
-        batches: micro-batches that cover all rows, as many on every rank.
-        shape: (B, T) of the result.
-        temperature: of sampling.
+    `engine` runs `LogprobModel`; `batches` cover all rows, as many on every rank.
     """
     logp_BT = torch.zeros(shape, device=batches[0].input_ids_bS.device)
     for micro in batches:

@@ -40,11 +40,8 @@ class Geometry:
 
     @classmethod
     def of(cls, model: Any) -> Geometry:
-        """Measured by a forward of one token, since architectures name these sizes differently.
-
-        Raises:
-            UserError: a layer attends to other keys and values than it caches.
-        """
+        """Measured by a forward of one token, since architectures name these sizes differently; raises UserError where
+        a layer attends to other keys and values than it caches."""
         seen = _Seen(type(model).__name__)
         token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
         model.base_model(input_ids=token, position_ids=token, past_key_values=seen, use_cache=True, batch=seen)

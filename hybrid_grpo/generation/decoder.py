@@ -17,12 +17,9 @@ _TOKEN, _POSITION, _COUNT, _KEY = range(4)
 
 
 class Decoder:
-    """Slots of sequences on the device; slots 0 to n - 1 are active.
+    """`slots` slots of sequences on the device, of at most `width` pages each; slots 0 to n - 1 are active.
 
-    Args:
-        slots: most sequences at a time.
-        width: most pages of a sequence.
-        capture: captures steps as CUDA graphs. Default: steps run without graphs.
+    `capture` captures steps as CUDA graphs; without it steps run without graphs.
     """
 
     lag = 0

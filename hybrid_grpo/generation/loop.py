@@ -203,24 +203,19 @@ def generate(
     on_finish: OnFinish | None = None,
     decode: Callable[[list[int]], str] | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
-    """Complete every request.
+    """Complete every request, and say what that took; completions are in the order of `requests` and their keys.
+
+    Raises UserError where `cache_gb`, or the free memory, cannot hold the longest single sequence.
 
     Args:
         model: a transformers causal language model in eval mode whose attention is `ATTENTION`, without hooks that
             communicate: nothing in here waits for another rank.
-        sampling: how tokens are chosen, and when a completion ends.
         max_slots: most completions decoded at the same time.
         prefill_tokens: prompt tokens of one prefill forward; a longer prompt takes several. Default: `PREFILL_TOKENS`.
         cache_gb: GiB of keys and values. Default: a fraction of the free memory. When too small for `max_slots`
             sequences, fewer are decoded at a time, or some are put back and decoded again later.
         on_finish: called as soon as a completion is finished.
         decode: tokens to text; without it texts are empty. Required for `Sampling.stop_strings`.
-
-    Returns:
-        The completions in the order of `requests` and their keys, and what the call did.
-
-    Raises:
-        UserError: `cache_gb`, or the free memory, cannot hold the longest single sequence.
     """
     if not requests:
         return [], Stats()

@@ -78,11 +78,7 @@ Objective = Callable[..., Tensor]
 
 
 def load_objective(given: str | Objective | None) -> Objective | None:
-    """The loss that `grpo.objective` names or is; None where the built-in one is used.
-
-    Raises:
-        UserError: there is no function of this name.
-    """
+    """The loss that `grpo.objective` names or is, None for the built-in one; raises UserError for a wrong name."""
     if not isinstance(given, str):
         return given
     setting, (place, colon, name) = f"grpo.objective {given}", given.rpartition(":")

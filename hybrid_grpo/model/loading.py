@@ -22,11 +22,7 @@ transformers_logging.disable_progress_bar()
 
 
 def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
-    """The tokenizer of a model folder or hub name; error messages begin with `setting`.
-
-    Raises:
-        UserError: it has none, or the tokenizer does not load.
-    """
+    """The tokenizer of a model folder or hub name; raises UserError, beginning with `setting`, if it does not load."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
@@ -38,11 +34,8 @@ def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
 
 
 def load_config(name: str, setting: str = "policy.model") -> Any:
-    """The unchanged configuration of a model folder or hub name; error messages begin with `setting`.
-
-    Raises:
-        UserError: it has none, or transformers does not know the architecture.
-    """
+    """The unchanged configuration of a model folder or hub name; raises UserError, beginning with `setting`, if it has
+    none or transformers does not know the architecture."""
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
@@ -75,11 +68,8 @@ def check_token_ids(rollout: RolloutConfig, config: Any) -> None:
 
 
 def plain_attention(config: Any, attn_implementation: str) -> str:
-    """Which of transformers' own attention implementations a setting selects for an architecture.
-
-    Raises:
-        UserError: the architecture does not have it.
-    """
+    """Which of transformers' own attention implementations a setting selects for an architecture; raises UserError
+    where the architecture does not have it."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     has_sdpa = model is None or model._supports_sdpa
     if attn_implementation in ("auto", "packed"):
@@ -92,14 +82,8 @@ def plain_attention(config: Any, attn_implementation: str) -> str:
 
 
 def training_attention(policy: PolicyConfig, config: Any = None) -> str:
-    """The attention implementation of the training forward.
-
-    Args:
-        config: the model's transformers configuration. Default: loaded from `policy.model`.
-
-    Raises:
-        UserError: the settings ask for packed rows, which the architecture does not allow.
-    """
+    """The attention implementation of the training forward; raises UserError where the settings ask for packed rows,
+    which the architecture does not allow. `config` is the model's own, loaded from `policy.model` by default."""
     config = load_config(policy.model) if config is None else config
     if policy.attn_implementation in ("auto", "packed"):
         reason = unsupported(config)
@@ -128,13 +112,8 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> 
     """The causal language model that `policy` names, without dropout.
 
     With dropout the trained policy would differ from the one that sampled (a ratio other than 1 before the first
-    update), so it is off in training too.
-
-    Args:
-        attn_implementation: overrides the one of `policy`.
-
-    Raises:
-        UserError: the weights do not load or are incomplete, or the architecture does not have this attention.
+    update), so it is off in training too. `attn_implementation` overrides the one of `policy`. Raises UserError where
+    the weights do not load or are incomplete, or the architecture does not have this attention.
     """
     config = load_config(policy.model)
     attention = attn_implementation or plain_attention(config, policy.attn_implementation)
@@ -149,11 +128,8 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> 
 
 
 def load_weights(auto: Any, name: str, config: Any, setting: str, **options: Any) -> Any:
-    """A model of one of transformers' AutoModel classes, with all of its weights; `setting` begins error messages.
-
-    Raises:
-        UserError: the weights do not load, or some are missing.
-    """
+    """A model of one of transformers' AutoModel classes, with all of its weights; raises UserError, beginning with
+    `setting`, where weights do not load or are missing."""
     try:
         # Mismatched weights are reported below, by name.
         model, loaded = auto.from_pretrained(

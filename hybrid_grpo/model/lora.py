@@ -59,14 +59,10 @@ class Adapter:
 
 
 class Adapters:
-    """Puts adapters into a model and freezes everything else.
+    """Puts adapters into a transformers causal language model, sharded or not, and freezes everything else.
 
-    Args:
-        model: a transformers causal language model, its weights sharded or not.
-        seed: initialises the matrices A, the same on every rank.
-
-    Raises:
-        UserError: a layer that `lora` names does not exist or cannot have an adapter.
+    `seed` initialises the matrices A, the same on every rank. Raises UserError where a layer that `lora` names does not
+    exist or cannot have an adapter.
     """
 
     def __init__(self, model: Any, lora: LoraConfig, seed: int) -> None:

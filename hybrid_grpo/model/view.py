@@ -30,9 +30,8 @@ class View:
     """A module whose parameters are the whole weights of another while they are gathered.
 
     Args:
-        source: the module in training; its parameters may be empty while they are sharded.
+        source: the module in training, `sharded` under ZeRO-3 or not.
         module: on the meta device; of the same class and structure as `source` without adapters.
-        sharded: whether `source` is under ZeRO-3.
         device: where whole weights go.
         adapters: the adapters in `source`, by the path of their layer in `module`.
     """

@@ -78,8 +78,7 @@ class _Ledger(TorchDispatchMode):
 class DryRun:
     """A model of a transformers configuration on fake tensors, as the policy trains it.
 
-    Raises:
-        NeedsData: (the methods) the model cannot run without data.
+    Its methods raise NeedsData where the model cannot run without data.
     """
 
     def __init__(self, model_config: Any, policy: PolicyConfig, lora: LoraConfig) -> None:

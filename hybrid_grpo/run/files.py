@@ -45,8 +45,7 @@ def json_safe(value: Any) -> Any:
 def json_lines(name: str, setting: str) -> Iterator[Callable[[Any], None]]:
     """Writes values as JSON lines, each at once, into a file, anew, or to standard output (`-`).
 
-    Raises:
-        UserError: the file that the setting names cannot be written.
+    Raises UserError where the file that the setting names cannot be written.
     """
     with ExitStack() as stack:
         try:

@@ -44,11 +44,7 @@ class RunInputs:
 
     @classmethod
     def read(cls, config: TrainConfig) -> RunInputs:
-        """Read everything that the configuration names.
-
-        Raises:
-            UserError: something is not there, or does not fit together.
-        """
+        """Read all that the configuration names; raises UserError where a part is missing or does not fit."""
         loaded = load_rewards(config.rewards, config.scoring)
         objective = load_objective(config.grpo.objective)
         model_config = load_config(config.policy.model)

@@ -49,11 +49,7 @@ def find(name: str) -> Metric | None:
 
 
 def describe(name: str) -> Metric:
-    """The catalogue's entry for `name`.
-
-    Raises:
-        KeyError: the name is not in the catalogue; names the nearest one.
-    """
+    """The catalogue's entry for `name`; raises KeyError, which names the nearest entry, where there is none."""
     metric = find(name)
     if metric is None:
         nearest = difflib.get_close_matches(name, [metric.name for metric in CATALOGUE], n=1, cutoff=0.0)[0]

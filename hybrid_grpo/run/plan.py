@@ -67,11 +67,8 @@ class Phase:
 def estimate(
     config: TrainConfig, batch: BatchPlan, prompt: int, hardware: Hardware, models: Sequence[RewardModel] = ()
 ) -> Plan | None:
-    """The plan of a run; None where the model cannot run without data.
-
-    Raises:
-        UserError: the model has no configuration, or not the attention or adapters that the configuration asks for.
-    """
+    """The plan of a run; None where the model cannot run without data. Raises UserError where the model has no
+    configuration, or not the attention or adapters that are asked for."""
     try:
         sizes = measure(config, load_config(config.policy.model), batch, prompt, on_gpu=hardware.on_gpu)
     except NeedsData:
@@ -242,11 +239,8 @@ class Plan:
 
 
 def shortage(plan: Plan) -> str | None:
-    """A warning where a run needs more memory than is free; None where it fits.
-
-    Raises:
-        UserError: it clearly does not fit; names the largest parts, and the settings that shrink them.
-    """
+    """A warning where a run needs more memory than is free; None where it fits. Where it clearly does not, raises
+    UserError, which names the largest parts and the settings that shrink them."""
     worst, hardware = max(plan.phases, key=lambda phase: phase.least), plan.hardware
     device = (worst, hardware.device_bytes, "the GPU" if plan.gpu else "the host")
     for phase, free, where in (device, (plan.host, hardware.host_bytes, "the host")):

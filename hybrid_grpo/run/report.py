@@ -39,11 +39,7 @@ PARTS = ("generate", "reward_wait", "reference", "train", "switch")
 
 
 def write_report(run_dir: Path) -> Path:
-    """Make `report.html` in the folder of a run, and return its path.
-
-    Raises:
-        UserError: the folder has no metrics.
-    """
+    """Make `report.html` in the folder of a run, and return its path; raises UserError where it has no metrics."""
     lines = read_jsonl(run_dir / "metrics.jsonl")
     if not lines:
         raise UserError(f"{run_dir} has no metrics.jsonl with a step in it: give the folder of a run")

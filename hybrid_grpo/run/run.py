@@ -67,14 +67,9 @@ class Stage:
 
 
 class Run:
-    """One run and its folder.
+    """One run and its folder; raises UserError where the folder holds a run that is not to be resumed.
 
-    Args:
-        parsed: the configuration, also as the YAML that is stored.
-        facts: lines for the head of config.yaml: the batch equation, what the data held.
-
-    Raises:
-        UserError: the folder holds a run already and is not to be resumed.
+    `facts` are lines for the head of config.yaml: the batch equation, what the data held.
     """
 
     def __init__(self, parsed: Parsed[TrainConfig] | Parsed[SftConfig], facts: dict[str, str]) -> None:
@@ -106,8 +101,7 @@ class Run:
     def train(self, stage: Stage) -> None:
         """Take a stage from the start or the newest checkpoint to the last step; then export the model and the report.
 
-        Raises:
-            RunStopped: a step could not be finished; the run is saved as it was before it.
+        Raises RunStopped where a step could not be finished; the run is saved as it was before that step.
         """
         if rank() == 0:
             (self.folder / "deepspeed.json").write_text(json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")

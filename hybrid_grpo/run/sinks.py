@@ -44,8 +44,6 @@ class Log:
     ) -> None:
         """
         Args:
-            config: what is logged.
-            run_dir: folder of the run; its name is the run's.
             steps: the last step of the run.
             done: last step to keep when a run resumes: whatever was written for later steps is removed. -1: a new run.
             settings: the configuration of the run, for wandb.
@@ -73,11 +71,7 @@ class Log:
         self.close()
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Write the numbers of a step, once per step.
-
-        Raises:
-            KeyError: a name is not in the catalogue.
-        """
+        """Write the numbers of a step, once per step; raises KeyError for a name that is not in the catalogue."""
         for name in values:
             describe(name)
         for sink in self._sinks:
