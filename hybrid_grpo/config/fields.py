@@ -1,11 +1,12 @@
 """The types of settings: numbers with their bounds, text that is not empty, and what Python may give as an object."""
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le, MinLen
-from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict, PlainSerializer, Strict
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict, PlainSerializer, Strict, ValidationError
 from pydantic_core import PydanticCustomError
 
 SECTION = ConfigDict(extra="forbid", use_attribute_docstrings=True)
@@ -60,3 +61,16 @@ Function = Annotated[Text | Callable[..., Any], PlainSerializer(function_text)]
 """`path/to/file.py:name`, `package.module:name` or the name of a built-in; from Python also the function itself."""
 Source = Annotated[Any, AfterValidator(_check_source), PlainSerializer(_source_text)]
 """File, folder or hub name; from Python also a `datasets.Dataset` or a list of rows."""
+
+T = TypeVar("T")
+
+
+def checked_settings(cls: Callable[..., T], *values: Any) -> T:
+    """A pydantic dataclass of the settings of a built-in; a ValueError names the field that has a wrong value."""
+    try:
+        return cls(*values)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = [*inspect.signature(cls).parameters][int(wrong["loc"][0])]
+        # Without the value, which may be a secret in the wrong place.
+        raise ValueError(f"{name}: {wrong['msg']}") from None

@@ -31,9 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal, TypeVar
-
-from pydantic import ValidationError
+from typing import Any, Literal
 
 from hybrid_grpo.config import RewardConfig, reward_name
 from hybrid_grpo.config.errors import UserError, did_you_mean
@@ -78,7 +76,6 @@ _LONGEST_TRACEBACK = 20_000  # characters
 _LARGEST = 1e15  # largest reward: gradients that are computed from it, and their squares, stay finite in float32
 _EXPECTED = f"a finite number (at most {_LARGEST:g} in size)"
 
-T = TypeVar("T")
 Inputs = dict[str, list[Any]]
 """Arguments of a function by name, each with one element per row."""
 TextStep = tuple[str, float]
@@ -360,17 +357,6 @@ def _called_by_row(
         return [detail["score"] for detail in details]
 
     return function
-
-
-def checked_settings(cls: Callable[..., T], *values: Any) -> T:
-    """A pydantic dataclass of the settings of a built-in; a ValueError names the field that has a wrong value."""
-    try:
-        return cls(*values)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        name = [*inspect.signature(cls).parameters][int(wrong["loc"][0])]
-        # Without the value, which may be a secret in the wrong place.
-        raise ValueError(f"{name}: {wrong['msg']}") from None
 
 
 def _check_builtin(function: Function, entry: str) -> None:

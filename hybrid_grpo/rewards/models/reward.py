@@ -20,9 +20,9 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from hybrid_grpo.config.fields import Count, Switch, Text
+from hybrid_grpo.config.fields import Count, Switch, Text, checked_settings
 from hybrid_grpo.config.importing import describe
-from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall, checked_settings
+from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall
 from hybrid_grpo.rewards.rules import Completions, completion_texts
 
 Template = Literal["auto", "chat", "text"]

@@ -24,9 +24,8 @@ import tenacity
 from pydantic import AllowInfNan, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from hybrid_grpo.config.fields import Count, NotNegative, Positive, Switch, Whole
+from hybrid_grpo.config.fields import Count, NotNegative, Positive, Switch, Whole, checked_settings
 from hybrid_grpo.config.network import bearer_token, is_loopback
-from hybrid_grpo.rewards.functions import checked_settings
 from hybrid_grpo.rewards.rules import completion_texts
 
 for _library in ("httpx", "httpcore"):
