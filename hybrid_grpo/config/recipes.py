@@ -16,17 +16,22 @@ EXPONENT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+
 """Numbers such as `1e-6`, which PyYAML takes for text."""
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads `1e-6` as a number, and refuses a key that is given twice, of which YAML keeps the last without a word."""
+class _GivenTwice(yaml.MarkedYAMLError):
+    """A mapping has a key twice, of which YAML would keep the last without a word."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys: set[str] = set()
-        for key, _ in node.value:
-            if key.value in keys:
-                problem = f"{key.value} is given twice: merge the two"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            keys.add(key.value)
-        return super().construct_mapping(node, deep)
+
+class _Loader(yaml.SafeLoader):
+    """Reads `1e-6` as a number, and refuses a key that is given twice."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        # Before `<<` puts the keys of another mapping among the node's own.
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise _GivenTwice(None, None, f"{key.value} is given twice: merge the two", key.start_mark)
+            seen.add(key.value)
+        return node
 
 
 class Dumper(yaml.SafeDumper):
@@ -38,9 +43,11 @@ for _reads_numbers in (_Loader, Dumper):
 
 
 def read_value(text: str) -> Any:
-    """The value that YAML reads; the text itself where it is no YAML."""
+    """The value that YAML reads; the text itself where it is no YAML. Raises UserError where a key is given twice."""
     try:
         return text if text == "" else yaml.load(text, _Loader)
+    except _GivenTwice as error:
+        raise UserError(f"{text}: {error.problem}") from None
     except yaml.YAMLError:
         return text
 

@@ -29,6 +29,7 @@ from hybrid_grpo.config.building import setting_names
 from hybrid_grpo.config.checks import batch_plan, check_train
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import Parsed, parse
+from hybrid_grpo.config.recipes import read_recipe
 
 
 @pytest.fixture
@@ -171,6 +172,7 @@ def test_options_are_spelled_out(user: User, arguments: list[str], hint: str) ->
         ("policy:\n", "recipe.yaml: policy must have settings below it"),
         ("run: {seed: 1}\npolicy: 3\n", "recipe.yaml: policy must have settings below it"),
         ("policy: {lr: 1\n", "cannot be read: line 2"),
+        ("policy: {model: {{MODEL}}}\n", "cannot be read: line 1: found unhashable key"),
         ("policy:\n\tlr: 1\n", "cannot be read: line 2"),
         ("policy: {lr: 1}\npolicy: {seed: 2}\n", "line 2: policy is given twice"),
         ("policy:\n  lr: 1\n  lr: 2\n", "line 3: lr is given twice"),
@@ -180,6 +182,17 @@ def test_options_are_spelled_out(user: User, arguments: list[str], hint: str) ->
 def test_yaml_that_would_let_a_mistake_pass(user: User, recipe: str, complaint: str) -> None:
     message = user.refused(yaml=recipe)
     assert message.startswith("--config ") and "recipe.yaml" in message and complaint in message
+
+
+def test_a_key_that_is_given_twice_in_an_option_is_named(user: User) -> None:
+    """The text was once taken for the name of a function, since it could not be read as YAML."""
+    assert "function is given twice: merge the two" in user.refused("--rewards", "[{function: a, function: b}]")
+
+
+def test_a_merged_mapping_gives_no_key_twice(user: User) -> None:
+    """`<<` writes the merged keys into the mapping that is read, here before its own keys are looked at."""
+    recipe = "rewards:\n- {function: a, kwargs: &own {<<: {x: 1}, x: 2}}\nscoring: {<<: *own}\n"
+    assert read_recipe(Path(user.yaml(recipe)))["scoring"] == {"x": 2}
 
 
 def test_config_must_be_a_file(user: User) -> None:
