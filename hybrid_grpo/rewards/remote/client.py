@@ -79,8 +79,7 @@ async def remote(
         ValueError: a setting or a column cannot be used.
         RuntimeError: no usable answer came, or the service failed on every row.
     """
-    settings = (url, format, token_env, timeout_s, retries, backoff_s, max_connections)
-    service: _Service = checked_settings(_Service, *settings)
+    service = checked_settings(_Service, url, format, token_env, timeout_s, retries, backoff_s, max_connections)
     if not prompts:
         service.check()
         return []
@@ -164,6 +163,10 @@ class _Service:
             bearer_token("token_env", self.token_env)
             if url.scheme == "http" and not is_loopback(url.host):
                 raise ValueError(f"url is plain http to {url.host}, where the token could be read: use https")
+        try:
+            httpx.create_ssl_context()
+        except OSError:
+            raise ValueError("the environment variable SSL_CERT_FILE names no file of certificates in PEM") from None
 
 
 class _AttemptError(Exception):

@@ -279,6 +279,14 @@ def certificate(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.parametrize("file", ["no.pem", __file__])
+def test_a_wrong_file_of_certificates_is_refused_before_rows_are_there(file, monkeypatch):
+    """It once failed on every row, with a message that did not name the file or the variable."""
+    monkeypatch.setenv("SSL_CERT_FILE", file)
+    with pytest.raises(ValueError, match="SSL_CERT_FILE names no file of certificates"):
+        ask("https://127.0.0.1/", prompts=[], completions=[])
+
+
 @pytest.mark.process
 def test_certificates(certificate, monkeypatch):
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
