@@ -92,6 +92,8 @@ def floor(value: Value) -> Value:
 
 def applied(function: str, value: Value) -> Value:
     """The value of a function that is named as in LaTeX."""
+    if function == "exp":
+        return power(named("e"), value)
     if not abs(wide(value)) < _LARGEST_ANGLE and function not in _LOGARITHMS:
         raise Unreadable("a function of a number beyond all bounds")
     return getattr(context, _MPMATH_NAMES.get(function, function))(value)

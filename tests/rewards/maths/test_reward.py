@@ -94,6 +94,13 @@ def test_any_text_is_its_own_answer_and_none_raises(text: str) -> None:
         assert math_answer([rf"\boxed{{{stated} }}"], [rf"\boxed{{{stated} }}"]) == [1.0]
 
 
+def test_an_exponential_has_the_bounds_of_a_power() -> None:
+    """Without them 1 more or less made no difference at 60 digits, and what is not computed counted as 0."""
+    for stated, gold in ((r"\exp(-10^{20})", "0"), (r"\exp(10^{29})+1", r"\exp(10^{29})")):
+        assert not is_right(rf"\boxed{{{stated}}}", gold)
+    assert is_right(r"\boxed{\exp(2x)}", "e^{2x}") and is_right(r"\boxed{\exp(0)}", "1")
+
+
 def test_only_boxes_where_that_is_asked() -> None:
     said = ["#### 4", "The answer is 4.", "<answer>4</answer>", r"\boxed{4}", "\\boxed{4}\n#### 5", r"\boxed{5}"]
     assert math_answer(said, ["4"] * 6, boxed_only=True) == [0.0, 0.0, 0.0, 1.0, 1.0, 0.0]
