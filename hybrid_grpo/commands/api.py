@@ -112,7 +112,8 @@ def _configure(
     cls: type[ConfigT], model: Any, data: Any, rewards: Any, config: Any, sections: Mapping[str, Any]
 ) -> Parsed[ConfigT]:
     settings: dict[str, Any] = {}
-    for recipe in [] if config is None else [config] if isinstance(config, str | Path) else config:
+    recipes = [config] if isinstance(config, str | Path) else config or []
+    for recipe in recipes:
         settings = overlay(settings, read_recipe(Path(recipe)))
     settings = overlay(settings, sections)
     if model is not None:

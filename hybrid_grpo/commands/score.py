@@ -57,7 +57,6 @@ def run(arguments: list[str]) -> None:
 
 
 def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
-    # The settings are sound: now the imports that take seconds.
     from hybrid_grpo.data.batch import Rollout, Scores
     from hybrid_grpo.rewards.loading import load_rewards
     from hybrid_grpo.rewards.scoring import Rewards
@@ -82,6 +81,7 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
             for size in sorted({group.num_generations for group in groups}):
                 rollout = reduce(Rollout.joined, (group for group in groups if group.num_generations == size))
                 scores = rewards.score(rollout.row_prompts, rollout.completions, size, step)
+                # Only what the summary needs: what functions store may be long.
                 everything.append(Scores(scores.reward_B, scores.by_function, scores.status))
                 lines += _lines(rollout, scores)
             for row, line in enumerate(sorted(lines, key=lambda line: (line["id"], line["sample"]))):

@@ -53,11 +53,11 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
     shards = world_size * grpo.num_minibatches
     _refuse_indivisible("rollout.prompts_per_step", rollout.prompts_per_step, shards, "ranks x grpo.num_minibatches")
     return BatchPlan(
-        world_size,
-        rollout.prompts_per_step // world_size,
-        rollout.num_generations,
-        grpo.num_minibatches,
-        grpo.num_iterations,
+        world_size=world_size,
+        prompts_per_rank=rollout.prompts_per_step // world_size,
+        num_generations=rollout.num_generations,
+        num_minibatches=grpo.num_minibatches,
+        num_iterations=grpo.num_iterations,
     )
 
 

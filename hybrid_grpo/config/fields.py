@@ -66,7 +66,8 @@ T = TypeVar("T")
 
 
 def checked_settings(cls: Callable[..., T], *values: Any) -> T:
-    """A pydantic dataclass of the settings of a built-in; a ValueError names the field that has a wrong value."""
+    """The settings of a built-in: `cls`, a pydantic dataclass, of the values of its fields in their order. Raises
+    ValueError, which names the field, for a wrong value."""
     try:
         return cls(*values)
     except ValidationError as error:

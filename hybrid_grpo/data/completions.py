@@ -120,10 +120,7 @@ def read_step(path: Path, tokenizer: Any = None) -> tuple[Rollout, list[Row]]:
 
 def _saved_tokens(row: Row, tokenizer: Any) -> list[int]:
     ids = _tokens(row["completion"], tokenizer)
-    if (
-        row["finish"] == "stop"
-        and len(ids) == row["length"] - 1
-        and getattr(tokenizer, "eos_token_id", None) is not None
-    ):
-        ids.append(tokenizer.eos_token_id)
+    eos = getattr(tokenizer, "eos_token_id", None)
+    if row["finish"] == "stop" and len(ids) == row["length"] - 1 and eos is not None:
+        ids.append(eos)
     return (ids + [UNKNOWN_TOKEN] * row["length"])[: row["length"]]

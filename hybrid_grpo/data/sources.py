@@ -132,9 +132,11 @@ def _open(source: Source) -> Mapping[str, Iterable[Row]]:
         rows = json_rows(source.lines, f"{source.path_setting} {source.path}", source.text_column)
         return {"train": (row for _, row in rows)}
     is_saved = path is not None and any((path / file).is_file() for file in ("state.json", "dataset_dict.json"))
-    is_plain = not isinstance(source.path, str) or is_saved or (path is not None and path.is_file())
-    no_subsets = f"data.subset {source.subset}: {source.path_setting} {source.origin} has no subsets: leave it out"
-    refuse(source.subset is not None and is_plain, no_subsets)
+    has_subsets = isinstance(source.path, str) and not is_saved and (path is None or not path.is_file())
+    refuse(
+        source.subset is not None and not has_subsets,
+        f"data.subset {source.subset}: {source.path_setting} {source.origin} has no subsets: leave it out",
+    )
     if not isinstance(source.path, str):
         return _named(source.path)
     if path is None:

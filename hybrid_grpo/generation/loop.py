@@ -128,7 +128,7 @@ class _Loop:
         """Start sampling one token for every active sequence; a later `_collect` reads the outcome."""
         schedule = self.schedule
         # A sequence that reaches its limit ends with a step that is still running: wait for it.
-        if self.in_flight and any(s.position == s.prompt + s.limit - 1 > len(s.tokens) - 1 for s in schedule.active):
+        if any(s.position == s.prompt + s.limit - 1 and len(s.tokens) <= s.position for s in schedule.active):
             self._drain()
         while not schedule.make_room():
             self._drain()

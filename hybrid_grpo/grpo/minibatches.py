@@ -44,7 +44,8 @@ def optimizer_steps(
             for `old_logp`.
     """
     counts = [not (grpo.mask_truncated and c.finish == "length") for c in rollout.completions]
-    counts_B, share = torch.tensor(counts, device=signals.advantages_BT.device), len(counts) // grpo.num_minibatches
+    counts_B = torch.tensor(counts, device=signals.advantages_BT.device)
+    share = len(counts) // grpo.num_minibatches
     minibatches = [range(first, first + share) for first in range(0, len(counts), share)]
     micro_batches = [split(rows) for rows in minibatches]
     for number in range(grpo.num_iterations * grpo.num_minibatches):

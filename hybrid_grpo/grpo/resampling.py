@@ -127,17 +127,3 @@ def resample(
     if rounds:
         numbers["group/resampled"] = (sampled - groups, 1)
     return rollout, scores, numbers
-
-
-def _first_that_teach(groups: list[int], teaches: list[bool]) -> dict[int, int]:
-    """By group, the first of its candidates that teaches something.
-
-    Args:
-        groups: the group that each candidate may replace.
-        teaches: whether the candidate does.
-    """
-    chosen: dict[int, int] = {}
-    for candidate, group in enumerate(groups):
-        if teaches[candidate]:
-            chosen.setdefault(group, candidate)
-    return chosen

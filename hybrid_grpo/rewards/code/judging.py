@@ -31,10 +31,11 @@ _EXACT = (
 _NAMES = {(kind.__module__, kind.__qualname__): kind for kind in _EXACT}
 """The only types that a message from the program can make the judge construct."""
 _PLAIN: dict[type, Callable[[Any], Any]] = {
-    **{int: int.__int__, float: float.__float__, str: str.__str__, dict: dict.items},
-    **{tuple: tuple.__iter__, list: list.__iter__, set: set.__iter__},
-}
-"""An instance of a subclass (a named tuple, an enumeration of numbers, a defaultdict) comes back as its base class."""
+    int: int.__int__, float: float.__float__, str: str.__str__, dict: dict.items,
+    tuple: tuple.__iter__, list: list.__iter__, set: set.__iter__,
+}  # fmt: skip
+"""An instance of a subclass (a named tuple, an enumeration of numbers, a defaultdict) comes back as its base class,
+read by that class's own method, which the subclass cannot redefine."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 

@@ -271,8 +271,8 @@ def reward_model(
     Raises:
         ValueError: see `RewardModel` and `RewardModel.tokens`.
     """
-    settings = (model, device, dtype, batch_tokens, max_tokens, template, sigmoid, zero_stage)
-    held_model = _held(checked_settings(Settings, *settings))
+    values = (model, device, dtype, batch_tokens, max_tokens, template, sigmoid, zero_stage)
+    held_model = _held(checked_settings(Settings, *values))
     texts = zip(prompts, completion_texts(completions), strict=True)
     tokens = [held_model.tokens(prompt, completion) for prompt, completion in texts]
     if log_extra is not None and any(cut for _, cut in tokens):
