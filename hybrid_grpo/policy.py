@@ -38,8 +38,9 @@ def learning_rate(config: PolicyConfig, step: int, total: int) -> float:
 class Policy:
     """A causal language model inside one DeepSpeed engine.
 
-    `total_steps` are the optimizer steps of the whole run, for the learning-rate schedule. With a `lora` of rank above
-    0, adapters, initialised by `seed`, are trained instead of the weights.
+    `total_steps` are the optimizer steps of the whole run, for the learning-rate schedule. `decoder` will sample from
+    it (see `RolloutConfig`). With a `lora` of rank above 0, adapters are trained instead of the weights, and `seed`
+    initialises them.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ def _untangled(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def scored(engine: Callable[..., Any], batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
     """Log-probability of every completion token, float32 [B, T] (`shape`), 0 on padding. Collective.
 
-    `engine` runs `LogprobModel`; `batches` cover all rows, as many on every rank.
+    `engine` runs `LogprobModel`; `batches` cover all rows, as many on every rank; `temperature` is that of sampling.
     """
     logp_BT = torch.zeros(shape, device=batches[0].input_ids_bS.device)
     for micro in batches:

@@ -38,8 +38,8 @@ def run(arguments: list[str]) -> None:
 
 
 def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[dict[str, Any]], None]]) -> None:
-    """Complete this rank's share of the prompts; `output` is opened when the prompts have been read, and called with
-    every completion as soon as it is finished."""
+    """Complete this rank's share of the prompts. `output` is opened when the prompts have been read, and called with
+    every completion as soon as it is finished. Raises UserError."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     check_generate(config, ranks)
 

@@ -38,8 +38,8 @@ _FOREVER_S = 1e9
 """Replaces scoring.max_wait_s, since no model waits for the rewards; a call keeps its own time limit."""
 Line = dict[str, Any]
 Parts = tuple[int, "Iterator[tuple[int, list[Rollout], list[Line]]]"]
-"""What is scored, a part at a time: the number of parts, and of each the step, the groups and, of a run, what its own
-functions had said of every completion."""
+"""What is scored, a part at a time: the number of parts; then for each its step, its groups and, if it is of a run, the
+rewards that the run's own functions gave each completion."""
 
 
 def run(arguments: list[str]) -> None:

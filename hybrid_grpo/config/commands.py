@@ -201,7 +201,7 @@ class ScoreConfig(TrainConfig):
     completions (anything that `data.path` takes, or `-` for JSON lines from standard input), or the folder of a run.
     A row of a file has a prompt, the column of `data.completion_column` with a text, or one with an `s` behind that
     name with a list of texts, and columns for the functions; any recipe can be given. For a run, the settings start
-    from the run's own, and its saved rollouts are scored beside what its own functions had said."""
+    from the run's own, and every line also has what the run's own functions had said."""
 
     score: ScoreOptionsConfig = field(default_factory=ScoreOptionsConfig)
     """Where rewards go, and which of a run's steps are scored."""

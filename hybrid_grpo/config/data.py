@@ -65,12 +65,13 @@ class CurriculumConfig:
     sampling: Literal["uniform", "difficulty"] = "uniform"
     """`uniform` passes over all prompts, in an order that does not depend on success. `difficulty` draws prompts in
     proportion to what their groups are expected to teach: the probability that the completions are neither all right
-    nor all wrong, times the share that is still wrong. Those not tried yet are judged by others of like length."""
+    nor all wrong, times the share that is still wrong. A prompt that was not tried yet is expected to be solved as
+    often as those of similar length."""
     skip_above: Share | None = None
-    """Leave out prompts with a known success rate of at least this, which are solved: 4 completions or more, discounted
-    by their age, must show it. A prompt comes back when its completions have aged."""
+    """Leave out prompts with a known success rate of at least this: they are solved. A rate is known by 4 completions
+    or more, discounted by their age, so a prompt comes back when its completions have aged."""
     skip_below: Share | None = None
-    """Leave out prompts with a known success rate of at most this, which are out of reach."""
+    """Leave out prompts with a known success rate of at most this: they are out of reach."""
 
     @model_validator(mode="after")
     def _check(self) -> CurriculumConfig:

@@ -67,8 +67,8 @@ class GrpoConfig:
     """Multiply the KL of the loss by the ratio of its token, gradient included. That makes its gradient (of k1 and k3)
     the gradient of the KL itself, off-policy too (DeepSeek-V3.2); without it k1 in the loss is noise."""
     kl_target: Positive | None = None
-    """Adapt beta, which is where it starts, to hold policy/kl at this many nats per token (arXiv:1909.08593): 10,000
-    completions whose KL is 20 % or more off change it by a fifth."""
+    """Adapt beta, which is where it starts, to hold policy/kl at this many nats per token (arXiv:1909.08593). A KL
+    that is 20 % or more off changes beta by a fifth over 10,000 completions."""
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy that the loss rewards."""
     old_logp: Literal["auto", "sampler", "policy"] = "auto"

@@ -18,8 +18,8 @@ _LONGEST_MESSAGE = 2_000  # characters: functions put whole completions into the
 
 
 def import_place(place: str, setting: str) -> ModuleType:
-    """The module of a file or of a dotted name, imported once. Raises UserError, which begins with `setting`, where it
-    is not there or importing it raised."""
+    """The module of a file or of a dotted name, imported once. Raises UserError where it is not there or importing it
+    raised; `setting` begins the message."""
     is_file = place.endswith(".py") or "/" in place
     path = Path(place).expanduser().resolve()
     if is_file and not path.is_file():

@@ -6,8 +6,8 @@ import re
 
 
 def bearer_token(setting: str, variable: str) -> str:
-    """The bearer token that an environment variable holds. Raises ValueError, which names the setting and does not show
-    the token, where there is none or it could not stand in a header."""
+    """The bearer token that an environment variable holds. Raises ValueError where there is none, or where it could not
+    stand in a header; the message begins with `setting` and does not show the token."""
     value = os.environ.get(variable, "").strip()
     if not value:
         raise ValueError(f"{setting} {variable}: there is no such environment variable, or it is empty: set it")

@@ -62,7 +62,7 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Settings:
 
 
 def read_recipe(path: Path) -> Settings:
-    """A YAML file of settings; raises UserError, which names the file and the line, where it is none."""
+    """The settings in a YAML file. Raises UserError, which names the file and the line, where it cannot be read."""
     refuse(path.is_dir(), f"--config {path} is a folder: give a YAML file")
     refuse(not path.is_file(), f"--config {path}: there is no such file")
     try:

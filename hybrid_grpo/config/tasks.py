@@ -47,7 +47,7 @@ def ready_made_settings(name: str) -> Settings:
 
 def own_task(name: str) -> TaskRecipe:
     """A task of the user's: a TaskRecipe, or just a function that reads rows, as `path/to/file.py:name`. Raises
-    UserError where there is neither of the two."""
+    UserError where the name is of neither."""
     place, colon, attribute = name.rpartition(":")
     refuse(
         not colon,

@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 CLASSES = 16
-"""Classes of prompts, of which those of a class are expected to be about equally hard."""
+"""Classes of prompts by their length; those of one class are expected to be about equally hard."""
 MIN_TRIES = 4
 """Completions, discounted by their age, that a success rate must rest on before prompts are left out by it."""
 HALF_LIFE = 50
@@ -78,7 +78,7 @@ class Curriculum(PromptLoader[Prompt]):
 
     def note(self, prompts: Sequence[Prompt], outcome_B: Tensor, threshold: float) -> None:
         """Take note of the groups of these prompts, [P], which this rank was given since the last update. Outcomes of
-        `threshold` or more are right, and NaN is not counted."""
+        `threshold` or more (`eval.threshold`) are right, and NaN is not counted."""
         outcome_PG = outcome_B.view(len(prompts), self._num_generations)
         tries_P = (~outcome_PG.isnan()).sum(1).tolist()
         right_P = (outcome_PG >= threshold).sum(1).tolist()
@@ -137,8 +137,8 @@ class Curriculum(PromptLoader[Prompt]):
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the prompts handed out so far; and of the prompts that were tried their indices, counts
-        (completions, how many of them were right) and the same counts discounted by age, after the last update."""
+        """The position after the prompts handed out so far; and by the last update, of each prompt that was tried, its
+        `index`, `counts` (completions, and how many were right), and the same discounted by age, `recent`."""
         index = np.flatnonzero(self._count_N2[:, 0])
         counts = {"index": index, "counts": self._count_N2[index], "recent": self._recent_N2[index]}
         return {**super().state_dict(), **counts}
@@ -212,8 +212,8 @@ def expected_gain(right_N: Floats, wrong_N: Floats, num_generations: int) -> Flo
 
 
 def draw_weighted(weight_N: Floats, count: int, rng: np.random.Generator) -> Ints:
-    """Up to `count` different indices, drawn one after the other in proportion to the weights, greater than 0, of those
-    left. In one go: the largest u^(1/w), with u uniform (Efraimidis and Spirakis 2006)."""
+    """Up to `count` different indices, drawn one after the other in proportion to the weights of those left, which are
+    greater than 0. In one go: the largest u^(1/w), with u uniform (Efraimidis and Spirakis 2006)."""
     key_N = np.log1p(-rng.random(len(weight_N))) / weight_N
     count = min(count, len(weight_N))
     top = np.argpartition(-key_N, count - 1)[:count]

@@ -46,8 +46,10 @@ def require_column(setting: str, column: str, rows: list[Row], source: Source) -
 
 
 def prompts_of(rows: list[Row], source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The prompts of the rows, numbered by row, without those of more than `max_prompt_tokens`. Raises UserError where
-    a row is no prompt, a chat template is needed and missing, or all prompts are over-long (or one, see `over_long`).
+    """The prompts of the rows, numbered by row, without those of more than `max_prompt_tokens`.
+
+    Raises UserError where there is no prompt column, a row is no prompt, a chat template is needed and missing, or all
+    prompts are over-long (with `over_long: refuse` already where one is).
     """
     require_column("data.prompt_column", config.prompt_column, rows, source)
     refuse(
@@ -76,8 +78,8 @@ def prompts_of(rows: list[Row], source: Source, config: DataConfig, tokenizer: P
 
 
 def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]:
-    """The prompt of a row as reward functions receive it. Raises UserError, which names `where` the row is, where it is
-    neither text nor a chat, or contradicts the settings."""
+    """The prompt of a row as reward functions receive it. Raises UserError where it is neither text nor a chat, or
+    contradicts the settings; `where` names the row in messages."""
     value = row[config.prompt_column]
     text = value if isinstance(value, str) else _messages(value, where, config)
     if config.system_prompt is None:

@@ -203,7 +203,7 @@ def generate(
     on_finish: OnFinish | None = None,
     decode: Callable[[list[int]], str] | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
-    """Complete every request, and say what that took; completions are in the order of `requests` and their keys.
+    """The completions of every request, in the order of `requests` and their keys, and statistics of the call.
 
     Raises UserError where `cache_gb`, or the free memory, cannot hold the longest single sequence.
 

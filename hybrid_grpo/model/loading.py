@@ -22,7 +22,7 @@ transformers_logging.disable_progress_bar()
 
 
 def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
-    """The tokenizer of a model folder or hub name; raises UserError, beginning with `setting`, if it does not load."""
+    """The tokenizer of a model folder or hub name; raises UserError if it has none that loads."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
@@ -34,8 +34,8 @@ def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
 
 
 def load_config(name: str, setting: str = "policy.model") -> Any:
-    """The unchanged configuration of a model folder or hub name; raises UserError, beginning with `setting`, if it has
-    none or transformers does not know the architecture."""
+    """The unchanged configuration of a model folder or hub name; raises UserError if it has none or transformers
+    does not know the architecture. `setting` begins error messages, here and in the other functions."""
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
@@ -128,8 +128,8 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> 
 
 
 def load_weights(auto: Any, name: str, config: Any, setting: str, **options: Any) -> Any:
-    """A model of one of transformers' AutoModel classes, with all of its weights; raises UserError, beginning with
-    `setting`, where weights do not load or are missing."""
+    """A model of one of transformers' AutoModel classes, with all of its weights; raises UserError where
+    weights do not load or are missing."""
     try:
         # Mismatched weights are reported below, by name.
         model, loaded = auto.from_pretrained(

@@ -30,7 +30,7 @@ class View:
     """A module whose parameters are the whole weights of another while they are gathered.
 
     Args:
-        source: the module in training, `sharded` under ZeRO-3 or not.
+        source: the module in training. If it is `sharded`, under ZeRO-3, its parameters may be empty.
         module: on the meta device; of the same class and structure as `source` without adapters.
         device: where whole weights go.
         adapters: the adapters in `source`, by the path of their layer in `module`.

@@ -2,7 +2,7 @@
 
 They are called as a user's own functions are (see functions.py): inputs and columns of the data set by name, one number
 per row, or None where the function does not apply. Columns come first in a signature. Settings, which the
-configuration gives in `kwargs`, are keyword-only and are checked before any row is looked at.
+configuration gives in `kwargs`, are keyword-only and are checked before any row is looked at (ValueError).
 """
 
 import re

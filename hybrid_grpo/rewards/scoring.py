@@ -71,10 +71,8 @@ class Rewards:
                 raise UserError(f"rewards: reward_model: {error}") from error
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Refuse, by a UserError, a data set with whose columns beside the prompt the functions cannot be called.
-
-        A column may have the name of no input and of no fixed argument, and none that is needed may be missing.
-        """
+        """Raise UserError where the functions cannot be called with these columns, those beside the prompt: one has the
+        name of an input or of a fixed argument, or one that is needed is missing."""
         for name in INPUTS:
             if name in columns:
                 raise UserError(
@@ -148,7 +146,7 @@ class Stream:
             ...  # call stream.add for every completion
             scores = stream.scores()
 
-    Leaving the block early, by an exception, cancels the calls under way. The prompts, [P], may be none.
+    Leaving the block early, by an exception, cancels the calls under way. There may be no prompts.
     """
 
     def __init__(self, rewards: Rewards, prompts: list[Prompt], num_generations: int, step: int) -> None:

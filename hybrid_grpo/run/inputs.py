@@ -44,7 +44,7 @@ class RunInputs:
 
     @classmethod
     def read(cls, config: TrainConfig) -> RunInputs:
-        """Read all that the configuration names; raises UserError where a part is missing or does not fit."""
+        """Read all that the configuration names; raises UserError where something is missing or does not fit."""
         loaded = load_rewards(config.rewards, config.scoring)
         objective = load_objective(config.grpo.objective)
         model_config = load_config(config.policy.model)

@@ -9,9 +9,9 @@ from hybrid_grpo.config.tasks import Row, TaskRecipe, own_task, ready_made_setti
 from hybrid_grpo.data.tasks import datasets, puzzles
 
 _MADE = {"countdown": puzzles.make_countdown, "letters": puzzles.make_letters}
-_ROWS = (datasets.gsm8k, datasets.math, datasets.multiple_choice, datasets.code, puzzles.countdown, puzzles.letters)
-TASKS = {f.__name__: TaskRecipe(f, ready_made_settings(f.__name__), _MADE.get(f.__name__)) for f in _ROWS}
-"""By the name that `data.task` gives. The settings of each are in the YAML file of its name."""
+_READERS = (datasets.gsm8k, datasets.math, datasets.multiple_choice, datasets.code, puzzles.countdown, puzzles.letters)
+TASKS = {f.__name__: TaskRecipe(f, ready_made_settings(f.__name__), _MADE.get(f.__name__)) for f in _READERS}
+"""By the name that `data.task` gives, which is also that of the function that reads a row and of the YAML file."""
 
 
 def load_task(name: str) -> TaskRecipe:

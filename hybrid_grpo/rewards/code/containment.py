@@ -1,7 +1,12 @@
 """How a process gives up its rights, for good, before it runs a program that nobody has read.
 
-It uses landlock (man 7 landlock), seccomp (man 2 seccomp), rlimits (man 2 setrlimit), and if the caller is root another
-user or no capabilities (man 7 capabilities). docs/rewards/code.md says which of them keeps which promise.
+The Linux kernel offers each of these protections without any privilege (docs/rewards/code.md has what they promise):
+
+    seccomp      the system calls that stay allowed: none starts a process, opens a connection, signals or traces
+    landlock     the folders that can be read, and the one that can be written (man 7 landlock)
+    rlimits      CPU time, address space, open files, bytes of a file (man 2 setrlimit)
+    user         if the caller is root: another user's id, or root without capabilities (man 7 capabilities)
+
 `Containment` tries which of them work here, applies them, and raises if one fails that worked when it was tried.
 Standard library only: this runs in a process without site-packages.
 """

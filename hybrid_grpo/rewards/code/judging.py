@@ -1,7 +1,10 @@
 """Runs tests and the program that they test, each in a process of its own, with a channel between them.
 
-The program never sees a test, and cannot change what `==` means to the judge, which runs the tests. Plain data comes
-back from the program as a copy; any other object stays there, and the judge holds a `Remote` for it.
+The judge runs the tests, and asks the program's process for the values of its functions. So the program sees no test
+and no expected value, and cannot change what `==`, `assert` or `sorted` mean to the judge; if it ends, the remaining
+tests fail. Plain data comes back as a copy: numbers, text, containers and a few types of the standard library. Any
+other object stays in the program's process, and the judge holds a `Remote` for it.
+
 Standard library only: this runs in processes without site-packages.
 """
 
@@ -50,7 +53,8 @@ def _remotely(operation: str) -> Any:
 
 
 class Remote:
-    """Stands for an object in the other process, and is equal to no plain value."""
+    """Stands for an object in the other process. It can be called, iterated, indexed and asked for attributes, and can
+    only be equal to another `Remote`."""
 
     __slots__ = ("_remote",)
     _remote: tuple[Channel, int]
@@ -105,7 +109,8 @@ class Channel:
         self._remotes: dict[int, Remote] = {}
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """Have the other side do one of `_OPERATIONS`; raises the builtin exception raised there, or RuntimeError."""
+        """Have the other side do one of `_OPERATIONS`. Raises what was raised there if that is builtin, else
+        RuntimeError; and EOFError or OSError where the other side is gone."""
         self._connection.send_bytes(self.dump((what, *arguments)))
         while True:
             what, *arguments = self.load(self._connection.recv_bytes())
@@ -129,6 +134,7 @@ class Channel:
         return stream.getvalue()
 
     def load(self, data: bytes) -> Any:
+        """The value of these bytes."""
         return _Unpickler(self, data).load()
 
     def keep(self, value: Any) -> int:
@@ -174,6 +180,7 @@ class _Pickler(pickle.Pickler):
         self._channel = channel
 
     def reducer_override(self, value: Any) -> Any:
+        """How an object is sent; see pickle.Pickler.reducer_override."""
         if isinstance(value, Remote):
             return _kept, ("receiver", value._remote[1])
         if value is _kept or type(value) in _EXACT or (isinstance(value, type) and value in _EXACT):
@@ -192,6 +199,7 @@ class _Unpickler(pickle.Unpickler):
         self._channel = channel
 
     def find_class(self, module: str, name: str) -> Any:
+        """What a message names, if the sender is trusted or it is plain data."""
         if (module, name) == (__name__, "_kept"):
             return self._channel.kept
         if self._channel.trusting:

@@ -3,9 +3,10 @@
     with Sandbox() as sandbox:
         sandbox.run("print(input()[::-1])", "abc", Limits(timeout_s=2.0)).stdout  # "cba\n"
 
-Each is forked from a small template process (template.py), without the caller's memory, files and environment, and
-gives up its rights before its first line runs (containment.py). `python -m hybrid_grpo.rewards.code.sandbox` prints the
-protections that this machine offers. Linux only; standard library only, so that every Python can run it.
+Each program is a process of its own, forked from a small template process (template.py) without the caller's memory,
+files and environment, and gives up its rights before its first line runs (containment.py). It is killed when its time
+is over, and when its caller or the template ends. `python -m hybrid_grpo.rewards.code.sandbox` prints the protections
+that this machine offers. Linux only; standard library only, so that every Python can run it.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class Sandbox:
         """Run `tests` (see `judging.judge`) against a program, in two processes, each with these limits.
 
         Returns:
-            Whether each test was passed, up to the last one that was reached.
+            Whether each test was passed, up to the last one that was reached. Raises RuntimeError as `run` does.
         """
         with _files(source, tests, "") as files:
             self._request(files, limits, judged=True)

@@ -1,7 +1,8 @@
 """The template process of a sandbox: programs are forked from it, and it watches and ends them.
 
 It has imported what programs often import, so that a fork is ready in a millisecond. It passes programs, tests and
-outputs on as open files, and reads none. Standard library only: this runs in a process without site-packages.
+outputs on as open files, and reads none. It serves one request after the other, and ends when its starter does.
+Standard library only: this runs in a process without site-packages.
 """
 
 import fcntl
@@ -179,7 +180,7 @@ class NotContained(Exception):
 
 
 def _end(pid: int) -> int:
-    """Kill a process and its process group; its exit status, negative for a signal."""
+    """Kill a process and its process group; return its exit status, negative for a signal."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     with suppress(ProcessLookupError):

@@ -2,6 +2,7 @@ r"""Expressions in LaTeX or plain notation: their values, and whether two are th
 
 Two expressions are compared by their values where variables are replaced by fixed pseudo-random rationals, positive and
 negative (the identity test of Schwartz and Zippel). None is rewritten, so the time follows the length of the text.
+This is no computer algebra: it solves nothing, and it does not read sums, integrals and limits.
 """
 
 from __future__ import annotations

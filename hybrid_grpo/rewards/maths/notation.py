@@ -18,7 +18,8 @@ _OPENING, _CLOSED = "([{⦃", ")]}⦄"
 
 
 def clean(text: str) -> str:
-    """The text in the notation of notation.yaml; `⦃` and `⦄` stand for the braces of sets."""
+    r"""The text in the notation of notation.yaml: no spacing and no `$`, one sign for each operation. Commands such as
+    \frac and \text{} stay; `⦃` and `⦄` stand for the braces of sets."""
     text = text[: 4 * LONGEST].strip(" \t\n*`")
     if text.replace(r"\$", "").count("$") % 2:  # a $ without a partner is money
         text = re.sub(r"(?<!\\)\$(?=\s*-?[\d.])", r"\\$", text)

@@ -1,6 +1,6 @@
 r"""What kind of answer a text is.
 
-A text is read from the outside in, as `read_answer` lists the kinds; a text that is none of these is words.
+A text is read from the outside in: `read_answer` tries one kind after another. A text that is of none of them is words.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Calling reward functions without ever waiting for them longer than they may take.
 
-    call_inline    at once, in the thread that asks: built-ins that are fast and cannot hang
+    call_inline    at once, in the thread that asks: built-ins that are fast and cannot hang, and models that are
+                   sharded over the ranks, which all ranks call at the same time
     Threads        in a thread of the rank, one call at a time: functions that hold a GPU
     Workers        in worker processes, as many calls at the same time as there are processes
     Tasks          `async def` functions: many calls at the same time in one worker process
@@ -32,7 +33,7 @@ _ASYNC_GRACE_SECONDS = 2.0  # a worker cancels slow coroutines itself, unless on
 
 
 Caller = Callable[[RewardCall], "Future[Reply]"]
-"""One way to call a function; it never raises, and only `call_inline` waits."""
+"""One way to call a function. It returns at once and never raises; only `call_inline` waits, and lets `score` raise."""
 Score = Callable[[RewardCall], Coroutine[Any, Any, Reply]]
 
 
@@ -48,7 +49,7 @@ def call_inline(score: Callable[[RewardCall], Reply], call: RewardCall) -> Futur
 
 
 class Pool:
-    """The event loop, and the processes of the functions that are isolated.
+    """The event loop, and the processes of the functions that are isolated; raises UserError as `ForkServer` does.
 
     Args:
         entries: the isolated entries of `rewards`, each with its name in messages.

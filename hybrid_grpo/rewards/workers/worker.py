@@ -44,7 +44,7 @@ def framed(message: bytes) -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader, largest: int = _LARGEST_REPLY) -> bytes:
-    """The next message, of at most `largest` bytes; EOFError or OSError where the other side sends none."""
+    """The next message, of at most `largest` bytes; raises EOFError or OSError where the other side sends none."""
     (size,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
     if size > largest:
         raise EOFError(f"a message of {size} bytes")
