@@ -28,6 +28,7 @@ setup(
         "datasets>=4.0",
         "httpx>=0.28",
         "jinja2>=3.1",
+        "mpmath>=1.3",
         "numpy>=1.26",
         "psutil>=5.9",
         "pyarrow>=16",

@@ -192,7 +192,7 @@ class ScoreOptionsConfig:
     output: Text = "-"
     """File of JSON lines, written anew; `-` is standard output."""
     steps: str | None = None
-    """A run: steps to score, as in `100-200`, `100-`, `-200` or `100`. Default: all that were saved."""
+    """Steps of a run to score, as in `100-200`, `100-`, `-200` or `100`. Default: all that were saved."""
 
 
 @dataclass(frozen=True, config=SECTION)

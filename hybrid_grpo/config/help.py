@@ -1,6 +1,7 @@
 """The help of a command: its own options and the usual settings in a line each, and every section at length."""
 
 import dataclasses
+import re
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -68,8 +69,9 @@ def _meaning(of: Any, name: str) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    end = min((text.find(mark) for mark in (". ", "; ", ": ") if mark in text), default=len(text))
-    return text[:end].rstrip(".")
+    # Marks between backticks, as in `[{function: f}]`, end nothing.
+    found = re.match(r"(?:`[^`]*`|.)*?(?=[.;:] |\.?$)", text)
+    return found[0] if found else text
 
 
 def _spelled(value: Any) -> str:

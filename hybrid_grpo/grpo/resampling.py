@@ -63,8 +63,8 @@ class GroupSlots:
         Every open slot has as many as a slot needs on average, and together they are no more than a step has groups.
 
         Returns:
-            Candidates over all ranks; the indices of this rank's among them; and the group that each of these may
-            replace.
+            How many candidates all ranks together draw; the indices of this rank's among them; and for each of these
+            the group on this rank that it may replace.
         """
         needed = math.ceil(self._sampled / self._informative) if self._informative else self._total
         each = min(self._total // len(self.open), needed)

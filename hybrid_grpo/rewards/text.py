@@ -54,7 +54,7 @@ def multiple_choice(
     the text of a choice chooses it. `B or C` chooses nothing.
 
     An answer is a letter, the index of a choice from 0, or the text of a choice, which needs `choices`, the texts of
-    the choices of every row. The function does not apply where it is None, and raises ValueError for anything else.
+    the choices of every row. The function does not apply where the answer is None, and raises ValueError for any other.
     """
     texts = completion_texts(completions)
     rows = [None] * len(texts) if choices is None else choices

@@ -530,6 +530,8 @@ def test_help_begins_with_the_command_s_own_and_the_usual_settings(capsys: pytes
     order = ["usage: hybrid-grpo train", "--config FILE", "--generate.output", "--policy.model", "sections, each shown"]
     assert sorted(order, key=text.index) == order
     lines = help_of(TrainConfig, capsys).splitlines()
+    # The colon between the backticks once ended the line.
+    assert any("`[{function: exact_match, weight: 1.0}, ...]`" in line for line in lines)
     usual = [line for line in lines if re.match("  --[a-z]+[.a-z_]* ", line) and "config" not in line]
     assert len(usual) == 20 and len(lines) < 60
     assert any(re.search(r"--policy.lr +Peak learning rate \(1e-06\)", line) for line in usual)

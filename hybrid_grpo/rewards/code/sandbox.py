@@ -144,8 +144,7 @@ class Sandbox:
     def test(self, source: str, tests: str, limits: Limits = _DEFAULT_LIMITS) -> list[bool]:
         """Run `tests` (see `judging.judge`) against a program, in two processes, each with these limits.
 
-        Returns:
-            Whether each test was passed, up to the last one that was reached. Raises RuntimeError as `run` does.
+        Returns whether each test was passed, up to the last one that was reached. Raises RuntimeError as `run` does.
         """
         with _files(source, tests, "") as files:
             self._request(files, limits, judged=True)

@@ -31,7 +31,6 @@ from hybrid_grpo.rewards.workers.worker import timed_out
 _ASYNC_CALLS = 64
 _ASYNC_GRACE_SECONDS = 2.0  # a worker cancels slow coroutines itself, unless one of them blocks its event loop
 
-
 Caller = Callable[[RewardCall], "Future[Reply]"]
 """One way to call a function. It returns at once and never raises; only `call_inline` waits, and lets `score` raise."""
 Score = Callable[[RewardCall], Coroutine[Any, Any, Reply]]
