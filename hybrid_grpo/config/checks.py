@@ -48,7 +48,7 @@ class BatchPlan:
 
 
 def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
-    """The batch equation; raises UserError where the prompts do not divide evenly."""
+    """The batch equation. Raises UserError, with the nearest number that works, where prompts do not divide evenly."""
     rollout, grpo = config.rollout, config.grpo
     shards = world_size * grpo.num_minibatches
     _refuse_indivisible("rollout.prompts_per_step", rollout.prompts_per_step, shards, "ranks x grpo.num_minibatches")

@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 def checked_settings(cls: Callable[..., T], *values: Any) -> T:
-    """The settings of a built-in: `cls`, a pydantic dataclass, of the values of its fields in their order. Raises
+    """The settings of a built-in, as its pydantic dataclass `cls`, from the values of its fields in their order. Raises
     ValueError, which names the field, for a wrong value."""
     try:
         return cls(*values)

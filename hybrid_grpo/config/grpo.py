@@ -80,7 +80,7 @@ class GrpoConfig:
     ratio of the two, at most sampler_ratio_max (truncated importance sampling). `mask` drops completions whose
     geometric mean of that ratio is outside the bounds."""
     sampler_ratio_max: Annotated[Number, Ge(1)] = 2.0
-    """Upper bound of sampler_correction; the lower bound of `mask` is one over it."""
+    """Upper bound of sampler_correction; the lower bound of `mask` is its reciprocal."""
     mask_truncated: Switch = False
     """Completions cut at the length limit take no part in the loss, but still in their group's mean and standard
     deviation (DAPO, section 3.4)."""

@@ -97,9 +97,9 @@ def saved_files(run: Path) -> dict[int, Path]:
 def read_step(path: Path, tokenizer: Any = None) -> tuple[Rollout, list[Row]]:
     """The rollout of a saved step, and its lines as they were saved.
 
-    A completion has as many tokens as were sampled. The tokenizer makes them again from the text, the one that ended it
-    included; tokens that it does not find, or all of them without a tokenizer, are `UNKNOWN_TOKEN`. A prompt has the
-    number of its group as id.
+    A completion has as many tokens as were sampled. The tokenizer makes them again from the text, with the token that
+    ended it. Tokens that it does not find, or all of them without a tokenizer, are `UNKNOWN_TOKEN`. The id of a prompt
+    is the number of its group.
 
     Raises:
         UserError: a line is not as a run writes it, or one is missing.

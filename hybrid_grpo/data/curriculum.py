@@ -137,8 +137,8 @@ class Curriculum(PromptLoader[Prompt]):
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the prompts handed out so far; and by the last update, of each prompt that was tried, its
-        `index`, `counts` (completions, and how many were right), and the same discounted by age, `recent`."""
+        """The position after the prompts handed out so far, and the rates after the last update: `index` has those
+        that were tried, `counts` their completions and how many were right, `recent` the same discounted by age."""
         index = np.flatnonzero(self._count_N2[:, 0])
         counts = {"index": index, "counts": self._count_N2[index], "recent": self._recent_N2[index]}
         return {**super().state_dict(), **counts}

@@ -157,7 +157,7 @@ def _centred(value_PN: Tensor, applies_PN: Tensor) -> Tensor:
 
 
 def _differ(value_PN: Tensor, applies_PN: Tensor) -> Tensor:
-    """bool [P], whether not all numbers of a group that apply are equal."""
+    """bool [P], whether the numbers of a group that apply differ; they do not where fewer than two apply."""
     highest_P = torch.where(applies_PN, value_PN, -torch.inf).amax(1)
     return highest_P > torch.where(applies_PN, value_PN, torch.inf).amin(1)
 

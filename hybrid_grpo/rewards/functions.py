@@ -127,7 +127,7 @@ class Reply:
     whole: bool = False
     """The call failed as a whole: some of its rows may be without fault."""
     spans: list[tuple[float, float]] = field(default_factory=list)
-    """Start and end of each time that the function ran, by `time.perf_counter` of the rank."""
+    """Start and end of each time that the function ran, in seconds by `time.perf_counter` of the rank."""
 
 
 def failed(failure: Failure, rows: int, *, spent: bool = False) -> Reply:
