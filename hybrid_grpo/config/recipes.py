@@ -22,10 +22,11 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()
         for key, _ in node.value:
-            if key.value in keys:
-                problem = f"{key.value} is given twice: merge the two"
+            name = str(key.value)
+            if name in keys:
+                problem = f"{name} is given twice: merge the two"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            keys.add(key.value)
+            keys.add(name)
         return super().construct_mapping(node, deep)
 
 
@@ -41,7 +42,7 @@ def read_value(text: str) -> Any:
     """The value that YAML reads; the text itself where it is no YAML."""
     try:
         return text if text == "" else yaml.load(text, _Loader)
-    except yaml.YAMLError:
+    except (ValueError, yaml.YAMLError):  # ValueError: a date such as 2026-99-01
         return text
 
 
