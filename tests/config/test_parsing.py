@@ -345,6 +345,11 @@ def test_settings_of_a_reward_that_cannot_be(user: User, fields: str, complaint:
     assert message.startswith(complaint)
 
 
+@pytest.mark.parametrize("text", ["[{function: exact_match", "[{function: a, function: b}]"])
+def test_rewards_that_are_no_yaml_are_not_taken_for_a_name(user: User, text: str) -> None:
+    assert user.refused("--rewards", text).startswith(f"rewards {text} cannot be read as YAML: close every bracket")
+
+
 @pytest.mark.parametrize(
     "given", ["exact_match, my.py:f", "[exact_match, my.py:f]", "[{function: exact_match}, my.py:f]"]
 )
