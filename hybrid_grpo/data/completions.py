@@ -112,6 +112,8 @@ def read_step(path: Path, tokenizer: Any = None) -> tuple[Rollout, list[Row]]:
     for number, row in numbered:
         for name, kind in _FIELDS.items():
             fits = name in row and isinstance(row[name], kind)
+            if fits and name == "rewards":
+                fits = all(isinstance(value, float | int | None) for value in row[name].values())
             refuse(not fits, f"{path} line {number} has no {name} as a run writes it: remove the file")
     rows = [row for _, row in numbered]
     size = 1 + max((row["sample"] for row in rows), default=0)
