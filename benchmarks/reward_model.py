@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, Qwen2Config
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 from char_tokenizer import IDS, char_tokenizer
 

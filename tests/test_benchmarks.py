@@ -1,5 +1,7 @@
 """The parts of benchmarks/step.py that need no trainer."""
 
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -71,3 +73,26 @@ def test_train_is_its_three_parts():
     assert (result["median_s"], result["min_s"], result["max_s"]) == (8.0, 6.0, 10.0)
     assert result["stages_s"]["train"] == 6.5
     assert sum(result["stages_s"].values()) == 8.0
+
+
+HELP = """
+import runpy, sys
+for path in sys.argv[1:]:
+    before, sys.argv = list(sys.path), [path, "--help"]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as ended:
+        assert ended.code == 0, path
+    sys.path[:] = before
+"""
+
+
+@pytest.mark.process
+def test_every_benchmark_finds_what_it_imports():
+    """That of reward models looked for a file of the tests where it had been before the tests were sorted."""
+    scripts = [path for path in (ROOT / "benchmarks").glob("*.py") if "argparse" in path.read_text()]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "benchmarks")))}
+    command = [sys.executable, "-c", HELP, *map(str, scripts)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert len(scripts) > 7 and done.stdout.count("usage: ") == len(scripts)

@@ -84,8 +84,10 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
                 # Only what the summary needs: what functions store may be long.
                 everything.append(Scores(scores.reward_B, scores.by_function, scores.status))
                 lines += _lines(rollout, scores)
-            for row, line in enumerate(sorted(lines, key=lambda line: (line["id"], line["sample"]))):
-                write({"step": step, **line, "before": saved[row]} if saved else line)
+            if saved:
+                lines = [{"step": step, **line, "before": was} for line, was in zip(lines, saved, strict=True)]
+            for line in sorted(lines, key=lambda line: (line["id"], line["sample"])):
+                write(line)
                 for name, why in line["failed"].items():
                     where = f"row {line['id']}, sample {line['sample']}"
                     first_failures.setdefault(name, f"step {step}, {where}: {why}" if saved else f"{where}: {why}")

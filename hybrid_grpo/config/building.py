@@ -25,7 +25,7 @@ def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
         name: {**vars(getattr(default, name)), **section}
         if isinstance(section, Mapping) and dataclasses.is_dataclass(getattr(default, name, None))
         else section
-        for name, section in values.items()
+        for name, section in zip(map(str, values), values.values(), strict=True)
     }
     try:
         return _adapter(cls).validate_python(settings)  # type: ignore[arg-type]  # classes hash
@@ -139,7 +139,7 @@ def _one_line(error: ValidationError, cls: Any) -> str:
         return str(cause)
     if kind == "value_error":
         return f"{name} {cause}"
-    if kind == "unexpected_keyword_argument":
+    if kind == "unexpected_keyword_argument" or hint is None:
         return unknown_setting(name, cls)
     if kind == "missing" and not path:
         return f"{name} is not set: give one"

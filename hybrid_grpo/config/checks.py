@@ -97,6 +97,11 @@ def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
         f"score.steps {score.steps!r} is no range of steps: give one as in 100-200, 100-, -200 or 100",
     )
     _check_output("score.output", score.output, "the completions that are scored", source)
+    output = Path(score.output)
+    refuse(
+        is_run and output.exists() and Path(source).resolve() in output.resolve().parents,
+        f"score.output {output} would replace a file of the run: give another",
+    )
     if not is_run:
         refuse(score.steps is not None, f"score.steps {score.steps}: {source} is not the folder of a run: take it out")
         if source != "-":

@@ -48,7 +48,7 @@ def read_value(text: str) -> Any:
         return text if text == "" else yaml.load(text, _Loader)
     except _GivenTwice as error:
         raise UserError(f"{text}: {error.problem}") from None
-    except yaml.YAMLError:
+    except (ValueError, yaml.YAMLError):  # ValueError: a date such as 2026-99-01
         return text
 
 

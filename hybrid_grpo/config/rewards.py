@@ -54,6 +54,11 @@ def reward_name(reward: RewardConfig) -> str:
 
 def _read_list(rewards: Any) -> Any:
     """`exact_match,mine.py:f` as a list; null, an empty section of YAML, as an empty one."""
+    # A text that begins so is what was left of YAML that cannot be read.
+    refuse(
+        isinstance(rewards, str) and rewards.lstrip().startswith(("[", "{")),
+        f"rewards {rewards!s:.60} cannot be read as YAML: close every bracket and quote, and give each key once",
+    )
     return rewards.split(",") if isinstance(rewards, str) else [] if rewards is None else rewards
 
 
@@ -74,7 +79,9 @@ RewardList = Annotated[
     list[Annotated[RewardConfig, BeforeValidator(_read_entry)]],
     BeforeValidator(_read_list),
     AfterValidator(_check_names),
-    Field(description="Functions, by `exact_match,mine.py:f` or by `[{function: exact_match, weight: 1.0}, ...]`."),
+    Field(
+        description="Functions, as `exact_match,mine.py:f`; with settings as `[{function: exact_match, weight: 0.5}]`."
+    ),
 ]
 
 

@@ -17,7 +17,10 @@ from hybrid_grpo.data.sources import Row, Source, json_rows, read_rows, standard
 
 UNKNOWN_TOKEN = -1
 """Stands for a token of a saved rollout that cannot be made from the text again."""
-_FIELDS = ("group", "sample", "prompt", "completion", "reward", "rewards", "length", "finish", "columns")
+_FIELDS = {
+    **{"group": int, "sample": int, "prompt": str | list, "completion": str, "reward": float | int | None},
+    **{"rewards": dict, "length": int, "finish": str, "columns": dict},
+}
 """What a line of a saved rollout must have."""
 
 
@@ -107,8 +110,11 @@ def read_step(path: Path, tokenizer: Any = None) -> tuple[Rollout, list[Row]]:
     with path.open("rb") as lines:
         numbered = list(json_rows(lines, str(path)))
     for number, row in numbered:
-        missing = next((name for name in _FIELDS if name not in row), None)
-        refuse(missing is not None, f"{path} line {number} has no {missing}: it is not as a run writes it")
+        for name, kind in _FIELDS.items():
+            fits = name in row and isinstance(row[name], kind)
+            if fits and name == "rewards":
+                fits = all(isinstance(value, float | int | None) for value in row[name].values())
+            refuse(not fits, f"{path} line {number} has no {name} as a run writes it: remove the file")
     rows = [row for _, row in numbered]
     size = 1 + max((row["sample"] for row in rows), default=0)
     complete = [row["sample"] for row in rows] == [*range(size)] * (len(rows) // size)

@@ -301,10 +301,11 @@ def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> Functio
     batch_size = getattr(found, "batch_size", 1) if config.batch_size == "auto" else config.batch_size
     if batch_size != "group" and not (isinstance(batch_size, int) and batch_size >= 1):
         raise UserError(f"{setting} asks for batch_size {batch_size!r}: group, or 1 or more")
+    is_builtin = isinstance(config.function, str) and config.function in BUILTINS
     for kwarg in config.kwargs:
         if kwarg in INPUTS:
             raise UserError(f"{entry}.kwargs {kwarg}: {name} is given {kwarg} of the rollout: leave it out")
-        if not takes_any and kwarg not in named:
+        if kwarg not in named and (is_builtin or not takes_any):
             hint = did_you_mean(kwarg, named - {*INPUTS, *CONTEXT})
             raise UserError(f"{entry}.kwargs {kwarg}: {name} has no such parameter: {hint}")
     function: Callable[..., Any] = partial(found, **config.kwargs)
@@ -315,7 +316,6 @@ def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> Functio
         accepted = (named - {"solution_str"}) | {"completions", "reward_model", "ground_truth", "log_extra"}
         accepted |= {"data_source", "extra_info"} if takes_any else set()
         takes_any = False
-    is_builtin = isinstance(config.function, str) and config.function in BUILTINS
     settings = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - set(CONTEXT) if is_builtin else set()
     interface = Interface(
         sorted(needed - config.kwargs.keys() - set(CONTEXT)),

@@ -286,12 +286,16 @@ def test_rewards_of_steps_add_up_to_those_of_the_run(run_there: Path, capsys: py
     (["runs/run", "--rewards", "[{function: 'mine.py:needs'}]"], "needs needs topic, which is neither a column"),
     (["torn"], "torn/rollouts/step_000002.jsonl line 16 is not JSON"),
     (["lacking"], "lacking/rollouts/step_000002.jsonl has groups of different sizes, or lacks lines"),
-    (["foreign"], "foreign/rollouts/step_000001.jsonl line 1 has no completion: it is not as a run writes it"),
+    (["foreign"], "foreign/rollouts/step_000001.jsonl line 1 has no completion as a run writes it"),
+    (["mistyped"], "mistyped/rollouts/step_000001.jsonl line 1 has no length as a run writes it"),
+    (["texts"], "texts/rollouts/step_000001.jsonl line 1 has no rewards as a run writes it"),
+    (["runs/run", "--score.output=runs/run/rollouts/step_000002.jsonl"], "would replace a file of the run"),
+    (["runs/run", "--score.threshold=1"], "there is no setting score.threshold: did you mean eval.threshold?"),
 ])  # fmt: skip
 def test_mistakes_with_a_run(
     run_there: Path, capsys: pytest.CaptureFixture[str], options: list[str], says: str
 ) -> None:
-    for name in ("torn", "lacking", "foreign", "empty"):
+    for name in ("torn", "lacking", "foreign", "mistyped", "texts", "empty"):
         (run_there / name / "rollouts").mkdir(parents=True, exist_ok=True)
         shutil.copy("runs/run/config.yaml", run_there / name)
     whole = Path("runs/run/rollouts/step_000002.jsonl").read_text()
@@ -299,6 +303,9 @@ def test_mistakes_with_a_run(
     Path("torn/rollouts/step_000002.jsonl").write_text(whole[:-20])
     Path("lacking/rollouts/step_000002.jsonl").write_text("".join(lines[:14] + lines[15:]))
     Path("foreign/rollouts/step_000001.jsonl").write_text(lines[0].replace('"completion"', '"text"'))
+    Path("mistyped/rollouts/step_000001.jsonl").write_text(re.sub(r'("length"): \d+', r"\1: null", lines[0]))
+    texts = re.sub(r'"rewards": {[^}]*}', '"rewards": {"early": "high"}', lines[0])
+    Path("texts/rollouts/step_000001.jsonl").write_text(texts)
     assert main(["score", *options]) == 2
     said = capsys.readouterr().err
     assert said.startswith("hybrid-grpo: error: ") and said.count("\n") == 1

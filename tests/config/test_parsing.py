@@ -84,6 +84,10 @@ def test_not_finite_is_refused(user: User, setting: str, value: str) -> None:
         assert message.startswith(f"{setting}: expected a finite number, got ")
 
 
+def test_a_date_that_is_none_is_text(user: User) -> None:
+    assert user.refused("--policy.lr=2026-99-01") == "policy.lr: expected a finite number, got 2026-99-01"
+
+
 def test_not_finite_inside_a_pair_is_refused(user: User) -> None:
     assert user.refused("--policy.betas", "[.nan, 0.9]").startswith("policy.betas: ")
 
@@ -139,6 +143,8 @@ def test_wrong_types_name_the_setting_and_what_it_takes(user: User, wrong: str, 
         ("policy: {learning_rate: 1}", "there is no setting policy.learning_rate: did you mean policy.lr?"),
         ("policy: {temperature: 1}", "there is no setting policy.temperature: did you mean rollout.temperature?"),
         ("lr: 1", "there is no setting lr: did you mean policy.lr?"),
+        ("1: {lr: 1}", "there is no setting 1.lr: did you mean policy.lr?"),
+        ("policy: {1: 1}", "there is no setting policy.1: did you mean "),
         ("log: {every: 1}", "there is no setting log.every: did you mean checkpoint.every or eval.every?"),
         ("rewards: [{function: a, wieght: 2}]", "there is no setting rewards[0].wieght: did you mean weight?"),
         ("log: {xyzzyxyzzyx: 1}", "there is no setting log.xyzzyxyzzyx: known are log.wandb, log.wandb_project, "),
@@ -177,6 +183,7 @@ def test_options_are_spelled_out(user: User, arguments: list[str], hint: str) ->
         ("policy: {lr: 1}\npolicy: {seed: 2}\n", "line 2: policy is given twice"),
         ("policy:\n  lr: 1\n  lr: 2\n", "line 3: lr is given twice"),
         ("rewards:\n- {function: a, weight: 1, weight: 2}\n", "line 2: weight is given twice"),
+        ("policy:\n  ? [lr]\n  : 1\n", "cannot be read: line 2: found unhashable key"),
     ],
 )
 def test_yaml_that_would_let_a_mistake_pass(user: User, recipe: str, complaint: str) -> None:
@@ -349,6 +356,11 @@ def test_stop_strings_hold_text(user: User) -> None:
 def test_settings_of_a_reward_that_cannot_be(user: User, fields: str, complaint: str) -> None:
     message = user.refused("--rewards", f"[{{function: exact_match, {fields}}}]")
     assert message.startswith(complaint)
+
+
+@pytest.mark.parametrize("text", ["[{function: exact_match", "[{function: a, function: b}]"])
+def test_rewards_that_are_no_yaml_are_not_taken_for_a_name(user: User, text: str) -> None:
+    assert user.refused("--rewards", text).startswith(f"rewards {text} cannot be read as YAML: close every bracket")
 
 
 @pytest.mark.parametrize(

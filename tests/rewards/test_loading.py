@@ -156,6 +156,10 @@ def test_kwargs_that_the_function_does_not_take(rules: Path) -> None:
         f"{rules}:strict", kwargs={"answers": 1}
     )
     assert "completions of the rollout: leave it out" in refusal(f"{rules}:bonus", kwargs={"completions": []})
+    # Of a built-in everything else is a mistake, though this one takes columns by any name.
+    assert "retrys: remote has no such parameter: did you mean retries?" in refusal(
+        "remote", kwargs={"url": "https://127.0.0.1/", "retrys": 1}
+    )
     (reward,) = load_rewards([RewardConfig(f"{rules}:bonus", kwargs={"anything": 1})])
     assert reward.kwargs == {"anything"}
 
