@@ -16,7 +16,7 @@ from hybrid_grpo.config.commands import (
 )
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.help import help_text
-from hybrid_grpo.config.recipes import Settings, overlay, read_recipe, read_value
+from hybrid_grpo.config.recipes import GivenTwice, Settings, overlay, read_recipe, read_value
 from hybrid_grpo.config.tasks import with_task
 
 ConfigT = TypeVar("ConfigT", TrainConfig, SftConfig, GenerateConfig, PlanConfig, ScoreConfig, ServeRewardConfig)
@@ -56,7 +56,10 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
                 refuse(not has_settings, f"--config {text}: {section} must have settings below it, or be taken out")
             given = overlay(given, recipe)
         else:
-            given = _with_option(given, name, hint, text)
+            try:
+                given = _with_option(given, name, hint, text)
+            except GivenTwice as error:
+                raise UserError(f"{name} {text}: {error.problem}") from None
     parsed = configure(cls, given)
     if print_config:
         print(parsed.yaml, end="")

@@ -16,7 +16,7 @@ EXPONENT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+
 """Numbers such as `1e-6`, which PyYAML takes for text."""
 
 
-class _GivenTwice(yaml.MarkedYAMLError):
+class GivenTwice(yaml.MarkedYAMLError):
     """A mapping has a key twice, of which YAML would keep the last without a word."""
 
 
@@ -29,7 +29,7 @@ class _Loader(yaml.SafeLoader):
         seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
-                raise _GivenTwice(None, None, f"{key.value} is given twice: merge the two", key.start_mark)
+                raise GivenTwice(None, None, f"{key.value} is given twice: merge the two", key.start_mark)
             seen.add(key.value)
         return node
 
@@ -43,11 +43,11 @@ for _reads_numbers in (_Loader, Dumper):
 
 
 def read_value(text: str) -> Any:
-    """The value that YAML reads; the text itself where it is no YAML. Raises UserError where a key is given twice."""
+    """The value that YAML reads; the text itself where it is no YAML. Raises GivenTwice."""
     try:
         return text if text == "" else yaml.load(text, _Loader)
-    except _GivenTwice as error:
-        raise UserError(f"{text}: {error.problem}") from None
+    except GivenTwice:
+        raise
     except (ValueError, yaml.YAMLError):  # ValueError: a date such as 2026-99-01
         return text
 

@@ -358,9 +358,11 @@ def test_settings_of_a_reward_that_cannot_be(user: User, fields: str, complaint:
     assert message.startswith(complaint)
 
 
-@pytest.mark.parametrize("text", ["[{function: exact_match", "[{function: a, function: b}]"])
-def test_rewards_that_are_no_yaml_are_not_taken_for_a_name(user: User, text: str) -> None:
+def test_rewards_that_are_no_yaml_are_not_taken_for_a_name(user: User) -> None:
+    text = "[{function: exact_match"
     assert user.refused("--rewards", text).startswith(f"rewards {text} cannot be read as YAML: close every bracket")
+    twice = "[{function: a, function: b}]"
+    assert user.refused("--rewards", twice) == f"rewards {twice}: function is given twice: merge the two"
 
 
 @pytest.mark.parametrize(
@@ -543,7 +545,7 @@ def test_help_begins_with_the_command_s_own_and_the_usual_settings(capsys: pytes
     assert sorted(order, key=text.index) == order
     lines = help_of(TrainConfig, capsys).splitlines()
     # The colon between the backticks once ended the line.
-    assert any("`[{function: exact_match, weight: 1.0}, ...]`" in line for line in lines)
+    assert any(line.endswith("Functions, as `exact_match,mine.py:f`") for line in lines)
     usual = [line for line in lines if re.match("  --[a-z]+[.a-z_]* ", line) and "config" not in line]
     assert len(usual) == 20 and len(lines) < 60
     assert any(re.search(r"--policy.lr +Peak learning rate \(1e-06\)", line) for line in usual)
