@@ -1,13 +1,16 @@
 """Whatever a reward function does to the process that calls it, the completion has no reward and all others do."""
 
 import asyncio
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from acting_rewards import ACTS
 from paths import SUPPORT
@@ -64,8 +67,18 @@ def act() -> Iterator[Rewards]:
 
 
 def names_of_children() -> set[str]:
-    """Command lines of the programs that acts start, wherever they are."""
-    return {line for line in command_lines() if line in ("sleep 271", "sleep 272", "sleep 273", "sleep 274")}
+    """Command lines of the programs that acts start, wherever they are, but for those of pytest's other workers."""
+    ours = os.environ.get("PYTEST_XDIST_WORKER")
+    sleeping = (process for process in psutil.process_iter(["name"]) if process.info["name"] == "sleep")
+    ours_only = (process for process in sleeping if environment_of(process).get("PYTEST_XDIST_WORKER") == ours)
+    return {line for line in command_lines(ours_only) if line in ("sleep 271", "sleep 272", "sleep 273", "sleep 274")}
+
+
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """Empty for a process that has ended in the meantime."""
+    with suppress(psutil.Error, OSError):
+        return process.environ()
+    return {}
 
 
 def test_every_act_has_an_expected_result() -> None:
