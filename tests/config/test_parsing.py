@@ -1,16 +1,15 @@
+"""From command lines to configurations, and mistakes told in one line."""
+
 from __future__ import annotations
 
-import ast
 import dataclasses
 import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
 import yaml
-from paths import ROOT
 from user import User
 
 from hybrid_grpo import __version__
@@ -18,23 +17,14 @@ from hybrid_grpo.__main__ import main
 from hybrid_grpo.config import (
     GenerateConfig,
     RewardConfig,
-    ServeRewardConfig,
-    SftConfig,
     TrainConfig,
     build,
     dump,
     reward_name,
 )
 from hybrid_grpo.config.building import setting_names
-from hybrid_grpo.config.checks import batch_plan, check_train
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.parsing import Parsed, parse
-from hybrid_grpo.config.recipes import read_recipe
-
-
-@pytest.fixture
-def user(tmp_path: Path) -> User:
-    return User(tmp_path)
+from hybrid_grpo.config.parsing import parse
 
 
 def test_a_sound_command_line_passes_both_checks(user: User) -> None:
@@ -50,14 +40,6 @@ def test_later_arguments_win_over_earlier_ones(user: User) -> None:
     assert user.parse("--policy.lr", "1", "--policy.lr", "2").policy.lr == 2
 
 
-def test_a_later_file_overrides_setting_by_setting(user: User) -> None:
-    first, second = user.folder / "first.yaml", user.folder / "second.yaml"
-    first.write_text("policy: {lr: 1.0e-3, weight_decay: 0.1}")
-    second.write_text("policy: {lr: 2.0e-3}")
-    config = user.parse("--config", str(first), "--config", str(second))
-    assert (config.policy.lr, config.policy.weight_decay) == (2e-3, 0.1)
-
-
 def test_later_rewards_replace_earlier_ones_whole(user: User) -> None:
     """Merged entry by entry, a repetition penalty took over the keyword arguments of the exact match before it."""
     recipe = "rewards: [{function: exact_match, weight: 3.0, name: em, kwargs: {answer_column: gold}}]"
@@ -67,25 +49,12 @@ def test_later_rewards_replace_earlier_ones_whole(user: User) -> None:
     assert "rewards[0].function is not set" in message
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("1e-6", 1e-6), ("1E-6", 1e-6), ("'1e-6'", 1e-6), ("1.e-6", 1e-6), ("3", 3.0), (".5", 0.5)]
-)
-def test_numbers_that_yaml_takes_for_text(user: User, text: str, value: float) -> None:
-    lr = user.parse(yaml=f"policy:\n  lr: {text}\n").policy.lr
-    assert lr == value and type(lr) is float
-    assert user.parse("--policy.lr", text.strip("'")).policy.lr == value
-
-
 @pytest.mark.parametrize("value", ["nan", ".nan", "NaN", "inf", ".inf", "-.inf", "Infinity", "1e400"])
 @pytest.mark.parametrize("setting", ["policy.lr", "grpo.beta", "eval.threshold", "log.parity_alarm"])
 def test_not_finite_is_refused(user: User, setting: str, value: str) -> None:
     section, name = setting.split(".")
     for message in (user.refused(f"--{setting}={value}"), user.refused(yaml=f"{section}: {{{name}: {value}}}")):
         assert message.startswith(f"{setting}: expected a finite number, got ")
-
-
-def test_a_date_that_is_none_is_text(user: User) -> None:
-    assert user.refused("--policy.lr=2026-99-01") == "policy.lr: expected a finite number, got 2026-99-01"
 
 
 def test_not_finite_inside_a_pair_is_refused(user: User) -> None:
@@ -170,46 +139,6 @@ def test_options_are_spelled_out(user: User, arguments: list[str], hint: str) ->
 
 
 @pytest.mark.parametrize(
-    ("recipe", "complaint"),
-    [
-        ("", "holds no settings"),
-        ("# nothing\n", "holds no settings"),
-        ("- a\n", "holds no settings"),
-        ("policy:\n", "recipe.yaml: policy must have settings below it"),
-        ("run: {seed: 1}\npolicy: 3\n", "recipe.yaml: policy must have settings below it"),
-        ("policy: {lr: 1\n", "cannot be read: line 2"),
-        ("policy: {model: {{MODEL}}}\n", "cannot be read: line 1: found unhashable key"),
-        ("policy:\n\tlr: 1\n", "cannot be read: line 2"),
-        ("policy: {lr: 1}\npolicy: {seed: 2}\n", "line 2: policy is given twice"),
-        ("policy:\n  lr: 1\n  lr: 2\n", "line 3: lr is given twice"),
-        ("rewards:\n- {function: a, weight: 1, weight: 2}\n", "line 2: weight is given twice"),
-        ("policy:\n  ? [lr]\n  : 1\n", "cannot be read: line 2: found unhashable key"),
-    ],
-)
-def test_yaml_that_would_let_a_mistake_pass(user: User, recipe: str, complaint: str) -> None:
-    message = user.refused(yaml=recipe)
-    assert message.startswith("--config ") and "recipe.yaml" in message and complaint in message
-
-
-def test_a_key_that_is_given_twice_in_an_option_is_named(user: User) -> None:
-    """The text was once taken for the name of a function, since it could not be read as YAML."""
-    assert "function is given twice: merge the two" in user.refused("--rewards", "[{function: a, function: b}]")
-
-
-def test_a_merged_mapping_gives_no_key_twice(user: User) -> None:
-    """`<<` writes the merged keys into the mapping that is read, here before its own keys are looked at."""
-    recipe = "rewards:\n- {function: a, kwargs: &own {<<: {x: 1}, x: 2}}\nscoring: {<<: *own}\n"
-    assert read_recipe(Path(user.yaml(recipe)))["scoring"] == {"x": 2}
-
-
-def test_config_must_be_a_file(user: User) -> None:
-    assert "there is no such file" in user.refused("--config", str(user.folder / "nope.yaml"))
-    assert "is a folder" in user.refused("--config", str(user.folder))
-    (user.folder / "bytes.yaml").write_bytes(b"\xff\xfe\x00\x81")
-    assert "cannot be read" in user.refused("--config", str(user.folder / "bytes.yaml"))
-
-
-@pytest.mark.parametrize(
     "outside",
     ["policy.lr=0", "policy.lr=-1", "policy.weight_decay=-1", "policy.max_grad_norm=0", "policy.betas=[0.9,1.0]",
      "policy.betas=[-0.1,0.9]", "policy.micro_batch_tokens=0", "policy.warmup_steps=-1", "run.steps=0", "run.seed=-1",
@@ -254,18 +183,6 @@ def test_an_empty_system_prompt_is_one(user: User) -> None:
 @pytest.mark.parametrize("name", [".", "..", "a/b", "a b", "-x", "--x", "~", "a\n", "x" * 129, "a:b"])
 def test_run_names_that_are_no_folder_names(user: User, name: str) -> None:
     assert user.refused(f"--run.name={name}").startswith("run.name ")
-
-
-@pytest.mark.parametrize("name", ["1", "true", "null", "2026-01-01", "1e3", "v1.2_b-c", ".hidden", "é"])
-def test_run_names_that_yaml_would_read_otherwise(user: User, name: str) -> None:
-    assert user.train(f"--run.name={name}").run.name == name
-
-
-def test_run_dir_must_be_able_to_hold_a_folder(user: User) -> None:
-    assert "is a file" in user.refused(f"--run.dir={user.folder / 'train.jsonl'}")
-    assert "is a file" in user.refused(f"--run.dir={user.folder / 'train.jsonl' / 'deeper'}")
-    assert user.refused("--run.dir=~/runs").startswith("run.dir ~/runs")
-    user.train(f"--run.dir={user.folder / 'new' / 'deeper'}")
 
 
 @pytest.mark.parametrize("name", ["a/b", "a b", "''"])
@@ -445,145 +362,10 @@ def test_deepspeed_keys_that_belong_to_nobody_pass(user: User) -> None:
     assert user.train("--engine.deepspeed", "{zero_optimization: {overlap_comm: false}}").engine.deepspeed == overlap
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8, 64])
-@pytest.mark.parametrize("minibatches", [1, 3, 4])
-@pytest.mark.parametrize("prompts", [1, 3, 10, 24, 32])
-def test_the_nearest_batch_is_valid_and_nearest(user: User, prompts: int, minibatches: int, ranks: int) -> None:
-    def batch(value: int) -> list[str]:
-        return [f"--rollout.prompts_per_step={value}", f"--grpo.num_minibatches={minibatches}"]
-
-    step = ranks * minibatches
-    if prompts % step == 0:
-        user.train(*batch(prompts), ranks=ranks)
-        return
-    message = user.refused(*batch(prompts), ranks=ranks)
-    assert message.startswith(f"rollout.prompts_per_step {prompts} ")
-    nearest = int(message.split()[-1])
-    user.train(*batch(nearest), ranks=ranks)
-    valid = [k * step for k in range(1, prompts // step + 2)]
-    assert abs(nearest - prompts) == min(abs(value - prompts) for value in valid)
-
-
-def test_the_nearest_sft_batch_is_valid(user: User) -> None:
-    for size, ranks, nearest in ((3, 2, 4), (1, 8, 8), (10, 7, 7), (64, 3, 63)):
-        assert user.refused("--sft.batch_size", str(size), ranks=ranks, sft=True).endswith(f"value is {nearest}")
-        assert user.sft("--sft.batch_size", str(nearest), ranks=ranks).sft.batch_size == nearest
-
-
-def test_the_batch_equation() -> None:
-    config = TrainConfig()
-    config = dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, num_minibatches=2, num_iterations=3))
-    plan = batch_plan(config, world_size=4)
-    assert (plan.prompts_per_rank, plan.rows // plan.num_minibatches) == (8, 128)
-    assert str(plan).startswith("4 ranks x 8 prompts x 8 completions = 256 rows a rollout; 3 iterations x 2 ")
-    assert "= 6 optimizer steps of 128 rows" in str(plan)
-
-
-@pytest.mark.parametrize(
-    ("setting", "path", "complaint"),
-    [
-        ("policy.model", "nope/nope/nope", "there is no such folder"),
-        ("policy.model", "{folder}", "has no config.json"),
-        ("policy.model", "{folder}/train.jsonl", "is a file"),
-        ("data.path", "{folder}/nope.jsonl", "there is no such file or folder"),
-        ("data.path", "nope.jsonl", "there is no such file or folder"),
-        ("data.path", "{folder}/empty.jsonl", "is empty"),
-        ("data.eval_path", "{folder}/nope", "there is no such file or folder"),
-    ],
-)
-def test_paths_that_lead_nowhere(user: User, setting: str, path: str, complaint: str) -> None:
-    (user.folder / "empty.jsonl").touch()
-    path = path.format(folder=user.folder)
-    message = user.refused(f"--{setting}={path}")
-    assert message.startswith(f"{setting} {path}") and complaint in message
-
-
-def test_what_is_not_given_is_named() -> None:
-    with pytest.raises(UserError, match=r"^policy\.model is not set"):
-        check_train(parse(TrainConfig, [], "train").config, 1)
-
-
 def test_nothing_changes_a_configuration_after_parsing(user: User) -> None:
     config = user.train()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.policy.lr = 1.0  # type: ignore[misc]
-
-
-def help_of(cls: Any, capsys: pytest.CaptureFixture[str], *section: str) -> str:
-    with pytest.raises(SystemExit) as caught:
-        parse(cls, ["--help", *section], "train")
-    assert caught.value.code == 0
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("cls", [TrainConfig, SftConfig, GenerateConfig, ServeRewardConfig])
-def test_help_of_sections_has_every_setting_with_its_documentation(
-    cls: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    overview, documentation = help_of(cls, capsys), documented_fields()
-    for section, hint in get_type_hints(cls).items():
-        assert f"\n  {section} " in overview
-        # Without spaces, as lines are broken at hyphens too.
-        text = "".join(help_of(cls, capsys, section).split())
-        name = "RewardConfig" if section == "rewards" else hint.__name__
-        for setting, doc in documentation[name].items():
-            assert (setting if section == "rewards" else f"--{section}.{setting}") in text
-            assert doc and "".join(doc.split()) in text, f"{section}.{setting}"
-
-
-def test_help_says_bounds_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    text = help_of(TrainConfig, capsys, "policy")
-    assert "--policy.lr\n      a finite number, greater than 0, default 1e-06\n      Peak learning rate." in text
-    assert "bfloat16 or float32, default bfloat16" in text
-    with pytest.raises(UserError, match="there is no section polcy: did you mean policy"):
-        parse(TrainConfig, ["--help", "polcy"], "train")
-
-
-def test_help_begins_with_the_command_s_own_and_the_usual_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    text = help_of(GenerateConfig, capsys)
-    order = ["usage: hybrid-grpo train", "--config FILE", "--generate.output", "--policy.model", "sections, each shown"]
-    assert sorted(order, key=text.index) == order
-    lines = help_of(TrainConfig, capsys).splitlines()
-    # The colon between the backticks once ended the line.
-    assert any(line.endswith("Functions, as `exact_match,mine.py:f`") for line in lines)
-    usual = [line for line in lines if re.match("  --[a-z]+[.a-z_]* ", line) and "config" not in line]
-    assert len(usual) == 20 and len(lines) < 60
-    assert any(re.search(r"--policy.lr +Peak learning rate \(1e-06\)", line) for line in usual)
-
-
-def documented_fields() -> dict[str, dict[str, str]]:
-    """What stands below every field of every section in the source; a field without it is an error."""
-    found: dict[str, dict[str, str]] = {}
-    sources = (ROOT / "hybrid_grpo/config").glob("*.py")
-    for section in (node for source in sources for node in ast.parse(source.read_text()).body):
-        if isinstance(section, ast.ClassDef) and section.name.endswith("Config"):
-            for field, below in zip(section.body, [*section.body[1:], None], strict=True):
-                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                    doc = (
-                        below.value.value
-                        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-                        else ""
-                    )
-                    # A section says itself what it is.
-                    assert doc or ast.unparse(field.annotation).endswith(("Config", "RewardList")), field.target.id
-                    found.setdefault(section.name, {})[field.target.id] = str(doc)
-    return found
-
-
-@pytest.mark.parametrize("cls", [TrainConfig, SftConfig, GenerateConfig])
-def test_printed_config_gives_the_same_config(user: User, cls: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*user.sound, "--policy.lr=1e-6", "--policy.betas=[0.5,0.6]", "--run.name=1e3", "--data.system_prompt="]
-    arguments += ["--engine.deepspeed", "{zero_optimization: {overlap_comm: false, bucket: 5e7}, name: '1e5'}"]
-    if cls is TrainConfig:
-        arguments += ["--rewards", "[{function: a.b:c, weight: 0.5, kwargs: {x: [1, no], y: '2'}}]"]
-    with pytest.raises(SystemExit):
-        parse(cls, [*arguments, "--print_config"], "train")
-    printed = capsys.readouterr().out
-    direct: Parsed[Any] = parse(cls, arguments, "train")
-    again: Parsed[Any] = parse(cls, ["--config", user.yaml(printed)], "train")
-    assert again.config == direct.config
-    assert again.yaml == direct.yaml
-    assert parse(cls, ["--config", user.yaml(direct.yaml)], "train").config == direct.config
 
 
 def test_a_launcher_that_adds_its_rank_is_told_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -599,13 +381,6 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_part_of_a_split_is_one(user: User) -> None:
     assert user.train("--data.split", "train[:90%]").data.split == "train[:90%]"
-
-
-def test_an_entry_of_a_mapping_goes_over_a_recipe_s(user: User) -> None:
-    recipe = "engine: {deepspeed: {a: {x: 1, y: 2}, b: 3}}"
-    assert user.train("--engine.deepspeed.a.x=4", yaml=recipe).engine.deepspeed == {"a": {"x": 4, "y": 2}, "b": 3}
-    assert user.train("--engine.deepspeed={c: 1}", yaml=recipe).engine.deepspeed == {"c": 1}
-    assert user.train("--engine", "{zero_stage: 2}", yaml=recipe).engine.deepspeed["b"] == 3
 
 
 @pytest.mark.process

@@ -1,0 +1,78 @@
+"""What a configuration needs of the place where it runs, and the batch equation."""
+
+import dataclasses
+
+import pytest
+from user import User
+
+from hybrid_grpo.config import (
+    TrainConfig,
+)
+from hybrid_grpo.config.checks import batch_plan, check_train
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.parsing import parse
+
+
+def test_run_dir_must_be_able_to_hold_a_folder(user: User) -> None:
+    assert "is a file" in user.refused(f"--run.dir={user.folder / 'train.jsonl'}")
+    assert "is a file" in user.refused(f"--run.dir={user.folder / 'train.jsonl' / 'deeper'}")
+    assert user.refused("--run.dir=~/runs").startswith("run.dir ~/runs")
+    user.train(f"--run.dir={user.folder / 'new' / 'deeper'}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8, 64])
+@pytest.mark.parametrize("minibatches", [1, 3, 4])
+@pytest.mark.parametrize("prompts", [1, 3, 10, 24, 32])
+def test_the_nearest_batch_is_valid_and_nearest(user: User, prompts: int, minibatches: int, ranks: int) -> None:
+    def batch(value: int) -> list[str]:
+        return [f"--rollout.prompts_per_step={value}", f"--grpo.num_minibatches={minibatches}"]
+
+    step = ranks * minibatches
+    if prompts % step == 0:
+        user.train(*batch(prompts), ranks=ranks)
+        return
+    message = user.refused(*batch(prompts), ranks=ranks)
+    assert message.startswith(f"rollout.prompts_per_step {prompts} ")
+    nearest = int(message.split()[-1])
+    user.train(*batch(nearest), ranks=ranks)
+    valid = [k * step for k in range(1, prompts // step + 2)]
+    assert abs(nearest - prompts) == min(abs(value - prompts) for value in valid)
+
+
+def test_the_nearest_sft_batch_is_valid(user: User) -> None:
+    for size, ranks, nearest in ((3, 2, 4), (1, 8, 8), (10, 7, 7), (64, 3, 63)):
+        assert user.refused("--sft.batch_size", str(size), ranks=ranks, sft=True).endswith(f"value is {nearest}")
+        assert user.sft("--sft.batch_size", str(nearest), ranks=ranks).sft.batch_size == nearest
+
+
+def test_the_batch_equation() -> None:
+    config = TrainConfig()
+    config = dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, num_minibatches=2, num_iterations=3))
+    plan = batch_plan(config, world_size=4)
+    assert (plan.prompts_per_rank, plan.rows // plan.num_minibatches) == (8, 128)
+    assert str(plan).startswith("4 ranks x 8 prompts x 8 completions = 256 rows a rollout; 3 iterations x 2 ")
+    assert "= 6 optimizer steps of 128 rows" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("setting", "path", "complaint"),
+    [
+        ("policy.model", "nope/nope/nope", "there is no such folder"),
+        ("policy.model", "{folder}", "has no config.json"),
+        ("policy.model", "{folder}/train.jsonl", "is a file"),
+        ("data.path", "{folder}/nope.jsonl", "there is no such file or folder"),
+        ("data.path", "nope.jsonl", "there is no such file or folder"),
+        ("data.path", "{folder}/empty.jsonl", "is empty"),
+        ("data.eval_path", "{folder}/nope", "there is no such file or folder"),
+    ],
+)
+def test_paths_that_lead_nowhere(user: User, setting: str, path: str, complaint: str) -> None:
+    (user.folder / "empty.jsonl").touch()
+    path = path.format(folder=user.folder)
+    message = user.refused(f"--{setting}={path}")
+    assert message.startswith(f"{setting} {path}") and complaint in message
+
+
+def test_what_is_not_given_is_named() -> None:
+    with pytest.raises(UserError, match=r"^policy\.model is not set"):
+        check_train(parse(TrainConfig, [], "train").config, 1)

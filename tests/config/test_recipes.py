@@ -1,0 +1,81 @@
+"""YAML files of settings, and what YAML would let pass."""
+
+from pathlib import Path
+
+import pytest
+from user import User
+
+from hybrid_grpo.config.recipes import read_recipe
+
+
+def test_a_later_file_overrides_setting_by_setting(user: User) -> None:
+    first, second = user.folder / "first.yaml", user.folder / "second.yaml"
+    first.write_text("policy: {lr: 1.0e-3, weight_decay: 0.1}")
+    second.write_text("policy: {lr: 2.0e-3}")
+    config = user.parse("--config", str(first), "--config", str(second))
+    assert (config.policy.lr, config.policy.weight_decay) == (2e-3, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-6", 1e-6), ("1E-6", 1e-6), ("'1e-6'", 1e-6), ("1.e-6", 1e-6), ("3", 3.0), (".5", 0.5)]
+)
+def test_numbers_that_yaml_takes_for_text(user: User, text: str, value: float) -> None:
+    lr = user.parse(yaml=f"policy:\n  lr: {text}\n").policy.lr
+    assert lr == value and type(lr) is float
+    assert user.parse("--policy.lr", text.strip("'")).policy.lr == value
+
+
+def test_a_date_that_is_none_is_text(user: User) -> None:
+    assert user.refused("--policy.lr=2026-99-01") == "policy.lr: expected a finite number, got 2026-99-01"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "complaint"),
+    [
+        ("", "holds no settings"),
+        ("# nothing\n", "holds no settings"),
+        ("- a\n", "holds no settings"),
+        ("policy:\n", "recipe.yaml: policy must have settings below it"),
+        ("run: {seed: 1}\npolicy: 3\n", "recipe.yaml: policy must have settings below it"),
+        ("policy: {lr: 1\n", "cannot be read: line 2"),
+        ("policy: {model: {{MODEL}}}\n", "cannot be read: line 1: found unhashable key"),
+        ("policy:\n\tlr: 1\n", "cannot be read: line 2"),
+        ("policy: {lr: 1}\npolicy: {seed: 2}\n", "line 2: policy is given twice"),
+        ("policy:\n  lr: 1\n  lr: 2\n", "line 3: lr is given twice"),
+        ("rewards:\n- {function: a, weight: 1, weight: 2}\n", "line 2: weight is given twice"),
+        ("policy:\n  ? [lr]\n  : 1\n", "cannot be read: line 2: found unhashable key"),
+    ],
+)
+def test_yaml_that_would_let_a_mistake_pass(user: User, recipe: str, complaint: str) -> None:
+    message = user.refused(yaml=recipe)
+    assert message.startswith("--config ") and "recipe.yaml" in message and complaint in message
+
+
+def test_a_key_that_is_given_twice_in_an_option_is_named(user: User) -> None:
+    """The text was once taken for the name of a function, since it could not be read as YAML."""
+    assert "function is given twice: merge the two" in user.refused("--rewards", "[{function: a, function: b}]")
+
+
+def test_a_merged_mapping_gives_no_key_twice(user: User) -> None:
+    """`<<` writes the merged keys into the mapping that is read, here before its own keys are looked at."""
+    recipe = "rewards:\n- {function: a, kwargs: &own {<<: {x: 1}, x: 2}}\nscoring: {<<: *own}\n"
+    assert read_recipe(Path(user.yaml(recipe)))["scoring"] == {"x": 2}
+
+
+def test_config_must_be_a_file(user: User) -> None:
+    assert "there is no such file" in user.refused("--config", str(user.folder / "nope.yaml"))
+    assert "is a folder" in user.refused("--config", str(user.folder))
+    (user.folder / "bytes.yaml").write_bytes(b"\xff\xfe\x00\x81")
+    assert "cannot be read" in user.refused("--config", str(user.folder / "bytes.yaml"))
+
+
+@pytest.mark.parametrize("name", ["1", "true", "null", "2026-01-01", "1e3", "v1.2_b-c", ".hidden", "é"])
+def test_run_names_that_yaml_would_read_otherwise(user: User, name: str) -> None:
+    assert user.train(f"--run.name={name}").run.name == name
+
+
+def test_an_entry_of_a_mapping_goes_over_a_recipe_s(user: User) -> None:
+    recipe = "engine: {deepspeed: {a: {x: 1, y: 2}, b: 3}}"
+    assert user.train("--engine.deepspeed.a.x=4", yaml=recipe).engine.deepspeed == {"a": {"x": 4, "y": 2}, "b": 3}
+    assert user.train("--engine.deepspeed={c: 1}", yaml=recipe).engine.deepspeed == {"c": 1}
+    assert user.train("--engine", "{zero_stage: 2}", yaml=recipe).engine.deepspeed["b"] == 3
