@@ -55,6 +55,8 @@ setup(
             "pytest>=8.2",
             "pytest-xdist>=3.8",
             "ruff>=0.11",
+            # torch's builds for GPUs bring it; elsewhere its interpreter runs the kernels.
+            "triton>=3.5; sys_platform == 'linux'",
             "types-PyYAML",
             "types-psutil",
         ],

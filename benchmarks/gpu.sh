@@ -1,45 +1,118 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, with one command: the tests marked so, rollouts of the engines against each other, and
-# the quickstart on every GPU found. A part that fails does not stop the next; the script then fails at its end.
-# Leaves rollout_gpu.json in benchmarks/results/, logs and the quickstart's metrics in benchmarks/results/gpu/.
+# What only a GPU can show, with one command: the tests that need one, decoding at the shapes of Qwen2.5 0.5B, 1.5B and
+# 7B against the engines of transformers and the bandwidth floor, a GRPO step of 1.5B and TRL's beside it, the
+# quickstart, and a plan against the memory that the run takes.
+#
+#   bash benchmarks/gpu.sh                      all parts, on the first GPU of this machine
+#   bash benchmarks/gpu.sh decode_7b plan       these parts
+#   bash benchmarks/gpu.sh --toy --out FOLDER   every part at toy sizes on the CPU: shows that the script runs
+#
+# Every part is stopped after ten minutes, and one that fails does not stop the next; the script then fails at its end.
+# Started again it skips what it has of this commit and machine; --again repeats it. Leaves gpu.json and gpu.md (a
+# table) in benchmarks/results, or the folder after --out; logs are in gpu/ there. TRL_ENV is the folder of TRL's
+# environment, which is made where it is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . training_scripts/setup.sh
-setup dev
-# Without a device the tests would be skipped, and the rest would run on the CPU.
-python -c 'import torch; torch.cuda.is_available() or exit("gpu.sh: torch finds no CUDA device")'
 
-results=benchmarks/results
-out=$results/gpu
-mkdir -p "$out"
-nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv >"$out/machine.csv"
-
-failed=()
-part() { # NAME COMMAND...
-    local name=$1
+toy="" again="" out=benchmarks/results wanted=()
+while [ $# -gt 0 ]; do
+    case $1 in
+    --toy) toy=1 out="" ;;
+    --again) again=1 ;;
+    --out) out=${2:-} && shift ;;
+    --*)
+        echo "gpu.sh: $1 is no option; there are --toy, --again and --out FOLDER" >&2
+        exit 2
+        ;;
+    *) wanted+=("$1") ;;
+    esac
     shift
-    echo "== $name"
-    "$@" 2>&1 | tee "$out/$name.log" || failed+=("$name")
-}
-
-rollouts() { # MODEL ENGINES
-    part "rollout_$1" python benchmarks/rollout.py --workload gpu_ragged --model "$1" --engines "$2" \
-        --json "$results/rollout_gpu.json"
-}
-
-part tests python -m pytest -m gpu -v -rs
-# A file holds the results of one machine; this may be another.
-rm -f "$results/rollout_gpu.json"
-# The weights are there once for every engine. HybridEngineRollout decodes everything to the limit: shown once.
-rollouts 0.5b hybrid,generate,generate_batch,deepspeed
-rollouts 1.5b hybrid,generate,generate_batch
-rollouts 7b hybrid,generate,generate_batch
-part quickstart env RUNS="$out/runs" bash training_scripts/quickstart.sh
-if [ -e "$out/runs/quickstart/metrics.jsonl" ]; then
-    cp "$out/runs/quickstart/metrics.jsonl" "$out/quickstart_metrics.jsonl"
+done
+if [ -z "$out" ]; then
+    echo "gpu.sh: --toy needs --out FOLDER behind it: its numbers are not a GPU's" >&2
+    exit 2
 fi
 
+setup dev
+if [ -n "$toy" ]; then
+    export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES="" MACHINE="cpu, toy sizes"
+else
+    # Without a device the tests would be skipped, and the rest would run on the CPU.
+    python -c 'import torch; torch.cuda.is_available() or exit("gpu.sh: torch finds no CUDA device")'
+    CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
+    export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
+    MACHINE=$(nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader -i "$CUDA_VISIBLE_DEVICES")
+    export MACHINE PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+fi
+COMMIT=$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
+changes=$(git diff HEAD -- . ':!benchmarks/results' 2>/dev/null || true)
+if [ -n "$changes" ]; then COMMIT="$COMMIT with changes $(cksum <<<"$changes" | cut -d' ' -f1)"; fi
+export COMMIT TRL_ENV=${TRL_ENV:-$HOME/.cache/hybrid_grpo/trl}
+
+mkdir -p "$out/gpu"
+out=$(realpath "$out")
+work=$out/gpu limit=${LIMIT_S:-600} failed=() known=()
+results() { python benchmarks/gpu_results.py "$out" "$@"; }
+
+part() { # NAME COMMAND...: the command leaves its numbers in a file of that name in $work
+    local name=$1 start=$SECONDS
+    shift
+    known+=("$name")
+    if [ ${#wanted[@]} -gt 0 ] && [[ " ${wanted[*]} " != *" $name "* ]]; then return; fi
+    if [ -z "$again" ] && results has "$name"; then
+        echo "== $name: done before"
+        return
+    fi
+    echo "== $name"
+    rm -f "$work/$name".json "$work/$name".xml
+    if timeout --kill-after=30 "$limit" "$@" 2>&1 | tee "$work/$name.log"; then
+        results add "$name" $((SECONDS - start))
+    else
+        if [ $((SECONDS - start)) -ge "$limit" ]; then echo "stopped after $limit s" | tee -a "$work/$name.log"; fi
+        results fail "$name"
+        failed+=("$name")
+    fi
+}
+
+step=(python benchmarks/step.py --trl-python "$TRL_ENV/bin/python")
+mapfile -t tests < <(grep -lE 'mark\.gpu\b' tests/*.py tests/*/*.py tests/*/*/*.py)
+part tests python -m pytest -m gpu -v -rs -p no:cacheprovider --junitxml="$work/tests.xml" "${tests[@]}"
+# On a CPU the kernels are interpreted, which the other tests do.
+if [ -z "$toy" ]; then
+    part kernels python -m pytest -q -p no:cacheprovider --junitxml="$work/kernels.xml" \
+        tests/model/kernels/gpu tests/generation/test_fused_gpu.py
+fi
+if [ -n "$toy" ]; then
+    part decode_tiny python benchmarks/rollout.py --workload toy --repeats 1 --threads 1 \
+        --engines hybrid,generate,generate_batch_tuned --json "$work/decode_tiny.json"
+    part step "${step[@]}" --workload toy --sides hybrid-zero3 --repeats 1 --threads 1 --json "$work/step.json"
+    part trl "${step[@]}" --workload toy --sides trl --repeats 1 --threads 1 --json "$work/trl.json"
+    part plan python benchmarks/plan.py quickstart --json "$work/plan.json"
+else
+    for model in 0.5b 1.5b 7b; do
+        engines=hybrid,generate,generate_batch
+        # HybridEngineRollout decodes everything to the limit: shown once.
+        if [ $model = 0.5b ]; then engines=$engines,deepspeed; fi
+        part decode_$model python benchmarks/rollout.py --workload gpu_ragged --model $model --alone --repeats 2 \
+            --engines $engines --json "$work/decode_$model.json"
+    done
+    part step "${step[@]}" --workload gpu_1.5b --sides hybrid-zero3 --repeats 3 --json "$work/step.json"
+    part trl_environment bash benchmarks/trl_env.sh "$TRL_ENV"
+    part trl "${step[@]}" --workload gpu_1.5b --sides trl --repeats 2 --json "$work/trl.json"
+    part plan python benchmarks/plan.py gpu --json "$work/plan.json"
+fi
+part quickstart bash benchmarks/gpu_quickstart.sh "$work/runs" "$toy" "$work/quickstart.json"
+
+parts=${known[*]}
+for name in "${wanted[@]}"; do
+    if [[ " $parts " != *" $name "* ]]; then
+        echo "gpu.sh: there is no part $name, only ${parts// /, }" >&2
+        failed+=("$name")
+    fi
+done
+results table
 if [ ${#failed[@]} -gt 0 ]; then
-    echo "gpu.sh: failed: ${failed[*]}; logs are in $out" >&2
+    echo "gpu.sh: failed: ${failed[*]}; logs are in $work" >&2
     exit 1
 fi

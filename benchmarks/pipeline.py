@@ -36,7 +36,7 @@ def measure(folder: Path) -> dict[str, Any]:
     rows = [[row for seen in pair for row in seen["rollouts"][step]] for step in range(2)]
     same = [[row[1] for row in ours] == [row[1] for row in alone["rollouts"][i]] for i, ours in enumerate(rows)]
     first, second = ranks(2, "switch", folder)
-    losses = ranks(2, "losses", folder)
+    losses = ranks(2, "losses", folder, programs="engine_programs.py")
     (export, _) = ranks(2, "export", folder)
     head = subprocess.run([sys.executable, SUPPORT / "head_memory.py"], capture_output=True, text=True, check=True)
     share, worst = map(float, head.stdout.split())

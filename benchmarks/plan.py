@@ -1,10 +1,12 @@
-"""The memory that `train` estimates against the memory that it takes, on CPU ranks, for models made on the spot.
+"""The memory that `train` estimates against the memory that it takes, for models made on the spot.
 
     python benchmarks/plan.py [CASE ...] [--json benchmarks/results/plan.json]
 
 Each case is a run of its own, under the launcher where it has several ranks; both numbers are those of rank 0, in the
-summary that a run ends with (resident memory at its largest). Prompts and completions all have the longest length that
-the recipe allows, so that a run takes what the plan has to allow for.
+summary that a run ends with (resident memory at its largest, or what torch allocated on the GPU). The case `gpu` runs
+on one, and has also what `nvidia-smi` shows beside the whole plan, with CUDA's context and what torch's allocator
+holds. Where no case is named, all but that one run, on CPU ranks. Prompts and completions all have the longest length
+that the recipe allows, so that a run takes what the plan has to allow for.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -35,6 +39,7 @@ class Case:
     ranks: int = 1
     prompt: int = 64
     completion: int = 64
+    on_gpu: bool = False
 
 
 SIZES = {
@@ -84,6 +89,16 @@ CASES = {
         prompt=192,
         completion=320,
     ),
+    "gpu": Case(
+        {
+            **{"model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28},
+            **{"num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
+        },
+        {"engine.zero_stage": 3, "policy.gradient_checkpointing": True, "rollout.prompts_per_step": 16},
+        prompt=512,
+        completion=1024,
+        on_gpu=True,
+    ),
 }
 
 
@@ -98,7 +113,8 @@ def make(case: Case, folder: Path) -> list[str]:
     sizes = dict(case.model)
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes, **ids, max_position_embeddings=4096)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    dtype = torch.bfloat16 if case.on_gpu else torch.float32
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     # Each another: a micro-batch computes the same prompt once.
     rows = [{"prompt": letter * case.prompt, "answer": "a"} for letter in "abcdefghijklmnop"]
@@ -125,20 +141,38 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     launcher = ["deepspeed.launcher.runner", "--num_accelerators", str(case.ranks), "--no_local_rank"]
     launcher += ["--master_port", "29633", "--module"]
     command = [sys.executable, "-m", *(launcher if case.ranks > 1 else []), "hybrid_grpo", "train", *make(case, folder)]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = re.search(r"peak memory of a rank +([\d.]+) GB, ([\d.]+) GB estimated", done.stdout)
-    words = re.search(r"^memory: (.*)", done.stdout, re.MULTILINE)
-    assert found and words, done.stdout
+    accelerator = "cuda" if case.on_gpu else "cpu"
+    environment = {**os.environ, "DS_ACCELERATOR": accelerator, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    before = used_gb() if case.on_gpu else 0.0
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(process.communicate)
+        most = before
+        while case.on_gpu and not reading.done():
+            most = max(most, used_gb())
+            time.sleep(0.5)
+        out, _ = reading.result()
+    assert process.returncode == 0, out[-5000:]
+    found = re.search(r"peak memory of a rank +([\d.]+) GB, ([\d.]+) GB estimated", out)
+    words = re.search(r"^memory: (about ([\d.]+) GiB .*)", out, re.MULTILINE)
+    assert found and words, out
     measured, estimated = map(float, found.groups())
+    of_gpu = {"process GB": round(float(words[2]) * 2**30 / 1e9, 2), "nvidia-smi GB": round(most - before, 2)}
     return {
         "ranks": case.ranks,
         "measured GB": measured,
         "estimated GB": estimated,
         "ratio": round(estimated / measured, 3),
+        **(of_gpu if case.on_gpu else {}),
         "plan": words[1],
     }
+
+
+def used_gb() -> float:
+    """Memory in use on the first visible GPU, by all programs, in GB."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", gpu]
+    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout) * 2**20 / 1e9
 
 
 def main() -> None:
@@ -146,7 +180,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; not given: all")
     parser.add_argument("--json", type=Path, help="file that the numbers are added to")
     arguments = parser.parse_args()
-    for name in arguments.cases or CASES:
+    for name in arguments.cases or [name for name, case in CASES.items() if not case.on_gpu]:
         with tempfile.TemporaryDirectory() as folder:
             row = measure(CASES[name], Path(folder))
         print(f"{name:18} {json.dumps(row)}", flush=True)

@@ -3,14 +3,16 @@
     python benchmarks/rollout.py --workload ragged --engines hybrid,generate --repeats 5 --json FILE
 
 Every engine has a process of its own for every workload, that sleeps while it is not its turn; each repeat goes once
-through all workloads and engines. Only decoding is timed, from prompts as token ids to completions, after a warm-up on
-completions a sixteenth as long. Peak memory is that of the engine's whole process in its run. A workload's
+through all workloads and engines. With `--alone` one engine is measured after the other, and has the memory for itself.
+Only decoding is timed, from prompts as token ids to completions. The warm-up is a whole run of the same workload: only
+that captures the CUDA graphs of the sampling settings, the sizes of batch and the cache that are timed afterwards. Peak
+memory is that of the engine's whole process in its run, and on a GPU what torch allocated there. A workload's
 results replace those that FILE has of it (`gpu_ragged/1.5b` and so on for the models that are not tiny); the other
 workloads in FILE stay. Leave the machine to it: with another program on the same cores, threads that wait for each
 other lose ten times over, and not alike on all engines.
 
-On a GPU the entry of `hybrid` also says how near decoding comes to what memory bandwidth allows: `floor_s` is the
-weights read at every step and the cache entries read by every row, over the bandwidth of a device copy (bytes read
+The entry of `hybrid` also says how near decoding comes to what memory bandwidth allows: `floor_s` is the weights read
+at every step and the cache entries read by every row, over the bandwidth of a copy in the device's memory (bytes read
 plus bytes written); `floor_fraction` is that over the time of decoding, which is the time of the run less that of
 one with completions of a single token.
 """
@@ -26,6 +28,7 @@ import platform
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -67,6 +70,8 @@ def serve(name: str, shape: str, threads: int, pipe: Connection) -> None:
     pipe.send(torch.cuda.get_device_name() if on_gpu else "cpu")
     while (workload := pipe.recv()) is not None:
         reset_peak()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         with engine(workload) as decode:
             start = time.perf_counter()
             produced = decode()
@@ -79,10 +84,11 @@ def serve(name: str, shape: str, threads: int, pipe: Connection) -> None:
         else:
             assert produced == wanted, "completions do not have the lengths forced"
         if on_gpu:
+            run["peak_gpu_gb"] = torch.cuda.max_memory_allocated() / 1e9
             # What this process no longer needs is the others' to use.
             torch.cuda.empty_cache()
-            if isinstance(engine, Hybrid):
-                run["floor_s"] = bandwidth_floor(engine)
+        if isinstance(engine, Hybrid):
+            run["floor_s"] = bandwidth_floor(engine)
         pipe.send(run)
 
 
@@ -124,31 +130,35 @@ def summary(workload: Workload, runs: list[dict[str, float]]) -> dict[str, Any]:
         "tokens": tokens,
         "tokens_per_s": tokens / median(times),
         "peak_rss_gb": max(run["peak_rss_gb"] for run in runs),
+        **({"peak_gpu_gb": max(run["peak_gpu_gb"] for run in runs)} if "peak_gpu_gb" in runs[0] else {}),
         "times_s": times,
     }
 
 
-def measure(arguments: argparse.Namespace) -> tuple[str, dict[str, dict[str, dict[str, Any]]]]:
-    """The device, and every engine's numbers by workload."""
+def measure(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, dict[str, dict[str, Any]]]]]:
+    """The device, and the engines' numbers by workload: again, with more of them, whenever some are done."""
     workloads = {name: WORKLOADS[name]() for name in arguments.workload}
     pairs = [(name, engine) for name in workloads for engine in arguments.engines]
-    workers = {pair: Worker(pair[1], arguments.model, arguments.threads) for pair in pairs}
-    devices = [worker.answer() for worker in workers.values()]
-    for (name, _), worker in workers.items():
-        worker.run(workloads[name].shortened(16))
-    runs: dict[tuple[str, str], list[dict[str, float]]] = {pair: [] for pair in pairs}
-    for _ in range(arguments.repeats):
-        for pair, worker in workers.items():
-            runs[pair].append(worker.run(workloads[pair[0]]))
     results: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in workloads}
-    for (name, engine), worker in workers.items():
-        result = results[name][engine] = summary(workloads[name], runs[name, engine])
-        if "floor_s" in runs[name, engine][0]:
-            result["floor_s"] = median(run["floor_s"] for run in runs[name, engine])
-            result["prefill_s"] = worker.run(workloads[name].shortened(workloads[name].limit))["seconds"]
-            result["floor_fraction"] = result["floor_s"] / (result["median_s"] - result["prefill_s"])
-        worker.stop()
-    return devices[0], results
+    for together in [[pair] for pair in pairs] if arguments.alone else [pairs]:
+        workers = {pair: Worker(pair[1], arguments.model, arguments.threads) for pair in together}
+        device = next(iter([worker.answer() for worker in workers.values()]))
+        runs: dict[tuple[str, str], list[dict[str, float]]] = {pair: [] for pair in together}
+        for repeat in range(1 + arguments.repeats):
+            for pair, worker in workers.items():
+                run = worker.run(workloads[pair[0]])
+                if repeat:  # the first warms up
+                    runs[pair].append(run)
+        for (name, engine), worker in workers.items():
+            result = results[name][engine] = summary(workloads[name], runs[name, engine])
+            if "floor_s" in runs[name, engine][0]:
+                result["floor_s"] = median(run["floor_s"] for run in runs[name, engine])
+                # The first of these may capture graphs, for completions of another length.
+                single = workloads[name].shortened(workloads[name].limit)
+                result["prefill_s"] = min(worker.run(single)["seconds"] for _ in range(3))
+                result["floor_fraction"] = result["floor_s"] / (result["median_s"] - result["prefill_s"])
+            worker.stop()
+        yield device, results
 
 
 def show(title: str, results: dict[str, dict[str, Any]]) -> None:
@@ -181,6 +191,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", choices=("tiny", "0.5b", "1.5b", "7b"), default="tiny", help="shape of the weights")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine")
+    parser.add_argument("--alone", action="store_true", help="one engine after the other instead of interleaved")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     arguments.workload = MAIN if arguments.workload == "all" else tuple(arguments.workload.split(","))
@@ -195,19 +206,19 @@ def main() -> None:
     arguments = parse()
     # Also for threads that torch.set_num_threads does not reach: those that an engine starts itself.
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
-    device, results = measure(arguments)
     machine = {
-        "device": device,
         "cores": os.cpu_count(),
         "threads": arguments.threads,
         "python": platform.python_version(),
         **{package: version(package) for package in ("torch", "deepspeed", "transformers")},
     }
-    for name, of_engines in results.items():
-        title = name if arguments.model == "tiny" else f"{name}/{arguments.model}"
-        show(title, of_engines)
-        if arguments.json:
-            merge(arguments.json, machine, title, of_engines)
+    for device, results in measure(arguments):
+        for name, of_engines in results.items():
+            title = name if arguments.model == "tiny" else f"{name}/{arguments.model}"
+            if of_engines:
+                show(title, of_engines)
+            if of_engines and arguments.json:
+                merge(arguments.json, {"device": device, **machine}, title, of_engines)
 
 
 if __name__ == "__main__":

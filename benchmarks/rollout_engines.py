@@ -8,35 +8,32 @@ returns the number of tokens produced for every completion, group after group.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from plan_gpus import MODELS, Shape
 from rollout_workloads import Workload
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     ContinuousBatchingConfig,
     GenerationConfig,
-    Qwen2Config,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 
-from hybrid_grpo.generation import Request, Sampling, Stats, generate
+from hybrid_grpo.generation import Request, Sampling, Stats, Workspace, generate
 from hybrid_grpo.model.attention import ATTENTION
 
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _SHAPES = {
-    "tiny": (256, 1024, 4, 4, 2),
-    "0.5b": (896, 4864, 24, 14, 2),
-    "1.5b": (1536, 8960, 28, 12, 2),
-    "7b": (3584, 18944, 28, 28, 4),
+    "tiny": Shape("qwen2", 0.0, 256, 1024, 4, 4, 2, 512, tied=True, head_dim=64),
+    **{name: MODELS[f"Qwen2.5-{name.upper()}"] for name in ("0.5b", "1.5b", "7b")},
 }
-"""By name; all but `tiny` are those of Qwen2.5."""
 
 Engine = Callable[[Workload], AbstractContextManager[Callable[[], list[int]]]]
 
@@ -44,26 +41,30 @@ Engine = Callable[[Workload], AbstractContextManager[Callable[[], list[int]]]]
 def build_model(shape: str, attention: str, device: str) -> Any:
     """A random model, the same one for every engine: `tiny` in float32, the others in bfloat16."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        **dict(zip(_SIZES, _SHAPES[shape], strict=True)),
-        vocab_size=512 if shape == "tiny" else 151936,
-        max_position_embeddings=8192,
-        tie_word_embeddings=shape != "7b",
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    config = _SHAPES[shape].config
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     dtype = torch.float32 if shape == "tiny" else torch.bfloat16
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
 
 
 class Hybrid:
-    """This package's own loop. `model` and the `stats` of the last run are there for the bandwidth floor."""
+    """This package's own loop. `model` and the `stats` of the last run are there for the bandwidth floor.
+
+    On a GPU its memory is laid out, and its graphs are captured, before the first run: in training that is once a run.
+    """
 
     def __init__(self, shape: str, device: str) -> None:
         self.model = build_model(shape, ATTENTION, device)
         self.stats = Stats()
+        self.workspace: Workspace | None = None
+
+    def lay_out(self, workload: Workload) -> None:
+        """Make the workspace large enough for a workload."""
+        tokens = max(map(len, workload.prompts)) + workload.limit
+        if self.workspace is None or tokens > self.workspace.tokens or workload.slots > self.workspace.slots:
+            self.workspace = Workspace(workload.slots, tokens)
+            generate(self.model, [Request([0], keys=[0])], Sampling(max_tokens=1), workspace=self.workspace)
 
     @contextmanager
     def __call__(self, workload: Workload) -> Iterator[Callable[[], list[int]]]:
@@ -73,9 +74,16 @@ class Hybrid:
             for ids, lengths in zip(workload.prompts, workload.lengths, strict=True)
         ]
 
+        if self.model.device.type == "cuda":
+            self.lay_out(workload)
+
         def decode() -> list[int]:
             groups, self.stats = generate(
-                self.model, requests, Sampling(max_tokens=workload.limit), max_slots=workload.slots
+                self.model,
+                requests,
+                Sampling(max_tokens=workload.limit),
+                max_slots=workload.slots,
+                workspace=self.workspace,
             )
             return [len(completion.token_ids) for group in groups for completion in group]
 
@@ -216,7 +224,7 @@ def deepspeed_rollout(shape: str, device: str) -> Engine:
 
 
 def bandwidth_floor(hybrid: Hybrid) -> float:
-    """Seconds in which a GPU could have moved what the last run's decode steps had to read."""
+    """Seconds in which the device could have moved what the last run's decode steps had to read."""
     model = hybrid.model
     config = model.config
     size = next(model.parameters()).element_size()
@@ -227,21 +235,23 @@ def bandwidth_floor(hybrid: Hybrid) -> float:
     head_dim = config.hidden_size // config.num_attention_heads
     entry = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * size
     moved = hybrid.stats.steps * weights + hybrid.stats.context * entry
-    return moved / _copy_bandwidth()
+    return moved / _copy_bandwidth(model.device)
 
 
-def _copy_bandwidth() -> float:
-    """Bytes read and written per second by the best of ten copies of 1 GiB on the GPU."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
+@cache
+def _copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written per second by the best of ten copies of 1 GiB on a GPU, of 64 MiB on a CPU."""
+    source = torch.ones(2**30 if device.type == "cuda" else 2**26, dtype=torch.uint8, device=device)
+    target = source.clone()
     seconds = []
     for _ in range(10):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
         target.copy_(source)
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1000)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
     return 2 * source.numel() / min(seconds)
 
 

@@ -87,10 +87,12 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "limit": lambda: _ragged(256, allowed=4096),
     "queue": _queue,
     "busy": _busy,
+    "toy": lambda: Workload(_prompts(2, 4, 9), [[1, 4, 2, 8], [3, 8, 5, 2]], 8, 6),
     "gpu_ragged": lambda: Workload(_prompts(32, 128, 512), _groups(_log_normal(256, 1024, 300)), 1024, 256),
 }
 """`limit` is `ragged` with more allowed than any completion takes, to compare time and memory with; `queue` is to be
-compared with `busy` in tokens per second and with `ragged` in memory; `gpu_ragged` is for the larger models."""
+compared with `busy` in tokens per second and with `ragged` in memory; `gpu_ragged` is for the larger models, and `toy`
+shows that everything runs."""
 
 MAIN = ("ragged", "tail", "uniform", "long_prompt", "one")
 """What `all` means."""

@@ -19,6 +19,11 @@ process, which is alone; `plain` is our step with log-probabilities from whole l
 resident during a step, `increment` what that is over the memory before it. A workload's results replace those that
 FILE has of it. What is given beside the options here goes to both sides as settings of `train`:
 --policy.micro_batch_tokens 4096.
+
+`gpu_1.5b` trains the shape of Qwen2.5-1.5B in bfloat16 on the workload `gpu_ragged` of rollout.py, one side after the
+other. TRL keeps float32 weights and computes in bfloat16, as it does by default; ours, which needs ZeRO for bfloat16
+(`hybrid-zero3`), has bfloat16 weights and float32 masters. Our side also says how far sampler and training forward were
+apart and what the switch to generation took. `toy` shows that everything runs.
 """
 
 from __future__ import annotations
@@ -45,6 +50,8 @@ from step_workloads import JOBS, ROOT, Job
 HERE = Path(__file__).parent
 TRL = Path.home() / ".cache/hybrid_grpo/trl"
 TRAIN = ("forward", "backward", "optimizer")
+WORST = ("peak_gpu_gb", "logp_gap_mean", "logp_gap_max")
+"""Numbers of which the largest of all repeats is told; the gaps, in nats, are of sampler and training forward."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,8 @@ SIDES = {
 }
 FRESH = ("head",)
 """Workloads for which every step has a new process, alone."""
+ALONE = ("gpu_1.5b",)
+"""Workloads for which a side has all memory: its process ends before that of the next one starts."""
 
 
 def _free_port() -> int:
@@ -151,7 +160,8 @@ def measure(name: str, job: Job, arguments: argparse.Namespace, folder: Path) ->
     """Every side's numbers on a workload."""
 
     def worker(side: str) -> Worker:
-        spec = job.spec(SIDES[side].stage, arguments.threads, arguments.settings, arguments.trl_rows)
+        stage, foreign = SIDES[side].stage, SIDES[side].foreign
+        spec = job.spec(stage, arguments.threads, arguments.settings, arguments.trl_rows, foreign)
         return Worker(side, SIDES[side], spec, arguments.trl_python, folder)
 
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in arguments.sides}
@@ -162,9 +172,10 @@ def measure(name: str, job: Job, arguments: argparse.Namespace, folder: Path) ->
                 # The optimizer's state is there before the step that counts.
                 alone.step(shorten=16)
                 runs[side].append(alone.step())
-    else:
+        return {side: summary(of_side) for side, of_side in runs.items()}
+    for together in [[side] for side in arguments.sides] if name in ALONE else [arguments.sides]:
         with ExitStack() as stack:
-            workers = [stack.enter_context(worker(side)) for side in arguments.sides]
+            workers = [stack.enter_context(worker(side)) for side in together]
             for each in workers:
                 each.answer()
             for each in workers:
@@ -197,6 +208,8 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "peak_rss_gb": max(run["peak_rss_gb"] for run in runs),
         "increment_gb": max(run["increment_gb"] for run in runs),
         **({"forcing_s": middle("forcing_s")} if runs[0].get("forcing_s") else {}),
+        **{name: max(run[name] for run in runs) for name in WORST if name in runs[0]},
+        **({"switch_share": middle("switch_s") / median(times)} if "switch_s" in runs[0] else {}),
         "times_s": times,
     }
 
@@ -271,13 +284,17 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     set_accelerator()
-    arguments.trl_python = arguments.trl_python or trl_environment()
+    if any(SIDES[side].foreign for side in arguments.sides):
+        arguments.trl_python = arguments.trl_python or trl_environment()
+        if not arguments.trl_python.exists():
+            sys.exit(f"--trl-python {arguments.trl_python} is not there: `bash benchmarks/trl_env.sh FOLDER` makes it")
     for name in arguments.workload:
         with tempfile.TemporaryDirectory() as folder:
             results = measure(name, JOBS[name](Path(folder)), arguments, Path(folder))
         show(name, results)
         if arguments.json:
-            merge(arguments.json, machine(arguments.threads, arguments.trl_python), name, results)
+            trl = arguments.trl_python if any(SIDES[side].foreign for side in arguments.sides) else None
+            merge(arguments.json, machine(arguments.threads, trl), name, results)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.model import logprobs
 from hybrid_grpo.policy import Policy, Reference
+from hybrid_grpo.run.hardware import of_device
 from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.run.plan import estimate
 from hybrid_grpo.trainer import Trainer
 
 
@@ -37,15 +39,20 @@ def build(arguments: list[str]) -> Trainer:
     plan = check_train(config, 1)
     device = engine.start()
     task = RunInputs.read(config)
+    workspace = None
+    if device.type != "cpu":
+        memory = estimate(config, plan, task.longest_prompt, of_device(device, config.policy.dtype))
+        workspace = memory.workspace() if memory else None
     policy = Policy(
         config.policy,
         config.engine,
         task.tokenizer,
         total_steps=config.run.steps * plan.num_iterations * plan.num_minibatches,
         decoder=config.rollout.decoder,
+        workspace=workspace,
     )
     # The workloads have neither adapters nor, where beta is 0, a reference.
-    reference = Reference(config.policy) if config.grpo.beta else None
+    reference = Reference(config.policy, config.engine) if config.grpo.beta else None
     return Trainer(config, plan, policy, reference, task, device)
 
 
@@ -135,7 +142,8 @@ class Side:
             reward=values["reward/mean"],
         )
         assert lengths is None or produced == flat(lengths), "completions do not have the lengths forced"
-        return result
+        gaps = {f"logp_gap_{what}": values[f"parity/logp_abs_diff_{what}"] for what in ("mean", "max")}
+        return {**result, **gaps, "switch_s": values["time/switch_s"]}
 
 
 def main() -> None:

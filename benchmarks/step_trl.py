@@ -96,7 +96,6 @@ def settings(spec: dict[str, Any]) -> GRPOConfig:
         "gradient_accumulation_steps": "auto",
         "steps_per_print": 10**9,
     }
-    assert policy["dtype"] == "float32"
     # Ours may have a kernel that transformers does not know; its own default then.
     attention = policy["attn_implementation"]
     attention = attention if attention in ("eager", "flash_attention_2") else "sdpa"
@@ -105,8 +104,9 @@ def settings(spec: dict[str, Any]) -> GRPOConfig:
         max_steps=10**6,
         seed=config["run"]["seed"],
         use_cpu=not torch.cuda.is_available(),
-        bf16=False,
-        model_init_kwargs={"dtype": policy["dtype"], "attn_implementation": attention},
+        # TRL's own default: float32 weights, products in bfloat16.
+        bf16=policy["dtype"] == "bfloat16",
+        model_init_kwargs={"dtype": "float32", "attn_implementation": attention},
         gradient_checkpointing=policy["gradient_checkpointing"],
         deepspeed=zero if stage else None,
         per_device_train_batch_size=spec["micro_rows"],

@@ -40,6 +40,9 @@ class Stopwatch:
         self._since = 0.0
 
     def _turn(self) -> None:
+        if torch.cuda.is_available():
+            # What a stage has begun belongs to it, although the host does not wait for that.
+            torch.cuda.synchronize()
         now = time.perf_counter()
         if self._open:
             self.seconds[self._open[-1]] += now - self._since
@@ -92,6 +95,10 @@ class Measurement:
     def __init__(self) -> None:
         reset_peak()
         self.loaded_gb = resident_gb()
+        self.on_gpu = torch.cuda.is_available()
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
         self.start = time.perf_counter()
 
     def end(
@@ -106,8 +113,11 @@ class Measurement:
             positions: those of the training forwards, with padding.
             reward: mean of the completions.
         """
+        if self.on_gpu:
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - self.start
         peak = peak_gb()
+        of_gpu = {"peak_gpu_gb": torch.cuda.max_memory_allocated() / 1e9} if self.on_gpu else {}
         return {
             "seconds": seconds,
             "stages": {**stages, "rest": seconds - sum(stages.values())},
@@ -117,6 +127,7 @@ class Measurement:
             "peak_rss_gb": peak,
             "increment_gb": peak - self.loaded_gb,
             "reward": reward,
+            **of_gpu,
         }
 
 

@@ -7,12 +7,13 @@ import string
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
+from plan_gpus import MODELS, Shape
 from rollout_workloads import WORKLOADS as ROLLOUTS
 
 from hybrid_grpo.config import TrainConfig, to_dict
@@ -22,6 +23,9 @@ from hybrid_grpo.data.packing import token_budget
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "training_scripts"
+
+_SMALL = Shape("qwen2", 0.0, 256, 1024, 4, 4, 2, 512, tied=True, head_dim=64)
+"""The model of `ragged`."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,12 @@ class Job:
     """[P][G], tokens that each completion is forced to, in the order of the data; None: they end by themselves."""
 
     def spec(
-        self, stage: int, threads: int, settings: Sequence[str] = (), micro_rows: int | None = None
+        self,
+        stage: int,
+        threads: int,
+        settings: Sequence[str] = (),
+        micro_rows: int | None = None,
+        foreign: bool = False,
     ) -> dict[str, Any]:
         """What a worker is told: our command line, and the settings of the other side, read from it.
 
@@ -46,17 +55,20 @@ class Job:
             settings: more of our command line.
             micro_rows: completions of one forward of a trainer that counts rows; None: as many as our budget of
                 tokens takes when all are as long as the longest may be.
+            foreign: for the other side, which has bfloat16 without ZeRO too.
         """
-        arguments = [*self.arguments, "--engine.zero_stage", str(stage), *settings]
+        arguments = [*self.arguments, "--engine.zero_stage", str(stage or int(foreign)), *settings]
         config = parse(TrainConfig, arguments, "train").config
         check_train(config, 1)
         rows = config.rollout.prompts_per_step * config.rollout.num_generations // config.grpo.num_minibatches
         longest = self.longest_prompt + config.rollout.max_completion_tokens
         budget = token_budget(config.policy, on_gpu=torch.cuda.is_available(), gradients=True)
         fitting = min(rows, max(1, budget // longest))
+        told = to_dict(config)
+        told["engine"]["zero_stage"] = stage
         return {
             "arguments": arguments,
-            "config": to_dict(config),
+            "config": told,
             "lengths": self.lengths,
             "threads": threads,
             "micro_rows": micro_rows or next(n for n in range(fitting, 0, -1) if rows % n == 0),
@@ -93,44 +105,48 @@ def quickstart(folder: Path, seed: int = 0, ragged: bool = False) -> Job:
 
 def ragged(folder: Path) -> Job:
     """The workload of the same name of rollout.py, trained on: 16 prompts x 8, median 50 tokens, at most 256."""
-    workload = ROLLOUTS["ragged"]()
+    return _of_rollout(folder, "ragged", _SMALL)
+
+
+def gpu(folder: Path) -> Job:
+    """Qwen2.5-1.5B on the workload `gpu_ragged`: 32 prompts x 8, median 300 tokens, at most 1,024."""
+    job = _of_rollout(folder, "gpu_ragged", MODELS["Qwen2.5-1.5B"], dtype="bfloat16")
+    return replace(job, arguments=[*job.arguments, "--policy.gradient_checkpointing", "true"])
+
+
+def toy(folder: Path) -> Job:
+    """As small as it gets."""
+    return _of_rollout(folder, "toy", replace(_SMALL, layers=1))
+
+
+def _of_rollout(folder: Path, name: str, shape: Shape, dtype: str = "float32") -> Job:
+    """A workload of rollout.py, trained on."""
+    workload = ROLLOUTS[name]()
     prompts = [len(ids) for ids in workload.prompts]
-    arguments = _forced(folder, prompts, len(workload.lengths[0]), workload.limit, vocabulary=512, layers=4)
+    arguments = _forced(folder, prompts, len(workload.lengths[0]), workload.limit, shape, dtype)
     return Job(arguments, max(prompts), workload.lengths)
 
 
 def head(folder: Path) -> Job:
     """What the vocabulary costs: 8 sequences of 1,024 tokens, V = 151,936, two layers, in one micro-batch."""
-    arguments = _forced(folder, [64], 8, 960, vocabulary=151_936, layers=2)
+    arguments = _forced(folder, [64], 8, 960, replace(_SMALL, vocabulary=151_936, layers=2))
     return Job([*arguments, "--policy.micro_batch_tokens", "8192"], 64, [[960] * 8])
 
 
 def _forced(
-    folder: Path, prompts: list[int], generations: int, limit: int, *, vocabulary: int, layers: int
+    folder: Path, prompts: list[int], generations: int, limit: int, shape: Shape, dtype: str = "float32"
 ) -> list[str]:
     """A random model, and prompts of the given lengths in the quickstart's letters, its first 29 tokens."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     sys.path.append(str(SCRIPTS))
     from quickstart_task import make_tokenizer
 
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=vocabulary,
-            hidden_size=256,
-            intermediate_size=1024,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=8192,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    config = shape.config
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = None, tokenizer.eos_token_id, tokenizer.pad_token_id
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     random = Random(0)
@@ -138,7 +154,7 @@ def _forced(
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
         "policy.model": folder / "model",
-        "policy.dtype": "float32",
+        "policy.dtype": dtype,
         "policy.lr": "1e-5",
         "data.path": folder / "data.jsonl",
         "data.shuffle": "false",
@@ -152,4 +168,10 @@ def _forced(
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 
 
-JOBS: dict[str, Callable[[Path], Job]] = {"quickstart": quickstart, "ragged": ragged, "head": head}
+JOBS: dict[str, Callable[[Path], Job]] = {
+    "quickstart": quickstart,
+    "ragged": ragged,
+    "head": head,
+    "gpu_1.5b": gpu,
+    "toy": toy,
+}

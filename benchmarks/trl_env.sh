@@ -9,6 +9,6 @@ echo "trl_env.sh: installing TRL in $folder (once)" >&2
 pip() { "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 pip "torch==${TORCH_VERSION:-2.13.0}"
 pip "setuptools>=69" wheel ninja py-cpuinfo psutil numpy
-DS_BUILD_OPS=0 pip --no-build-isolation deepspeed==0.19.8
+DS_BUILD_OPS=0 DS_IGNORE_CUDA_DETECTION=1 pip --no-build-isolation deepspeed==0.19.8
 pip transformers==5.23.0 "trl==1.16.*" datasets
 touch "$folder/ready"

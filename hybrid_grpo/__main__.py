@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from hybrid_grpo import __version__
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.launching import adopt_rank
 
 COMMANDS = {
     "train": "GRPO training",
@@ -49,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         if command not in COMMANDS:
             raise UserError(f"there is no command {command}; known are {', '.join(COMMANDS)}")
+        adopt_rank()
         importlib.import_module(f"hybrid_grpo.commands.{command.replace('-', '_')}").run(rest)
     except UserError as error:
         rank = os.environ.get("RANK", "0")

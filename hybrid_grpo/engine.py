@@ -36,8 +36,10 @@ from hybrid_grpo.distributed import all_reduce, check_shared_memory, rank, relea
 from hybrid_grpo.model.lora import Adapter
 from hybrid_grpo.model.view import View
 
-_COMPILE_SECONDS = 300
-"""Longer than any kernel takes to compile; the slowest took 40 s on two cores."""
+_COMPILE_SECONDS = 600
+"""Longer than any kernel takes to compile; the slowest, CPUAdam, took 225 s on two busy cores."""
+_KERNELS = ("deepspeed_*", "cpu_adam")
+"""Names of the folders that kernels are compiled in."""
 
 
 def start() -> torch.device:
@@ -46,6 +48,8 @@ def start() -> torch.device:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed.runtime.hybrid_engine.replace_policies = []
+    # The memory of those kernels: making it would compile them, for minutes and only where there is nvcc.
+    deepspeed.runtime.hybrid_engine.WorkspaceOp = lambda: None
     # Every rank would warn that there are no inference kernels.
     deepspeed.utils.logger.addFilter(lambda record: "No compatible DeepSpeed inference" not in record.getMessage())
     if "RANK" not in os.environ:
@@ -61,6 +65,7 @@ def start() -> torch.device:
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     if on_cpu:
+        _refuse_idle_gpus()
         check_shared_memory()
     else:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
@@ -70,13 +75,24 @@ def start() -> torch.device:
     return torch.device(accelerator.current_device_name())
 
 
+def _refuse_idle_gpus() -> None:
+    """Refuse to train on the CPU beside GPUs that torch cannot use, unless that is asked for."""
+    gpus = list(Path("/dev").glob("nvidia[0-9]*"))
+    if gpus and "DS_ACCELERATOR" not in os.environ and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for the CPU"
+        raise UserError(
+            f"this machine has {len(gpus)} GPUs that torch cannot use: torch {torch.__version__} {built}: update the"
+            " driver, install another torch (TORCH_VERSION), or set DS_ACCELERATOR=cpu to train on the CPU"
+        )
+
+
 def _wait_for_compilers() -> None:
     """Wait until no other process compiles kernels, and remove the lock files that killed processes left behind, for
     which torch would wait for ever."""
     start = time.time()
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root()))
     said = False
-    while locks := list(root.glob("**/deepspeed_*/lock")):
+    while locks := [path for name in _KERNELS for path in root.glob(f"**/{name}/lock")]:
         for path in locks:
             # Its owner may remove the lock at any moment.
             with contextlib.suppress(FileNotFoundError):
@@ -106,11 +122,20 @@ def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
     }
     if engine.offload_optimizer:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
+    if "offload_param" in engine.deepspeed.get("zero_optimization", {}):
+        # Copies from other memory would not run beside the computation.
+        config["zero_optimization"]["offload_param"] = {"pin_memory": on_gpu}
     return _merged(config, engine.deepspeed)
 
 
 def _common(dtype: str) -> dict[str, Any]:
-    return {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": dtype == "bfloat16"}, "steps_per_print": 10**9}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "steps_per_print": 10**9,
+        # Its timer would wait for the GPU at the start of every forward.
+        "timers": {"throughput": {"enabled": False}},
+    }
 
 
 def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
@@ -158,6 +183,7 @@ class Engine:
         view: a module of the same class and structure as `source`, on the meta device.
         config: see `policy_config`.
         adapters: the adapters in `source`, by the path of their layer in `view`.
+        keep_view: keep the memory of whole weights while the policy trains; see `View`.
     """
 
     def __init__(
@@ -167,6 +193,7 @@ class Engine:
         view: nn.Module,
         config: dict[str, Any],
         adapters: Mapping[str, Adapter] | None = None,
+        keep_view: bool = False,
     ) -> None:
         self.config = config
         try:
@@ -180,7 +207,7 @@ class Engine:
         if self.stage == 0 and not self.engine.bfloat16_enabled():
             self.engine.clip_fp32_gradients = self._clip_gradients
         self.device = torch.device(get_accelerator().current_device_name())
-        self._view = View(source, view.eval(), sharded=self.stage == 3, device=self.device, adapters=adapters)
+        self._view = View(source, view.eval(), self.stage == 3, self.device, adapters, keep=keep_view)
         self._frozen = any(not p.requires_grad for p in module.parameters())
         self._generating = False
         self.gather_s = self.release_s = 0.0
@@ -252,6 +279,11 @@ class Engine:
         """Whole weights of parameters, on this rank's device; not to be written to. Collective."""
         return self._view.whole(parameters)
 
+    def tell_communication(self) -> None:
+        """Print DeepSpeed's table of collectives if `engine.deepspeed.comms_logger` is enabled. Collective."""
+        if self.config.get("comms_logger", {}).get("enabled"):
+            deepspeed.comm.log_summary()
+
     def save(self, folder: Path, tag: str, state: dict[str, Any]) -> None:
         """Write the checkpoint `folder/tag` without frozen weights; `state` is this rank's. `latest` does not move."""
         self.engine.save_checkpoint(
@@ -273,13 +305,19 @@ class Engine:
 class Frozen:
     """A model under ZeRO-3 that is only run forward, with its parameters in host memory. Creating one is collective.
 
-    `read` loads the model, straight into shards; `dtype` is the type of its weights.
+    From the second forward on, the weights of the next layers are on their way while a layer computes: the first one
+    records the order of the layers, by which DeepSpeed prefetches.
+
+    Args:
+        read: loads the model, straight into shards.
+        dtype: the type of its weights.
+        fetching: see `EngineConfig.fetching`.
     """
 
-    def __init__(self, read: Callable[[], nn.Module], dtype: str) -> None:
+    def __init__(self, read: Callable[[], nn.Module], dtype: str, fetching: Mapping[str, Any] | None = None) -> None:
         offload = {"device": "cpu", "pin_memory": get_accelerator().device_name() != "cpu"}
         zero = {"stage": 3, "memory_efficient_linear": False, "offload_param": offload}
-        config = {**_common(dtype), "zero_optimization": zero}
+        config = _merged({**_common(dtype), "zero_optimization": zero}, {"zero_optimization": dict(fetching or {})})
         with sharded_loading(config):
             module = read()
         self.engine, *_ = deepspeed.initialize(model=module.requires_grad_(False), config=config)

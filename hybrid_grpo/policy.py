@@ -17,7 +17,7 @@ from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.distributed import rank
 from hybrid_grpo.engine import StepResult
-from hybrid_grpo.generation import OnFinish, Request, Stats
+from hybrid_grpo.generation import OnFinish, Request, Stats, Workspace
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import load_config, load_model, plain_attention, training_attention
@@ -40,7 +40,7 @@ class Policy:
 
     `total_steps` are the optimizer steps of the whole run, for the learning-rate schedule. `decoder` will sample from
     it (see `RolloutConfig`). With a `lora` of rank above 0, adapters are trained instead of the weights, and `seed`
-    initialises them.
+    initialises them. With a `workspace` the memory of decoding and of gathered weights is kept from rollout to rollout.
     """
 
     def __init__(
@@ -52,8 +52,10 @@ class Policy:
         decoder: Literal["paged", "transformers"] = "paged",
         lora: LoraConfig | None = None,
         seed: int = 0,
+        workspace: Workspace | None = None,
     ) -> None:
         self.config, self.tokenizer, self.total_steps = policy, tokenizer, total_steps
+        self.workspace = workspace
         self.optimizer_steps = self.skipped_steps = 0
         self.deepspeed_config = engines.policy_config(policy, engine)
         attention = training_attention(policy)
@@ -63,7 +65,9 @@ class Policy:
         view = meta_copy(model, attention_of(decoder) or plain_attention(model.config, policy.attn_implementation))
         self.adapters = Adapters(model, lora, seed) if lora is not None and lora.rank else None
         by_layer = self.adapters.by_layer if self.adapters else None
-        self.engine = engines.Engine(LogprobModel(model), model, view, self.deepspeed_config, by_layer)
+        self.engine = engines.Engine(
+            LogprobModel(model), model, view, self.deepspeed_config, by_layer, keep_view=workspace is not None
+        )
 
     def rollout(
         self,
@@ -76,16 +80,16 @@ class Policy:
         on_finish: OnFinish | None = None,
     ) -> tuple[Rollout, Stats]:
         """Sample `num_generations` completions of every prompt. Ranks enter and leave together."""
-        requests = requests_of(prompts, config.num_generations, seed, step)
+        requests, sampling = requests_of(prompts, config.num_generations, seed, step), sampling_of(config, stop_ids)
         with self.engine.generation() as view:
-            groups, stats = complete(view, self.tokenizer, requests, sampling_of(config, stop_ids), config, on_finish)
+            groups, stats = complete(view, self.tokenizer, requests, sampling, config, on_finish, self.workspace)
         return Rollout(prompts, [c for group in groups for c in group], config.num_generations), stats
 
     def greedy(self, prompts: list[Prompt], config: RolloutConfig, stop_ids: tuple[int, ...]) -> list[Completion]:
         """The most probable continuation of every prompt. Ranks enter and leave together."""
-        requests = [Request(p.token_ids, [0]) for p in prompts]
+        requests, sampling = [Request(p.token_ids, [0]) for p in prompts], sampling_of(config, stop_ids, greedy=True)
         with self.engine.generation() as view:
-            groups, _ = complete(view, self.tokenizer, requests, sampling_of(config, stop_ids, greedy=True), config)
+            groups, _ = complete(view, self.tokenizer, requests, sampling, config, workspace=self.workspace)
         return [group[0] for group in groups]
 
     def micro_batches(
@@ -187,7 +191,7 @@ def scored(engine: Callable[..., Any], batches: list[MicroBatch], shape: tuple[i
     for micro in batches:
         logp_N, _ = engine(*micro.inputs, temperature)
         if micro.rows:
-            logp_BT[micro.rows, : micro.mask_bT.shape[1]] = micro.unflatten(logp_N)
+            logp_BT[micro.row_b, : micro.mask_bT.shape[1]] = micro.unflatten(logp_N)
     return logp_BT
 
 
@@ -195,11 +199,11 @@ class Reference:
     """The reference policy: the starting weights, or later ones of the policy, scored once per rollout. A frozen copy,
     sharded over the ranks and kept in host memory (ZeRO-3)."""
 
-    def __init__(self, policy: PolicyConfig) -> None:
+    def __init__(self, policy: PolicyConfig, engine: EngineConfig) -> None:
         def read() -> LogprobModel:
             return LogprobModel(load_model(policy, training_attention(policy)))
 
-        self.engine = engines.Frozen(read, policy.dtype)
+        self.engine = engines.Frozen(read, policy.dtype, engine.fetching)
 
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
         """ref_logp_BT of all rows; see `scored`. Collective."""

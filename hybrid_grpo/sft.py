@@ -42,7 +42,7 @@ class SftTrainer(Stage):
             loss = -logp_bT.sum() / total_tokens if micro.rows else 0.0 * logp_bT.sum()
             self.policy.engine.backward(loss)
             if micro.rows:
-                count = int(micro.mask_bT.sum())
+                count = len(micro.target_N)
                 self.meter.add("sft/loss", -logp_bT.detach().sum() / count, count)
         self.meter.add("policy/lr", self.policy.lr)
         self.meter.add("policy/grad_norm", self.policy.step().grad_norm)

@@ -119,7 +119,7 @@ class Trainer(Stage):
     def sample(self, prompts: list[Prompt], step: int, on_finish: OnFinish | None = None) -> Rollout:
         """Complete every prompt `num_generations` times with the policy as it is."""
         start, seed = time.perf_counter(), self.config.run.seed
-        rollout, _ = self.policy.rollout(
+        rollout, stats = self.policy.rollout(
             prompts, self.config.rollout, self.inputs.stop_ids, seed=seed, step=step, on_finish=on_finish
         )
         gather_s, release_s = self.policy.engine.gather_s, self.policy.engine.release_s
@@ -127,6 +127,8 @@ class Trainer(Stage):
         self.meter.add("time/gather_s", gather_s)
         self.meter.add("time/switch_s", gather_s + release_s)
         self.meter.add("completion/sampled_tokens", rollout.num_tokens)
+        if self.device.type != "cpu":
+            self.meter.add("throughput/graph_captures", stats.captures)
         return rollout
 
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:

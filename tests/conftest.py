@@ -1,7 +1,13 @@
 """Fixtures of several files, and the order of tests."""
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton's kernels are interpreted; it decides when they are imported.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from hybrid_grpo.model.kernels import build as kernels
 

@@ -1,8 +1,10 @@
 """The parts of benchmarks/step.py that need no trainer."""
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +12,13 @@ from paths import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
+import gpu_results
+import plan
+import rollout
+import step
 import step_worker
-from step import summary
+import step_workloads
+from rollout_workloads import WORKLOADS
 from step_worker import Stopwatch
 from step_workloads import Job
 
@@ -69,10 +76,47 @@ def test_train_is_its_three_parts():
     stages = {"generate": 1.0, "reward": 0.0, "reference": 0.0, "forward": 2.0, "backward": 4.0, "optimizer": 0.5}
     run = {"seconds": 8.0, "stages": {**stages, "rest": 0.5}, "generated_tokens": 1, "trained_tokens": 2}
     run |= {"computed_over_real": 1.5, "peak_rss_gb": 1.0, "increment_gb": 0.5}
-    result = summary([run, {**run, "seconds": 10.0}, {**run, "seconds": 6.0}])
+    result = step.summary([run, {**run, "seconds": 10.0}, {**run, "seconds": 6.0}])
     assert (result["median_s"], result["min_s"], result["max_s"]) == (8.0, 6.0, 10.0)
     assert result["stages_s"]["train"] == 6.5
     assert sum(result["stages_s"].values()) == 8.0
+
+
+def test_the_warm_up_decodes_what_is_timed(monkeypatch):
+    """It had completions a sixteenth as long, so that graphs were captured for another cache, and again while timed."""
+    seen = []
+
+    class Engine:
+        def __init__(self, name, *_):
+            self.name = name
+
+        def answer(self):
+            return "gpu"
+
+        def run(self, workload):
+            seen.append((self.name, workload))
+            # The first of a kind captures graphs.
+            seconds = 9.0 if seen.count(seen[-1]) == 1 else 0.25 * workload.limit
+            return {"seconds": seconds, "peak_rss_gb": 1.0, **({"floor_s": 0.5} if self.name == "hybrid" else {})}
+
+        def stop(self):
+            seen.append((self.name, "stopped"))
+
+    monkeypatch.setattr(rollout, "Worker", Engine)
+    monkeypatch.setattr(
+        sys, "argv", ["rollout.py", "--workload", "toy", "--repeats", "2", "--engines", "hybrid,generate"]
+    )
+    workload = WORKLOADS["toy"]()
+    *_, (device, results) = rollout.measure(rollout.parse())
+    assert device == "gpu" and seen[:6] == [("hybrid", workload), ("generate", workload)] * 3
+    assert results["toy"]["hybrid"]["times_s"] == [2.0, 2.0] and results["toy"]["hybrid"]["prefill_s"] == 0.25
+    seen.clear()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--alone"])
+    list(rollout.measure(rollout.parse()))
+    stopped = seen.index(("hybrid", "stopped"))
+    assert {name for name, _ in seen[:stopped]} == {"hybrid"} and {name for name, _ in seen[stopped + 1 :]} == {
+        "generate"
+    }
 
 
 HELP = """
@@ -96,3 +140,102 @@ def test_every_benchmark_finds_what_it_imports():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert len(scripts) > 7 and done.stdout.count("usage: ") == len(scripts)
+
+
+def gpu_sh(out, *arguments: str) -> subprocess.CompletedProcess[str]:
+    trl = os.environ.get("TRL_ENV", str(step.TRL))
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "SKIP_SETUP": "1", "TRL_ENV": trl}
+    environment.pop("RANK", None)
+    command = ["bash", str(ROOT / "benchmarks/gpu.sh"), "--toy", "--out", str(out), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.process
+def test_every_part_of_the_gpu_script_runs_at_toy_sizes_and_only_once(tmp_path):
+    """On the CPU; without TRL's environment that part alone fails, and says what is missing."""
+    missing = not os.path.exists(os.path.join(os.environ.get("TRL_ENV", step.TRL), "bin/python"))
+    done = gpu_sh(tmp_path)
+    assert done.returncode == missing, done.stdout[-3000:] + done.stderr[-3000:]
+    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert list(parts) == ["tests", "decode_tiny", "step", "trl", "plan", "quickstart"]
+    assert [name for name, part in parts.items() if "failed" in part] == ["trl"] * missing
+    assert not missing or "bash benchmarks/trl_env.sh" in parts["trl"]["failed"]
+    assert parts["tests"]["results"]["passed"] == 0 < parts["tests"]["results"]["skipped"]
+    engines = parts["decode_tiny"]["results"]["workloads"]["toy"]
+    assert 0 < engines["hybrid"]["floor_s"] < engines["hybrid"]["median_s"] and len(engines) == 3
+    ours = parts["step"]["results"]["workloads"]["toy"]["hybrid-zero3"]
+    assert 0 < ours["switch_share"] < 1 and ours["logp_gap_max"] < 1e-5
+    assert parts["plan"]["results"]["cases"]["quickstart"]["ratio"] == pytest.approx(1, abs=0.25)
+    assert parts["quickstart"]["results"]["completions"] == 16
+    table = (tmp_path / "gpu.md").read_text()
+    assert table.count("\n| ") == 7 and table.strip() in done.stdout
+    again = gpu_sh(tmp_path, "tests", "quickstart", "decode_9b")
+    assert again.stdout.count(": done before") == 2 and again.stdout.count("== ") == 2
+    assert again.returncode == 1 and "there is no part decode_9b, only tests, decode_tiny" in again.stderr
+
+
+@pytest.mark.process
+def test_the_parts_of_a_gpu_are_told_what_their_programs_know(tmp_path, monkeypatch):
+    """With a python that only writes down what it is told, and a machine that says it has a GPU."""
+    (tmp_path / "trl").mkdir()
+    (tmp_path / "trl/ready").touch()
+    programs = {
+        "python": f"""case "$1" in
+            benchmarks/gpu_results.py) exec "{sys.executable}" "$@" ;;
+            benchmarks/*) printf '%s\\x1f' "$@" >>"{tmp_path}/calls"; echo >>"{tmp_path}/calls" ;;
+        esac""",
+        "nvidia-smi": 'echo "NVIDIA H100 80GB HBM3, 81559 MiB, 580.95"',
+    }
+    for name, lines in programs.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "SKIP_SETUP": "1", "TRL_ENV": str(tmp_path / "trl")}
+    command = ["bash", str(ROOT / "benchmarks/gpu.sh"), "--out", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    # That of the quickstart looks for GPUs itself, and finds none.
+    assert done.stderr.count("gpu.sh: failed: quickstart;") == 1, done.stderr
+    # As quick to make as it is to parse.
+    tiny = replace(step_workloads.MODELS["Qwen2.5-1.5B"], hidden=64, inner=64, layers=1, heads=2, head_dim=32)
+    monkeypatch.setitem(step_workloads.MODELS, "Qwen2.5-1.5B", tiny)
+    calls = [line.split("\x1f")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
+    assert len(calls) == 6
+    for program, *options in calls:
+        monkeypatch.setattr(sys, "argv", [program, *options])
+        if program.endswith("rollout.py"):
+            assert rollout.parse().alone
+        elif program.endswith("step.py"):
+            told = step.parse()
+            assert told.settings == []
+            for side in told.sides:
+                stage, foreign = step.SIDES[side].stage, step.SIDES[side].foreign
+                config = step.JOBS[told.workload[0]](tmp_path).spec(stage, threads=1, foreign=foreign)["config"]
+                assert (config["policy"]["dtype"], config["engine"]["zero_stage"]) == ("bfloat16", stage)
+        else:
+            assert plan.CASES[options[0]].on_gpu
+    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert [name for name, part in parts.items() if "failed" in part] == ["quickstart"]
+    assert parts["decode_7b"]["machine"].startswith("NVIDIA H100")
+
+
+@pytest.mark.process
+def test_toy_results_never_go_where_those_of_a_gpu_are(tmp_path):
+    done = subprocess.run(["bash", ROOT / "benchmarks/gpu.sh", "--toy"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "--out FOLDER" in done.stderr
+
+
+def test_results_of_another_commit_or_machine_are_not_done(tmp_path, monkeypatch):
+    monkeypatch.setenv("MACHINE", "one")
+    monkeypatch.setenv("COMMIT", "first")
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu/tests.log").write_text("collected\n\n2 failed, 15 passed\n\n")
+    gpu_results.Results(tmp_path).add("trl_environment", "3")
+    gpu_results.Results(tmp_path).fail("tests")
+    seen = gpu_results.Results(tmp_path)
+    assert seen.has("trl_environment") and not seen.has("tests") and not seen.has("plan")
+    assert "| tests | failed: 2 failed, 15 passed |" in seen.table()
+    for variable in ("MACHINE", "COMMIT"):
+        with monkeypatch.context() as changed:
+            changed.setenv(variable, "other")
+            assert not gpu_results.Results(tmp_path).has("trl_environment")

@@ -38,10 +38,15 @@ def test_every_stage_does_the_same_steps(folder, alone, stage):
     assert_same_steps(ranks(2, stage, folder), alone)
 
 
+@pytest.fixture(scope="module")
+def with_reference(folder):
+    (seen,) = ranks(1, "zero3_reference", folder)
+    return seen
+
+
 @pytest.mark.ranks
-def test_minibatches_and_the_reference_do_not_depend_on_the_ranks(folder):
-    (one,) = ranks(1, "zero3_reference", folder)
-    two = ranks(2, "zero3_reference", folder)
+def test_minibatches_and_the_reference_do_not_depend_on_the_ranks(folder, with_reference):
+    one, two = with_reference, ranks(2, "zero3_reference", folder)
     assert_same_steps(two, one, minibatches=2)
     # The first optimizer step starts at the reference, so the mean over both is small but not 0.
     assert 0 < one["metrics"][0]["policy/kl"] < one["metrics"][1]["policy/kl"]
@@ -70,8 +75,17 @@ def test_nothing_is_collective_between_gather_and_release(folder):
 
 
 @pytest.mark.ranks
+def test_memory_that_is_kept_stays_where_it_is_while_the_weights_in_it_change(folder):
+    """Every replay checks its addresses; gathered weights are new memory at every switch where nothing is kept."""
+    for seen in ranks(2, "kept", folder):
+        assert seen["captures"][0] == seen["graphs"] > 0 and seen["captures"][1:] == [0, 0]
+        assert seen["addresses"][0] == seen["addresses"][1] == seen["addresses"][2]
+        assert seen["replays"] > 50 and seen["same"] == [True] * 3 and seen["empty_after"]
+
+
+@pytest.mark.ranks
 def test_generation_between_steps_leaves_training_bit_identical(folder):
-    for seen in ranks(2, "losses", folder):
+    for seen in ranks(2, "losses", folder, programs="engine_programs.py"):
         assert len(set(seen["without"])) == 10
         assert seen["with"] == seen["without"]
 
@@ -79,7 +93,7 @@ def test_generation_between_steps_leaves_training_bit_identical(folder):
 @pytest.mark.ranks
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(folder, stage):
-    first, second = ranks(2, "nonfinite", folder / f"stage{stage}")
+    first, second = ranks(2, "nonfinite", folder / f"stage{stage}", programs="engine_programs.py")
     assert first["applied"] == second["applied"] == [True, False, True]
     assert first["skipped"] == second["skipped"] == 1
     for seen in (first, second):
@@ -142,3 +156,37 @@ def test_a_rollout_is_used_several_times_and_made_once(folder):
     assert metrics["policy/ratio_max"] > 1.01, "the policy has moved away from the one that sampled"
     assert metrics["policy/clip_frac_low"] + metrics["policy/clip_frac_high"] > 0
     assert metrics["parity/logp_abs_diff_max"] < 1e-4, "measured before the first update"
+
+
+@pytest.mark.ranks
+def test_weights_in_host_memory_and_what_measures_change_no_step(folder, alone):
+    first, second = ranks(2, "sections", folder, programs="engine_programs.py")
+    for name in ("offload_param", "flops_profiler", "comms_logger"):
+        assert_same_steps([first[name], second[name]], alone)
+    assert first["offload_param"]["offloads"] and not first["comms_logger"]["offloads"]
+    # Its measurements are over: it had replaced torch's own functions.
+    assert first["linear"] and "fwd flops per GPU" in first["flops"]
+    told = first["comms_logger"]["communication"]
+    assert "all_gather_into_tensor" in told and "reduce_scatter" in told
+    assert first["flops_profiler"]["communication"] == "", "told by the logger alone"
+
+
+@pytest.mark.ranks
+def test_copies_of_the_weights_inside_a_machine_change_no_step(folder, with_reference):
+    """zero_hpz_partition_size 2 on four ranks: backward gathers inside a pair, generation over all ranks, and after an
+    optimizer step nobody may read the copies of before."""
+    seen = ranks(4, "hpz", folder, programs="engine_programs.py")
+    assert_same_steps(seen, with_reference, minibatches=2)
+    for numel, shard, copy in seen[0]["shards"]:
+        assert shard == numel / 4 and copy == numel / 2
+    assert seen[0]["gathers"].keys() == {"4", "2"}
+
+
+@pytest.mark.ranks
+def test_the_reference_fetches_layers_before_they_are_needed(folder):
+    """Its weights stream through the device: the first forward records the order of the layers and waits for each."""
+    (seen,) = ranks(1, "streaming", folder, programs="engine_programs.py")
+    first, *later = seen["late"]
+    assert first >= seen["parameters"]
+    assert len(later) >= 2 and set(later) == {0}
+    assert max(seen["held"]) < seen["numbers"] / 3

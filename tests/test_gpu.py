@@ -2,6 +2,7 @@
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,13 @@ from reward_models import make_reward_model
 from tiny_models import VOCABULARY, build, tiny_config
 
 from hybrid_grpo.data.packing import pack
-from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, generate, graphs, stream_key
+from hybrid_grpo.generation import GREEDY, Request, Sampling, Workspace, drawing, generate, graphs, stream_key
 from hybrid_grpo.generation import loop as loops
+from hybrid_grpo.generation.cache import Geometry, PagedCache
+from hybrid_grpo.generation.drawing import ONE, UNIT, Filters
+from hybrid_grpo.generation.fused import fused
+from hybrid_grpo.generation.fused_gpu import GpuStep
+from hybrid_grpo.model import softmax
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.rewards.models.reward import reward_model
@@ -37,12 +43,14 @@ def captures(monkeypatch):
     """One entry for every graph that was captured."""
     done = []
 
-    def counted(step):
-        captured = graphs.on_cuda(step)
+    real = graphs.on_cuda
+
+    def counted(step, pool=None):
+        captured = real(step, pool)
         done.append(step)
         return captured
 
-    monkeypatch.setattr(decoder, "on_cuda", counted)
+    monkeypatch.setattr(graphs, "on_cuda", counted)
     return done
 
 
@@ -63,6 +71,24 @@ def tokens(groups):
 
 def logp(groups):
     return [value for group in groups for completion in group for value in completion.logp]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernels_of_sampling_and_the_head_compute_what_torch_does(dtype):
+    device = torch.device("cuda", 0)
+    for vocabulary in (29, 151_936):
+        for filters in (Filters(0.7), Filters(1.2, 300, ONE * 9 // 10, UNIT // 1000)):
+            assert drawing._kernel_agrees(device, dtype, vocabulary, filters)
+    assert softmax._kernel_agrees(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+@torch.inference_mode()
+def test_steps_of_llama_like_models_are_fused(architecture, dtype):
+    model = view(architecture, dtype=dtype)
+    cache = PagedCache(Geometry.of(model), 2, 256, torch.device("cuda", 0))
+    assert isinstance(fused(model, cache), GpuStep)
 
 
 def test_steps_in_float32_agree_with_the_cpu(folder, capsys):
@@ -110,33 +136,44 @@ def test_graphs_change_nothing_in_bfloat16(architecture, captures, monkeypatch):
     assert captures
     assert {c.finish for group in with_graphs for c in group} == {"stop", "length"}
 
-    def refused(step):
+    def refused(step, pool=None):
         raise RuntimeError("no graphs here")
 
-    monkeypatch.setattr(decoder, "on_cuda", refused)
+    monkeypatch.setattr(graphs, "on_cuda", refused)
     with pytest.warns(UserWarning, match="without CUDA graphs, slower: no graphs here"):
         without, _ = generate(view(architecture, dtype=torch.bfloat16), requests(), sampling, max_slots=7)
     assert tokens(with_graphs) == tokens(without)
     assert logp(with_graphs) == pytest.approx(logp(without), abs=1e-6)
 
 
-def test_graphs_are_kept_for_the_next_call_and_see_new_weights(captures):
-    # No ends but the limit: every call takes the same sizes of batch.
-    sampling = Sampling(LIMIT)
+def test_graphs_are_kept_for_all_calls_and_see_new_weights(captures):
+    sampling, kept, anew = Sampling(LIMIT), Workspace(20, 60), Workspace(20, 60)
     model, fresh = view("qwen2", dtype=torch.bfloat16), view("qwen2", dtype=torch.bfloat16)
-    first, _ = generate(model, requests(), sampling)
-    captured = len(captures)
-    again, _ = generate(model, requests(), sampling)
-    assert captured and len(captures) == captured
+    first, stats = generate(model, requests(), sampling, workspace=kept)
+    # Of 20, 16, 8, 4, 2 and 1 rows.
+    assert stats.captures == len(captures) == 6
+    again, _ = generate(model, requests(), sampling, workspace=kept)
     assert tokens(again) == tokens(first) and logp(again) == logp(first)
 
     with torch.no_grad():
         for parameter in (*model.parameters(), *fresh.parameters()):
             parameter.mul_(1.1)
-    trained, _ = generate(model, requests(), sampling)
-    assert len(captures) == captured
-    expected, _ = generate(fresh, requests(), sampling)
+    trained, _ = generate(model, requests(), sampling, workspace=kept)
+    for other in (Sampling(LIMIT, temperature=GREEDY), Sampling(5, top_p=0.9), replace(sampling, stop_ids=STOPS)):
+        _, stats = generate(model, requests()[1:], other, workspace=kept)
+        assert stats.captures == 0
+    assert len(captures) == 6
+    expected, _ = generate(fresh, requests(), sampling, workspace=anew)
     assert tokens(trained) == tokens(expected) != tokens(first)
+
+
+def test_without_a_workspace_all_memory_is_given_back(captures):
+    model, held = view("qwen2", dtype=torch.bfloat16), []
+    for workspace in (None, None, Workspace(20, 60)):
+        generate(model, requests(), Sampling(LIMIT), workspace=workspace)
+        held.append(torch.cuda.memory_allocated())
+    # What libraries keep for themselves is there after the first call.
+    assert captures and held[0] == held[1] < held[2]
 
 
 def test_when_pages_run_out_sequences_go_back_and_come_out_the_same(monkeypatch):

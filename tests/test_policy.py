@@ -77,6 +77,7 @@ def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(dec
     view = build(tiny_config("qwen2"), ATTENTION if decoder == "paged" else "sdpa")
     policy = Policy.__new__(Policy)
     policy.tokenizer, policy.engine = Letters(), SimpleNamespace(generation=lambda: nullcontext(view))
+    policy.workspace = None
     prompts = [Prompt(i, "", [1 + i], {}) for i in range(2)]
     config, seen = RolloutConfig(num_generations=2, max_completion_tokens=5, decoder=decoder), []
     rollout, _ = policy.rollout(prompts, config, (), seed=0, step=1, on_finish=lambda *args: seen.append(args))

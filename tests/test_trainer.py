@@ -4,18 +4,26 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import gpu_attention
 import pytest
 import torch
+from host_waits import HostWaits
 from paths import SUPPORT
 from reward_helpers import in_time, inline, isolated
+from tiny_models import VOCABULARY, build, tiny_config
 
-from hybrid_grpo.config import GrpoConfig, RewardConfig, RolloutConfig, TrainConfig
+from hybrid_grpo.config import GrpoConfig, PolicyConfig, RewardConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, TrainBatch
-from hybrid_grpo.data.packing import pad
+from hybrid_grpo.data.packing import pack, pad
+from hybrid_grpo.engine import StepResult
 from hybrid_grpo.grpo.loss import load_objective, micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals
+from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.upload import upload
+from hybrid_grpo.policy import Policy
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.trainer import Trainer
 
@@ -186,3 +194,71 @@ def test_an_own_loss_takes_the_place_of_the_built_in_one(tmp_path):
         load_objective(f"{file}:reinforced")
     with pytest.raises(UserError, match=r"^grpo.objective reinforce: give path/to/file.py:name or package.module:name"):
         load_objective("reinforce")
+
+
+class InBfloat16(Policy):
+    """A policy whose engine is the bare model, with gradient checkpointing. It notes how many `waits` there were at its
+    first forward and at its last optimizer step."""
+
+    def __init__(self, waits: HostWaits) -> None:
+        model = build(tiny_config("qwen2"), ATTENTION).to(torch.bfloat16).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.config, self.optimizer_steps, self.total_steps = PolicyConfig(), 0, 10
+        self.engine, self.waits, self.forwards = LogprobModel(model), waits, []
+        self.engine.backward = lambda loss: loss.backward()
+
+    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients):
+        return pack(prompt_ids, completion_ids, rows, 60, torch.device("cpu"), share="on")
+
+    def forward(self, micro, temperature):
+        self.forwards.append(len(self.waits.seen))
+        return super().forward(micro, temperature)
+
+    def step(self) -> StepResult:
+        self.stepped = len(self.waits.seen)
+        return StepResult(1.0, True)
+
+
+@pytest.mark.usefixtures("torch_only")
+@pytest.mark.parametrize("flash", [True, False])
+def test_the_host_waits_for_nothing_between_the_first_forward_and_the_last_step(monkeypatch, flash):
+    """Two optimizer steps with all that a micro-batch may have to do. A host that has waited for a GPU then keeps the
+    GPU waiting for the next kernels."""
+    gpu_attention.install(monkeypatch, flash=flash)
+    waits, generator = HostWaits(), torch.Generator().manual_seed(0)
+    settings = {"beta": 0.1, "kl_target": 0.1, "mask_truncated": True, "entropy_coef": 0.01, "num_minibatches": 2}
+    run = trainer(policy := InBfloat16(waits), {**settings, "sampler_correction": "truncate"})
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(VOCABULARY, (count,), generator=generator).tolist()
+
+    prompts = [Prompt(i, "", tokens(6 + i), {}) for i in range(P)]
+    ends = ["stop", "stop", "length"]
+    rows = [Completion(ids := tokens(4 + k % 5), [-4.0] * len(ids), ends[k % 3]) for k in range(P * G)]
+    rollout = Rollout(prompts, rows, G)
+    given_BT, run.reference = rollout.logp_BT, object()
+    with waits:
+        run.improve(rollout, torch.ones_like(given_BT), given_BT, given_BT * 1.1)
+    assert len(policy.forwards) >= 4
+    assert waits.seen[policy.forwards[0] : policy.stepped] == []
+    values = run.meter.reduce()
+    assert values["policy/kl"] > 0 and values["parity/logp_abs_diff_mean"] > 0 and values["policy/entropy"] > 0
+    assert all(p.grad is not None for p in policy.engine.parameters())
+
+
+def test_what_would_wait_is_noticed():
+    """The test above would prove nothing if its double saw nothing."""
+    x, mask = torch.arange(3.0, requires_grad=True), torch.tensor([True, False, True])
+    waiting = {
+        "_local_scalar_dense": lambda: bool(mask.all()),
+        "tolist": lambda: x.tolist(),
+        "index": lambda: x[mask],
+        "lift_fresh": lambda: x[[0, 2]],
+        "masked_scatter_backward": lambda: torch.zeros(3).masked_scatter(mask, x).sum().backward(),
+        "": lambda: x[upload([0, 2], x.device)],
+    }
+    for name, operation in waiting.items():
+        waits = HostWaits(everywhere=True)
+        with waits:
+            operation()
+        assert [seen.split()[0] for seen in waits.seen] == ([name] if name else [])

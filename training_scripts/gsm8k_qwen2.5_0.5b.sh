@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 . training_scripts/setup.sh
 . training_scripts/launch.sh
 setup
-LAUNCHER=${LAUNCHER:---num_gpus 1} launch train --config training_scripts/gsm8k.yaml \
+GPUS=${GPUS:-1} launch train --config training_scripts/gsm8k.yaml \
     --run.name gsm8k_qwen2.5_0.5b \
     --run.steps 200 \
     --policy.model Qwen/Qwen2.5-0.5B-Instruct \

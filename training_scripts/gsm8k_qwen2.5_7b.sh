@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 . training_scripts/setup.sh
 . training_scripts/launch.sh
 setup
-LAUNCHER=${LAUNCHER:---num_gpus 8} launch train --config training_scripts/gsm8k.yaml \
+GPUS=${GPUS:-8} launch train --config training_scripts/gsm8k.yaml \
     --run.name gsm8k_qwen2.5_7b \
     --run.steps 200 \
     --policy.model Qwen/Qwen2.5-7B-Instruct \

@@ -1,8 +1,9 @@
 # Sourced by the scripts beside it and by tests/run.sh: an environment with hybrid_grpo and the extras in $1.
 #
-# SKIP_SETUP=1 takes the environment as it is. Uses the virtual environment that is active, else makes and activates .venv. torch comes first and stays as it is
-# if it fits; TORCH_VERSION chooses another (on machines without a GPU, 2.13.0 has a CPU build). DeepSpeed is
-# installed without prebuilt kernels: those a run needs are compiled when it first starts.
+# SKIP_SETUP=1 takes the environment as it is. Uses the virtual environment that is active, else makes and activates
+# .venv. torch comes first and stays as it is if it fits; TORCH_VERSION chooses another (on machines without a GPU,
+# 2.13.0 has a CPU build). DeepSpeed is installed without prebuilt kernels: those a run needs are compiled when it first
+# starts.
 
 setup() {
     if [ -n "${SKIP_SETUP:-}" ]; then return; fi
@@ -33,7 +34,8 @@ sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))'; then
     fi
     # What DeepSpeed imports while it is built, since it is built against the torch above.
     python -m pip install --quiet "setuptools>=69" wheel ninja py-cpuinfo numpy psutil
-    DS_BUILD_OPS=0 python -m pip install --quiet --no-build-isolation "deepspeed>=0.19.8"
+    # Its own installation looks for nvcc, which it does not need for that, and fails without.
+    DS_BUILD_OPS=0 DS_IGNORE_CUDA_DETECTION=1 python -m pip install --quiet --no-build-isolation "deepspeed>=0.19.8"
     python -m pip install --quiet --no-build-isolation --editable ".${extras:+[$extras]}"
     touch "$stamp-$extras"
 }

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.config import GenerateConfig, SftConfig, TrainConfig
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.launching import adopt_rank
 from hybrid_grpo.config.parsing import ConfigT, Parsed, configure
 from hybrid_grpo.config.recipes import overlay, read_recipe
 
@@ -111,6 +112,7 @@ def generate(model: Any = None, data: Any = None, *, config: Any = None, **secti
 def _configure(
     cls: type[ConfigT], model: Any, data: Any, rewards: Any, config: Any, sections: Mapping[str, Any]
 ) -> Parsed[ConfigT]:
+    adopt_rank()
     settings: dict[str, Any] = {}
     recipes = [config] if isinstance(config, str | Path) else config or []
     for recipe in recipes:

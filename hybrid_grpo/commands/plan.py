@@ -28,7 +28,8 @@ def run(arguments: list[str]) -> None:
     device = engine.start()
     inputs = RunInputs.read(config)
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
-    plan = estimate(config, batch, inputs.longest_prompt, hardware, inputs.rewards.models)
+    held_out = len(inputs.eval_prompts)
+    plan = estimate(config, batch, inputs.longest_prompt, hardware, inputs.rewards.models, held_out)
     if plan is None:
         raise UserError(f"policy.model {config.policy.model} cannot be planned: its code cannot run without data")
     if rank() == 0:
@@ -57,6 +58,7 @@ def lines(plan: Plan) -> list[str]:
         table.append(row(name, [gib(cell) if cell else "-" for cell in cells]))
     table.append(row("all", [gib(phase.bytes) for phase in plan.phases]))
     free = f", {gib(hardware.device_bytes)} of them free" if hardware.device_bytes < 1 << 60 else ""
+    kept = ["decoding: cache, gathered weights and CUDA graphs stay on the GPU during training"] if plan.keeps else []
     host = " + ".join(f"{gib(part.bytes)} {part.name}" for part in plan.host.parts)
     seconds = step_seconds(plan)
     times = ", ".join(f"{name} {duration(spent)}" for name, spent in seconds.items())
@@ -66,6 +68,8 @@ def lines(plan: Plan) -> list[str]:
         f"model: {sizes.parameters:,} parameters, {sizes.trained:,} of them trained",
         f"memory: GiB of a rank on {hardware.name}{free}; the peak is {gib(plan.peak.bytes)}, in {plan.peak.name}",
         *table,
+        f"cache: {plan.sequences} of {plan.laid_out} sequences of {plan.longest:,} tokens at once",
+        *kept,
         *([f"host memory: {host} = {gib(plan.host.bytes)} GiB a rank"] if host else []),
         f"tokens: at most {sampled:,} sampled and {trained:,} trained a step",
         f"time: roughly {duration(sum(seconds.values()))} a step at full speed and full length ({times})",

@@ -31,7 +31,8 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     device = engine.start()
     inputs = RunInputs.read(config)
     hardware = of_device(device, config.policy.dtype)
-    memory = estimate(config, plan, inputs.longest_prompt, hardware, inputs.rewards.models)
+    held_out = len(inputs.eval_prompts)
+    memory = estimate(config, plan, inputs.longest_prompt, hardware, inputs.rewards.models, held_out)
     warning = shortage(memory) if memory else None
     estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"
     training = Run(parsed, {"batch": str(plan), "memory": estimated, **inputs.facts})
@@ -46,10 +47,13 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
         decoder=config.rollout.decoder,
         lora=config.lora,
         seed=config.run.seed,
+        workspace=memory.workspace() if memory else None,
     )
-    reference = None
-    if config.grpo.beta:
-        reference = UnadaptedReference(policy.engine, policy.adapters) if policy.adapters else Reference(config.policy)
+    reference: Reference | None = None
+    if config.grpo.beta and policy.adapters:
+        reference = UnadaptedReference(policy.engine, policy.adapters)
+    elif config.grpo.beta:
+        reference = Reference(config.policy, config.engine)
     training.train(Trainer(config, plan, policy, reference, inputs, device))
     training.say(summary(training.folder, config.eval.name, memory.measurable if memory else None))
     return training.folder

@@ -64,6 +64,7 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
 def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     """Refuse a training run that cannot work here; return the batch equation."""
     _check_model(config)
+    config.engine.check_ranks(world_size)
     _check_data(config.data)
     _check_rewards(config.rewards)
     return batch_plan(config, world_size)
@@ -72,6 +73,7 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
 def check_sft(config: SftConfig, world_size: int) -> None:
     """Refuse a supervised run that cannot work here."""
     _check_model(config)
+    config.engine.check_ranks(world_size)
     _check_data(config.data)
     _refuse_indivisible("sft.batch_size", config.sft.batch_size, world_size, "ranks")
 

@@ -174,7 +174,7 @@ class PlanOptionsConfig:
 
     world_size: Count | None = None
     """Ranks. Default: as many as run this command."""
-    gpu: Literal["a100-40gb", "a100-80gb", "l40s", "h100", "h200", "b200"] | None = None
+    gpu: Literal["rtx4090", "a100-40gb", "a100-80gb", "l40s", "h100", "h200", "b200"] | None = None
     """Plan for an empty GPU of this kind, by its data sheet. Default: the device that is here."""
 
 

@@ -101,6 +101,18 @@ _OWNED = {
     "scheduler": "set by policy.lr_schedule",
 }
 """DeepSpeed settings that follow from settings of hybrid_grpo."""
+_OTHER_WEIGHTS = "generation would not use the weights that are trained"
+_UNSUPPORTED = {
+    "tensor_parallel": "generation and the loss need whole layers on a rank",
+    "sequence_parallel_size": "the loss needs whole sequences on a rank",
+    "torch_autocast": "generation would compute in another type than training: set policy.dtype",
+    "compile.deepcompile": "it does not run under the hybrid engine",
+    "zero_optimization.zero_quantized_weights": _OTHER_WEIGHTS,
+    "zero_optimization.zero_quantized_nontrainable_weights": _OTHER_WEIGHTS,
+    "zero_optimization.zero_quantized_gradients": "the gradient would not be that of the loss",
+    "zero_optimization.zenflow": "it delays updates, so that rollouts would not come from the newest policy",
+}
+"""DeepSpeed settings that generation and the loss do not honour, and why."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -116,6 +128,12 @@ class EngineConfig:
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """DeepSpeed configuration merged over the one built here, section by section."""
 
+    @property
+    def fetching(self) -> dict[str, Any]:
+        """DeepSpeed's settings of how ZeRO-3 fetches weights. They hold for the reference too."""
+        zero = self.deepspeed.get("zero_optimization", {})
+        return {name: value for name, value in zero.items() if name.startswith("stage3_")}
+
     @model_validator(mode="after")
     def _check(self) -> EngineConfig:
         refuse(
@@ -123,10 +141,37 @@ class EngineConfig:
             "engine.offload_optimizer needs engine.zero_stage 1 or higher: set engine.zero_stage to 1, 2 or 3",
         )
         for owned, origin in _OWNED.items():
-            section, path = self.deepspeed, "engine.deepspeed"
-            *above, last = owned.split(".")
-            for key in above:
-                section, path = section.get(key, {}), f"{path}.{key}"
-                refuse(not isinstance(section, dict), f"{path} {section!r} must be a section of DeepSpeed's settings")
-            refuse(last in section, f"engine.deepspeed.{owned} is {origin}: take it out of engine.deepspeed")
+            refuse(bool(self._given(owned)), f"engine.deepspeed.{owned} is {origin}: take it out of engine.deepspeed")
+        for name, why in _UNSUPPORTED.items():
+            refuse(any(self._given(name)), f"engine.deepspeed.{name} is not supported ({why}): take it out")
+        refuse(
+            "nvme" in self._given("zero_optimization.offload_param.device"),
+            "engine.deepspeed.zero_optimization.offload_param.device nvme is not supported (generation gathers weights"
+            " from memory): set it to cpu",
+        )
+        for name in ("offload_param", "zero_hpz_partition_size"):
+            refuse(
+                bool(self._given(f"zero_optimization.{name}")) and self.zero_stage < 3,
+                f"engine.deepspeed.zero_optimization.{name} concerns sharded weights, which engine.zero_stage"
+                f" {self.zero_stage} does not have: take it out, or set engine.zero_stage to 3",
+            )
         return self
+
+    def check_ranks(self, world_size: int) -> None:
+        """Refuse settings that do not fit the number of ranks."""
+        name = "zero_optimization.zero_hpz_partition_size"
+        for size in self._given(name):
+            refuse(
+                size not in range(1, world_size + 1) or world_size % size != 0,
+                f"engine.deepspeed.{name} {size} does not divide the ranks, of which there are {world_size}: give the"
+                " GPUs of a machine",
+            )
+
+    def _given(self, name: str) -> list[Any]:
+        """The value of a DeepSpeed setting; empty where it is not given."""
+        section, path = self.deepspeed, "engine.deepspeed"
+        *above, last = name.split(".")
+        for key in above:
+            section, path = section.get(key, {}), f"{path}.{key}"
+            refuse(not isinstance(section, dict), f"{path} {section!r} must be a section of DeepSpeed's settings")
+        return [section[last]] if last in section else []

@@ -72,6 +72,9 @@ class RolloutConfig:
     CPU."""
     cache_gb: Positive | None = None
     """GiB of keys and values on one rank. Default: what free memory allows."""
+    keep_cache: Literal["auto", "on", "off"] = "auto"
+    """Whether a GPU keeps the cache, gathered weights and CUDA graphs from rollout to rollout, so that graphs are
+    captured once a run: `auto` where the plan of memory has room for them beside training. A CPU keeps nothing."""
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
@@ -95,5 +98,10 @@ class RolloutConfig:
             self.cache_gb is not None and self.decoder == "transformers",
             f"rollout.cache_gb {self.cache_gb} has no effect on rollout.decoder transformers, whose caches have no"
             " bound: take it out",
+        )
+        refuse(
+            self.keep_cache == "on" and self.decoder == "transformers",
+            "rollout.keep_cache on has no effect on rollout.decoder transformers, which makes its caches anew: take out"
+            " one of them",
         )
         return self

@@ -30,9 +30,10 @@ Message = dict[str, Any]
 RewardStep = tuple[int, float]
 """The reward of one step of a completion: the number of its tokens up to the end of the step, and the reward."""
 
-Numbers = dict[str, tuple[float | Tensor, float]]
+Numbers = dict[str, tuple[float | Tensor, float | Tensor]]
 """What a stage measured, by the name in the catalogue of metrics: the value, and how many items it is the mean of (1
-for sums and extremes). A tensor is read only when the step is told, so that nothing waits for the GPU before."""
+for sums and extremes; a value of 0 items counts for nothing). Tensors are read only when the step is told, so that
+nothing waits for the GPU before."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,8 @@ class MicroBatch:
 
     rows: list[int]
     """[b], index of each row in the rollout."""
+    row_b: Tensor
+    """int64, the same on the device."""
     input_ids_bS: Tensor
     """int64; b is 1 when packed."""
     position_ids_bS: Tensor
@@ -211,6 +214,8 @@ class MicroBatch:
     """int64, the completion tokens, row after row."""
     mask_bT: Tensor
     """bool, True on the real tokens of each completion."""
+    place_N: Tensor
+    """int64, where in the flattened [b, T] each completion token stands: the places where the mask is True."""
     segments: Segments | None
     """Which tokens attend to which when packed; None for padded rows."""
 
@@ -221,7 +226,9 @@ class MicroBatch:
 
     def unflatten(self, values_N: Tensor) -> Tensor:
         """[b, T] with the flat values at the real tokens and 0 elsewhere; gradients flow."""
-        return torch.zeros_like(self.mask_bT, dtype=values_N.dtype).masked_scatter(self.mask_bT, values_N)
+        # By places, since the backward of a mask would wait for the device to count it.
+        zeros = values_N.new_zeros(self.mask_bT.numel())
+        return zeros.index_copy(0, self.place_N, values_N).view_as(self.mask_bT)
 
 
 @dataclass(frozen=True)

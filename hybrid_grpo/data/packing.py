@@ -16,6 +16,7 @@ from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.distributed import all_reduce
 from hybrid_grpo.model.attention import Segments, Selection
+from hybrid_grpo.model.upload import upload
 
 _WORTH_SHARING = 0.1
 """Fraction of the tokens that sharing prompts must save: attention then has to gather keys and needs masks."""
@@ -188,14 +189,17 @@ def _micro_batch(
     segments: Segments | None,
     device: torch.device,
 ) -> MicroBatch:
-    lengths = torch.tensor([len(row.completion) for row in rows])
+    lengths, indices = np.array([len(row.completion) for row in rows]), [row.index for row in rows]
+    mask_bT = np.arange(lengths.max()) < lengths[:, None]
     return MicroBatch(
-        [row.index for row in rows],
-        torch.tensor(tokens, device=device),
-        torch.tensor(positions, device=device),
+        indices,
+        upload(indices, device),
+        upload(tokens, device),
+        upload(positions, device),
         Selection(np.array(source), device),
-        torch.tensor([token for row in rows for token in row.completion], device=device),
-        (torch.arange(int(lengths.max())) < lengths[:, None]).to(device),
+        upload([token for row in rows for token in row.completion], device),
+        upload(mask_bT, device),
+        upload(np.flatnonzero(mask_bT), device),
         segments,
     )
 
@@ -204,6 +208,5 @@ def _fillers(count: int, device: torch.device, *, packed: bool = True) -> list[M
     """Dummy micro-batches of one token, so that every rank runs equally many."""
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     segments = Segments([(0, 1)], [(0, 0)], device) if packed else None
-    return [
-        MicroBatch([], zero, zero, Selection(np.array([0]), device), zero[0], zero == 0, segments) for _ in range(count)
-    ]
+    source, [no_token] = Selection(np.array([0]), device), zero
+    return [MicroBatch([], no_token[:0], zero, zero, source, no_token, zero == 0, no_token, segments)] * count

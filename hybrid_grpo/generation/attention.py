@@ -4,17 +4,28 @@ Both are a `Batch` of `routed_attention` and the `past_key_values` of their forw
 values to `update`, then its queries to `attend`.
 """
 
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from hybrid_grpo.generation.cache import PagedCache
-from hybrid_grpo.model.attention import VARLEN_OPTIONS, Segments, attend, flash_attn
+from hybrid_grpo.model.attention import (
+    VARLEN_OPTIONS,
+    Segments,
+    attend,
+    flash_attn,
+    has_paged_kernel,
+    has_ragged_kernel,
+    ragged_attention,
+)
 from hybrid_grpo.model.kernels import decoding
+from hybrid_grpo.model.upload import upload
 
 
 class Prefill:
@@ -33,10 +44,13 @@ class Prefill:
         self._start = start
         position_N = torch.cat([torch.arange(start, start + n) for n in lengths])
         page_N = [own[i // cache.page] for own, n in zip(pages, lengths, strict=True) for i in range(start, start + n)]
-        self._page_N = torch.tensor(page_N, device=device)
-        self._offset_N = (position_N % cache.page).to(device)
-        self._past = torch.tensor(pages[0][: cache.pages_for(start)], dtype=torch.int64, device=device)
-        self.position_1N = position_N[None].to(device)
+        self._page_N = upload(page_N, device)
+        self._offset_N = upload(position_N % cache.page, device)
+        self._past = upload(np.array(pages[0][: cache.pages_for(start)], dtype=np.int64), device)
+        self.position_1N = upload(position_N[None], device)
+        counts = (sum(lengths), start + sum(lengths))
+        query_begins, key_begins = upload(np.array([[0, n] for n in counts], dtype=np.int32), device)
+        self._begins = query_begins, key_begins
         begins = accumulate(lengths, initial=0)
         self._segments = Segments(list(zip(begins, lengths, strict=False)), [(0, 0)] * len(lengths), device)
 
@@ -56,9 +70,12 @@ class Prefill:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
         """See `routed_attention`."""
-        if self._start:
+        if not self._start:
+            return self._segments.attend(query, key, value, scale, window, softcap)
+        if not has_ragged_kernel(query, softcap):
             return masked_attention(query, key, value, self.position_1N, scale, window, softcap)
-        return self._segments.attend(query, key, value, scale, window, softcap)
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return ragged_attention(q, k, v, self._begins, (len(q), len(k)), scale, window, softcap)[None]
 
 
 class DecodeStep:
@@ -72,10 +89,23 @@ class DecodeStep:
 
     def __init__(self, cache: PagedCache, table: Tensor, position: Tensor, read: int) -> None:
         self._cache, self._table, self._position, self._read = cache, table, position, read
-        page, offset = position // cache.page, position % cache.page
-        # Entries of each sequence, the new one included; page and offset that each new token is written to.
-        self._used = (position + 1).int()
-        self._written = table.gather(1, page[:, None])[:, 0].long(), offset
+
+    @cached_property
+    def _used(self) -> Tensor:
+        """Entries of each sequence, the new one included."""
+        return (self._position + 1).int()
+
+    @cached_property
+    def _written(self) -> tuple[Tensor, Tensor]:
+        """Page and offset that each new token is written to."""
+        page, offset = self._position // self._cache.page, self._position % self._cache.page
+        return self._table.gather(1, page[:, None])[:, 0].long(), offset
+
+    @cached_property
+    def _begins(self) -> tuple[Tensor, Tensor]:
+        """The first query and the first key of each sequence, as if all pages of the table were read."""
+        begins = torch.arange(len(self._table) + 1, dtype=torch.int32, device=self._table.device)
+        return begins, begins * (self._table.shape[1] * self._cache.page)
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Remember the layer; `attend` stores its keys and values."""
@@ -94,11 +124,16 @@ class DecodeStep:
                 query, key, value, keys, values, self._table, self._position, window, scale, softcap
             )
         keys[self._written], values[self._written] = key[:, :, 0], value[:, :, 0]
-        if follows_lengths(keys) and keys.shape == values.shape:
+        return self.attend_to(keys, values, query, scale, window, softcap)
+
+    def attend_to(
+        self, keys: Tensor, values: Tensor, query: Tensor, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        """`attend`, once the new keys and values are in the cache: those of the layer, [pages, page, kv, d]."""
+        if follows_lengths(keys, values, softcap):
             if flash_attn is not None:
                 return self._flash(query, keys, values, scale, window, softcap)
-            if not softcap:
-                return self._varlen(query, keys, values, scale, window)
+            return self._varlen(query, keys, values, scale, window)
         read = (pool[self._table[:, : self._read]].flatten(1, 2).transpose(1, 2) for pool in (keys, values))
         return masked_attention(query, next(read), next(read), self._position[:, None], scale, window, softcap)
 
@@ -118,21 +153,31 @@ class DecodeStep:
 
     def _varlen(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> Tensor:
         n, _, _, d = query.shape
+        width = self._table.shape[1] * self._cache.page
+        # Split over the keys, the kernel leaves rows of a paged cache unwritten (pytorch issue 194167).
+        whole: dict[str, Any] = {"num_splits": 1} if "num_splits" in VARLEN_OPTIONS else {}
         out: Tensor = varlen_attn(  # type: ignore[assignment]
             query.transpose(1, 2).reshape(n, -1, d),
             keys,
             values,
-            torch.arange(n + 1, dtype=torch.int32, device=query.device),
-            None,
+            *self._begins,
             1,
-            self._table.shape[1] * self._cache.page,
+            width,
             scale=scale,
-            window_size=(window - 1, 0) if window else (-1, 0),
+            # A single query at the end needs no causal mask, and without one the kernel computes the query heads of a
+            # key head together.
+            window_size=(window - 1, 0) if window else (-1, -1),
             enable_gqa=True,
             seqused_k=self._used,
             block_table=self._table,
+            **whole,
         )
         return out[:, None]
+
+
+def follows_lengths(keys: Tensor, values: Tensor, softcap: float) -> bool:
+    """Whether a GPU kernel reads only the real entries of each sequence from a layer's cache."""
+    return has_paged_kernel(keys) and keys.shape == values.shape and (flash_attn is not None or not softcap)
 
 
 def decode_step(
@@ -149,12 +194,6 @@ def decode_step(
     )
     logits_nV: Tensor = out.logits[:, -1]
     return logits_nV
-
-
-def follows_lengths(keys: Tensor) -> bool:
-    """Whether a GPU kernel is there that reads only the real entries of each sequence."""
-    half = keys.is_cuda and keys.dtype in (torch.bfloat16, torch.float16)
-    return half and (flash_attn is not None or {"block_table", "seqused_k", "enable_gqa"} <= VARLEN_OPTIONS)
 
 
 def masked_attention(

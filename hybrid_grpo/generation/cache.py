@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.model.upload import upload
 
 _GPU_SHARE = 0.9
 """Fraction of the free GPU memory that the cache may take; the rest is for activations of prefills and logits."""
@@ -84,9 +85,18 @@ class PagedCache:
         self.geometry, self.pages, self.page, self.device = geometry, pages, page, device
         self.keys = [_zeros((pages, page, *key), geometry.dtype, device) for key, _ in geometry.shapes]
         self.values = [_zeros((pages, page, *value), geometry.dtype, device) for _, value in geometry.shapes]
+        self._free_all()
+
+    def clear(self) -> None:
+        """Free all pages and set their entries to zero, as in a new cache; see `_zeros`."""
+        for pool in self.keys + self.values:
+            pool.zero_()
+        self._free_all()
+
+    def _free_all(self) -> None:
         # The lowest numbers are taken first, so that host memory that is never needed stays untouched.
-        self._free = list(range(pages - 1, 0, -1))
-        self._owners = [0] * pages
+        self._free = list(range(self.pages - 1, 0, -1))
+        self._owners = [0] * self.pages
         self.peak = 0
         """Most pages in use at one time."""
 
@@ -125,7 +135,7 @@ class PagedCache:
     def copy(self, source: list[int], target: list[int]) -> None:
         """Copy whole pages."""
         if source:
-            from_, to = (torch.tensor(pages, device=self.device) for pages in (source, target))
+            from_, to = upload([source, target], self.device)
             for pool in self.keys + self.values:
                 pool.index_copy_(0, to, pool.index_select(0, from_))
 
@@ -147,6 +157,31 @@ def budget_bytes(cache_gb: float | None, device: torch.device) -> int:
         return int(cache_gb * 2**30)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(_GPU_SHARE * (free + held))
+        # Blocks that torch holds and no tensor uses are free too, but not those of CUDA graphs, which have pools of
+        # their own: the common pool is (0, 0).
+        segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index]
+        common = [s for s in segments if tuple(s["segment_pool_id"]) == (0, 0)]
+        return int(_GPU_SHARE * (free + sum(s["total_size"] - s["allocated_size"] for s in common)))
     return int(_HOST_SHARE * psutil.virtual_memory().available)
+
+
+def cache_for(
+    geometry: Geometry, page: int, cache_gb: float | None, device: torch.device, longest: list[int], slots: int
+) -> PagedCache:
+    """Pages for `slots` sequences and their prompts at the longest, or as many as memory allows.
+
+    `longest` are the most tokens of each sequence, prompt included, in falling order. Raises UserError where a single
+    sequence does not fit.
+    """
+    needs = [-(-tokens // page) + 1 for tokens in longest]
+    bytes_, page_bytes = budget_bytes(cache_gb, device), page * geometry.token_bytes
+    allowed = int(bytes_ / page_bytes)
+    # Two more: page 0, and the shared page in which the prompt ends.
+    least = needs[0] + 2
+    if allowed < least:
+        raise UserError(
+            f"rollout.cache_gb: {bytes_ / 2**30:.3g} GiB hold {allowed * page} tokens of keys and values, but the"
+            f" longest prompt and completion need {least * page_bytes / 2**30:.3g} GiB: give more, or lower"
+            " rollout.max_completion_tokens"
+        )
+    return PagedCache(geometry, min(allowed, sum(needs[:slots]) + 2), page, device)

@@ -1,7 +1,7 @@
 """The device side of decoding: one slot of state for every sequence, and the step that advances all of them."""
 
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -9,9 +9,10 @@ from torch import Tensor
 from hybrid_grpo.generation.attention import decode_step, follows_lengths
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.fused import fused
-from hybrid_grpo.generation.graphs import Capture, Graphs, on_cuda, size_for
+from hybrid_grpo.generation.graphs import Capture, Graphs, size_for, sizes_up_to
 from hybrid_grpo.generation.sampler import Sampler, Sampling
 from hybrid_grpo.generation.scheduler import Sequence
+from hybrid_grpo.model.upload import upload
 
 _TOKEN, _POSITION, _COUNT, _KEY = range(4)
 
@@ -19,7 +20,8 @@ _TOKEN, _POSITION, _COUNT, _KEY = range(4)
 class Decoder:
     """`slots` slots of sequences on the device, of at most `width` pages each; slots 0 to n - 1 are active.
 
-    `capture` captures steps as CUDA graphs; without it steps run without graphs.
+    `capture` captures the forwards of steps as CUDA graphs; without it they run without graphs. What chooses tokens is
+    not captured: it is a few kernels, and so the graphs serve any `sampling`.
     """
 
     lag = 0
@@ -28,83 +30,92 @@ class Decoder:
     def __init__(
         self, model: Any, cache: PagedCache, sampling: Sampling, slots: int, width: int, capture: Capture | None = None
     ) -> None:
-        self.attach(model, cache)
-        self._device = cache.device
-        self._sampler = Sampler(sampling, self._device)
+        self.cache, self._model, self._device = cache, model, cache.device
+        self._fused = fused(model, cache)
         self._state_4n = torch.zeros(4, slots, dtype=torch.int64, device=self._device)
         self._table_nw = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
+        self._graphs = None if capture is None else Graphs(capture)
+        if capture is not None:
+            self.lag = 2
+        self.begin(sampling)
+
+    def begin(self, sampling: Sampling) -> None:
+        """Choose tokens as `sampling` says from now on; all slots must be free."""
+        self._captured_before = len(self._graphs or ())
+        self._sampler = Sampler(sampling, self._device)
         self._seen_nV: Tensor | None = None
         if self._sampler.needs_seen:
-            vocabulary = model.get_output_embeddings().weight.shape[0]
+            slots, vocabulary = self._state_4n.shape[1], self._model.get_output_embeddings().weight.shape[0]
             self._seen_nV = torch.zeros(slots, vocabulary, dtype=torch.bool, device=self._device)
-        self._graphs = None if capture is None else Graphs(capture)
 
-    def attach(self, model: Any, cache: PagedCache) -> None:
-        """Set the model and the cache to decode with."""
-        self._model: Any = model
-        self._cache: Any = cache
-        self._fused = fused(model, cache)
+    @property
+    def slots(self) -> int:
+        """Most sequences that are decoded at the same time."""
+        return self._state_4n.shape[1]
 
-    def detach(self) -> None:
-        """Drop model and cache: a decoder that is kept for its graphs must not keep them alive."""
-        self._model = self._cache = self._fused = None
+    @property
+    def captures(self) -> int:
+        """Forwards captured since `begin`."""
+        return len(self._graphs or ()) - self._captured_before
+
+    def capture_all(self) -> None:
+        """Capture the forward of every number of rows, so that nothing is left to be captured later.
+
+        The largest comes first: the others then find their memory in the pool. All slots must be free, since a forward
+        runs once before its capture: its rows are padding, which writes to page 0.
+        """
+        slots, width = self._table_nw.shape
+        reads = sorted({self._read_for(pages) for pages in range(1, width + 1)}, reverse=True)
+        for size in sizes_up_to(slots):
+            for read in reads:
+                if self._graphs is not None and self._graphs.usable:
+                    self._graphs.run((size, read), partial(self._forward, size, read))
 
     def insert(self, first: int, sequences: list[Sequence]) -> None:
         """Put sequences into slots, starting at `first`."""
+        width, slots = self._table_nw.shape[1], slice(first, first + len(sequences))
         state = [
-            [s.tokens[-1] for s in sequences],
-            [s.position for s in sequences],
-            [len(s.logp) for s in sequences],
-            [s.key for s in sequences],
+            [s.tokens[-1], s.position, len(s.logp), s.key, *s.pages, *[0] * (width - len(s.pages))] for s in sequences
         ]
-        slots = slice(first, first + len(sequences))
-        self._state_4n[:, slots] = torch.tensor(state, dtype=torch.int64).to(self._device)
-        width = self._table_nw.shape[1]
-        rows = [s.pages + [0] * (width - len(s.pages)) for s in sequences]
-        self._table_nw[slots] = torch.tensor(rows, dtype=torch.int32).to(self._device)
+        state_k4, table_kw = upload(state, self._device).split([4, width], dim=1)
+        self._state_4n[:, slots] = state_k4.T
+        self._table_nw[slots] = table_kw.int()
         if self._seen_nV is not None:
             for slot, sequence in enumerate(sequences, first):
                 self._seen_nV[slot] = False
-                self._seen_nV[slot, torch.tensor(sequence.tokens, device=self._device)] = True
+                self._seen_nV[slot, upload(sequence.tokens, self._device)] = True
 
     def move(self, source: list[int], target: list[int]) -> None:
         """Copy the state of slots `source` to slots `target`."""
         if not source:
             return
-        self._state_4n[:, target] = self._state_4n[:, source]
-        self._table_nw[target] = self._table_nw[source]
+        source_k, target_k = upload([source, target], self._device)
+        self._state_4n[:, target_k] = self._state_4n[:, source_k]
+        self._table_nw[target_k] = self._table_nw[source_k]
         if self._seen_nV is not None:
-            self._seen_nV[target] = self._seen_nV[source]
+            self._seen_nV[target_k] = self._seen_nV[source_k]
 
     def step(self, active: list[Sequence]) -> Any:
         """Feed each active sequence its last token and sample the next; `read` turns the result into tokens."""
-        page = self._cache.page
-        grown = [slot for slot, s in enumerate(active) if s.position % page == 0]
+        page = self.cache.page
+        grown = [(slot, s.position // page) for slot, s in enumerate(active) if s.position % page == 0]
         if grown:
-            columns = [active[slot].position // page for slot in grown]
-            pages = [active[slot].pages[column] for slot, column in zip(grown, columns, strict=True)]
-            self._table_nw[grown, columns] = torch.tensor(pages, dtype=torch.int32).to(self._device)
-        n, read = len(active), self._cache.pages_for(max(s.position for s in active) + 1)
+            new = [[slot, column, active[slot].pages[column]] for slot, column in grown]
+            slot_g, column_g, page_g = upload(new, self._device).unbind(1)
+            self._table_nw[slot_g, column_g] = page_g.int()
+        chosen = self._advance(len(active), self.cache.pages_for(max(s.position for s in active) + 1))
         if self._graphs is None:
-            return self._advance(n, read), None
-        slots, width = self._table_nw.shape
-        size = size_for(n, slots)
-        # Rows that pad the graph's size write to page 0.
-        self._state_4n[:, n:size] = 0
-        self._table_nw[n:size] = 0
-        read = width if follows_lengths(self._cache.keys[0]) else min(1 << (read - 1).bit_length(), width)
+            return chosen, None
         # One tensor, so one copy to the host: float64 holds both without loss.
-        packed = self._graphs.run((size, read), lambda: torch.stack([t.double() for t in self._advance(size, read)]))
-        return _to_host(packed[:, :n])
+        return _to_host(torch.stack([row_n.double() for row_n in chosen]))
 
     def _advance(self, n: int, read: int) -> tuple[Tensor, Tensor]:
-        """Advance slots 0 to n - 1 by a token: tokens int64 [n], and their log-probabilities [n]."""
+        """Advance slots 0 to n - 1 by a token: tokens int64 [n], and their log-probabilities [n].
+
+        No sequence has more than `read` pages.
+        """
+        logits_nV = self._forward(n, read) if self._graphs is None else self._replayed(self._graphs, n, read)
         state_4n = self._state_4n[:, :n]
-        token_n, position_n, table_nw = state_4n[_TOKEN], state_4n[_POSITION], self._table_nw[:n]
-        if self._fused is not None:
-            logits_nV = self._fused(token_n, table_nw, position_n, read)
-        else:
-            logits_nV = decode_step(self._model, self._cache, token_n, table_nw, position_n.clone(), read)
         seen_nV = None if self._seen_nV is None else self._seen_nV[:n]
         token_n, logp_n = self._sampler(logits_nV, state_4n[_KEY], state_4n[_COUNT], seen_nV)
         if seen_nV is not None:
@@ -112,6 +123,30 @@ class Decoder:
         state_4n[_TOKEN] = token_n
         state_4n[_POSITION : _COUNT + 1] += 1
         return token_n, logp_n
+
+    def _forward(self, n: int, read: int) -> Tensor:
+        """logits_nV of slots 0 to n - 1. Changes no state but the cache, at each slot's position."""
+        token_n, position_n, table_nw = self._state_4n[_TOKEN, :n], self._state_4n[_POSITION, :n], self._table_nw[:n]
+        if self._fused is not None:
+            return self._fused(token_n, table_nw, position_n, read)
+        return decode_step(self._model, self.cache, token_n, table_nw, position_n, read)
+
+    def _replayed(self, graphs: Graphs, n: int, read: int) -> Tensor:
+        """As `_forward`, by a graph; in memory that the next call overwrites."""
+        size = size_for(n, self.slots)
+        # Rows that pad the graph's size write to page 0.
+        self._state_4n[:, n:size] = 0
+        self._table_nw[n:size] = 0
+        read = self._read_for(read)
+        return graphs.run((size, read), partial(self._forward, size, read))[:n]
+
+    def _read_for(self, pages: int) -> int:
+        """Pages that a captured forward reads where the longest sequence has `pages`: one of a few numbers."""
+        width, cache = self._table_nw.shape[1], self.cache
+        layers = zip(cache.keys, cache.values, cache.geometry.asked, strict=True)
+        if all(follows_lengths(keys, values, softcap) for keys, values, (_, _, softcap) in layers):
+            return width
+        return min(1 << (pages - 1).bit_length(), width)
 
     @staticmethod
     def read(outcome: Any) -> tuple[list[int], list[float]]:
@@ -132,22 +167,3 @@ def _to_host(packed: Tensor) -> tuple[Tensor, Any]:
     copied = torch.cuda.Event()
     copied.record()
     return host, copied
-
-
-_kept: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Decoder]] = WeakKeyDictionary()
-
-
-def decoder_for(model: Any, cache: PagedCache, sampling: Sampling, slots: int, width: int) -> Decoder:
-    """A decoder. On a GPU the one of the last call, with its graphs, if all memory they use is at the same address."""
-    if cache.device.type != "cuda":
-        return Decoder(model, cache, sampling, slots, width)
-    memory = [*model.parameters(), *cache.keys, *cache.values]
-    identity = (sampling, slots, width, *(tensor.data_ptr() for tensor in memory))
-    kept = _kept.get(model)
-    if kept is not None and kept[0] == identity:
-        kept[1].attach(model, cache)
-        return kept[1]
-    decoder = Decoder(model, cache, sampling, slots, width, capture=on_cuda)
-    decoder.lag = 2
-    _kept[model] = identity, decoder
-    return decoder

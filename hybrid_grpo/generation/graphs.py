@@ -1,13 +1,13 @@
-"""Decode steps as CUDA graphs: one launch for a whole forward, since launching from Python would take longer than the
-GPU computes.
+"""Forwards of decode steps as CUDA graphs: one launch for a whole forward, since launching from Python would take
+longer than the GPU computes.
 
 A graph replays with the addresses and the number of rows it was captured with. So rows are rounded up to a few sizes,
 and what a graph reads and writes must stay at the same address.
 """
 
-import functools
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,28 +27,41 @@ def size_for(rows: int, most: int) -> int:
     return min(size, most)
 
 
-def on_cuda(step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-    """Capture a step on the current device."""
-    graph = torch.cuda.CUDAGraph()
-    # "thread_local", because threads of reward models may allocate memory meanwhile.
-    with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
-        result = step()
+def sizes_up_to(most: int) -> list[int]:
+    """All sizes that `size_for` returns for up to `most` rows, the largest first."""
+    return sorted({size_for(rows, most) for rows in range(1, most + 1)}, reverse=True)
+
+
+def capture_on(device: torch.device) -> Capture | None:
+    """What captures steps on a device, all into one new pool of memory; None where steps run as they are."""
+    # A pool whose graphs are gone cannot always be opened again (vLLM issue 53682), so each decoder has its own.
+    return partial(on_cuda, pool=torch.cuda.graph_pool_handle()) if device.type == "cuda" else None
+
+
+def on_cuda(step: Callable[[], Tensor], pool: Any = None) -> tuple[Replay, Tensor]:
+    """Capture a step on the current device; graphs of one `pool` share their memory, since they run one at a time."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        # "thread_local", because threads of reward models may allocate memory meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = step()
+    finally:
+        # Where a capture cannot begin or end, torch leaves its own stream current, and all later work would run there.
+        torch.cuda.set_stream(stream)
     return graph.replay, result
 
 
-@functools.cache
-def _pool() -> Any:
-    """Memory that all graphs share, since they run one at a time."""
-    return torch.cuda.graph_pool_handle()
-
-
 class Graphs:
-    """The captured steps of one decoder."""
+    """The captured steps of one decoder, by the numbers that a step depends on: its key."""
 
-    def __init__(self, capture: Capture = on_cuda) -> None:
+    def __init__(self, capture: Capture) -> None:
         self._capture = capture
         self._captured: dict[tuple[int, int], tuple[Replay, Tensor]] = {}
-        self._usable = True
+        self.usable = True
+        """False once a capture has failed: then steps run as they are."""
+
+    def __len__(self) -> int:
+        return len(self._captured)
 
     def run(self, key: tuple[int, int], step: Callable[[], Tensor]) -> Tensor:
         """The result of `step`, in memory that the next run of the same key overwrites.
@@ -61,10 +74,10 @@ class Graphs:
             return result
         # Run before capturing: libraries set themselves up on first use, which cannot be captured.
         result = step()
-        if self._usable:
+        if self.usable:
             try:
                 self._captured[key] = self._capture(step)
             except RuntimeError as error:
-                self._usable = False
+                self.usable = False
                 warnings.warn(f"decoding runs without CUDA graphs, slower: {str(error).splitlines()[0]}", stacklevel=2)
         return result

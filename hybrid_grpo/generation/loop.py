@@ -13,14 +13,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation.attention import Prefill
-from hybrid_grpo.generation.cache import Geometry, PagedCache, budget_bytes
-from hybrid_grpo.generation.decoder import Decoder, decoder_for
+from hybrid_grpo.generation.cache import Geometry, cache_for
+from hybrid_grpo.generation.decoder import Decoder
+from hybrid_grpo.generation.graphs import capture_on
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.generation.scheduler import Group, OnFinish, Scheduler, Sequence
+from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import adopt
+from hybrid_grpo.model.upload import upload
 
 PAGE = {"cpu": 32, "cuda": 256}
 """Entries of a cache page; flash-attn supports multiples of 256 only."""
@@ -56,6 +58,8 @@ class Stats:
     """Sequences put back because pages had run out."""
     peak_cache_bytes: int = 0
     """Keys and values in use at the fullest moment."""
+    captures: int = 0
+    """Forwards captured as CUDA graphs."""
 
 
 _geometries: WeakKeyDictionary[Any, Geometry] = WeakKeyDictionary()
@@ -87,16 +91,14 @@ class _Loop:
 
     def run(self) -> Stats:
         schedule, cache = self.schedule, self.schedule.cache
-        try:
-            while schedule.busy:
-                self._admit()
-                self._step()
-                while len(self.in_flight) > self.decoder.lag or (self.in_flight and not schedule.active):
-                    self._collect()
-        finally:
-            self.decoder.detach()
+        while schedule.busy:
+            self._admit()
+            self._step()
+            while len(self.in_flight) > self.decoder.lag or (self.in_flight and not schedule.active):
+                self._collect()
         assert cache.free == cache.pages - 1, "every page comes back"
         self.stats.preempted = schedule.preempted
+        self.stats.captures = self.decoder.captures
         self.stats.peak_cache_bytes = cache.peak * cache.page * cache.geometry.token_bytes
         return self.stats
 
@@ -118,7 +120,7 @@ class _Loop:
         longest = max((len(group.tokens) - 1 for group in groups), default=0)
         for start in range(0, longest, self.prefill_tokens):
             parts = [group.tokens[:-1][start : start + self.prefill_tokens] for group in groups]
-            ids = torch.tensor([[token for part in parts for token in part]], device=cache.device)
+            ids = upload([[token for part in parts for token in part]], cache.device)
             batch = Prefill(cache, [group.pages for group in groups], start, list(map(len, parts)))
             self.model.base_model(
                 input_ids=ids, position_ids=batch.position_1N, past_key_values=batch, use_cache=True, batch=batch
@@ -169,28 +171,6 @@ def sequences_of(requests: Iterable[Request], sampling: Sampling) -> list[list[S
     return groups
 
 
-def _cache(
-    geometry: Geometry, longest: list[int], slots: int, cache_gb: float | None, device: torch.device
-) -> PagedCache:
-    """Pages for `slots` sequences and their prompts at the longest, or as many as memory allows.
-
-    `longest` are the most tokens of each sequence, prompt included, in falling order.
-    """
-    page = PAGE[device.type]
-    needs = [-(-tokens // page) + 1 for tokens in longest]
-    bytes_, page_bytes = budget_bytes(cache_gb, device), page * geometry.token_bytes
-    allowed = int(bytes_ / page_bytes)
-    # Two more: page 0, and the shared page in which the prompt ends.
-    least = needs[0] + 2
-    if allowed < least:
-        raise UserError(
-            f"rollout.cache_gb: {bytes_ / 2**30:.3g} GiB hold {allowed * page} tokens of keys and values, but the"
-            f" longest prompt and completion need {least * page_bytes / 2**30:.3g} GiB: give more, or lower"
-            " rollout.max_completion_tokens"
-        )
-    return PagedCache(geometry, min(allowed, sum(needs[:slots]) + 2), page, device)
-
-
 @torch.inference_mode()
 def generate(
     model: Any,
@@ -200,6 +180,7 @@ def generate(
     max_slots: int = 256,
     prefill_tokens: int | None = None,
     cache_gb: float | None = None,
+    workspace: Workspace | None = None,
     on_finish: OnFinish | None = None,
     decode: Callable[[list[int]], str] | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
@@ -214,6 +195,8 @@ def generate(
         prefill_tokens: prompt tokens of one prefill forward; a longer prompt takes several. Default: `PREFILL_TOKENS`.
         cache_gb: GiB of keys and values. Default: a fraction of the free memory. When too small for `max_slots`
             sequences, fewer are decoded at a time, or some are put back and decoded again later.
+        workspace: keeps the memory for further calls with the same model; `cache_gb` is that of the first call.
+            Default: all memory is given back.
         on_finish: called as soon as a completion is finished.
         decode: tokens to text; without it texts are empty. Required for `Sampling.stop_strings`.
     """
@@ -222,12 +205,17 @@ def generate(
     sequences = sequences_of(requests, sampling)
     longest = sorted((len(s.tokens) + s.limit for group in sequences for s in group), reverse=True)
     slots, device = min(max_slots, len(longest)), next(model.parameters()).device
-    cache = _cache(_prepared(model), longest, slots, cache_gb, device)
+    new_cache, capture = partial(cache_for, _prepared(model), PAGE[device.type], cache_gb, device), capture_on(device)
+    if workspace is not None and capture is not None:
+        decoder = workspace.decoder(model, sampling, longest[0], new_cache, capture)
+    else:
+        cache = new_cache(longest, slots)
+        decoder = Decoder(model, cache, sampling, slots, cache.pages_for(longest[0]), capture)
     groups = [Group(list(group[0].tokens), deque(group)) for group in sequences]
     loop = _Loop(
         model,
-        Scheduler(cache, groups, slots),
-        decoder_for(model, cache, sampling, slots, cache.pages_for(longest[0])),
+        Scheduler(decoder.cache, groups, min(slots, decoder.slots)),
+        decoder,
         prefill_tokens or PREFILL_TOKENS[device.type],
         partial(Sequence.add, sampling=sampling, decode=decode, on_finish=on_finish),
     )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from hybrid_grpo import generation
 from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.data.batch import Completion, Prompt
-from hybrid_grpo.generation import OnFinish, Request, Sampling, Stats, fallback, stream_key
+from hybrid_grpo.generation import OnFinish, Request, Sampling, Stats, Workspace, fallback, stream_key
 from hybrid_grpo.model.attention import ATTENTION
 
 
@@ -61,6 +61,7 @@ def complete(
     sampling: Sampling,
     config: RolloutConfig,
     on_finish: OnFinish | None = None,
+    workspace: Workspace | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request with the decoder that `config` names; see `generation.generate`.
 
@@ -68,7 +69,12 @@ def complete(
     """
     decoder: Callable[..., Any] = fallback.generate
     if config.decoder == "paged":
-        decoder = partial(generation.generate, prefill_tokens=config.prefill_tokens, cache_gb=config.cache_gb)
+        decoder = partial(
+            generation.generate,
+            prefill_tokens=config.prefill_tokens,
+            cache_gb=config.cache_gb,
+            workspace=workspace,
+        )
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     groups, stats = decoder(model, requests, sampling, max_slots=config.max_slots, on_finish=on_finish, decode=decode)
     return groups, stats

@@ -1,10 +1,11 @@
-"""From logits to tokens: penalties, temperature, filters, a random stream for every completion, and stop strings.
+"""From logits to tokens as the settings say: penalties, filters, a random stream for every completion, stop strings.
 
 A completion's randomness is a pure function of its stream key and of the number of its tokens. Keys are made from
 (run seed, step, prompt, sample), so a rollout is the same for any number of ranks or slots and any order of prompts.
 """
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybrid_grpo.generation.drawing import ONE, UNIT, Filters, sample
 from hybrid_grpo.model.kernels import decoding
 from hybrid_grpo.model.kernels.build import usable
 
@@ -54,24 +56,6 @@ def stream_key(*parts: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def uniform(key_n: Tensor, counter_n: Tensor) -> Tensor:
-    """Draw number `counter_n` of each stream: float32 [n], uniform on the multiples of 2^-23 in [0, 1).
-
-    SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), started at the key, in
-    wrapping int64 arithmetic. With 23 bits, the product with a float32 total stays below that total.
-    """
-    x = key_n + (counter_n + 1) * -7046029254386353131
-    x = (x ^ _shift(x, 30)) * -4658895280553007687
-    x = (x ^ _shift(x, 27)) * -7723592293110705685
-    x = x ^ _shift(x, 31)
-    return _shift(x, 41).to(torch.float32) * 2.0**-23
-
-
 class Sampler:
     """Chooses tokens as `sampling` says; `device` is where the logits are."""
 
@@ -84,6 +68,7 @@ class Sampler:
         """Whether `__call__` needs `seen_nV`."""
         self._delays_stops = bool(sampling.min_tokens and sampling.stop_ids)
         self._changes_logits = bool(self.needs_seen or sampling.logit_bias or self._delays_stops)
+        self._filters = _filters_of(sampling)
         filters = sampling.top_k or sampling.top_p < 1 or sampling.min_p
         self._is_plain = not (self._changes_logits or filters)
         """Whether tokens are drawn from the softmax at the temperature as it is."""
@@ -91,9 +76,7 @@ class Sampler:
     def __call__(
         self, logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, seen_nV: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Choose one token of each row by inverting the cumulative distribution at the stream's next draw.
-
-        This never waits for the device, and no shape depends on a value, so it can be part of a CUDA graph.
+        """Choose one token of each row; see `drawing.sample`. It can be part of a CUDA graph.
 
         Args:
             logits_nV: any float type.
@@ -106,23 +89,15 @@ class Sampler:
         sampling = self.sampling
         if self._is_plain and usable(logits_nV):
             return decoding.sample(logits_nV.contiguous(), key_n, counter_n, sampling.temperature)
-        greedy = sampling.temperature == GREEDY
-        plain_nV = logits_nV.float() if greedy else logits_nV.float() / sampling.temperature
-        plain_nV = plain_nV.log_softmax(-1)
-        logp_nV = plain_nV
-        if self._changes_logits:
-            logits_nV = self._changed(logits_nV.float(), counter_n, seen_nV)
-            logp_nV = (logits_nV if greedy else logits_nV / sampling.temperature).log_softmax(-1)
-        if greedy:
-            token_n = logp_nV.argmax(-1)
-            kept_n: Tensor | float = 1.0
-        else:
-            token_n, kept_n = self._drawn(logp_nV.exp(), uniform(key_n, counter_n))
+        drawn_nV = self._changed(logits_nV.float(), counter_n, seen_nV) if self._changes_logits else logits_nV
+        token_n, logp_n, kept_logp_n = sample(drawn_nV, key_n, counter_n, self._filters)
         if sampling.logprobs == "sampling":
             # Greedy choice draws from no distribution: the softmax after penalties stands in for one.
-            logp_n = logp_nV.gather(1, token_n[:, None])[:, 0]
-            return token_n, logp_n if greedy else logp_n - torch.as_tensor(kept_n).log()
-        return token_n, plain_nV.gather(1, token_n[:, None])[:, 0]
+            return token_n, logp_n if sampling.temperature == GREEDY else kept_logp_n
+        if self._changes_logits:
+            plain_nV = logits_nV.float() * self._filters.inverse_temperature
+            logp_n = plain_nV.gather(1, token_n[:, None])[:, 0] - plain_nV.logsumexp(-1)
+        return token_n, logp_n
 
     def _changed(self, logits_nV: Tensor, counter_n: Tensor, seen_nV: Tensor | None) -> Tensor:
         penalty = self.sampling.repetition_penalty
@@ -138,27 +113,12 @@ class Sampler:
             logits_nV = logits_nV.index_add(1, self._biased, self._bias.expand(len(logits_nV), -1))
         return logits_nV
 
-    def _drawn(self, p_nV: Tensor, uniform_n: Tensor) -> tuple[Tensor, Tensor]:
-        """A token of each row, and the total probability of the tokens that the filters kept."""
-        sampling, order_nV = self.sampling, None
-        if sampling.top_k or sampling.top_p < 1:
-            p_nV, order_nV = p_nV.sort(stable=True, dim=-1, descending=True)
-            if sampling.top_k:
-                p_nV[:, sampling.top_k :] = 0.0
-            # A token is kept while the tokens before it have less than top_p of the total; the first always is.
-            before_nV = p_nV.cumsum(-1) - p_nV
-            p_nV = p_nV.where(before_nV < sampling.top_p * p_nV.sum(-1, keepdim=True), 0.0)
-        if sampling.min_p:
-            p_nV = p_nV.where(p_nV >= sampling.min_p * p_nV.amax(-1, keepdim=True), 0.0)
-        cumulative_nV = p_nV.cumsum(-1)
-        kept_n = cumulative_nV[:, -1]
-        # A parallel cumulative sum need not be monotone to the last bit: a token of probability 0 may be above the
-        # threshold, so it is excluded; very rarely no token is above it, and the most probable one is taken.
-        above_nV = (cumulative_nV > (uniform_n * kept_n)[:, None]) & (p_nV > 0)
-        token_n = above_nV.int().argmax(-1).where(above_nV.any(-1), p_nV.argmax(-1))
-        if order_nV is not None:
-            token_n = order_nV.gather(1, token_n[:, None])[:, 0]
-        return token_n, kept_n
+
+def _filters_of(sampling: Sampling) -> Filters:
+    if sampling.temperature == GREEDY:
+        return Filters(least_weight=UNIT, greedy=True)
+    top_p = max(1, round(sampling.top_p * ONE))
+    return Filters(1 / sampling.temperature, sampling.top_k, top_p, math.ceil(sampling.min_p * UNIT))
 
 
 def text_ends(token_ids: list[int], sampling: Sampling, decode: Callable[[list[int]], str] | None) -> bool:

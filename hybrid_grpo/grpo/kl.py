@@ -29,7 +29,8 @@ class KlController:
         """Take note of the KL of a micro-batch, `policy/kl` of its numbers: a mean over its tokens."""
         if self._grpo.kl_target is not None and "policy/kl" in numbers:
             kl, tokens = numbers["policy/kl"]
-            self._seen += torch.tensor([float(kl) * tokens, tokens], dtype=torch.float64)
+            self._seen[0] += kl * tokens
+            self._seen[1] += tokens
 
     def update(self) -> None:
         """The coefficient of the next step, from the KL per token of this one over all ranks. Collective."""

@@ -37,15 +37,13 @@ class LossStats:
     """A maximum, not a sum."""
 
     def numbers(self) -> Numbers:
-        """The statistics as they are logged, the KL included; none where there are no tokens."""
-        tokens = int(self.tokens)
-        if not tokens:
-            return {}
+        """The statistics as they are logged, the KL included; they count for nothing where there are no tokens."""
+        divisor = self.tokens.clamp(min=1)
         return {
-            "policy/clip_frac_low": (self.clipped_low / tokens, tokens),
-            "policy/clip_frac_high": (self.clipped_high / tokens, tokens),
-            "policy/ratio_max": (self.ratio_max, 1),
-            "policy/kl": (self.kl / tokens, tokens),
+            "policy/clip_frac_low": (self.clipped_low / divisor, self.tokens),
+            "policy/clip_frac_high": (self.clipped_high / divisor, self.tokens),
+            "policy/ratio_max": (self.ratio_max, self.tokens.clamp(max=1)),
+            "policy/kl": (self.kl / divisor, self.tokens),
         }
 
 
@@ -62,14 +60,11 @@ class CorrectionStats:
     """Share of tokens whose weight was truncated, or whose completion is dropped."""
 
     def numbers(self) -> Numbers:
-        """The statistics as they are logged; none where there are no tokens."""
-        tokens = int(self.tokens)
-        if not tokens:
-            return {}
+        """The statistics as they are logged; they count for nothing where there are no tokens."""
         return {
-            "parity/ratio_mean": (self.mean, tokens),
-            "parity/ratio_max": (self.max, 1),
-            "parity/corrected_frac": (self.fraction, tokens),
+            "parity/ratio_mean": (self.mean, self.tokens),
+            "parity/ratio_max": (self.max, self.tokens.clamp(max=1)),
+            "parity/corrected_frac": (self.fraction, self.tokens),
         }
 
 
@@ -136,8 +131,8 @@ def micro_batch_loss(
     numbers |= stats.numbers()
     if batch.ref_logp_bT is None:
         numbers.pop("policy/kl", None)
-    if tokens := int(stats.tokens):
-        numbers["policy/entropy"] = (entropy_bT.detach()[real_bT].mean(), tokens)
+    entropy = _real(entropy_bT.detach(), real_bT).sum() / stats.tokens.clamp(min=1)
+    numbers["policy/entropy"] = entropy, stats.tokens
     return loss, numbers
 
 

@@ -1,6 +1,6 @@
 """The optimizer steps on a rollout: which rows each one takes, in which micro-batches, and with which weights."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +10,7 @@ from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import MicroBatch, Rollout, TrainBatch
 from hybrid_grpo.distributed import all_reduce
 from hybrid_grpo.grpo.loss import token_weights
+from hybrid_grpo.model.upload import upload
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,11 @@ class Signals:
     ref_logp_BT: Tensor | None
     """None without a reference."""
     advantages_BT: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the policy."""
+        return self.advantages_BT.device
 
 
 def optimizer_steps(
@@ -43,15 +49,17 @@ def optimizer_steps(
         starts_on_policy: the ratio of the first optimizer step is 1 by construction: its own log-probabilities stand
             for `old_logp`.
     """
-    counts = [not (grpo.mask_truncated and c.finish == "length") for c in rollout.completions]
-    counts_B = torch.tensor(counts, device=signals.advantages_BT.device)
+    counts, device = [not (grpo.mask_truncated and c.finish == "length") for c in rollout.completions], signals.device
+    counts_B = upload(counts, device)
     share = len(counts) // grpo.num_minibatches
     minibatches = [range(first, first + share) for first in range(0, len(counts), share)]
+    # All uploads and collectives come before the first forward: nothing between two micro-batches waits for the GPU.
     micro_batches = [split(rows) for rows in minibatches]
+    sums = totals(rollout.lengths, counts, minibatches, device)
     for number in range(grpo.num_iterations * grpo.num_minibatches):
-        rows, micros = minibatches[number % grpo.num_minibatches], micro_batches[number % grpo.num_minibatches]
+        minibatch = number % grpo.num_minibatches
         given = replace(signals, old_logp_BT=None) if number == 0 and starts_on_policy else signals
-        yield train_batches(micros, given, counts_B, totals(rollout, counts_B, rows), grpo, max_completion_tokens)
+        yield train_batches(micro_batches[minibatch], given, counts_B, sums[minibatch], grpo, max_completion_tokens)
 
 
 def train_batches(
@@ -76,13 +84,13 @@ def train_batches(
             yield TrainBatch(micro, nothing, None, None, nothing, nothing)
             continue
         weight_bT = token_weights(
-            micro.mask_bT & counts_B[micro.rows, None],
+            micro.mask_bT & counts_B[micro.row_b, None],
             grpo.loss_type,
             total_tokens=totals[0],
             total_rows=totals[1],
             max_completion_tokens=max_completion_tokens,
         )
-        part = (micro.rows, slice(tokens))
+        part = (micro.row_b, slice(tokens))
         yield TrainBatch(
             micro,
             signals.sampler_logp_BT[part],
@@ -93,8 +101,17 @@ def train_batches(
         )
 
 
-def totals(rollout: Rollout, counts_B: Tensor, rows: range) -> tuple[int, int]:
-    """Tokens and rows over all ranks that take part in an optimizer step, of which `rows` are this rank's."""
-    lengths = [rollout.lengths[row] for row in rows if counts_B[row]]
-    tokens, count = all_reduce(torch.tensor([sum(lengths), len(lengths)], device=counts_B.device)).tolist()
-    return tokens, count
+def totals(
+    lengths: Sequence[int], counts: Sequence[bool], minibatches: Sequence[range], device: torch.device
+) -> list[tuple[int, int]]:
+    """Tokens and rows of each minibatch over all ranks that take part in its optimizer step. Collective.
+
+    Args:
+        lengths: tokens of every completion of this rank's.
+        counts: whether it takes part in the loss.
+        minibatches: the rows of each, of this rank's.
+        device: where collectives take place.
+    """
+    taken = [[lengths[row] for row in rows if counts[row]] for rows in minibatches]
+    sums = all_reduce(torch.tensor([(sum(part), len(part)) for part in taken], device=device))
+    return [(tokens, rows) for tokens, rows in sums.tolist()]

@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 
 from hybrid_grpo.model.kernels.attention import SegmentAttention
 from hybrid_grpo.model.kernels.build import usable
+from hybrid_grpo.model.upload import upload
 
 try:
     import flash_attn
@@ -97,6 +98,58 @@ def attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, sc
     return (weights.to(value.dtype).flatten(2, 3) @ value).reshape(n, heads, q, -1)
 
 
+def on_gpu(device: torch.device) -> bool:
+    """Whether the kernels of GPUs run there."""
+    return device.type == "cuda"
+
+
+def _half_on_gpu(x: Tensor) -> bool:
+    return on_gpu(x.device) and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def has_paged_kernel(keys: Tensor) -> bool:
+    """Whether a GPU kernel is there that reads only the real entries of each sequence from the cache."""
+    options = {"block_table", "seqused_k", "enable_gqa"}
+    return _half_on_gpu(keys) and (flash_attn is not None or options <= VARLEN_OPTIONS)
+
+
+def has_ragged_kernel(query: Tensor, softcap: float) -> bool:
+    """Whether a GPU kernel is there for `ragged_attention`."""
+    return _half_on_gpu(query) and (flash_attn is not None or ("enable_gqa" in VARLEN_OPTIONS and not softcap))
+
+
+def ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    begins: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """Causal attention [N, heads, d] of sequences that follow each other, by a GPU kernel.
+
+    The last query of a sequence stands at its last key; a sequence may have more keys than queries.
+
+    Args:
+        query: [N, heads, d]; key, value: [K, key_value_heads, d].
+        begins: int32 [sequences + 1], the first query and the first key of each sequence.
+        longest: the most queries and the most keys of a sequence.
+    """
+    given = (query.contiguous(), key.contiguous(), value.contiguous(), *begins, *longest)
+    out: Tensor
+    if flash_attn is not None:
+        seen = (window - 1, 0) if window else (-1, -1)
+        out = flash_attn.flash_attn_varlen_func(
+            *given, softmax_scale=scale, causal=True, window_size=seen, softcap=softcap
+        )
+    else:
+        seen = (window - 1, 0) if window else (-1, 0)
+        out = varlen_attn(*given, scale=scale, window_size=seen, enable_gqa=True)  # type: ignore[assignment]
+    return out
+
+
 class _Gather(torch.autograd.Function):
     """Rows of x by index, possibly repeated. Backward sums in a fixed order, which index_add on a GPU does not."""
 
@@ -120,13 +173,13 @@ class Selection:
     def __init__(self, index: np.ndarray, device: torch.device) -> None:
         order = np.argsort(index, kind="stable")
         rows, first, counts = np.unique(index[order], return_index=True, return_counts=True)
-        self._index = _tensor(index, device)
+        self._index = upload(index, device)
         # Input rows grouped by how often they are used, each with its output rows.
         self._uses = []
         for count in np.unique(counts):
             chosen = counts == count
             outputs = order[first[chosen, None] + np.arange(count)]
-            self._uses.append((_tensor(rows[chosen], device), _tensor(outputs, device)))
+            self._uses.append((upload(rows[chosen], device), upload(outputs, device)))
 
     def __call__(self, x: Tensor) -> Tensor:
         chosen: Tensor = _Gather.apply(x, self._index, self._uses)
@@ -143,15 +196,20 @@ class Segments:
 
     def __init__(self, own: Sequence[tuple[int, int]], prefix: Sequence[tuple[int, int]], device: torch.device) -> None:
         self._own, self._prefix, self._device = list(own), list(prefix), device
+        if on_gpu(device):
+            # Now, so that no forward begins with uploads.
+            _ = self._lengths
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
         """See `routed_attention`, with n = 1. Takes the fastest way that the device and the types allow."""
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
         if k.shape == v.shape and usable(q, k, v):
             out = SegmentAttention.apply(q, k, v, *self._table, scale, window, softcap)
-        elif half and (flash_attn is not None or ("enable_gqa" in VARLEN_OPTIONS and not softcap)):
-            out = self._ragged(q, k, v, scale, window, softcap)
+        elif has_ragged_kernel(q, softcap):
+            gathered, begins, longest = self._lengths
+            if gathered is not None:
+                k, v = gathered(k), gathered(v)
+            out = ragged_attention(q, k, v, begins, longest, scale, window, softcap)
         else:
             out = self._one_by_one(q, k, v, scale, window, softcap)
         return out[None]
@@ -162,7 +220,7 @@ class Segments:
         rows = [(*own, *prefix) for own, prefix in zip(self._own, self._prefix, strict=True)]
         longest = max(length + before for _, length, _, before in rows)
         before = sum(before for *_, before in rows)
-        return _tensor(np.array(rows, dtype=np.int64), self._device), longest, before
+        return upload(np.array(rows, dtype=np.int64), self._device), longest, before
 
     def _one_by_one(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
@@ -190,7 +248,7 @@ class Segments:
         queries = [length for _, length in self._own]
         keys = [p + length for (_, p), length in zip(self._prefix, queries, strict=True)]
         query_begins, key_begins = (
-            _tensor(np.cumsum([0, *lengths]).astype(np.int32), self._device) for lengths in (queries, keys)
+            upload(np.cumsum([0, *lengths]).astype(np.int32), self._device) for lengths in (queries, keys)
         )
         gathered = None
         if keys != queries:
@@ -199,23 +257,3 @@ class Segments:
             )
             gathered = Selection(index, self._device)
         return gathered, (query_begins, key_begins), (max(queries), max(keys))
-
-    def _ragged(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        gathered, begins, longest = self._lengths
-        if gathered is not None:
-            key, value = gathered(key), gathered(value)
-        given = (query.contiguous(), key.contiguous(), value.contiguous(), *begins, *longest)
-        out: Tensor
-        if flash_attn is not None:
-            seen = (window - 1, 0) if window else (-1, -1)
-            out = flash_attn.flash_attn_varlen_func(
-                *given, softmax_scale=scale, causal=True, window_size=seen, softcap=softcap
-            )
-        else:
-            seen = (window - 1, 0) if window else (-1, 0)
-            out = varlen_attn(*given, scale=scale, window_size=seen, enable_gqa=True)  # type: ignore[assignment]
-        return out
-
-
-def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -8,19 +8,25 @@ vocabulary), in forward and again in backward. `LogprobModel` does this for any 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybrid_grpo.model.attention import Segments, Selection
-from hybrid_grpo.model.softmax import TiledSoftmax, softmax_gradient
+from hybrid_grpo.model.softmax import TiledSoftmax, on_gpu_kernel, softmax_gradient
 
 TILE_BYTES = 64 << 20
-"""Bytes of one tile of float32 logits; a few such temporaries are alive at once."""
+"""Bytes of one tile of logits in float32; a few such temporaries are alive at once."""
 TILE_COLUMNS = 4096
 """Vocabulary columns of a tile: enough that summing over tiles costs little next to the matrix products, and few
 enough that a tile has 4,096 rows, so that the output head is read and its gradient written once."""
+
+GPU_TILE_BYTES = 256 << 20
+GPU_TILE_COLUMNS = 8192
+"""Where the GPU's kernel reads tiles, in the model's type and without temporaries: larger ones, so that the hidden
+states' gradient, which each column of tiles adds to, is read and written less often."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class LogitShape:
     def backward_(self, grad: Tensor, logits: Tensor) -> Tensor:
         """Gradient with respect to x, from the gradient of the logits; both arguments are overwritten."""
         if self.softcap is not None:
-            grad.mul_(logits.div_(self.softcap).square_().neg_().add_(1.0))
+            grad.mul_(logits.float().div_(self.softcap).square_().neg_().add_(1.0))
         return grad.mul_(self.scale) if self.scale != 1.0 else grad
 
 
@@ -80,7 +86,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dlogp_N: Tensor | None, dentropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_ND, target_N, normalizer_N, entropy_N = ctx.saved_tensors
-        dlogp_N = torch.zeros_like(entropy_N) if dlogp_N is None else dlogp_N
+        dlogp_N = torch.zeros_like(entropy_N) if dlogp_N is None else dlogp_N.contiguous()
         weight_VD, bias_V = ctx.weight.detach(), None if ctx.bias is None else ctx.bias.detach()
         shape, temperature, (row_tiles, column_tiles) = ctx.options
         needs_weight = ctx.weight.requires_grad
@@ -90,8 +96,9 @@ class _TokenLogprobs(torch.autograd.Function):
         dbias_V = torch.empty_like(bias_V) if needs_weight and bias_V is not None else None
         for columns in column_tiles:
             weight = weight_VD[columns]
-            dweight = torch.zeros_like(weight, dtype=torch.float32)
-            dbias = torch.zeros(len(weight), device=weight.device)
+            # A column of several tiles sums its parts in float32 too.
+            dweight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and len(row_tiles) > 1 else None
+            dbias = None if dbias_V is None else torch.zeros(len(weight), device=weight.device)
             for rows in row_tiles:
                 x = _logits(hidden_ND[rows], weight_VD, bias_V, columns, shape)
                 dx = softmax_gradient(
@@ -108,14 +115,16 @@ class _TokenLogprobs(torch.autograd.Function):
                 dx = shape.backward_(dx, x).to(weight.dtype)
                 del x
                 _add_product(dhidden_ND[rows], dx, weight)
-                if dweight_VD is not None:
+                if dweight is not None:
                     _add_product(dweight, dx.T, hidden_ND[rows])
-                if dbias_V is not None:
+                elif dweight_VD is not None:
+                    dweight_VD[columns] = dx.T @ hidden_ND
+                if dbias is not None:
                     dbias.add_(dx.sum(0, dtype=torch.float32))
                 del dx
-            if dweight_VD is not None:
+            if dweight_VD is not None and dweight is not None:
                 dweight_VD[columns] = dweight
-            if dbias_V is not None:
+            if dbias_V is not None and dbias is not None:
                 dbias_V[columns] = dbias
         return dhidden_ND.to(hidden_ND.dtype), dweight_VD, dbias_V, None, None, None, None
 
@@ -129,15 +138,18 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _slices(n: int, most: int) -> list[slice]:
-    """Split 0 to n into as few slices of about equal length, at most `most`, as possible."""
+    """Split 0 to n into as few slices of about equal length, at most `most`, as possible. Long ones begin at multiples
+    of 64, which matrix products on a GPU ask for."""
     count = max(1, -(-n // most))
-    return [slice(n * i // count, n * (i + 1) // count) for i in range(count)]
+    unit = 64 if n // count >= 1024 else 1
+    bounds = [n * i // count // unit * unit for i in range(count)] + [n]
+    return [slice(*pair) for pair in pairwise(bounds)]
 
 
 def _logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, columns: slice, shape: LogitShape) -> Tensor:
-    """Some columns of the logits in float32; the matrix product has the model's type, as in its own forward."""
+    """Some columns of the logits, in the model's type as in its own forward."""
     bias = None if bias_V is None else bias_V[columns]
-    return shape(nn.functional.linear(hidden_ND, weight_VD[columns], bias)).float()
+    return shape(nn.functional.linear(hidden_ND, weight_VD[columns], bias))
 
 
 def token_logprobs(
@@ -148,8 +160,8 @@ def token_logprobs(
     *,
     shape: LogitShape | None = None,
     temperature: float = 1.0,
-    tile_bytes: int = TILE_BYTES,
-    tile_columns: int = TILE_COLUMNS,
+    tile_bytes: int | None = None,
+    tile_columns: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution, both float32 [N] in nats and differentiable.
 
@@ -159,10 +171,12 @@ def token_logprobs(
         target_N: int64.
         shape: scale and soft cap of the logits. Default: neither.
         temperature: the softmax is over logits / temperature.
-        tile_bytes, tile_columns: bounds of one tile of float32 logits.
+        tile_bytes, tile_columns: bounds of one tile of logits. Default: `TILE_BYTES` and `TILE_COLUMNS`, or the GPU's.
     """
-    columns = _slices(len(weight_VD), tile_columns)
-    rows = _slices(len(target_N), max(1, tile_bytes // (4 * -(-len(weight_VD) // len(columns)))))
+    kernel = on_gpu_kernel(hidden_ND)
+    columns = _slices(len(weight_VD), tile_columns or (GPU_TILE_COLUMNS if kernel else TILE_COLUMNS))
+    row_bytes = (hidden_ND.element_size() if kernel else 4) * max(s.stop - s.start for s in columns)
+    rows = _slices(len(target_N), max(1, (tile_bytes or (GPU_TILE_BYTES if kernel else TILE_BYTES)) // row_bytes))
     shape = LogitShape() if shape is None else shape
     given = (hidden_ND, weight_VD, bias_V, target_N.long().contiguous(), shape, temperature, (rows, columns))
     logp_N, entropy_N = _TokenLogprobs.apply(*given)

@@ -48,14 +48,13 @@ class Adapter:
         up, down = layer.lora_B[_NAME].weight, layer.lora_A[_NAME].weight
         return cls(layer, layer.base_layer, down, up, layer.scaling[_NAME])
 
-    def merged(self, weight: Tensor, down: Tensor, up: Tensor, *, in_place: bool) -> Tensor:
-        """`weight` plus the adapter, all given whole (not sharded); rounded to the weight's type once."""
+    def merged(self, weight: Tensor, down: Tensor, up: Tensor, out: Tensor) -> Tensor:
+        """`weight` plus the adapter, all given whole (not sharded), in `out`, which may be `weight` itself; rounded to
+        the weight's type once."""
         if self.layer.fan_in_fan_out:
             # GPT-2's layers keep W transposed, and (B A)^T = A^T B^T.
             up, down = down.T, up.T
-        if in_place:
-            return weight.addmm_(up, down, alpha=self.scale)
-        return torch.addmm(weight, up, down, alpha=self.scale)
+        return torch.addmm(weight, up, down, alpha=self.scale, out=out)
 
 
 class Adapters:

@@ -1,13 +1,20 @@
 """Log-softmax, entropy and their gradient over logits that come tile by tile, never all at once.
 
 The running sums are those of the online softmax (Milakov and Gimelshein, arXiv:1805.02867, algorithm 3), plus one for
-the entropy. In float32 on a CPU the kernel kernels/softmax.c reads each tile once; elsewhere torch takes a few passes.
+the entropy. In float32 on a CPU the kernel kernels/softmax.c reads each tile once, on a GPU kernels/gpu/softmax.py;
+elsewhere torch takes a few passes.
 """
 
 import torch
 from torch import Tensor
 
+from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.build import run, usable
+
+
+def on_gpu_kernel(logits: Tensor) -> bool:
+    """Whether tiles like `logits` are read by the GPU's kernel, in their own type and once."""
+    return gpu.usable(logits) and gpu.proven("the log-probability head", _kernel_agrees, logits.device, logits.dtype)
 
 
 class TiledSoftmax:
@@ -30,14 +37,20 @@ class TiledSoftmax:
         self._chosen_N = torch.full_like(self._peak_N, torch.nan, dtype=torch.float32)
         """The target's x, once its tile was added."""
 
+    def sums(self, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Running sums of some rows, in place: peak, total, below and chosen."""
+        return self._peak_N[rows], self._total_N[rows], self._below_N[rows], self._chosen_N[rows]
+
     def add(self, rows: slice, first: int, logits: Tensor) -> None:
-        """Add a tile, whose first column is `first`; `logits`, float32 [rows, columns], are overwritten."""
-        peak, total, below = self._peak_N[rows], self._total_N[rows], self._below_N[rows]
-        chosen, target = self._chosen_N[rows], self._target_N[rows]
-        if logits.is_contiguous() and usable(logits):
-            sums = (peak, total, below, chosen)
-            return run("softmax_add", *sums, logits, target, 1 / self._temperature, first, *logits.shape)
-        x = logits.div_(self._temperature) if self._temperature != 1.0 else logits
+        """Add a tile, whose first column is `first`; `logits` [rows, columns] may be overwritten."""
+        sums, target = self.sums(rows), self._target_N[rows]
+        if on_gpu_kernel(logits):
+            return gpu.softmax.add(sums, logits, target, self._temperature, first)
+        x = logits.float()
+        if x.is_contiguous() and usable(x):
+            return run("softmax_add", *sums, x, target, 1 / self._temperature, first, *x.shape)
+        x = x.div_(self._temperature) if self._temperature != 1.0 else x
+        peak, total, below, chosen = sums
         column, inside = _columns(target, first, x.shape[1])
         chosen.copy_(torch.where(inside, x.gather(1, column[:, None])[:, 0], chosen))
         higher = torch.maximum(peak, x.amax(1).double())
@@ -77,10 +90,17 @@ def softmax_gradient(
     d logp / dx = [target] - p, d H / dx = -p (log p + H), x = logits / temperature.
 
     Args:
-        logits: float32 [N, columns], starting at column `first`; overwritten unless `keep`.
+        logits: [N, columns], of any float type, starting at column `first`; may be overwritten unless `keep`.
         target_N, normalizer_N, entropy_N: over all columns; see `TiledSoftmax`.
         dentropy_N: None: zeros.
     """
+    if on_gpu_kernel(logits):
+        # Rounded as the matrix products that take it; with a soft cap, which multiplies it again, only after that.
+        out = torch.empty_like(logits, dtype=torch.float32) if keep else logits
+        given = (logits, normalizer_N, target_N, entropy_N, dlogp_N.contiguous())
+        gpu.softmax.gradient(out, *given, None if dentropy_N is None else dentropy_N.contiguous(), temperature, first)
+        return out
+    logits = logits.float()
     if logits.is_contiguous() and usable(logits):
         out = torch.empty_like(logits) if keep else logits
         given = (logits, normalizer_N, target_N, entropy_N, dlogp_N.contiguous())
@@ -103,3 +123,25 @@ def _columns(target_N: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
     """Column of each target within the tile (clamped to it), and whether the tile has the target."""
     column = target_N - first
     return column.clamp(0, width - 1), (column >= 0) & (column < width)
+
+
+def _kernel_agrees(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the GPU's kernel adds and differentiates a tile as torch does, to the rounding of `dtype`."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(8, 4096, generator=generator)).to(device, dtype)
+    target_N = torch.arange(8, device=device) * 300 + 1000
+    dlogp_N, dentropy_N = torch.randn(2, 8, generator=generator).to(device)
+    softmax = TiledSoftmax(target_N, 0.8)
+    gpu.softmax.add(softmax.sums(slice(None)), logits, target_N, 0.8, 1000)
+    out = torch.empty_like(logits)
+    given = (softmax.normalizer_N(), target_N, softmax.entropy_N(), dlogp_N, dentropy_N)
+    gpu.softmax.gradient(out, logits, *given, 0.8, 1000)
+    logp = (logits.double() / 0.8).log_softmax(-1)
+    is_target = torch.arange(1000, 5096, device=device) == target_N[:, None]
+    entropy_N1 = -(logp.exp() * logp).sum(-1, keepdim=True)
+    dx = dlogp_N[:, None] * (is_target.double() - logp.exp()) - dentropy_N[:, None] * logp.exp() * (logp + entropy_N1)
+    return (
+        torch.allclose(softmax.logp_N().double(), logp[is_target], atol=1e-4)
+        and torch.allclose(softmax.entropy_N().double(), entropy_N1[:, 0], atol=1e-4)
+        and torch.allclose(out.double() * 0.8, dx, rtol=1e-2, atol=1e-5)
+    )

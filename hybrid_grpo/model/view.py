@@ -3,11 +3,12 @@
 A view is a second module of the same class with its own attention, but without hooks, gradients or storage. While it
 is gathered, its parameters are the unsharded ("whole") weights. Below ZeRO stage 3, and on one rank, they are the
 engine's own memory; otherwise slices of one buffer that the shards are gathered into. Adapters are merged into that
-buffer, or into copies where the memory is the engine's own. The module in training is never touched, so there is
-nothing to restore after generation.
+buffer, or into copies where the memory is the engine's own. A view may keep this memory while nothing is gathered, so
+that weights are at the same addresses every time. The module in training is never touched, so there is nothing to
+restore after generation.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -34,6 +35,7 @@ class View:
         module: on the meta device; of the same class and structure as `source` without adapters.
         device: where whole weights go.
         adapters: the adapters in `source`, by the path of their layer in `module`.
+        keep: keep the memory of gathered and merged weights after `release`, for the next `gather`.
     """
 
     def __init__(
@@ -43,9 +45,11 @@ class View:
         sharded: bool,
         device: torch.device,
         adapters: Mapping[str, Adapter] | None = None,
+        keep: bool = False,
     ) -> None:
-        self.module, self._sharded, self._device = module, sharded, device
+        self.module, self._sharded, self._device, self._keep = module, sharded, device, keep
         self._adapters = adapters or {}
+        self._kept: dict[Any, Tensor] = {}
         # Typed as Any because DeepSpeed adds attributes to parameters under ZeRO-3.
         self._homes: dict[Any, list[tuple[nn.Module, str]]] = {}
         by_name = dict(source.named_parameters(remove_duplicate=False))
@@ -65,23 +69,21 @@ class View:
     def gather(self) -> None:
         """Give every parameter its whole weight. Collective when sharded over ranks."""
         matrices = [p for adapter in self._adapters.values() for p in (adapter.down, adapter.up)]
-        whole = self.whole([*self._homes, *matrices])
+        every = [*self._homes, *matrices]
+        whole = self._whole(every, self._memory)
         for adapter in self._adapters.values():
             weight = adapter.linear.weight
-            whole[weight] = adapter.merged(
-                whole[weight], whole[adapter.down], whole[adapter.up], in_place=self._sharded and world_size() > 1
-            )
+            out = whole[weight]
+            if not self._copies(every):
+                out = self._memory(weight, out.numel(), out.dtype).view(out.shape)
+            whole[weight] = adapter.merged(whole[weight], whole[adapter.down], whole[adapter.up], out)
         for parameter, homes in self._homes.items():
             self._bind(homes, whole[parameter])
 
     @torch.no_grad()
     def whole(self, parameters: Iterable[Any]) -> dict[Any, Tensor]:
         """Whole weights of parameters in training, not to be written to. Collective when sharded over ranks."""
-        if not self._sharded:
-            return {p: p.data for p in parameters}
-        if world_size() == 1:
-            return {p: p.ds_tensor.to(self._device)[: p.ds_numel].view(p.ds_shape).detach() for p in parameters}
-        return self._gather_shards(list(parameters))
+        return self._whole(list(parameters), self._new)
 
     def release(self) -> None:
         """Drop the weights."""
@@ -94,15 +96,39 @@ class View:
         for module, name in homes:
             module._parameters[name] = bound
 
-    def _gather_shards(self, every: list[Any]) -> dict[Any, Tensor]:
-        """All-gather the shards, those of each dtype into one buffer."""
+    def _copies(self, every: list[Any]) -> bool:
+        """Whether whole weights are copies and not the engine's own memory."""
+        # Parameters that are offloaded are on the host.
+        return self._sharded and (world_size() > 1 or any(p.ds_tensor.device != self._device for p in every))
+
+    def _whole(self, every: list[Any], memory: Callable[[Any, int, torch.dtype], Tensor]) -> dict[Any, Tensor]:
+        """Whole weights; those of each dtype in one buffer from `memory` where they are copies."""
+        if not self._sharded:
+            return {p: p.data for p in every}
+        if not self._copies(every):
+            return {p: _unpadded(p, p.ds_tensor.detach()) for p in every}
         whole: dict[Any, Tensor] = {}
         for dtype in sorted({p.ds_tensor.dtype for p in every}, key=str):
             parameters = [p for p in every if p.ds_tensor.dtype == dtype]
             sizes = [world_size() * p.ds_tensor.numel() for p in parameters]
-            flat = torch.empty(sum(sizes), dtype=dtype, device=self._device)
+            flat = memory(dtype, sum(sizes), dtype)
             for p, target in zip(parameters, flat.split(sizes), strict=True):
                 torch.distributed.all_gather_into_tensor(target, p.ds_tensor.to(self._device).view(-1))
-                # The last ranks' shards may end in padding.
-                whole[p] = target[: p.ds_numel].view(p.ds_shape)
+                whole[p] = _unpadded(p, target)
         return whole
+
+    def _new(self, _: Any, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=self._device)
+
+    def _memory(self, what: Any, size: int, dtype: torch.dtype) -> Tensor:
+        """Memory of `size` elements for `what`: where it is kept, the same one every time."""
+        if not self._keep:
+            return self._new(what, size, dtype)
+        if what not in self._kept:
+            self._kept[what] = self._new(what, size, dtype)
+        return self._kept[what]
+
+
+def _unpadded(parameter: Any, flat: Tensor) -> Tensor:
+    """The whole weight of a sharded parameter in its gathered shards: the last ranks' may end in padding."""
+    return flat.view(-1)[: parameter.ds_numel].view(parameter.ds_shape)

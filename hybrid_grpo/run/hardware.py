@@ -15,6 +15,8 @@ _CGROUPS = (
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
 )
 """Limit and use of this container's memory, under cgroups version 2 and 1."""
+CUDA_CONTEXT_BYTES = 550 << 20
+"""CUDA's context and workspaces: what `nvidia-smi` shows of a process beyond what torch reserved. Not measured."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Hardware:
     name: str
     on_gpu: bool
     device_bytes: int
-    """Free on the device; on a CPU, this rank's share of the host, with what its process already has."""
+    """Free on the device, with what CUDA itself takes in this process; on a CPU, this rank's share of the host, with
+    what its process already has."""
     host_bytes: int
     """This rank's share of the host's free memory, with what its process already has."""
     process_bytes: int
@@ -36,6 +39,7 @@ class Hardware:
 
 
 GPUS = {
+    "rtx4090": (24, 165e12, 1.01e12),
     "a100-40gb": (40, 312e12, 1.56e12),
     "a100-80gb": (80, 312e12, 2.04e12),
     "l40s": (48, 362e12, 0.86e12),
@@ -60,7 +64,9 @@ def of_device(device: torch.device, dtype: Literal["bfloat16", "float32"]) -> Ha
     flops, bandwidth = _speed(device, getattr(torch, dtype))
     if device.type == "cpu":
         return Hardware("cpu", False, host, host, process, flops, bandwidth)
-    free, _ = torch.cuda.mem_get_info(device)
+    # What measuring took is free again; what CUDA took when it started is a part of the plan.
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(device)[0] + CUDA_CONTEXT_BYTES
     return Hardware(torch.cuda.get_device_name(device), True, free, host, process, flops, bandwidth)
 
 

@@ -128,8 +128,12 @@ def measure_parity(micro: MicroBatch, logp_bT: Tensor, old_logp_bT: Tensor) -> N
     """How far the sampler was from the training forward of the same weights."""
     if not micro.rows:
         return {}
-    gap_N = (logp_bT.detach() - old_logp_bT)[micro.mask_bT].abs()
-    return {"parity/logp_abs_diff_mean": (gap_N.mean(), len(gap_N)), "parity/logp_abs_diff_max": (gap_N.max(), 1)}
+    gap_bT = torch.where(micro.mask_bT, (logp_bT.detach() - old_logp_bT).abs(), 0.0)
+    tokens = len(micro.target_N)
+    return {
+        "parity/logp_abs_diff_mean": (gap_bT.sum() / tokens, tokens),
+        "parity/logp_abs_diff_max": (gap_bT.max(), 1),
+    }
 
 
 def measure_memory() -> Numbers:

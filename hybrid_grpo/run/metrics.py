@@ -85,10 +85,10 @@ class Meter:
             placeholder = metric.name.split("/")[1]
             self._reductions |= {metric.name.replace(placeholder, n): metric.reduction for n in names[placeholder]}
         self._device = torch.device(device)
-        self._added: dict[str, list[tuple[float | Tensor, float]]] = {}
+        self._added: dict[str, list[tuple[float | Tensor, float | Tensor]]] = {}
 
-    def add(self, name: str, value: float | Tensor, count: float = 1) -> None:
-        """Add a number, or a 0-d tensor, which is read only at `reduce`, so that nothing waits for the GPU here.
+    def add(self, name: str, value: float | Tensor, count: float | Tensor = 1) -> None:
+        """Add a number or a 0-d tensor. Tensors are read only at `reduce`, so that nothing waits for the GPU here.
 
         `count` is the weight of the value in a mean: how many items it averages. A value of count 0 is left
         out whatever it is, so the mean of nothing (NaN) may be added.
@@ -96,11 +96,11 @@ class Meter:
         if name not in self._reductions:
             describe(name)
             raise KeyError(f"{name} is of a reward or evaluation set that this meter was not made for")
-        if count:
+        if isinstance(count, Tensor) or count:
             kept = value.detach().clone() if isinstance(value, Tensor) else value
             self._added.setdefault(name, []).append((kept, count))
 
-    def update(self, numbers: Mapping[str, tuple[float | Tensor, float]]) -> None:
+    def update(self, numbers: Mapping[str, tuple[float | Tensor, float | Tensor]]) -> None:
         """Add what a stage measured: value and count by name."""
         for name, (value, count) in numbers.items():
             self.add(name, value, count)
@@ -122,6 +122,19 @@ class Meter:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
+    def _read(self) -> dict[str, list[tuple[float, float]]]:
+        """Values and counts by name, those of count 0 left out; one copy from each device for all tensors together."""
+        tensors = [x for added in self._added.values() for pair in added for x in pair if isinstance(x, Tensor)]
+        numbers: dict[int, float] = {}
+        for device in {tensor.device for tensor in tensors}:
+            here = [tensor for tensor in tensors if tensor.device == device]
+            numbers.update(zip(map(id, here), torch.stack([x.double() for x in here]).tolist(), strict=True))
+        read = {
+            name: [(numbers.get(id(value), value), numbers.get(id(count), count)) for value, count in added]
+            for name, added in self._added.items()
+        }
+        return {name: [(float(value), float(count)) for value, count in added if count] for name, added in read.items()}
+
     def reduce(self) -> dict[str, float]:
         """The numbers of the step by name, the same on all ranks; the meter is empty afterwards.
 
@@ -129,9 +142,9 @@ class Meter:
         """
         sums = torch.zeros(len(self._reductions), 2, dtype=torch.float64)
         highs = torch.full_like(sums, -math.inf)
+        read = self._read()
         for row, (name, reduction) in enumerate(self._reductions.items()):
-            added = [(float(value), count) for value, count in self._added.get(name, ())]
-            if added:
+            if added := read.get(name):
                 sums[row] = torch.tensor(_total(added, reduction), dtype=torch.float64)
                 highs[row] = torch.tensor(_extremes(added, reduction), dtype=torch.float64)
         self._added = {}

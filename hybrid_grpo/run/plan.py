@@ -12,16 +12,29 @@ from dataclasses import dataclass
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.generation import Workspace
+from hybrid_grpo.generation.graphs import sizes_up_to
 from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.model.loading import load_config
 from hybrid_grpo.rewards.models.reward import RewardModel
 from hybrid_grpo.run.dry_run import NeedsData, Sizes, measure
-from hybrid_grpo.run.hardware import Hardware
+from hybrid_grpo.run.hardware import CUDA_CONTEXT_BYTES, Hardware
 
 REFUSED_ABOVE = 1.15
 """A run that needs this many times the free memory is refused; from 1 up to this it is warned about."""
-CUDA_CONTEXT_BYTES = 550 << 20
-"""CUDA's context and workspaces: what `nvidia-smi` shows of a process beyond what torch reserved. Not measured."""
+KEPT_BELOW = 0.85
+"""Memory of decoding stays on the GPU during training where all phases then need at most this share of the free
+memory: the plan may be wrong, and memory that is kept must not be what training lacks."""
+NCCL_BYTES = 400 << 20
+"""NCCL's buffers between several ranks: some 24 channels of 8 MiB in each direction. Not measured."""
+_GRAPH_BYTES = 16 << 20
+"""What a captured decode step takes beside its tensors, for the parameters of its kernels. Assumed, not measured: vLLM
+says that it takes about 0.5 GB for 35 graphs of a model of 8B parameters."""
+_FRAGMENTS = 0.05
+"""Memory that torch holds beside its tensors, as a share of them, with the expandable segments that the recipes set.
+Assumed, not measured."""
+_NOT_OF_TENSORS = ("runtime", "NCCL", "allocator")
+"""Parts on a GPU that are not in what torch says it has allocated."""
 PROCESS_GROWTH_BYTES = 90 << 20
 """What a process on a CPU grows by after the plan: engine, process group, C kernels, BLAS. Measured, rounded."""
 _CPU_HEAP = 1.5
@@ -65,15 +78,25 @@ class Phase:
 
 
 def estimate(
-    config: TrainConfig, batch: BatchPlan, prompt: int, hardware: Hardware, models: Sequence[RewardModel] = ()
+    config: TrainConfig,
+    batch: BatchPlan,
+    prompt: int,
+    hardware: Hardware,
+    models: Sequence[RewardModel] = (),
+    held_out: int = 0,
 ) -> Plan | None:
     """The plan of a run; None where the model cannot run without data. Raises UserError where the model has no
     configuration, or not the attention or adapters that are asked for."""
     try:
         sizes = measure(config, load_config(config.policy.model), batch, prompt, on_gpu=hardware.on_gpu)
     except NeedsData:
+        if hardware.on_gpu and config.rollout.keep_cache == "on":
+            raise UserError(
+                "rollout.keep_cache on needs a plan of memory, and the code of policy.model"
+                f" {config.policy.model} cannot run without data: set it to auto"
+            ) from None
         return None
-    return Plan(config, sizes, batch, prompt, hardware, models)
+    return Plan(config, sizes, batch, prompt, hardware, models, held_out)
 
 
 @dataclass
@@ -89,6 +112,8 @@ class Plan:
     hardware: Hardware
     models: Sequence[RewardModel] = ()
     """Reward models, not loaded yet. Their weights are counted, their activations are not."""
+    held_out: int = 0
+    """Prompts of an evaluation, over all ranks."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -106,6 +131,19 @@ class Plan:
         self.export = Part("copy to write", self.dtype * self.n)
         self.slots = min(config.rollout.max_slots, self.rows)
         self.longest = self.prompt + config.rollout.max_completion_tokens
+        page = PAGE["cuda" if self.gpu else "cpu"]
+        self.pages, self.bytes_of_page = -(-self.longest // page), page * self.sizes.token_bytes
+        # Evaluations use the slots that are kept too.
+        self.kept_slots = min(config.rollout.max_slots, max(self.rows, -(-self.held_out // self.ranks)))
+        wish = config.rollout.keep_cache if config.rollout.decoder == "paged" else "off"
+        self.keeps = self.gpu and wish != "off"
+        """Whether the memory of decoding stays on the GPU while the policy trains."""
+        if self.keeps and wish == "auto":
+            self.keeps = self.peak.bytes <= KEPT_BELOW * self.hardware.device_bytes
+
+    def workspace(self) -> Workspace | None:
+        """Memory of decoding for the whole run; None where it is given back after each rollout."""
+        return Workspace(self.kept_slots, self.longest) if self.keeps else None
 
     @property
     def peak(self) -> Phase:
@@ -113,14 +151,22 @@ class Plan:
 
     @property
     def measurable(self) -> int:
-        """The peak as a run measures it: resident memory on a CPU; on a GPU what torch allocates, without CUDA."""
-        return self.peak.bytes - (CUDA_CONTEXT_BYTES if self.gpu else 0)
+        """The peak as a run measures it: resident memory on a CPU; on a GPU what torch allocates for tensors."""
+        unseen = _NOT_OF_TENSORS if self.gpu else ()
+        return max(sum(part.bytes for part in phase.parts if part.name not in unseen) for phase in self.phases)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the longest length that the cache holds at once."""
+        cache = next(part for phase in self.phases for part in phase.parts if part.name == "keys and values")
+        return min(self.laid_out, max(1, (cache.bytes // self.bytes_of_page - 2) // (self.pages + 1)))
 
     def __str__(self) -> str:
         parts = sorted(self.peak.parts, key=lambda part: -part.bytes)[:3]
         largest = ", ".join(f"{gib(part.bytes)} {part.name}" for part in parts)
         free = gib(self.hardware.device_bytes)
-        return f"about {gib(self.peak.bytes)} GiB a rank ({self.peak.name}: {largest}, ...), {free} GiB are free"
+        kept = ", the cache stays during training" if self.keeps else ""
+        return f"about {gib(self.peak.bytes)} GiB a rank ({self.peak.name}: {largest}, ...), {free} GiB are free{kept}"
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -128,28 +174,31 @@ class Plan:
 
         The reference's and the sampler's scoring passes keep nothing for backward: they need less than the loss.
         """
-        fixed, micro = self.fixed(), self.sizes.training
+        kept = [self.gathered(), self.graphs(), self.cache()] if self.keeps else []
+        fixed, micro = [*self.fixed(), *kept], self.sizes.training
         gradients, reduction = self.gradients(), self.reduction()
         activations = Part("activations", int((1 if self.gpu else _CPU_HEAP) * micro.kept), _MICRO_BATCH)
         freed = [] if self.gpu else [activations]
         # ZeRO-3 keeps its buffers of gradients from step to step.
-        generating = [*fixed, *freed, *([gradients] if self.stage == 3 else []), self.gathered()]
-        cache = self.cache(sum(part.bytes for part in generating))
+        gathered = [*fixed, *freed, *([gradients] if self.stage == 3 else []), *([] if kept else [self.gathered()])]
+        generating = gathered if kept else [*gathered, self.graphs()]
+        if not kept:
+            generating.append(self.cache(sum(part.bytes for part in self.held(generating))))
         # ZeRO-3 holds at most so many elements whole on a rank, or all of a small model.
         fetched = self.dtype * min(self.n, _MAX_LIVE) if self.sharded else 0
         training = [*fixed, gradients, Part("fetched weights", fetched, _FETCHED), activations]
         updating = [*fixed, *freed, gradients]
         layer = max(micro.layers, reduction.bytes) if self.t > self.bucket else micro.layers
         named = {
-            "generation": [*generating, cache, self.decoding()],
+            "generation": [*generating, self.decoding()],
             "loss": [*training, Part("LM head", micro.head)],
             "backward": [*training, Part("one layer", layer, _MICRO_BATCH)],
             "reduction": [*updating, reduction],
             "optimizer step": [*updating, self.stepping()],
             # A GPU's weights are copied to the host and written from there.
-            "export": [*generating, *([] if self.gpu else [self.export])],
+            "export": [*gathered, *([] if self.gpu else [self.export])],
         }
-        return tuple(Phase(name, tuple(part for part in parts if part.bytes)) for name, parts in named.items())
+        return tuple(Phase(name, tuple(p for p in self.held(parts) if p.bytes)) for name, parts in named.items())
 
     @property
     def host(self) -> Phase:
@@ -163,8 +212,15 @@ class Plan:
         shards = self.ranks if self.stage == 3 else 1
         parts = [Part("weights", self.dtype * self.n // shards, _SHARDS), self.reward_models(on_host=False)]
         if self.gpu:
-            return [Part("runtime", CUDA_CONTEXT_BYTES), *parts, *([] if self.offloads else self.states())]
+            runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
+            return [*runtime, *parts, *([] if self.offloads else self.states())]
         return [self.process, *parts, self.reward_models(on_host=True), *self.states(), self.reference()]
+
+    def held(self, parts: list[Part]) -> list[Part]:
+        """The parts, and on a GPU what torch's allocator holds beside them."""
+        # The cache is allocated at once, from memory that is free.
+        tensors = sum(part.bytes for part in parts if part.name not in (*_NOT_OF_TENSORS, "keys and values"))
+        return [*parts, Part("allocator", int(_FRAGMENTS * tensors) if self.gpu else 0)]
 
     def reward_models(self, on_host: bool) -> Part:
         """Weights of the reward models that are to be on the host, or on the device."""
@@ -209,23 +265,43 @@ class Plan:
         loaded = self.config.grpo.beta and not self.config.lora.rank
         return Part("reference", self.dtype * self.n // self.ranks if loaded else 0, "grpo.beta 0, more ranks")
 
-    def cache(self, used: int) -> Part:
-        """Pages that the longest completions of all slots fill, or what is left for them beside the bytes `used`."""
-        rollout, page = self.config.rollout, PAGE["cuda" if self.gpu else "cpu"]
-        bytes_of_page = page * self.sizes.token_bytes
-        pages = -(-self.longest // page)
-        needed, least = (self.slots * (pages + 1) + 2) * bytes_of_page, (pages + 3) * bytes_of_page
+    @property
+    def laid_out(self) -> int:
+        """Sequences for which decoding has memory."""
+        return self.kept_slots if self.keeps else self.slots
+
+    def graphs(self) -> Part:
+        """The captured forwards, and in their pool the logits of each and the temporaries of the largest."""
+        captured = sizes_up_to(self.laid_out)
+        pool = (2 * self.laid_out + sum(captured[1:])) * self.sizes.vocabulary * self.dtype
+        return Part("CUDA graphs", pool + len(captured) * _GRAPH_BYTES if self.gpu else 0, "rollout.max_slots")
+
+    def cache(self, used: int = 0) -> Part:
+        """Pages that the longest completions of all slots fill; where the cache is not kept, no more than what is left
+        for them beside the bytes `used`."""
+        rollout = self.config.rollout
+        needed = (self.laid_out * (self.pages + 1) + 2) * self.bytes_of_page
+        least = (self.pages + 3) * self.bytes_of_page
         if rollout.cache_gb is not None:
             needed = least = min(needed, int(rollout.cache_gb * 2**30))
-        elif self.gpu:
+        if self.keeps:
+            return Part("keys and values", needed, "rollout.keep_cache off, rollout.cache_gb, rollout.max_slots")
+        if self.gpu and rollout.cache_gb is None:
             needed = min(needed, max(least, int(0.9 * (self.hardware.device_bytes - used))))
         return Part("keys and values", needed, "rollout.cache_gb, rollout.max_slots", min(least, needed))
 
+    def choosing(self) -> int:
+        """Bytes for choosing a token of every slot: its logits, and in torch their weights and sums, with filters those
+        of the sorted ones too (measured). Kernels need the logits alone: on a GPU, and in float32 without filters."""
+        rollout = self.config.rollout
+        filters = rollout.top_k or rollout.top_p < 1
+        in_torch = 60 if filters else 24 if self.dtype == 2 or rollout.min_p else 0
+        return self.laid_out * self.sizes.vocabulary * (self.dtype + (0 if self.gpu else in_torch))
+
     def decoding(self) -> Part:
-        """The larger of a prefill and of choosing tokens: logits, log-probabilities, probabilities, their sums."""
-        filters = 16 if self.config.rollout.top_k or self.config.rollout.top_p < 1 else 0
-        logits = self.slots * self.sizes.vocabulary * (self.dtype + 18 + filters)
-        return Part("decoding", max(self.sizes.prefill, logits), "rollout.max_slots, rollout.prefill_tokens")
+        """The larger of a prefill and of a decode step, which runs once before it is captured."""
+        largest = max(self.sizes.prefill, self.choosing())
+        return Part("decoding", largest, "rollout.max_slots, rollout.prefill_tokens")
 
     def stepping(self) -> Part:
         """Gradients in one float32 tensor, and the temporaries of Adam."""

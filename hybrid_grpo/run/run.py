@@ -138,6 +138,7 @@ class Run:
                         self._save(stage, k, {name: part.state_dict() for name, part in stage.parts.items()})
                     saved = k
             stage.policy.export(self.folder / "model")
+            stage.policy.engine.tell_communication()
         if rank() == 0:
             write_report(self.folder)
 

@@ -389,9 +389,10 @@ def test_a_run_whose_rewards_fail_stops_with_a_checkpoint_and_goes_on_when_they_
         assert torch.equal(weight, weights[1][name]), name
 
 
-def test_wandb_offline_leaves_a_folder_and_the_run_ends_well(workshop: Workshop) -> None:
-    done = workshop.run("sft", "--config", "sft.yaml", "--run.name=sft", "--log.wandb=offline", WANDB_SILENT="true")
-    assert done.status == 0, done.err
+def test_wandb_offline_and_the_comms_logger_leave_what_they_saw(workshop: Workshop) -> None:
+    options = ["--run.name=sft", "--log.wandb=offline", "--engine.deepspeed.comms_logger.enabled=true"]
+    done = workshop.run("sft", "--config", "sft.yaml", *options, WANDB_SILENT="true")
+    assert done.status == 0 and "Comm. Op" in done.out, done.err
     folder = workshop.folder / "runs" / "sft"
     assert list(folder.glob("wandb/offline-run-*/*.wandb"))
     assert [row["step"] for row in rows_of(folder).values()] == [1, 2]

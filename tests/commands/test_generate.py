@@ -190,14 +190,17 @@ def test_a_file_is_written_anew(terminal: Terminal, tmp_path: Path) -> None:
 
 
 def test_every_rank_writes_its_share(terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
         terminal.generate(*DATA, f"--generate.output={tmp_path / 'out.jsonl'}")
         assert ("7 of 7 rows" in terminal.err) == (rank == "0")
     parts = [rows_of((tmp_path / f"out.{rank}.jsonl").read_text()) for rank in range(2)]
     assert [len(part) for part in parts] == [3, 4]
-    monkeypatch.delenv("WORLD_SIZE")
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name)
     whole = terminal.generate(*DATA)
     assert [row["completion"] for part in parts for row in part] == [row["completion"] for row in whole]
 

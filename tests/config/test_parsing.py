@@ -202,6 +202,7 @@ def test_names_in_metrics(user: User, name: str) -> None:
         (["--rollout.ignore_eos=true", "--rollout.stop_ids=[3]"], "rollout.stop_ids .*rollout.ignore_eos"),
         (["--rollout.ignore_eos=true", "--rollout.stop_strings=[x]"], "rollout.stop_strings .*rollout.ignore_eos"),
         (["--rollout.cache_gb=2", "--rollout.decoder=transformers"], "rollout.cache_gb 2.0 .*decoder transformers"),
+        (["--rollout.keep_cache=on", "--rollout.decoder=transformers"], "rollout.keep_cache on .*decoder transformers"),
         (["--engine.zero_stage", "0"], "policy.dtype bfloat16 .*engine.zero_stage"),
         (
             ["--policy.shared_prefix=on", "--policy.attn_implementation=sdpa"],
@@ -334,32 +335,6 @@ def test_settings_of_a_reward(user: User) -> None:
 def test_sft_refuses_to_be_asked_for_an_evaluation(user: User) -> None:
     for arguments in (["--data.eval_split", "x"], ["--data.eval_path", "x/y"], ["--data.eval_limit", "3"]):
         assert user.refused(*arguments, sft=True).startswith(arguments[0].lstrip("-"))
-
-
-@pytest.mark.parametrize(
-    ("section", "setting"),
-    [
-        ("{zero_optimization: {stage: 2}}", "engine.zero_stage"),
-        ("{bf16: {enabled: null}}", "policy.dtype"),
-        ("{fp16: {enabled: true}}", "policy.dtype"),
-        ("{gradient_clipping: 1.0}", "policy.max_grad_norm"),
-        ("{gradient_accumulation_steps: 2}", "policy.micro_batch_tokens"),
-        ("{optimizer: {params: {lr: 1}}}", "policy.lr"),
-        ("{optimizer: {params: {betas: [0, 0]}}}", "policy.betas"),
-        ("{scheduler: {type: WarmupLR}}", "policy.lr_schedule"),
-        ("{hybrid_engine: {enabled: false}}", "generation depends on it"),
-        ("{zero_optimization: 3}", "must be a section"),
-    ],
-)
-def test_deepspeed_keys_that_belong_to_a_setting(user: User, section: str, setting: str) -> None:
-    recipe = f"engine: {{deepspeed: {section}}}"
-    for message in (user.refused(yaml=recipe), user.refused("--engine.deepspeed", section)):
-        assert message.startswith("engine.deepspeed.") and setting in message
-
-
-def test_deepspeed_keys_that_belong_to_nobody_pass(user: User) -> None:
-    overlap = {"zero_optimization": {"overlap_comm": False}}
-    assert user.train("--engine.deepspeed", "{zero_optimization: {overlap_comm: false}}").engine.deepspeed == overlap
 
 
 def test_nothing_changes_a_configuration_after_parsing(user: User) -> None:

@@ -1,19 +1,27 @@
-"""CUDA graphs without CUDA: a graph that runs its step again, into the same memory."""
+"""CUDA graphs without CUDA: by a double that records a step and replays it at the addresses of its capture."""
 
+import random
 from dataclasses import replace
+from types import SimpleNamespace
 
+import cuda_graphs
+import gpu_attention
 import pytest
 import torch
+from cuda_graphs import CaptureRefused, Captures
 from tiny_models import ARCHITECTURES, VOCABULARY, build, tiny_config
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid_grpo.generation import GREEDY, Request, Sampling, generate, stream_key
+from hybrid_grpo.generation import GREEDY, Request, Sampling, Workspace, generate, stream_key
+from hybrid_grpo.generation import attention as attentions
+from hybrid_grpo.generation import fused as fusing
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.decoder import Decoder
-from hybrid_grpo.generation.graphs import Graphs, size_for
+from hybrid_grpo.generation.graphs import Graphs, capture_on, size_for, sizes_up_to
 from hybrid_grpo.generation.scheduler import Sequence
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.kernels import gpu
+from hybrid_grpo.model.kernels.gpu import launching
 
 STOPS = tuple(range(0, VOCABULARY, 7))
 EVERYTHING = {
@@ -36,100 +44,200 @@ def model_of(architecture="qwen2"):
     return build(tiny_config(architecture), ATTENTION)
 
 
-class GraphDecoder(Decoder):
-    """Captures its steps as on CUDA: without running them, for the memory that they find when they are replayed."""
-
-    def __init__(self, *args):
-        super().__init__(*args, capture=self.capture)
-        self.captured = []
-        self.replays = 0
-        self.results = []
-
-    def capture(self, step):
-        state = [self._state_4n, self._table_nw] + ([] if self._seen_nV is None else [self._seen_nV])
-        saved = [tensor.clone() for tensor in state]
-        # A place to write to that is nobody's: the real one may be past the end of a sequence by now.
-        for tensor in state:
-            tensor.zero_()
-        result = step()
-        for tensor, before in zip(state, saved, strict=True):
-            tensor.copy_(before)
-        self.captured.append(result.shape[1])
-
-        def replay():
-            self.replays += 1
-            result.copy_(step())
-
-        return replay, result
+@pytest.fixture
+def captures(monkeypatch):
+    """Steps are captured, by the double."""
+    double = Captures()
+    monkeypatch.setattr(loops, "capture_on", lambda _: double)
+    return double
 
 
-def through_graphs(monkeypatch, lag, decoders):
-    def decoder_for(*args):
-        decoder = GraphDecoder(*args)
-        decoder.lag = lag
-        decoders.append(decoder)
-        return decoder
-
-    monkeypatch.setattr(loops, "decoder_for", decoder_for)
+def plainly(*args, **kwargs):
+    """`generate`, nothing captured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loops, "capture_on", lambda _: None)
+        return generate(*args, **kwargs)
 
 
-def requests_of(lengths, samples=3):
-    generator = torch.Generator().manual_seed(0)
+def requests_of(lengths, samples=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
     return [
         Request(
             torch.randint(VOCABULARY, (length,), generator=generator).tolist(),
-            [stream_key(row, k) for k in range(samples)],
+            [stream_key(seed, row, k) for k in range(samples)],
         )
         for row, length in enumerate(lengths)
     ]
 
 
+def assert_alike(groups, others, abs=2e-5):
+    for mine, theirs in zip((c for g in groups for c in g), (c for g in others for c in g), strict=True):
+        assert (mine.token_ids, mine.finish) == (theirs.token_ids, theirs.finish)
+        assert mine.logp == pytest.approx(theirs.logp, abs=abs)
+
+
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("max_slots", [1, 7, 40])
-def test_steps_run_as_graphs_give_the_completions_of_steps_run_as_they_are(monkeypatch, lag, sampling, max_slots):
+def test_steps_run_as_graphs_give_the_completions_of_steps_run_as_they_are(
+    monkeypatch, captures, lag, sampling, max_slots
+):
+    class Lagging(Decoder):
+        def __init__(self, *args):
+            super().__init__(*args)
+            assert self.lag == 2
+            self.lag = lag
+
     monkeypatch.setitem(loops.PAGE, "cpu", 4)
-    model, requests, decoders = model_of(), requests_of([1, 9, 4, 17, 6]), []
-    plain, plain_stats = generate(model, requests, sampling, max_slots=max_slots)
-    through_graphs(monkeypatch, lag, decoders)
+    model, requests = model_of(), requests_of([1, 9, 4, 17, 6])
+    plain, plain_stats = plainly(model, requests, sampling, max_slots=max_slots)
+    monkeypatch.setattr(loops, "Decoder", Lagging)
     groups, stats = generate(model, requests, sampling, max_slots=max_slots)
-    for mine, theirs in zip((c for g in groups for c in g), (c for g in plain for c in g), strict=True):
-        assert (mine.token_ids, mine.finish) == (theirs.token_ids, theirs.finish)
-        assert mine.logp == pytest.approx(theirs.logp, abs=2e-5)
-    [decoder] = decoders
+    assert_alike(groups, plain)
     slots = min(max_slots, sum(len(request.keys) for request in requests))
-    assert set(decoder.captured) <= {size_for(rows, slots) for rows in range(1, slots + 1)}
+    assert set(captures.rows) <= {size_for(rows, slots) for rows in range(1, slots + 1)}
     # The first run of a size is not one of its graph, all others are.
-    assert decoder.replays + len(decoder.captured) == stats.steps
-    assert decoder.replays
+    assert captures.replays + len(captures.graphs) == stats.steps
+    assert captures.replays and stats.captures == len(captures.graphs)
     if not lag:
         assert stats.rows == plain_stats.rows
 
 
-def test_rows_that_fill_up_a_graph_stay_where_there_is_memory(monkeypatch):
+def as_in_half_precision(monkeypatch):
+    """Attention by doubles of the kernels for GPUs, each one operation of a graph."""
+    gpu_attention.install(monkeypatch, flash=False)
+    monkeypatch.setattr(attentions, "varlen_attn", cuda_graphs.kernel(gpu_attention.varlen_attn))
+    monkeypatch.setitem(loops.PAGE, "cpu", loops.PAGE["cuda"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_thirty_rollouts_capture_in_the_first_alone(monkeypatch, captures, dtype):
+    """Random prompts, evaluations between, new weights after each: that a replay finds all its memory where it was at
+    its capture is checked by the double."""
+    model, rng = model_of().to(dtype), random.Random(0)
+    low, high, limit, slots = 1, 60, 10, 9
+    if dtype == torch.bfloat16:
+        as_in_half_precision(monkeypatch)
+        low, high = 225, 285
+        reads = 1
+    else:
+        monkeypatch.setitem(loops.PAGE, "cpu", 16)
+        reads = len({1, 2, 4, 5})
+    workspace = Workspace(slots, high + limit)
+    kinds = [replace(sampling, max_tokens=limit) for sampling in SAMPLINGS]
+    seen = []
+    for rollout in range(30):
+        sampling = kinds[0] if rollout % 3 else kinds[rollout // 3 % len(kinds)]
+        lengths = [rng.randint(low, high) for _ in range(rng.randint(1, 5))]
+        requests = requests_of(lengths, samples=rng.randint(1, 4), seed=rollout)
+        groups, stats = generate(model, requests, sampling, max_slots=slots, workspace=workspace)
+        plain, _ = plainly(model, requests, sampling, max_slots=slots)
+        assert_alike(groups, plain, abs=2e-5 if dtype == torch.float32 else 1e-6)
+        seen.append(stats.captures)
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(rollout)))
+    sizes = [9, 8, 4, 2, 1]
+    assert seen == [len(sizes) * reads] + [0] * 29 == [len(captures.graphs)] + [0] * 29
+    assert captures.rows == [size for size in sizes for _ in range(reads)], "the largest first"
+    assert captures.replays > 300
+
+
+@torch.no_grad()
+def test_the_fused_step_of_a_gpu_is_captured_too(monkeypatch, captures):
+    """Its Triton kernels are interpreted, which is slow: one layer, two rollouts of a few steps, tokens by torch."""
+    as_in_half_precision(monkeypatch)
+    monkeypatch.setattr(launching, "on_gpu", lambda _: True)
+    # Whether it computes what the model does is another test's question.
+    monkeypatch.setattr(fusing, "_agrees", lambda *_: True)
+    monkeypatch.setattr(gpu, "proven", lambda *_: False)
+    launch = cuda_graphs.kernel(launching.launch, writes=True)
+    for module in (gpu.gate, gpu.norm, gpu.rotation):
+        monkeypatch.setattr(module, "launch", launch)
+    model = build(tiny_config("qwen2", layers=1), ATTENTION).to(torch.bfloat16)
+    workspace, seen = Workspace(2, 20), []
+    for rollout in range(2):
+        requests = requests_of([9], samples=2, seed=rollout)
+        groups, stats = generate(model, requests, Sampling(3), workspace=workspace)
+        assert_alike(groups, plainly(model, requests, Sampling(3))[0], abs=1e-6)
+        seen.append(stats.captures)
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert seen == [2, 0] and captures.replays == 6
+    assert launching.launch in [function for function, *_ in captures.graphs[0].operations]
+
+
+@torch.no_grad()
+def test_only_a_longer_sequence_and_weights_that_moved_are_captured_again(captures):
+    model, sampling, workspace = model_of(), Sampling(5), Workspace(4, 20)
+
+    def check(lengths):
+        requests = requests_of(lengths)
+        groups, stats = generate(model, requests, sampling, workspace=workspace)
+        assert_alike(groups, plainly(model, requests, sampling)[0])
+        return stats.captures
+
+    assert [check([15]), check([3, 7])] == [3, 0]
+    # Up to 40 entries take two pages of 32, and are read one or two at a time.
+    assert [check([35]), check([2, 15])] == [2 * 3, 0]
+    assert (workspace.slots, workspace.tokens) == (4, 40)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.1
+    assert [check([4]), check([30])] == [2 * 3, 0]
+
+
+@torch.no_grad()
+def test_a_call_that_fails_leaves_nothing_behind_in_the_workspace(captures):
+    """Neither pages that it held, nor what weights that are not finite have left in them."""
+    model, requests, sampling = model_of(), requests_of([9, 30, 4]), Sampling(8)
+    workspace, embedding = Workspace(4, 40), model.get_input_embeddings().weight
+    plain, _ = plainly(model, requests, sampling)
+    sound = embedding.clone()
+    embedding.fill_(torch.nan)
+
+    def fail(*_):
+        raise KeyError("a reward")
+
+    with pytest.raises(KeyError, match="a reward"):
+        generate(model, requests, sampling, workspace=workspace, on_finish=fail)
+    embedding.copy_(sound)
+    groups, stats = generate(model, requests, sampling, workspace=workspace)
+    assert_alike(groups, plain)
+    assert stats.captures == 0 and len(captures.graphs) == 6
+
+
+def test_rows_that_fill_up_a_graph_stay_where_there_is_memory(monkeypatch, captures):
     """The longest sequence ends first, and its row is padding for more steps than its table has places."""
     monkeypatch.setitem(loops.PAGE, "cpu", 4)
-    model, requests, decoders = model_of(), requests_of([1, 1, 1, 30], samples=1), []
+    model, requests = model_of(), requests_of([1, 1, 1, 30], samples=1)
     requests = [replace(request, limits=[n]) for request, n in zip(requests, (30, 30, 30, 2), strict=True)]
-    plain, _ = generate(model, requests, Sampling(30))
-    through_graphs(monkeypatch, 0, decoders)
+    plain, _ = plainly(model, requests, Sampling(30))
     groups, _ = generate(model, requests, Sampling(30))
-    assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in group] for group in plain]
-    assert set(decoders[0].captured) == {4}
+    assert_alike(groups, plain)
+    assert set(captures.rows) == {4}
 
 
-def test_a_step_that_cannot_be_captured_runs_as_it_is_and_says_so_once(monkeypatch):
+def test_every_decoder_has_a_pool_of_its_own(monkeypatch):
+    """A pool whose graphs are gone cannot always be opened again: vLLM issue 53682."""
+    handles = iter(range(9))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    pools = [capture_on(torch.device("cuda")).keywords["pool"] for _ in range(2)]
+    assert pools == [0, 1]
+    assert capture_on(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("workspace", [None, Workspace(9, 64)])
+def test_a_step_that_cannot_be_captured_runs_as_it_is_and_says_so_once(monkeypatch, workspace):
     def refuse(step):
         raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors might be")
 
     sampling, requests, model = SAMPLINGS[-1], requests_of([1, 9, 4]), model_of()
-    plain, _ = generate(model, requests, sampling)
-    monkeypatch.setattr(GraphDecoder, "capture", staticmethod(refuse))
-    through_graphs(monkeypatch, 0, [])
+    plain, _ = plainly(model, requests, sampling)
+    monkeypatch.setattr(loops, "capture_on", lambda _: refuse)
     with pytest.warns(UserWarning, match="without CUDA graphs, slower: operation not permitted .* capturing$") as said:
-        groups, _ = generate(model, requests, sampling)
-    assert len(said) == 1
-    assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in group] for group in plain]
+        groups, stats = generate(model, requests, sampling, workspace=workspace)
+    assert len(said) == 1 and stats.captures == 0
+    assert_alike(groups, plain)
 
 
 def test_a_key_is_run_once_then_replayed_each_into_memory_of_its_own():
@@ -159,67 +267,50 @@ def test_sizes_are_few_and_waste_little():
     ]
     assert [size_for(rows, 11) for rows in (1, 7, 9, 11)] == [1, 8, 11, 11]
     sizes = {size_for(rows, 512) for rows in range(1, 513)}
+    assert sizes_up_to(512) == sorted(sizes, reverse=True)
     assert len(sizes) < 20 and all(rows <= size_for(rows, 512) < 2 * rows for rows in range(1, 513))
 
 
-_WAITS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"}
-_SHAPES = {
-    *("nonzero", "nonzero_numpy", "argwhere", "masked_select", "unique_dim", "unique_consecutive"),
-    *("_unique", "_unique2", "unique_dim_consecutive", "bincount", "repeat_interleave"),
-}
-
-
-class Watch(TorchDispatchMode):
-    """Raises where a GPU would have to be waited for, or a shape depends on a value."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        self.seen += 1
-        if name in _WAITS | _SHAPES:
-            raise AssertionError(f"{func} cannot be captured")
-        # A number in Python goes along with the launch, a list of them is copied to the device.
-        assert name != "lift_fresh" or args[0].dim() == 0, "a tensor is made on the host"
-        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
-            assert all(i is None or i.dtype != torch.bool for i in args[1]), f"{func} by a mask looks for its places"
-        return func(*args, **(kwargs or {}))
-
-
-def advance(model, sampling, watched):
-    """A decode step of 3 sequences and one row of padding."""
+def decoder_of(model, sampling, capture=None):
+    """A decoder of 3 sequences and room for one more."""
     cache = PagedCache(Geometry.of(model), 12, 4, torch.device("cpu"))
-    for pool in cache.keys + cache.values:
-        pool.normal_()
-    decoder = Decoder(model, cache, sampling, slots=4, width=3)
+    for index, pool in enumerate(cache.keys + cache.values):
+        pool.normal_(generator=torch.Generator().manual_seed(index))
+    decoder = Decoder(model, cache, sampling, 4, 3, capture)
     sequences = [
         Sequence(0, k, k, list(range(1, 5 + k)), 3, 9, [0.0] * (k + 1), cache.take(3), 3 + k) for k in range(3)
     ]
     decoder.insert(0, sequences)
-    with watched:
-        return decoder._advance(4, 3)
+    return decoder
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@torch.no_grad()
+@torch.inference_mode()
 def test_a_step_of_any_architecture_can_be_captured(architecture):
-    watch = Watch()
-    advance(model_of(architecture), SAMPLINGS[-1], watch)
-    assert watch.seen > 50
+    model, captures = model_of(architecture), Captures()
+    decoder = decoder_of(model, SAMPLINGS[0], captures)
+    for _ in range(2):
+        logits_nV = decoder._replayed(decoder._graphs, 3, 3)
+    assert captures.replays == 1 and len(captures.graphs[0].operations) > 50
+    torch.testing.assert_close(logits_nV, decoder_of(model, SAMPLINGS[0])._forward(3, 3), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
+@torch.inference_mode()
+def test_a_step_with_any_sampling_waits_for_nothing(sampling):
+    """Choosing tokens is not captured, but what a capture refuses would hold up the steps that run ahead."""
+    decoder, captures = decoder_of(model_of(), sampling), Captures()
+    captures(lambda: torch.stack([row_n.double() for row_n in decoder._advance(4, 3)]))
+    assert len(captures.graphs[0].operations) > 50
+
+
 @torch.no_grad()
-def test_a_step_with_any_sampling_can_be_captured(sampling):
-    advance(model_of(), sampling, Watch())
-
-
 @pytest.mark.parametrize(
     "step",
     [
         lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
         lambda x: bool((x > 0).any()),
         lambda x: x[x > 0],
         lambda x: x.nonzero(),
@@ -229,7 +320,39 @@ def test_a_step_with_any_sampling_can_be_captured(sampling):
         lambda x: x.__setitem__(x > 0, torch.ones(1)),
     ],
 )
+def test_the_double_refuses_what_a_capture_refuses(step):
+    x = torch.ones(3)
+    with pytest.raises(CaptureRefused, match="operation not permitted when stream is capturing: "):
+        Captures()(lambda: step(x))
+
+
 @torch.no_grad()
-def test_the_watch_sees_what_cannot(step):
-    with pytest.raises(AssertionError), Watch():
-        step(torch.ones(3))
+def test_the_double_runs_nothing_at_capture_and_no_python_at_replay():
+    x, written, python = torch.arange(3.0), torch.zeros(3), SimpleNamespace(number=2)
+
+    def step():
+        written.add_(x)
+        return x * python.number
+
+    replay, result = Captures()(step)
+    assert written.tolist() == [0, 0, 0] and result.isnan().all()
+    python.number = 5
+    x += 1
+    replay()
+    assert written.tolist() == [1, 2, 3] and result.tolist() == [2, 4, 6]
+
+
+@torch.no_grad()
+def test_the_double_misses_memory_that_went_away():
+    x = torch.arange(3.0)
+    holder = SimpleNamespace(tensor=x.clone())
+    replay, _ = Captures()(lambda: holder.tensor + x)
+    replay()
+    # At the same address or not, it is another tensor's now.
+    holder.tensor = holder.tensor * 1
+    with pytest.raises(AssertionError, match="given back"):
+        replay()
+    replay, _ = Captures()(lambda: x + 1)
+    x.untyped_storage().resize_(1 << 20)
+    with pytest.raises(AssertionError, match="moved"):
+        replay()

@@ -5,6 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from distributions import assert_follows, probabilities
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -14,7 +15,9 @@ from transformers import (
 )
 
 from hybrid_grpo.generation import GREEDY, Sampling, stream_key
-from hybrid_grpo.generation.sampler import Sampler, text_ends, uniform
+from hybrid_grpo.generation.drawing import ONE
+from hybrid_grpo.generation.drawing import draw as drawn
+from hybrid_grpo.generation.sampler import Sampler, text_ends
 
 DRAWS = 60_000
 
@@ -32,37 +35,6 @@ def draw(logits_V, sampling, seed=0, draws=DRAWS, count=0, seen_V=None):
     logits_nV = logits_V.expand(draws, -1)
     seen_nV = None if seen_V is None else seen_V.expand(draws, -1)
     return sample(logits_nV, sampling, keys(draws, seed), torch.full((draws,), count), seen_nV)
-
-
-def probabilities(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """The filtered softmax, token by token in float64."""
-    x = np.array(logits_V.tolist(), dtype=np.float64) / temperature
-    p = np.exp(x - x.max())
-    p /= p.sum()
-    order = np.argsort(-p, kind="stable")
-    kept = list(order[: top_k or len(p)])
-    total = sum(p[i] for i in kept)
-    nucleus, mass = [], 0.0
-    for i in kept:
-        nucleus.append(i)
-        mass += p[i]
-        if mass >= top_p * total:
-            break
-    nucleus = [i for i in nucleus if p[i] >= min_p * p.max()]
-    q = np.zeros_like(p)
-    q[nucleus] = p[nucleus] / p[nucleus].sum()
-    return q
-
-
-def assert_follows(counts, p):
-    """Chi-square of `counts` against probabilities, below a bound passed by chance once in 10^9 (Wilson-Hilferty)."""
-    assert counts[p == 0].sum() == 0
-    expected = p[p > 0] * counts.sum()
-    assert expected.min() > 5, "too few draws for the test to mean anything"
-    chi2, freedom = ((counts[p > 0] - expected) ** 2 / expected).sum(), len(expected) - 1
-    if freedom:
-        spread = 2 / (9 * freedom)
-        assert chi2 < freedom * (1 - spread + 6 * math.sqrt(spread)) ** 3
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -205,11 +177,11 @@ FIRST = torch.zeros(1, dtype=torch.int64)
 
 
 def test_a_draw_is_the_upper_bits_of_splitmix64():
-    assert uniform(LOWEST, FIRST).item() == 0.0
-    assert uniform(HIGHEST, FIRST).item() == 1 - 2**-23
+    assert drawn(LOWEST, FIRST).item() == 0
+    assert drawn(HIGHEST, FIRST).item() == ONE - 1
     # The first output of the published generator at seed 0 (Steele, Lea, Flood; java.util.SplittableRandom).
-    assert uniform(FIRST, FIRST).item() == (0xE220A8397B1DCDAF >> 41) * 2.0**-23
-    assert uniform(FIRST, FIRST + 1).item() == (0x6E789E6AA1B965F4 >> 41) * 2.0**-23
+    assert drawn(FIRST, FIRST).item() == 0xE220A8397B1DCDAF >> 41
+    assert drawn(FIRST, FIRST + 1).item() == 0x6E789E6AA1B965F4 >> 41
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.999}, {"top_k": 40}, {"top_k": 40, "top_p": 0.9}])
@@ -241,12 +213,12 @@ def test_impossible_tokens_are_never_drawn(filters):
 def test_draws_are_uniform_over_streams_and_along_a_stream():
     n = 200_000
     for values in (
-        uniform(keys(n, 1), torch.zeros(n, dtype=torch.int64)),
-        uniform(keys(1, 2).expand(n), torch.arange(n)),
+        drawn(keys(n, 1), torch.zeros(n, dtype=torch.int64)),
+        drawn(keys(1, 2).expand(n), torch.arange(n)),
         # Keys that follow each other, in case a caller numbers streams itself.
-        uniform(torch.arange(n), torch.zeros(n, dtype=torch.int64)),
+        drawn(torch.arange(n), torch.zeros(n, dtype=torch.int64)),
     ):
-        u = values.double().numpy()
+        u = values.double().numpy() / ONE
         assert u.min() >= 0 and u.max() < 1
         assert_follows(np.bincount((u * 256).astype(int), minlength=256), np.full(256, 1 / 256))
         for power in (1, 2, 3, 4):
@@ -257,8 +229,8 @@ def test_draws_are_uniform_over_streams_and_along_a_stream():
 def test_streams_are_independent_of_each_other_and_of_their_own_past():
     streams, length = 300, 2000
     key_n = keys(streams, 3)
-    u = uniform(key_n[:, None].expand(-1, length).reshape(-1), torch.arange(length).repeat(streams))
-    u = (u.double().view(streams, length) - 0.5) * math.sqrt(12)
+    u = drawn(key_n[:, None].expand(-1, length).reshape(-1), torch.arange(length).repeat(streams))
+    u = (u.double().view(streams, length) / ONE - 0.5) * math.sqrt(12)
     between = u @ u.T / length
     between.fill_diagonal_(0.0)
     assert between.abs().max() < 6.5 / math.sqrt(length)

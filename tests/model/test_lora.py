@@ -36,8 +36,8 @@ def adapted(architecture, lora=LORA):
     return base, model, adapters
 
 
-def view_of(model, adapters):
-    return View(model, meta_copy(model, ATTENTION).eval(), False, torch.device("cpu"), adapters.by_layer)
+def view_of(model, adapters, keep=False):
+    return View(model, meta_copy(model, ATTENTION).eval(), False, torch.device("cpu"), adapters.by_layer, keep)
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "qwen3_moe", "gemma2"])
@@ -62,6 +62,26 @@ def test_what_is_decoded_is_the_model_that_peft_merges_from_what_is_saved(archit
     view.release()
     assert all(p.numel() == 0 for p in view.module.parameters())
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_merged_weights_that_are_kept_are_at_the_same_addresses_with_new_values():
+    _, model, adapters = adapted("qwen2")
+    views = [view_of(model, adapters, keep=keep) for keep in (True, False)]
+    seen, held = [], []
+    for _ in range(3):
+        for view in views:
+            view.gather()
+        kept, new = (view.module.state_dict() for view in views)
+        seen.append([weight.data_ptr() for weight in kept.values()])
+        # Held for as long as the test, so that new memory cannot come to an old address by chance.
+        held.append(kept)
+        assert all(torch.equal(kept[name], new[name]) for name in new)
+        for view in views:
+            view.release()
+        with torch.no_grad():
+            for parameter in adapters.parameters:
+                parameter.add_(0.1)
+    assert seen[0] == seen[1] == seen[2]
 
 
 def test_a_weight_in_bfloat16_is_rounded_once():

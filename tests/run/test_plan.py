@@ -13,15 +13,17 @@ from transformers import Qwen2Config
 from hybrid_grpo.commands.plan import lines, step_seconds
 from hybrid_grpo.config import EngineConfig, GrpoConfig, LoraConfig, PolicyConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
+from hybrid_grpo.config.commands import PlanOptionsConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.data.packing import pack
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import TILE_COLUMNS, LogprobModel
 from hybrid_grpo.run import hardware as hardware_module
+from hybrid_grpo.run import plan as plans
 from hybrid_grpo.run.dry_run import DryRun, Footprint, NeedsData, Sizes, largest_micro_batch, measure
-from hybrid_grpo.run.hardware import Hardware, host_free_bytes, of_device, of_table
-from hybrid_grpo.run.plan import CUDA_CONTEXT_BYTES, Plan, shortage
+from hybrid_grpo.run.hardware import CUDA_CONTEXT_BYTES, GPUS, Hardware, host_free_bytes, of_device, of_table
+from hybrid_grpo.run.plan import NCCL_BYTES, Plan, shortage
 
 N = 494_032_768
 """Parameters of Qwen2-0.5B: 151,936 x 896 of the tied embedding and 24 layers of 14,912,384, and the last norm."""
@@ -94,6 +96,43 @@ def test_the_cache_is_what_slots_or_settings_or_memory_allow():
     assert parts(recipe(rollout=bound), 1)["generation"]["keys and values"] == 1 << 28
     # Pages of 32 on a CPU.
     assert parts(recipe(rollout=rollout), 1, CPU)["generation"]["keys and values"] == (32 * 33 + 2) * 32 * token
+
+
+def test_a_gpu_also_holds_what_is_no_tensor_of_the_model():
+    """Measured memory would be above the plan by a gigabyte or two without these."""
+    rollout = RolloutConfig(prompts_per_step=32, num_generations=8)
+    alone, eight = (parts(recipe(rollout=rollout), ranks) for ranks in (1, 8))
+    assert "NCCL" not in alone["loss"] and eight["loss"]["NCCL"] == NCCL_BYTES
+    # Graphs of 32, 24, 16, 8, 4, 2 and 1 rows, with their logits, and the temporaries of the largest.
+    assert eight["loss"]["CUDA graphs"] == 7 * (16 << 20) + (32 + 87) * 151_936 * 2
+    assert "CUDA graphs" not in parts(recipe(rollout=rollout), 1, CPU)["loss"]
+    for phase in eight.values():
+        others = ("runtime", "NCCL", "allocator", "keys and values")
+        tensors = sum(size for name, size in phase.items() if name not in others)
+        assert phase["allocator"] == pytest.approx(0.05 * tensors, abs=1)
+    made = Plan(recipe(rollout=rollout), SIZES, batch_plan(recipe(rollout=rollout), 8), 512, GPU)
+    largest = max(sum(phase.values()) - sum(phase[name] for name in others[:3]) for phase in eight.values())
+    assert made.measurable == largest, "torch counts its tensors only"
+
+
+def test_sequences_at_once_are_those_that_the_rest_of_the_memory_holds():
+    config = recipe(rollout=RolloutConfig(prompts_per_step=32, num_generations=8, max_completion_tokens=8192))
+    # 8,704 tokens are 34 pages of 256, and one to grow into.
+    page, seen = 256 * SIZES.token_bytes, []
+    for free in (80, 24, 16):
+        made = Plan(config, SIZES, batch_plan(config, 1), 512, replace(GPU, device_bytes=free * 10**9))
+        cache = parts(config, 1, made.hardware)["generation"]["keys and values"]
+        assert (made.sequences * 35 + 2) * page <= cache
+        assert made.sequences == 256 or cache < ((made.sequences + 1) * 35 + 2) * page
+        seen.append(made.sequences)
+    assert seen[0] == 256 > seen[1] > seen[2] > 1
+
+
+def test_every_gpu_of_the_table_can_be_named():
+    for name, (gigabytes, _, _) in GPUS.items():
+        assert PlanOptionsConfig(gpu=name).gpu == name
+        assert of_table(name).device_bytes == gigabytes * 10**9
+    assert {gigabytes for gigabytes, _, _ in GPUS.values()} >= {24, 40, 80, 141}
 
 
 def test_offloaded_states_and_the_reference_are_in_host_memory():
@@ -219,8 +258,20 @@ def test_a_model_whose_code_needs_data_is_told_apart(monkeypatch):
         dry.training(micro_batch(1, 8))
 
 
+def test_memory_is_not_kept_on_request_where_nothing_can_be_planned(monkeypatch):
+    def fail(*_, **__):
+        raise NeedsData
+
+    monkeypatch.setattr(plans, "measure", fail)
+    monkeypatch.setattr(plans, "load_config", lambda _: None)
+    config = recipe(rollout=RolloutConfig(keep_cache="on"))
+    assert plans.estimate(recipe(), batch_plan(config, 1), 512, GPU) is None
+    with pytest.raises(UserError, match=r"^rollout.keep_cache on needs a plan of memory, .*: set it to auto$"):
+        plans.estimate(config, batch_plan(config, 1), 512, GPU)
+
+
 def test_a_run_that_clearly_does_not_fit_is_refused_by_name():
-    config = recipe()
+    config = recipe(rollout=RolloutConfig(keep_cache="off"))
     batch = batch_plan(config, 1)
 
     def on(free: float) -> str | None:
@@ -230,7 +281,7 @@ def test_a_run_that_clearly_does_not_fit_is_refused_by_name():
     assert on(need) is None
     warning = on(need / 1.1)
     assert warning is not None and "engine.zero_stage" in warning
-    with pytest.raises(UserError, match=r"the run does not fit: optimizer step needs 13.\d GiB a rank") as error:
+    with pytest.raises(UserError, match=r"the run does not fit: optimizer step needs 14.\d GiB a rank") as error:
         on(need / 1.2)
     assert "\n" not in str(error.value)
     for setting in ("engine.offload_optimizer", "engine.zero_stage", "more ranks"):
@@ -246,6 +297,36 @@ def test_the_cache_that_is_sized_from_free_memory_is_no_reason_to_refuse():
     wants = replace(config, rollout=replace(config.rollout, cache_gb=16.0))
     with pytest.raises(UserError, match=r"rollout\.cache_gb"):
         shortage(Plan(wants, SIZES, batch_plan(wants, 1), 512, tight))
+
+
+def test_the_memory_of_decoding_is_kept_where_training_has_room_beside_it():
+    config = recipe()
+    batch, rows = batch_plan(config, 8), 32
+    made = Plan(config, SIZES, batch, 512, GPU, held_out=1000)
+    # Four pages of 256 and one to grow into, for the 125 held-out prompts of a rank, which are more than its rows.
+    cache = (125 * 5 + 2) * 256 * SIZES.token_bytes
+    # The logits of graphs of 125, 96, 64, 48, 32, 24, 16, 8, 4, 2 and 1 rows, and the temporaries of the largest.
+    graphs = (125 + 420) * SIZES.vocabulary * 2 + 11 * (16 << 20)
+    for phase in made.phases:
+        held = {part.name: part.bytes for part in phase.parts}
+        names = ("keys and values", "CUDA graphs", "gathered weights")
+        assert [held.get(name) for name in names] == [cache, graphs, 2 * N], phase.name
+    kept = made.workspace()
+    assert kept is not None and (kept.slots, kept.tokens) == (125, 1024)
+    assert "stays during training" in str(made) and "stay on the GPU" in "\n".join(lines(made))
+
+    # Where free memory is short, decoding gives back what training needs: the run fits as if nothing could be kept.
+    for free in (made.peak.bytes / 0.86, 0.8 * made.peak.bytes):
+        tight = replace(GPU, device_bytes=int(free))
+        off = replace(config, rollout=replace(config.rollout, keep_cache="off"))
+        plans = [Plan(c, SIZES, batch, 512, tight, held_out=1000) for c in (config, off)]
+        assert plans[0].workspace() is None and plans[0].phases == plans[1].phases
+        assert "keys and values" not in {part.name for part in plans[0].phases[1].parts}
+        assert plans[0].slots == rows
+    on = replace(config, rollout=replace(config.rollout, keep_cache="on"))
+    with pytest.raises(UserError, match=r"does not fit: .* rollout\.keep_cache off"):
+        shortage(Plan(on, SIZES, batch, 512, tight, held_out=1000))
+    assert Plan(on, SIZES, batch, 512, CPU).workspace() is None
 
 
 def test_time_is_products_at_full_speed_or_weights_read_once_a_step():

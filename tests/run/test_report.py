@@ -54,6 +54,7 @@ def test_charts_show_metrics_of_the_catalogue():
     charts = [chart for members in CHARTS.values() for chart in members]
     shown = {name for chart in charts for name in (*chart["metrics"], chart.get("band")) if name}
     assert shown | {f"time/{part}_s" for part in PARTS} <= {metric.name for metric in CATALOGUE}
+    assert "time/reference_s" in shown, "what streaming the reference costs has a chart of its own"
 
 
 def test_a_full_run(tmp_path):

@@ -52,7 +52,7 @@ def with_objective(trainer: Trainer, grpo: GrpoConfig, reference: Reference | No
 def frozen(trainer: Trainer) -> Reference:
     """Optimizer steps too small to change a weight, and a reference that is not the policy: every KL is above 0."""
     trainer.policy.config = replace(trainer.policy.config, lr=1e-30)
-    reference = Reference(trainer.policy.config)
+    reference = Reference(trainer.policy.config, trainer.config.engine)
     for parameter in reference.engine.engine.module.parameters():
         parameter.ds_tensor.mul_(1.1)
     return reference
@@ -103,7 +103,7 @@ def refreshed(folder: Path, stage: int) -> dict[str, Any]:
     """How far a reference is from the policy it is refreshed from, and what a checkpoint gives back."""
     trainer = build(folder, stage=stage)
     policy = trainer.policy
-    reference = Reference(policy.config)
+    reference = Reference(policy.config, trainer.config.engine)
     rollout = trainer.sample(trainer.draw_prompts(), 1)
     batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
     shape = (len(rollout.completions), max(rollout.lengths))
@@ -155,7 +155,7 @@ def iterated(folder: Path) -> dict[str, Any]:
     def watched() -> Any:
         added = trainer.meter._added
         names = ("policy/clip_frac_low", "policy/clip_frac_high")
-        clipped.append(sum(float(value) * count for name in names for value, count in added.pop(name)))
+        clipped.append(sum(float(value * count) for name in names for value, count in added.pop(name)))
         return step()
 
     trainer.policy.step = watched  # type: ignore[method-assign]

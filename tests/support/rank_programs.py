@@ -28,7 +28,8 @@ from hybrid_grpo.config import (
     TrainConfig,
 )
 from hybrid_grpo.config.checks import check_train
-from hybrid_grpo.distributed import all_reduce, rank, world_size
+from hybrid_grpo.distributed import rank, world_size
+from hybrid_grpo.generation import Workspace
 from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
@@ -95,10 +96,12 @@ def build(
     prompts_per_step: int = 8,
     model: str = "model",
     decoder: str = "paged",
+    deepspeed: dict[str, Any] | None = None,
+    workspace: Workspace | None = None,
     **more: Any,
 ) -> Trainer:
-    """A trainer on the quickstart's task and tiny model, or another in the same folder; `more` is of the
-    configuration's section `policy`."""
+    """A trainer on the quickstart's task and tiny model, or another in the same folder; `deepspeed` is of the
+    configuration's section `engine`, `more` of `policy`."""
     config = TrainConfig(
         policy=PolicyConfig(
             model=str(folder / model),
@@ -108,7 +111,7 @@ def build(
             gradient_checkpointing=gradient_checkpointing,
             **more,
         ),
-        engine=EngineConfig(zero_stage=stage, offload_optimizer=offload),  # type: ignore[arg-type]
+        engine=EngineConfig(zero_stage=stage, offload_optimizer=offload, deepspeed=deepspeed or {}),
         data=DataConfig(
             path=str(folder / "train.jsonl"), limit=200, eval_path=str(folder / "heldout.jsonl"), eval_limit=24
         ),
@@ -125,14 +128,23 @@ def build(
     device = engines.start()
     plan: BatchPlan = check_train(config, world_size())
     task = RunInputs.read(config)
-    policy = Policy(config.policy, config.engine, task.tokenizer, total_steps=100, decoder=config.rollout.decoder)
-    reference = Reference(config.policy) if beta else None
+    policy = Policy(
+        *(config.policy, config.engine, task.tokenizer),
+        total_steps=100,
+        decoder=config.rollout.decoder,
+        workspace=workspace,
+    )
+    reference = Reference(config.policy, config.engine) if beta else None
     return Trainer(config, plan, policy, reference, task, device)
 
 
 def steps(folder: Path, stage: int, beta: float, num_minibatches: int = 1) -> dict[str, Any]:
     """Two steps: rollouts, and the reduced numbers."""
-    trainer = build(folder, stage=stage, beta=beta, num_minibatches=num_minibatches)
+    return two_steps(build(folder, stage=stage, beta=beta, num_minibatches=num_minibatches))
+
+
+def two_steps(trainer: Trainer) -> dict[str, Any]:
+    """What `steps` says of a trainer."""
     seen: dict[str, Any] = {"rollouts": [], "metrics": []}
     for step in (1, 2):
         trainer.step(step)
@@ -312,54 +324,36 @@ def switch(folder: Path) -> dict[str, Any]:
     return seen
 
 
-def losses(folder: Path) -> dict[str, Any]:
-    """Ten training losses, with and without a generation phase between them: the same forwards and backwards."""
-    seen: dict[str, Any] = {}
-    trainer = build(folder, prompts_per_step=4)
-    rollout = trainer.sample(trainer.draw_prompts(), 1)
-    batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
-    initial = folder / f"initial.{world_size()}"
-    trainer.policy.engine.save(initial, "start", {})
-    for name in ("without", "with"):
-        trainer.policy.engine.load(initial, "start")
-        seen[name] = []
-        for step in range(10):
-            if name == "with":
-                trainer.policy.rollout(
-                    rollout.prompts, trainer.config.rollout, trainer.inputs.stop_ids, seed=0, step=step
-                )
-            total = torch.zeros((), device=trainer.device)
-            for micro in batches:
-                logp_bT, _ = trainer.policy.forward(micro, 1.0)
-                loss = -logp_bT.sum() / 100 if micro.rows else 0.0 * logp_bT.sum()
-                trainer.policy.engine.backward(loss)
-                total += loss.detach()
-            trainer.policy.step()
-            seen[name].append(float(all_reduce(total)))
-    return seen
+def kept(folder: Path) -> dict[str, Any]:
+    """Rollouts, evaluations and training with the memory of decoding kept, on a double of CUDA graphs that checks every
+    address; beside the rollouts of steps that are not captured."""
+    sys.path.append(str(Path(__file__).parents[1] / "doubles"))
+    from cuda_graphs import Captures
 
+    from hybrid_grpo.generation import loop
+    from hybrid_grpo.model.kernels import build as kernels
 
-def nonfinite(folder: Path) -> dict[str, Any]:
-    """A gradient that is not finite on one rank: every stage skips it on all of them, and goes on."""
-    stage = int(folder.name[-1])
-    trainer = build(folder.parent, stage=stage)
-    rollout = trainer.sample(trainer.draw_prompts(), 1)
-    batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
-    seen: dict[str, Any] = {"applied": [], "norms": [], "logp": []}
-    for bad in (False, True, False):
-        for i, micro in enumerate(batches):
-            logp_bT, _ = trainer.policy.forward(micro, 1.0)
-            if i == 0:
-                seen["logp"].append(float(logp_bT.detach().sum()))
-            scale = float("inf") if bad and rank() == world_size() - 1 and i == 0 else 1.0
-            loss = -logp_bT.sum() / 100 * scale if micro.rows else 0.0 * logp_bT.sum()
-            trainer.policy.engine.backward(loss)
-        result = trainer.policy.step()
-        seen["applied"].append(result.applied)
-        seen["norms"].append(str(result.grad_norm))
-    micro = batches[0]
-    seen["logp"].append(float(trainer.policy.forward(micro, 1.0)[0].detach().sum()))
-    seen["skipped"] = trainer.policy.skipped_steps
+    kernels.load = lambda: None  # type: ignore[assignment]
+    trainer = build(folder, workspace=Workspace(16, 40))
+    policy, config, stop_ids = trainer.policy, trainer.config.rollout, trainer.inputs.stop_ids
+    prompts, captures = trainer.draw_prompts(), Captures()
+    seen: dict[str, Any] = {"captures": [], "same": [], "addresses": []}
+
+    def rollout(step: int, capture: Any) -> tuple[list[list[int]], int]:
+        loop.capture_on = lambda _: capture
+        sampled, stats = policy.rollout(prompts, config, stop_ids, seed=0, step=step)
+        return [c.token_ids for c in sampled.completions], stats.captures
+
+    for step in (1, 2, 3):
+        tokens, count = rollout(step, captures)
+        seen["captures"].append(count)
+        policy.greedy(trainer.eval_prompts, config, stop_ids)
+        with policy.engine.generation() as view:
+            seen["addresses"].append([p.data_ptr() for p in view.parameters()])
+        seen["same"].append(rollout(step, None)[0] == tokens)
+        trainer.step(step)
+    seen["graphs"], seen["replays"] = len(captures.graphs), captures.replays
+    seen["empty_after"] = all(p.numel() == 0 for p in policy.engine._view.module.parameters())
     return seen
 
 

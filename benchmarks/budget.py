@@ -1,0 +1,208 @@
+"""What a decode step and the LM head ask of a GPU: kernels launched and bytes moved, counted without one.
+
+    python benchmarks/budget.py --json FILE
+
+Both run on fake tensors, which have shapes and types but no data, as they run on a GPU: in bfloat16, with attention
+by a variable-length kernel and the Triton kernels. Every operation of torch that reads or writes memory counts as one
+kernel, and as the bytes of its arguments and results; a Triton kernel as what Triton's interpreter sees one program
+load and store, as often as it loads it, times the number of programs. Counted are
+
+    decode_kernels               a decode step of Qwen2.5-1.5B with 256 sequences, sampling included
+    sampler_gb, sampler_top_p_gb choosing 256 tokens of 151,936, without filters and with top-p 0.95
+    head_launches, head_gb       log-probabilities of 16,384 tokens and their gradient, without the matrix products
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from triton.runtime import interpreter
+
+from hybrid_grpo.generation import Sampling
+from hybrid_grpo.generation import attention as decoding
+from hybrid_grpo.generation.cache import Geometry, PagedCache
+from hybrid_grpo.generation.decoder import Decoder
+from hybrid_grpo.model import attention
+from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.kernels import build, gpu
+from hybrid_grpo.model.kernels.gpu import launching
+from hybrid_grpo.model.logprobs import token_logprobs
+
+ROWS, PAGE, PAGES_OF_A_SEQUENCE = 256, 256, 4
+TOKENS, HIDDEN, VOCABULARY = 16384, 1536, 151936
+PRODUCTS = {"mm", "addmm", "bmm", "linear", "matmul", "addmm_"}
+_FREE = {
+    *("view", "_unsafe_view", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "select", "detach", "alias"),
+    *("permute", "as_strided", "split", "split_with_sizes", "chunk", "unbind", "reshape", "lift_fresh", "empty"),
+    *("empty_like", "new_empty", "device"),
+}
+"""Operations that only give another view of memory, or memory without contents."""
+
+
+class Count(TorchDispatchMode):
+    """Kernels and bytes of every operation, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        if name not in _FREE:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+            self.kernels[name] += 1
+            self.bytes[name] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return out
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        """Stands in for `launching.launch`."""
+        self.kernels[kernel.__name__] += 1
+        self.bytes[kernel.__name__] += math.prod(grid) * bytes_of_a_program(kernel, arguments, options)
+
+
+_measured: dict[Any, int] = {}
+
+
+def bytes_of_a_program(kernel: Any, arguments: Any, options: Any) -> int:
+    """Bytes that the first program of a kernel loads and stores, on tensors of zeros of the arguments' shapes."""
+    shapes = tuple((a.shape, a.dtype) if isinstance(a, Tensor) else a for a in arguments)
+    key = (kernel, shapes, *sorted(options.items()))
+    if key not in _measured:
+        with _disable_current_modes():
+            real = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, Tensor) else a for a in arguments]
+            memory, interpreter._interpreter = interpreter._interpreter, _Memory(interpreter._interpreter)
+            try:
+                kernel[(1,)](*real, **options)
+                _measured[key] = interpreter._interpreter.bytes
+            finally:
+                interpreter._interpreter = memory
+    return _measured[key]
+
+
+class _Memory:
+    """The interpreter's memory, with a count of the bytes that pass."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory, self.bytes = memory, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+    def load(self, at: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        self.bytes += int(mask.sum()) * np.dtype(dtype).itemsize
+        return self._memory.load(at, mask, other, dtype)
+
+    def store(self, at: Any, value: Any, mask: Any) -> Any:
+        self.bytes += int(mask.sum()) * value.itemsize
+        return self._memory.store(at, value, mask)
+
+
+@contextmanager
+def counted() -> Iterator[Count]:
+    """Counts the kernels that are launched inside."""
+    modules = (gpu.gate, gpu.norm, gpu.rotation, gpu.sampling, gpu.softmax)
+    with Count() as count:
+        for module in modules:
+            module.launch = count.launch
+        try:
+            yield count
+        finally:
+            for module in modules:
+                module.launch = launching.launch
+
+
+def qwen(fake: FakeTensorMode) -> Any:
+    """Qwen2.5-1.5B in bfloat16 on fake tensors."""
+    config = Qwen2Config(
+        **{"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 8960, "num_hidden_layers": 28},
+        **{"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION)
+    with fake:
+        model.to_empty(device="cpu")
+    model.tie_weights()
+    return model.eval()
+
+
+def decode_step(model: Any, sampling: Sampling) -> tuple[Count, Count]:
+    """A step with sampling, and sampling alone."""
+    geometry = Geometry((((2, 128), (2, 128)),) * 28, torch.bfloat16, ((128**-0.5, 0, 0.0),) * 28)
+    cache = PagedCache(geometry, ROWS * PAGES_OF_A_SEQUENCE + 2, PAGE, torch.device("cpu"))
+    decoder = Decoder(model, cache, sampling, ROWS, PAGES_OF_A_SEQUENCE)
+    logits_nV = torch.empty(ROWS, VOCABULARY, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        # The first step makes the tables of rotations.
+        decoder._advance(ROWS, PAGES_OF_A_SEQUENCE)
+        with counted() as step:
+            decoder._advance(ROWS, PAGES_OF_A_SEQUENCE)
+        with counted() as choice:
+            decoder._sampler(logits_nV, decoder._state_4n[3], decoder._state_4n[2])
+    return step, choice
+
+
+def head() -> Count:
+    """Log-probabilities of given tokens, and the gradient of their sum."""
+    hidden = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.empty(VOCABULARY, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    with counted() as count:
+        logp_N, _ = token_logprobs(hidden, weight, None, torch.empty(TOKENS, dtype=torch.int64))
+        logp_N.sum().backward()
+    return count
+
+
+def measure() -> dict[str, float]:
+    """All numbers of the budget."""
+    # As on a GPU: the C kernels are out of reach, and the variable-length kernel is there.
+    build.load = lambda: None
+    launching.on_gpu = lambda _: True
+    gpu.tried = gpu.proven = lambda *_: True
+    attention._half_on_gpu = lambda x: x.dtype == torch.bfloat16
+    attention.flash_attn = decoding.flash_attn = None
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    model = qwen(fake)
+    with fake:
+        step, choice = decode_step(model, Sampling(512))
+        _, filtered = decode_step(model, Sampling(512, top_p=0.95))
+        given = head()
+    return {
+        "decode_kernels": step.kernels.total(),
+        "sampler_gb": choice.bytes.total() / 1e9,
+        "sampler_top_p_gb": filtered.bytes.total() / 1e9,
+        "head_launches": sum(n for name, n in given.kernels.items() if name not in PRODUCTS),
+        "head_gb": sum(n for name, n in given.bytes.items() if name not in PRODUCTS) / 1e9,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    file = parser.parse_args().json
+    numbers = measure()
+    for name, value in numbers.items():
+        print(f"{name:18} {value:,.2f}" if isinstance(value, float) else f"{name:18} {value:,}")
+    if file is not None:
+        file.write_text(json.dumps(numbers, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""The results of gpu.sh: part after part into one file, and a table of them.
+
+    python benchmarks/gpu_results.py FOLDER has PART            # exit status: whether it is there and did not fail
+    python benchmarks/gpu_results.py FOLDER add PART SECONDS    # from FOLDER/gpu/PART.json, or .xml of pytest
+    python benchmarks/gpu_results.py FOLDER fail PART           # with the end of FOLDER/gpu/PART.log
+    python benchmarks/gpu_results.py FOLDER table               # prints the table and writes FOLDER/gpu.md
+
+The environment says in MACHINE and COMMIT what the numbers are of; parts of others count as not done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+
+class Results:
+    """The file gpu.json in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / "gpu.json"
+        self.parts: dict[str, Any] = json.loads(self.path.read_text())["parts"] if self.path.exists() else {}
+        self.origin = {"machine": os.environ["MACHINE"], "commit": os.environ["COMMIT"]}
+
+    def has(self, name: str) -> bool:
+        """Whether the part was done on this machine and commit, and did not fail."""
+        part = self.parts.get(name, {})
+        return part.items() >= self.origin.items() and "failed" not in part
+
+    def add(self, name: str, seconds: str) -> None:
+        """Take in what the part left; a part that only prepares another leaves nothing."""
+        self._write(name, {"seconds": int(seconds), "results": self._left(name)})
+
+    def fail(self, name: str) -> None:
+        """Note the last line that the part said, beside what it had measured by then."""
+        log = (self.folder / "gpu" / f"{name}.log").read_text(errors="replace")
+        said = [line.strip() for line in log.splitlines() if line.strip()]
+        self._write(name, {"failed": said[-1] if said else "without a word", "results": self._left(name)})
+
+    def _left(self, name: str) -> Any:
+        tests, numbers = (self.folder / "gpu" / f"{name}.{suffix}" for suffix in ("xml", "json"))
+        return _tests(tests) if tests.exists() else json.loads(numbers.read_text()) if numbers.exists() else {}
+
+    def table(self) -> str:
+        """A table in Markdown: a row for each part, in the order of gpu.sh."""
+        rows = ["| part | measured |", "|---|---|"]
+        for name, part in self.parts.items():
+            words = self._words(name, part)
+            if "failed" in part:
+                words = "; before that: ".join(filter(None, [f"failed: {part['failed'].replace('|', '/')}", words]))
+            if words:
+                rows.append(f"| {name.replace('_', ' ')} | {words} |")
+        origins = dict.fromkeys(f"{part['machine']}, commit {part['commit']}" for part in self.parts.values())
+        return "\n".join([f"Measured on {'; '.join(origins)}.", "", *rows, ""])
+
+    def _write(self, name: str, part: dict[str, Any]) -> None:
+        self.parts[name] = {**self.origin, **part}
+        self.path.write_text(json.dumps({"parts": self.parts}, indent=1) + "\n")
+
+    def _words(self, name: str, part: dict[str, Any]) -> str:
+        results = part["results"]
+        if not results:
+            return ""
+        if name in ("tests", "kernels"):
+            return ", ".join(f"{count} {what}" for what, count in results.items() if count)
+        if name.startswith("decode_"):
+            return _decoding(_first(results["workloads"]))
+        if name == "step":
+            return _step(_first(_first(results["workloads"])))
+        if name == "trl":
+            return self._beside(_first(_first(results["workloads"])))
+        if name == "plan":
+            return "; ".join(_plan(case) for case in results["cases"].values())
+        if name == "quickstart":
+            first, last = results["accuracy"]
+            return f"held-out accuracy {first:.3f} -> {last:.3f} in {results['seconds']} s, installation not included"
+        return ""
+
+    def _beside(self, theirs: dict[str, Any]) -> str:
+        words = f"TRL's step takes {theirs['median_s']:.2f} s{_memory(theirs)}"
+        step = self.parts.get("step", {})
+        if "results" in step:
+            ours = _first(_first(step["results"]["workloads"]))
+            words += f", {theirs['median_s'] / ours['median_s']:.1f}x ours"
+        return words
+
+
+def _first(named: dict[str, Any]) -> Any:
+    """Of workloads or of sides: gpu.sh measures one at a time."""
+    return next(iter(named.values()))
+
+
+def _tests(path: Path) -> dict[str, int]:
+    suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
+    count = {what: sum(int(suite.get(what, 0)) for suite in suites) for what in ("tests", "skipped")}
+    return {"passed": count["tests"] - count["skipped"], "skipped": count["skipped"]}
+
+
+def _decoding(engines: dict[str, dict[str, Any]]) -> str:
+    ours = engines["hybrid"]
+    others = ", ".join(
+        f"{name} {engine['median_s'] / ours['median_s']:.1f}x the time"
+        for name, engine in engines.items()
+        if name != "hybrid"
+    )
+    return f"{ours['tokens_per_s']:,.0f} tokens/s, {ours['floor_fraction']:.0%} of the bandwidth floor; {others}"
+
+
+def _step(ours: dict[str, Any]) -> str:
+    stages = ours["stages_s"]
+    return (
+        f"{ours['median_s']:.2f} s: generation {stages['generate']:.2f}, training {stages['train']:.2f}, the switch"
+        f" {ours['switch_share']:.1%} of it; sampler against training forward {ours['logp_gap_mean']:.1e} nats on"
+        f" average{_memory(ours)}"
+    )
+
+
+def _memory(side: dict[str, Any]) -> str:
+    return f"; {side['peak_gpu_gb']:.1f} GB" if "peak_gpu_gb" in side else ""
+
+
+def _plan(case: dict[str, Any]) -> str:
+    words = f"{case['estimated GB']:.2f} GB estimated, {case['measured GB']:.2f} measured"
+    if "nvidia-smi GB" in case:
+        words += f"; with CUDA {case['process GB']:.2f} and {case['nvidia-smi GB']:.2f} by nvidia-smi"
+    return words
+
+
+def main() -> None:
+    folder, command, *arguments = sys.argv[1:]
+    results = Results(Path(folder))
+    if command == "has":
+        sys.exit(not results.has(*arguments))
+    if command == "table":
+        Path(folder, "gpu.md").write_text(results.table())
+        print(f"\n{results.table()}")
+    else:
+        {"add": results.add, "fail": results.fail}[command](*arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Which model fits which GPU, and on how many: plans of one recipe for the models that people train.
+
+    python benchmarks/plan_gpus.py [MODEL ...] [--json benchmarks/results/plan_gpus.json] [--docs docs/memory.md]
+
+Nothing is measured and no weights are made, so it runs anywhere; all models take some minutes, and those that are
+named replace their rows in the file. The recipe: bfloat16, ZeRO-3, gradient checkpointing, prompts of 512 tokens and
+completions of 1,024, a rollout of 32 x 8, prefills of 2,048 tokens, no reference, everything else as it is by default.
+A model fits where the plan's phases do, with a cache for at least `SEQUENCES` sequences at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from hybrid_grpo.config import EngineConfig, PolicyConfig, RolloutConfig, TrainConfig
+from hybrid_grpo.config.checks import batch_plan
+from hybrid_grpo.run.dry_run import measure
+from hybrid_grpo.run.hardware import of_table
+from hybrid_grpo.run.plan import Plan
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results/plan_gpus.json"
+PROMPT = 512
+SEQUENCES = 16
+"""Sequences below which decoding is so slow that a model does not count as fitting."""
+GPUS = {"24": "rtx4090", "40": "a100-40gb", "80": "h100", "141": "h200"}
+"""One GPU of each memory, in 10^9 bytes."""
+RANKS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model's config.json says, and the parameters that its card names."""
+
+    kind: str
+    billions: float
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    tied: bool
+    head_dim: int = 128
+
+    @property
+    def config(self) -> Any:
+        """As transformers loads it."""
+        return AutoConfig.for_model(
+            self.kind,
+            hidden_size=self.hidden,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocabulary,
+            tie_word_embeddings=self.tied,
+            max_position_embeddings=8192,
+        )
+
+
+MODELS = {
+    "Qwen2.5-0.5B": Shape("qwen2", 0.49, 896, 4864, 24, 14, 2, 151_936, tied=True, head_dim=64),
+    "Qwen2.5-1.5B": Shape("qwen2", 1.54, 1536, 8960, 28, 12, 2, 151_936, tied=True),
+    "Qwen2.5-3B": Shape("qwen2", 3.09, 2048, 11_008, 36, 16, 2, 151_936, tied=True),
+    "Qwen2.5-7B": Shape("qwen2", 7.61, 3584, 18_944, 28, 28, 4, 152_064, tied=False),
+    "Qwen2.5-14B": Shape("qwen2", 14.7, 5120, 13_824, 48, 40, 8, 152_064, tied=False),
+    "Qwen2.5-32B": Shape("qwen2", 32.5, 5120, 27_648, 64, 40, 8, 152_064, tied=False),
+    "Qwen3-0.6B": Shape("qwen3", 0.6, 1024, 3072, 28, 16, 8, 151_936, tied=True),
+    "Qwen3-1.7B": Shape("qwen3", 1.7, 2048, 6144, 28, 16, 8, 151_936, tied=True),
+    "Qwen3-4B": Shape("qwen3", 4.0, 2560, 9728, 36, 32, 8, 151_936, tied=True),
+    "Qwen3-8B": Shape("qwen3", 8.2, 4096, 12_288, 36, 32, 8, 151_936, tied=False),
+    "Qwen3-14B": Shape("qwen3", 14.8, 5120, 17_408, 40, 40, 8, 151_936, tied=False),
+    "Qwen3-32B": Shape("qwen3", 32.8, 5120, 25_600, 64, 64, 8, 151_936, tied=False),
+    "Llama-3-8B": Shape("llama", 8.03, 4096, 14_336, 32, 32, 8, 128_256, tied=False),
+}
+
+
+def recipe(offload: bool) -> TrainConfig:
+    """The recipe of the table, with the optimizer on the GPU or in host memory."""
+    return TrainConfig(
+        policy=PolicyConfig(gradient_checkpointing=True),
+        engine=EngineConfig(zero_stage=3, offload_optimizer=offload),
+        rollout=RolloutConfig(prompts_per_step=32, num_generations=8, max_completion_tokens=1024, prefill_tokens=2048),
+    )
+
+
+def plans(shape: Shape) -> dict[str, Any]:
+    """The model's entry in the file: by memory and place of the optimizer, the plan on the fewest GPUs that do."""
+    # The same on every number of ranks: a micro-batch is one group, and four prompts fill a prefill.
+    sizes = measure(recipe(offload=False), shape.config, batch_plan(recipe(offload=False), 1), PROMPT, on_gpu=True)
+    fitting: dict[str, dict[str, Any]] = {}
+    for memory, gpu in GPUS.items():
+        of_memory = fitting[memory] = {}
+        for place, offload in (("on the GPU", False), ("in host memory", True)):
+            config = recipe(offload)
+            made = (Plan(config, sizes, batch_plan(config, n), PROMPT, of_table(gpu)) for n in RANKS)
+            of_memory[place] = next((summary(plan) for plan in made if fits(plan)), None)
+    return {"parameters": sizes.parameters, "fits": fitting}
+
+
+def fits(plan: Plan) -> bool:
+    """Whether every phase has the memory that it needs, and the cache room for enough sequences."""
+    return max(phase.least for phase in plan.phases) <= plan.hardware.device_bytes and plan.sequences >= SEQUENCES
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """The numbers of a plan, in GiB: parts by the most that they take in a phase, and the phases."""
+    parts: dict[str, int] = {}
+    for part in (part for phase in plan.phases for part in phase.parts):
+        parts[part.name] = max(parts.get(part.name, 0), part.bytes)
+    # What the process of this program has is nothing of the run.
+    host = sum(part.bytes for part in plan.host.parts if part.name != "runtime")
+    return {
+        "gpus": plan.ranks,
+        "sequences": plan.sequences,
+        "parts": {name: _gib(size) for name, size in parts.items()},
+        "phases": {phase.name: _gib(phase.bytes) for phase in plan.phases},
+        "host": _gib(host),
+    }
+
+
+def _gib(size: int) -> float:
+    return round(size / 2**30, 2)
+
+
+def table(results: dict[str, Any]) -> str:
+    """Two tables in Markdown: the fewest GPUs by memory, and the parts on GPUs of 80 GB."""
+    fewest = ["| model | " + " | ".join(f"{memory} GB" for memory in GPUS) + " |", "|---|" + "---|" * len(GPUS)]
+    for name, result in results.items():
+        cells = (_fewest(result["fits"][memory]) for memory in GPUS)
+        fewest.append(f"| {name} | {' | '.join(cells)} |")
+    columns = [*_COLUMNS, "rest", "generation", "training", "sequences", "host"]
+    by_part = ["| model | GPUs | " + " | ".join(columns) + " |", "|---|---|" + "---|" * len(columns)]
+    for name, result in results.items():
+        for place, planned in result["fits"]["80"].items():
+            if planned is not None:
+                gpus = f"{planned['gpus']}{', offloaded' if place == 'in host memory' else ''}"
+                by_part.append(f"| {name} | {gpus} | {' | '.join(_cells(planned))} |")
+    return "\n".join([*fewest, "", *by_part])
+
+
+_COLUMNS = {
+    "weights": ("weights",),
+    "optimizer": ("float32 masters", "Adam's moments", "step"),
+    "gradients": ("gradients", "reduction"),
+    "whole weights": ("gathered weights",),
+    "cache": ("keys and values",),
+    "activations": ("activations", "one layer", "fetched weights"),
+    "LM head": ("LM head",),
+    "graphs": ("CUDA graphs",),
+}
+"""Parts of the plan by column."""
+
+
+def _fewest(of_memory: dict[str, Any]) -> str:
+    on_gpu, offloaded = (str(planned["gpus"]) if planned else "-" for planned in of_memory.values())
+    return on_gpu if on_gpu == offloaded else f"{on_gpu} ({offloaded})"
+
+
+def _cells(planned: dict[str, Any]) -> list[str]:
+    parts, phases = planned["parts"], planned["phases"]
+    columns = [sum(parts.get(part, 0.0) for part in of_column) for of_column in _COLUMNS.values()]
+    named = {part for of_column in _COLUMNS.values() for part in of_column}
+    rest = sum(size for part, size in parts.items() if part not in named)
+    training = max(size for phase, size in phases.items() if phase not in ("generation", "export"))
+    sizes = [*columns, rest, phases["generation"], training]
+    return [*(f"{size:.1f}" if size else "-" for size in sizes), str(planned["sequences"]), f"{planned['host']:.0f}"]
+
+
+def replaced(page: str, tables: str) -> str:
+    """The page with the tables between its two marks."""
+    done, count = re.subn(r"(?s)(<!-- plan_gpus -->\n\n).*?(\n\n<!-- end -->)", lambda m: m[1] + tables + m[2], page)
+    assert count == 1, "the page has no place for the tables"
+    return done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; not given: all")
+    parser.add_argument("--json", type=Path, help="file that the plans are written to")
+    parser.add_argument("--docs", type=Path, help="page whose tables are replaced")
+    arguments = parser.parse_args()
+    seen = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
+    for name in arguments.models or MODELS:
+        seen[name] = plans(MODELS[name])
+        print(f"{name}: {seen[name]['parameters']:,} parameters", flush=True)
+    results = {name: seen[name] for name in MODELS if name in seen}
+    print(table(results))
+    if arguments.json:
+        lines = (f"{json.dumps(name)}: {json.dumps(result)}" for name, result in results.items())
+        arguments.json.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    if arguments.docs:
+        arguments.docs.write_text(replaced(arguments.docs.read_text(), table(results)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Which rank this process is, in the words of whoever started it.
+
+The deepspeed launcher and torchrun say it as torch wants it (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
+srun and mpirun have variables of their own: unread, each of their tasks would train alone, all into one folder.
+"""
+
+import os
+import re
+
+from hybrid_grpo.config.errors import refuse
+
+_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_STARTERS = {
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    "mpirun": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+"""The variables with the rank, the number of tasks, and the same two of this machine. Those of srun are of the step: in
+a batch script, which is one process, the variables of the whole job are set too."""
+
+
+def adopt_rank() -> None:
+    """Set torch's variables for a task that srun or mpirun has started.
+
+    Raises:
+        UserError: there are several tasks, and it is not known which this one is, or where they meet.
+    """
+    given = [name for name in _RANK if name in os.environ]
+    if "RANK" in given or "WORLD_SIZE" in given:
+        missing = [name for name in _RANK if name not in given]
+        refuse(
+            bool(missing) and os.environ.get("WORLD_SIZE", "2") != "1",
+            f"{', '.join(given)} without {', '.join(missing)}: the environment describes ranks only in part: start with"
+            " deepspeed, torchrun, srun or mpirun, or unset these variables",
+        )
+        return
+    for starter, names in _STARTERS.items():
+        rank, size, local_rank, local_size = (os.environ.get(name, "") for name in names)
+        if not rank.isdigit() or not size.isdigit() or int(size) == 1:
+            continue
+        refuse(not local_rank.isdigit(), f"{starter} has started {size} tasks and does not say {names[2]}: set it")
+        here = re.match(r"\d+", local_size)
+        address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if here and here[0] == size else _first_host())
+        refuse(
+            not address,
+            f"{starter} has started {size} tasks on several machines: set MASTER_ADDR to the name of the first one",
+        )
+        # Two runs on one machine must not meet: a job has a number of its own.
+        job = int(os.environ.get("SLURM_JOB_ID", "0"))
+        port = os.environ.get("MASTER_PORT") or str(20000 + job % 20000 if job else 29500)
+        os.environ.update(dict(zip(_RANK, (rank, size, local_rank, address, port), strict=True)))
+        if here:
+            os.environ["LOCAL_WORLD_SIZE"] = here[0]
+        return
+
+
+def _first_host() -> str:
+    """The first machine of a Slurm step; its list is written as node[01-04,7],other."""
+    first = re.match(r"([^\[,]+)(?:\[(\d+))?", os.environ.get("SLURM_STEP_NODELIST", ""))
+    return f"{first[1]}{first[2] or ''}" if first else ""

@@ -1,0 +1,52 @@
+"""What decoding a model keeps from call to call."""
+
+from collections.abc import Callable
+from typing import Any
+
+from hybrid_grpo.generation.cache import PagedCache
+from hybrid_grpo.generation.decoder import Decoder
+from hybrid_grpo.generation.graphs import Capture
+from hybrid_grpo.generation.sampler import Sampling
+
+
+class Workspace:
+    """The cache, slots and CUDA graphs of one model, kept from call to call of `generate`.
+
+    They are laid out in the first call, for `slots` completions at a time of at most `tokens` tokens each, prompts
+    included, so they depend on no batch; all graphs are captured then. Only a longer sequence lays them out again, and
+    only weights at other addresses are captured again. Where forwards are not captured, on a CPU, nothing is kept.
+    """
+
+    def __init__(self, slots: int, tokens: int) -> None:
+        self.slots, self.tokens = slots, tokens
+        self._decoder: Decoder | None = None
+        self._weights: list[int] = []
+
+    def decoder(
+        self,
+        model: Any,
+        sampling: Sampling,
+        longest: int,
+        new_cache: Callable[[list[int], int], PagedCache],
+        capture: Capture,
+    ) -> Decoder:
+        """The decoder for a call whose longest sequence has `longest` tokens, with all pages and slots free.
+
+        `new_cache` makes a cache for so many tokens of each sequence, and so many slots.
+        """
+        if longest > self.tokens:
+            # The memory is given back first: the new cache may need it.
+            self.tokens, self._decoder = longest, None
+        kept, weights = self._decoder, [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+        if kept is not None and weights == self._weights:
+            kept.cache.clear()
+            kept.begin(sampling)
+            return kept
+        cache = kept.cache if kept else new_cache([self.tokens] * self.slots, self.slots)
+        # The memory of the old graphs is given back before the new ones take theirs.
+        self._decoder = kept = None
+        cache.clear()
+        decoder = Decoder(model, cache, sampling, self.slots, cache.pages_for(self.tokens), capture)
+        decoder.capture_all()
+        self._decoder, self._weights = decoder, weights
+        return decoder

@@ -1,0 +1,12 @@
+"""Triton kernels for GPUs, each with a torch path in the module that calls it.
+
+Triton comes with torch's builds for GPUs; without it torch computes everything. A kernel is used where its caller's
+check, run once on the device, shows that it computes what torch does; see `tried`.
+"""
+
+from hybrid_grpo.model.kernels.gpu.launching import proven, tried, triton, usable
+
+if triton is not None:
+    from hybrid_grpo.model.kernels.gpu import gate, norm, rotation, sampling, softmax
+
+__all__ = ["gate", "norm", "proven", "rotation", "sampling", "softmax", "tried", "usable"]

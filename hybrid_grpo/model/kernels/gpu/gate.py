@@ -1,0 +1,29 @@
+"""The gate of a Llama MLP on a GPU."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_grpo.model.kernels.gpu.launching import launch
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _silu_times(out, gate, up, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    g = tl.load(gate + place, mask=inside, other=0.0)
+    x = g.to(tl.float32)
+    silu = (x / (1.0 + tl.exp(-x))).to(g.dtype).to(tl.float32)
+    u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, (silu * u).to(g.dtype), mask=inside)
+
+
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up (SwiGLU: Shazeer, arXiv:2002.05202), of contiguous tensors of one shape. Rounds after the silu,
+    as a Llama layer does."""
+    out = torch.empty_like(gate)
+    launch(_silu_times, (triton.cdiv(gate.numel(), _BLOCK),), out, gate, up, gate.numel(), BLOCK=_BLOCK)
+    return out

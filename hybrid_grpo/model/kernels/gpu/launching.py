@@ -1,0 +1,47 @@
+"""When the Triton kernels are used, and their launch."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+try:
+    import triton
+except ImportError:
+    triton = None
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether kernels can read a tensor where it is."""
+    return x.is_cuda
+
+
+def usable(*tensors: Tensor) -> bool:
+    """Whether kernels can be called on tensors: on a GPU, with contiguous rows."""
+    return triton is not None and all(on_gpu(t) and (not t.dim() or t.stride(-1) == 1) for t in tensors)
+
+
+def tried(what: str, check: Callable[[], bool]) -> bool:
+    """What `check` finds; where it fails, a warning that `what` is slower."""
+    try:
+        agrees, reason = check(), "its results differ from torch's"
+    except Exception as error:  # a compiler that is missing or fails raises errors of many types
+        agrees, reason = False, (str(error).strip() or type(error).__name__).splitlines()[0]
+    if not agrees:
+        warnings.warn(f"{what} does without a Triton kernel, slower: {reason}", stacklevel=3)
+    return agrees
+
+
+@functools.cache
+def proven(what: str, check: Callable[..., bool], *case: Any) -> bool:
+    """Whether a kernel computes what torch does on a device, type and so on; `check` is asked once for each `case`."""
+    return tried(what, lambda: check(*case))
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Run a kernel. Fake tensors (a dry run's) have no memory: nothing is computed then."""
+    if not any(isinstance(argument, FakeTensor) for argument in arguments):
+        kernel[grid](*arguments, **options)

@@ -1,0 +1,119 @@
+"""Rotary position and cache write on a GPU: one program rotates, or stores, one head of one sequence's new token."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_grpo.model.kernels.gpu.launching import launch
+
+
+@triton.jit
+def _half(x, norm, base, half, d, epsilon, NORM: tl.constexpr, BLOCK: tl.constexpr):
+    """Both halves of a head in float32, each rounded as in memory; normed first where the model norms its heads."""
+    place = tl.arange(0, BLOCK)
+    inside = place < half
+    a = tl.load(x + base + place, mask=inside, other=0.0)
+    b = tl.load(x + base + half + place, mask=inside, other=0.0)
+    first, second = a.to(tl.float32), b.to(tl.float32)
+    if NORM:
+        variance = (tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / d
+        scale = tl.rsqrt(variance + epsilon)
+        first = (first * scale).to(a.dtype).to(tl.float32) * tl.load(norm + place, mask=inside, other=0.0)
+        second = (second * scale).to(a.dtype).to(tl.float32) * tl.load(norm + half + place, mask=inside, other=0.0)
+        first, second = first.to(a.dtype).to(tl.float32), second.to(a.dtype).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _rotate_and_store(
+    q,
+    k,
+    v,
+    q_norm,
+    k_norm,
+    rope,
+    position,
+    table,
+    table_stride,
+    keys,
+    values,
+    epsilon,
+    heads,
+    kv,
+    d,
+    page,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    half = d // 2
+    place = tl.arange(0, BLOCK)
+    inside = place < half
+    at = tl.load(position + row)
+    kind = keys.dtype.element_ty
+    entry = tl.load(table + row * table_stride + at // page).to(tl.int64) * page + at % page
+    if head >= heads + kv:
+        # A head of the values, stored as it is.
+        source = (row * kv + head - heads - kv) * d
+        target = (entry * kv + head - heads - kv) * d
+        for begin in tl.static_range(2):
+            x = tl.load(v + source + begin * half + place, mask=inside)
+            tl.store(values + target + begin * half + place, x, mask=inside)
+    else:
+        cos_a = tl.load(rope + at * 2 * d + place, mask=inside, other=0.0).to(tl.float32)
+        cos_b = tl.load(rope + at * 2 * d + half + place, mask=inside, other=0.0).to(tl.float32)
+        sin_a = tl.load(rope + at * 2 * d + d + place, mask=inside, other=0.0).to(tl.float32)
+        sin_b = tl.load(rope + at * 2 * d + d + half + place, mask=inside, other=0.0).to(tl.float32)
+        if head < heads:
+            source = (row * heads + head) * d
+            target = source
+            a, b = _half(q, q_norm, source, half, d, epsilon, NORM, BLOCK)
+            out = q
+        else:
+            source = (row * kv + head - heads) * d
+            target = (entry * kv + head - heads) * d
+            a, b = _half(k, k_norm, source, half, d, epsilon, NORM, BLOCK)
+            out = keys
+        first = (a * cos_a).to(kind).to(tl.float32) - (b * sin_a).to(kind).to(tl.float32)
+        second = (b * cos_b).to(kind).to(tl.float32) + (a * sin_b).to(kind).to(tl.float32)
+        tl.store(out + target + place, first.to(kind), mask=inside)
+        tl.store(out + target + half + place, second.to(kind), mask=inside)
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    epsilon: float,
+    rope: Tensor,
+    position_n: Tensor,
+    table_nw: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> None:
+    """Rotate the queries in place, and write the rotated keys and the values into the cache.
+
+    Rotary position embedding: Su et al., arXiv:2104.09864, in the layout of transformers' Llama, rounded where that
+    rounds.
+
+    Args:
+        q: [n, heads * d]; k, v: [n, kv * d]; contiguous.
+        norms: weights [d] of the RMS norms of the heads of queries and keys, for models that have them.
+        rope: cosines and sines of every position, [positions, 2 * d].
+        position_n: int64 [n]; table_nw: int32 [n, width], the pages of each sequence.
+        keys, values: a layer's cache, [pages, page, kv, d].
+    """
+    _, page, kv, d = keys.shape
+    heads = q.shape[1] // d
+    q_norm, k_norm = norms or (q, k)
+    launch(
+        _rotate_and_store,
+        (len(q), heads + 2 * kv),
+        *(q, k, v, q_norm, k_norm, rope, position_n, table_nw, table_nw.stride(0), keys, values),
+        *(epsilon, heads, kv, d, page),
+        NORM=norms is not None,
+        BLOCK=triton.next_power_of_2(d // 2),
+        num_warps=1,
+    )

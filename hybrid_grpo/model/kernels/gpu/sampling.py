@@ -1,0 +1,200 @@
+"""Drawing tokens on a GPU: one program reads a row of logits. generation/drawing.py defines what it computes."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_grpo.model.kernels.gpu.launching import launch
+
+_BLOCK = 4096
+_SEARCH_BLOCK = 1024
+"""Smaller, because a search holds sixteen sums for each column of a block."""
+
+
+@triton.jit
+def _row(logits, start, vocabulary, BLOCK: tl.constexpr):
+    """A block of a row in float32, and which of its columns exist. Minus zero becomes zero: they are equal."""
+    column = start + tl.arange(0, BLOCK)
+    inside = column < vocabulary
+    x = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
+    return tl.where(x == 0, 0.0, x), inside
+
+
+@triton.jit
+def _weight(x, inside, peak, inverse_temperature):
+    """Probabilities in units of 2^-40 of the most probable token's."""
+    w = tl.exp((x - peak) * inverse_temperature) * 1099511627776.0
+    return tl.where(inside & (w == w), w, 0.0).to(tl.int64)
+
+
+@triton.jit
+def _key(x, BITS: tl.constexpr):
+    """Integers from 0 to 2^BITS - 1 in the order of x; bfloat16 has 16 bits."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits.to(tl.int64) + 2147483648) >> (32 - BITS)
+
+
+@triton.jit
+def _portion(total, of_2_23):
+    """total * of_2_23 / 2^23, rounded down."""
+    return (total >> 23) * of_2_23 + (((total & 0x7FFFFF) * of_2_23) >> 23)
+
+
+@triton.jit
+def _draw(key, counter):
+    """SplitMix64, the upper 23 bits."""
+    x = key + (counter + 1) * -7046029254386353131
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    x = x ^ ((x >> 31) & 0x1FFFFFFFF)
+    return (x >> 41) & 0x7FFFFF
+
+
+@triton.jit
+def _lowest_kept(
+    logits,
+    vocabulary,
+    peak,
+    inverse_temperature,
+    least,
+    limit,
+    WEIGHTED: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The smallest key above which the tokens' weights (or numbers) add up to less than `limit`.
+
+    A search in place of a sort: four bits of the key in each pass over the row. Only tokens whose key is at least
+    `least` count.
+    """
+    digit = tl.arange(0, 16)
+    lowest = tl.zeros([], tl.int64)
+    above = tl.zeros([], tl.int64)
+    for level in range(BITS // 4):
+        shift = BITS - 4 - 4 * level
+        sums = tl.zeros([16, BLOCK], tl.int64)
+        for start in range(0, vocabulary, BLOCK):
+            x, inside = _row(logits, start, vocabulary, BLOCK)
+            key = _key(x, BITS)
+            if WEIGHTED:
+                amount = _weight(x, inside, peak, inverse_temperature)
+            else:
+                amount = inside.to(tl.int64)
+            counted = (key >= least) & (key >= lowest)
+            place = tl.where(counted, (key - lowest) >> shift, -1).to(tl.int32)
+            sums += tl.where(place[None, :] == digit[:, None], amount[None, :], 0)
+        amounts = tl.sum(sums, axis=1)
+        higher = above + tl.sum(amounts, axis=0) - tl.cumsum(amounts, axis=0)
+        chosen = tl.sum((higher >= limit).to(tl.int32), axis=0)
+        above = tl.sum(tl.where(digit == chosen, higher, 0), axis=0)
+        lowest += chosen.to(tl.int64) << shift
+    return lowest
+
+
+@triton.jit
+def _sample(
+    token,
+    logp,
+    kept_logp,
+    logits,
+    stride,
+    vocabulary,
+    keys,
+    counters,
+    inverse_temperature,
+    top_k,
+    top_p,
+    least_weight,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    GREEDY: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SEARCH_BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    broken = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocabulary, BLOCK):
+        x, inside = _row(logits, start, vocabulary, BLOCK)
+        highest = tl.maximum(highest, x)
+        broken |= (inside & (x != x)).to(tl.int32)
+    peak = tl.where(tl.max(broken, axis=0) > 0, float("nan"), tl.max(highest, axis=0))
+
+    lowest = tl.zeros([], tl.int64)
+    if TOP_K:
+        lowest = _lowest_kept(logits, vocabulary, peak, inverse_temperature, lowest, top_k, False, BITS, SEARCH_BLOCK)
+    if TOP_P:
+        before = tl.zeros([BLOCK], tl.int64)
+        for start in range(0, vocabulary, BLOCK):
+            x, inside = _row(logits, start, vocabulary, BLOCK)
+            before += _weight(x, inside & (_key(x, BITS) >= lowest), peak, inverse_temperature)
+        limit = _portion(tl.sum(before, axis=0), top_p)
+        lowest = tl.maximum(
+            lowest,
+            _lowest_kept(logits, vocabulary, peak, inverse_temperature, lowest, limit, True, BITS, SEARCH_BLOCK),
+        )
+
+    # The weights that each block keeps; the block in which their sum passes the draw has the token.
+    number = tl.arange(0, BLOCKS)
+    sums = tl.zeros([BLOCKS], tl.int64)
+    every = tl.zeros([BLOCK], tl.int64)
+    for index in range(0, tl.cdiv(vocabulary, BLOCK)):
+        x, inside = _row(logits, index * BLOCK, vocabulary, BLOCK)
+        weight = _weight(x, inside, peak, inverse_temperature)
+        every += weight
+        kept = tl.where((_key(x, BITS) >= lowest) & (weight >= least_weight), weight, 0)
+        sums = tl.where(number == index, tl.sum(kept, axis=0), sums)
+    total = tl.sum(every, axis=0)
+    kept_total = tl.sum(sums, axis=0)
+    target = tl.zeros([], tl.int64)
+    if not GREEDY:
+        target = _portion(kept_total, _draw(tl.load(keys + row), tl.load(counters + row)))
+    passed = (tl.cumsum(sums, axis=0) <= target).to(tl.int32)
+    block = tl.sum(passed, axis=0)
+    before_block = tl.sum(tl.where(number < block, sums, 0), axis=0)
+    x, inside = _row(logits, block * BLOCK, vocabulary, BLOCK)
+    weight = _weight(x, inside, peak, inverse_temperature)
+    kept = tl.where((_key(x, BITS) >= lowest) & (weight >= least_weight), weight, 0)
+    within = tl.sum((before_block + tl.cumsum(kept, axis=0) <= target).to(tl.int32), axis=0)
+    chosen = tl.where(kept_total > 0, block * BLOCK + within, 0)
+    tl.store(token + row, chosen.to(tl.int64))
+    x = tl.load(logits + chosen).to(tl.float32)
+    gap = (x - peak) * inverse_temperature
+    tl.store(logp + row, gap - tl.log(total.to(tl.float32) * 9.094947017729282e-13))
+    tl.store(kept_logp + row, gap - tl.log(kept_total.to(tl.float32) * 9.094947017729282e-13))
+
+
+def sample(
+    logits_nV: Tensor,
+    key_n: Tensor,
+    counter_n: Tensor,
+    inverse_temperature: float,
+    top_k: int,
+    top_p: int,
+    least_weight: int,
+    greedy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `generation.drawing.sample`; the last five arguments are the fields of its `Filters`."""
+    n, vocabulary = logits_nV.shape
+    token_n, logp_n = key_n.new_empty(n), torch.empty(n, dtype=torch.float32, device=logits_nV.device)
+    kept_logp_n = torch.empty_like(logp_n)
+    launch(
+        _sample,
+        (n,),
+        *(token_n, logp_n, kept_logp_n, logits_nV, logits_nV.stride(0), vocabulary, key_n, counter_n),
+        *(inverse_temperature, top_k, top_p, least_weight),
+        TOP_K=0 < top_k < vocabulary,
+        TOP_P=top_p < 1 << 23,
+        GREEDY=greedy,
+        BITS=16 if logits_nV.dtype == torch.bfloat16 else 32,
+        BLOCK=_BLOCK,
+        BLOCKS=triton.next_power_of_2(triton.cdiv(vocabulary, _BLOCK)),
+        SEARCH_BLOCK=_SEARCH_BLOCK,
+        num_warps=16,
+    )
+    return token_n, logp_n, kept_logp_n

@@ -1,0 +1,97 @@
+"""Log-softmax, entropy and their gradient over a tile of logits on a GPU; model/softmax.py has the formulas."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_grpo.model.kernels.gpu.launching import launch
+
+_BLOCK = 2048
+
+
+@triton.jit
+def _add(peaks, totals, belows, chosens, logits, stride, targets, first, columns, inverse, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    peak, total, below = tl.load(peaks + row), tl.load(totals + row), tl.load(belows + row)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        x = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32) * inverse
+        higher = tl.maximum(peak, tl.max(x, axis=0).to(tl.float64))
+        gap = x - higher.to(tl.float32)
+        p = tl.exp(gap)
+        shrink = tl.exp(peak - higher)
+        below = (below + total * (higher - peak)) * shrink - tl.sum(tl.where(p > 0, gap * p, 0.0), axis=0)
+        total = total * shrink + tl.sum(p, axis=0)
+        peak = higher
+    tl.store(peaks + row, peak)
+    tl.store(totals + row, total)
+    tl.store(belows + row, below)
+    target = tl.load(targets + row) - first
+    if (target >= 0) & (target < columns):
+        tl.store(chosens + row, tl.load(logits + target).to(tl.float32) * inverse)
+
+
+@triton.jit
+def _gradient(
+    out,
+    out_stride,
+    logits,
+    stride,
+    normalizers,
+    targets,
+    entropies,
+    dlogps,
+    dentropies,
+    first,
+    columns,
+    inverse,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    x = tl.load(logits + row * stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+    logp = x * inverse - tl.load(normalizers + row)
+    p = tl.exp(logp)
+    dlogp = tl.load(dlogps + row)
+    dx = -p * dlogp
+    if ENTROPY:
+        dx -= p * (logp + tl.load(entropies + row)) * tl.load(dentropies + row)
+    dx += tl.where(column == tl.load(targets + row) - first, dlogp, 0.0)
+    tl.store(out + row * out_stride + column, (dx * inverse).to(out.dtype.element_ty), mask=inside)
+
+
+def add(
+    sums: tuple[Tensor, Tensor, Tensor, Tensor], logits: Tensor, target_N: Tensor, temperature: float, first: int
+) -> None:
+    """Add a tile of logits to the running sums of `TiledSoftmax` (peak, total, below, chosen); reads it once."""
+    rows, columns = logits.shape
+    given = (*sums, logits, logits.stride(0), target_N, first, columns, 1 / temperature)
+    launch(_add, (rows,), *given, BLOCK=_BLOCK, num_warps=8)
+
+
+def gradient(
+    out: Tensor,
+    logits: Tensor,
+    normalizer_N: Tensor,
+    target_N: Tensor,
+    entropy_N: Tensor,
+    dlogp_N: Tensor,
+    dentropy_N: Tensor | None,
+    temperature: float,
+    first: int,
+) -> None:
+    """Write `model.softmax.softmax_gradient` of a tile to `out`, which may be the tile itself."""
+    rows, columns = logits.shape
+    given = (out, out.stride(0), logits, logits.stride(0), normalizer_N, target_N, entropy_N, dlogp_N)
+    dentropy = dlogp_N if dentropy_N is None else dentropy_N
+    launch(
+        _gradient,
+        (rows, triton.cdiv(columns, _BLOCK)),
+        *(*given, dentropy, first, columns, 1 / temperature),
+        ENTROPY=dentropy_N is not None,
+        BLOCK=_BLOCK,
+    )

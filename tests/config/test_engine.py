@@ -1,0 +1,48 @@
+"""DeepSpeed's own settings: which are refused, and which pass."""
+
+import pytest
+from user import User
+
+
+@pytest.mark.parametrize(
+    ("section", "setting"),
+    [
+        ("{zero_optimization: {stage: 2}}", "engine.zero_stage"),
+        ("{bf16: {enabled: null}}", "policy.dtype"),
+        ("{fp16: {enabled: true}}", "policy.dtype"),
+        ("{gradient_clipping: 1.0}", "policy.max_grad_norm"),
+        ("{gradient_accumulation_steps: 2}", "policy.micro_batch_tokens"),
+        ("{optimizer: {params: {lr: 1}}}", "policy.lr"),
+        ("{optimizer: {params: {betas: [0, 0]}}}", "policy.betas"),
+        ("{scheduler: {type: WarmupLR}}", "policy.lr_schedule"),
+        ("{hybrid_engine: {enabled: false}}", "generation depends on it"),
+        ("{zero_optimization: 3}", "must be a section"),
+        ("{tensor_parallel: {autotp_size: 2}}", "whole layers"),
+        ("{sequence_parallel_size: 2}", "whole sequences"),
+        ("{torch_autocast: {enabled: true}}", "set policy.dtype"),
+        ("{compile: {deepcompile: true}}", "hybrid engine"),
+        ("{zero_optimization: {zero_quantized_weights: true}}", "not use the weights that are trained"),
+        ("{zero_optimization: {zero_quantized_gradients: true}}", "the gradient"),
+        ("{zero_optimization: {zenflow: {topk_ratio: 0.1}}}", "delays updates"),
+        ("{zero_optimization: {offload_param: {device: nvme}}}", "set it to cpu"),
+        ("{zero_optimization: {zero_hpz_partition_size: 2}}", "does not divide the ranks, of which there are 1"),
+    ],
+)
+def test_deepspeed_keys_that_belong_to_a_setting(user: User, section: str, setting: str) -> None:
+    recipe = f"engine: {{deepspeed: {section}}}"
+    for message in (user.refused(yaml=recipe), user.refused("--engine.deepspeed", section)):
+        assert message.startswith("engine.deepspeed.") and setting in message
+
+
+def test_settings_of_sharded_weights_need_weights_that_are_sharded(user: User) -> None:
+    for given in ("zero_hpz_partition_size: 2", "offload_param: {device: cpu}"):
+        section = f"{{zero_optimization: {{{given}}}}}"
+        message = user.refused("--engine.deepspeed", section, "--engine.zero_stage", "2", ranks=2)
+        assert given.partition(":")[0] in message and message.endswith("set engine.zero_stage to 3")
+        assert user.train("--engine.deepspeed", section, ranks=2).engine.zero_stage == 3
+
+
+def test_deepspeed_keys_that_belong_to_nobody_pass(user: User) -> None:
+    overlap = {"zero_optimization": {"overlap_comm": False, "zero_quantized_weights": False}}
+    given = "{zero_optimization: {overlap_comm: false, zero_quantized_weights: false}}"
+    assert user.train("--engine.deepspeed", given).engine.deepspeed == overlap

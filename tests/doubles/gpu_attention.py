@@ -1,0 +1,151 @@
+"""Doubles of the attention kernels of GPUs: they check the rules of the real ones, and compute on any device.
+
+The rules are those of torch 2.13's `varlen_attn` on top of FlashAttention-2, and of flash-attn 2.8. A call that the
+real kernel would refuse raises here; rows that it would leave unwritten are NaN here.
+"""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from hybrid_grpo.generation import attention as decoding
+from hybrid_grpo.model import attention as training
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def _check(rule: bool, text: str) -> None:
+    if not rule:
+        raise RuntimeError(text)
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, heads: int) -> None:
+    _check(query.dtype in _HALF, "FlashAttention only supports fp16 and bf16 data type")
+    _check(query.dtype == key.dtype == value.dtype, "query, key and value must have the same dtype")
+    _check(all(x.stride(-1) == 1 for x in (query, key, value)), "the last dimension must be contiguous")
+    _check(query.shape[-1] % 8 == 0 and query.shape[-1] <= 256, "head_dim must be a multiple of 8, at most 256")
+    _check(query.shape[-2] % heads == 0, "query heads must be a multiple of key heads")
+
+
+def _check_table(pool: Tensor, table: Tensor, used: Tensor, rows: int) -> None:
+    _check(pool.shape[1] % 256 == 0, "paged KV cache block size must be divisible by 256")
+    _check(table.dtype == torch.int32 and table.stride(-1) == 1, "block_table must have dtype int32, rows contiguous")
+    _check(len(table) == rows and used.shape == (rows,), "block_table and lengths must have a row for each sequence")
+    _check(used.dtype == torch.int32 and used.is_contiguous(), "lengths must have dtype int32 and be contiguous")
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, left: int, right: int, softcap: float = 0.0
+) -> Tensor:
+    """One sequence in float32: [q, heads, d] over [k, kv, d]; the last query stands at the last key."""
+    groups = query.shape[1] // key.shape[1]
+    q, k, v = query.float(), *(x.float().repeat_interleave(groups, dim=1) for x in (key, value))
+    logits = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap:
+        logits = (logits / softcap).tanh() * softcap
+    distance = torch.arange(len(k)) - (torch.arange(len(q)) + len(k) - len(q))[:, None]
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    seen &= distance <= right if right >= 0 else True
+    seen &= distance >= -left if left >= 0 else True
+    weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v).to(query.dtype)
+
+
+def _begins(cumulative: Tensor, longest: int, what: str) -> list[tuple[int, int]]:
+    _check(cumulative.dtype == torch.int32 and cumulative.is_contiguous(), f"cu_seq_{what} must have dtype int32")
+    edges = cumulative.tolist()
+    spans = list(pairwise(edges))
+    _check(edges[0] == 0 and all(a <= b <= a + longest for a, b in spans), f"max_{what} is less than a length")
+    return spans
+
+
+def varlen_attn(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    seqused_k=None,
+    block_table=None,
+    num_splits=None,
+):
+    """torch.nn.attention.varlen.varlen_attn."""
+    heads = key.shape[-2]
+    _check_tensors(query, key, value, heads)
+    _check(enable_gqa or query.shape[1] == heads, "Try setting enable_gqa=True for GQA.")
+    _check(cu_seq_k is not None, "FA2 requires cu_seq_k for paged KV; FA3/FA4 pass None")
+    queries = _begins(cu_seq_q, max_q, "q")
+    _check(queries[-1][1] == len(query), "cu_seq_q must end at the number of queries")
+    left, right = window_size
+    if block_table is None:
+        spans = _begins(cu_seq_k, max_k, "k")
+        _check(spans[-1][1] == len(key) == len(value), "cu_seq_k must end at the number of keys")
+        pairs = [(key[a:b], value[a:b]) for a, b in spans]
+    else:
+        _check(seqused_k is not None, "block_table requires seqused_k")
+        # Not a rule, but four times slower: the kernel then computes each query head of a key head by itself.
+        _check(tuple(window_size) != (-1, 0), "a single query at the end is given no causal mask")
+        _check(not any(x.requires_grad for x in (query, key, value)), "block_table is for inference only")
+        _check_table(key, block_table, seqused_k, len(queries))
+        capacity = block_table.shape[1] * key.shape[1]
+        spans = _begins(cu_seq_k, max_k, "k")
+        _check(all(b - a == capacity for a, b in spans), "cu_seq_k must follow the pages of the table")
+        pairs = [
+            tuple(pool[row].flatten(0, 1)[:n] for pool in (key, value))
+            for row, n in zip(block_table.long(), seqused_k.tolist(), strict=True)
+        ]
+    out = torch.cat(
+        [_attend(query[a:b], k, v, scale, left, right) for (a, b), (k, v) in zip(queries, pairs, strict=True)]
+    )
+    if block_table is not None and num_splits != 1:
+        out[1::2] = torch.nan  # split over the keys, rows are left unwritten: pytorch issue 194167
+    return out
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale, causal, window_size, softcap
+):
+    """flash_attn.flash_attn_varlen_func."""
+    _check_tensors(q, k, v, k.shape[1])
+    queries = _begins(cu_seqlens_q, max_seqlen_q, "q")
+    keys = _begins(cu_seqlens_k, max_seqlen_k, "k")
+    left, right = window_size[0], 0 if causal else window_size[1]
+    return torch.cat(
+        [
+            _attend(q[a:b], k[c:d], v[c:d], softmax_scale, left, right, softcap)
+            for (a, b), (c, d) in zip(queries, keys, strict=True)
+        ]
+    )
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal, window_size, softcap
+):
+    """flash_attn.flash_attn_with_kvcache, without new keys."""
+    _check_tensors(q, k_cache, v_cache, k_cache.shape[2])
+    _check_table(k_cache, block_table, cache_seqlens, len(q))
+    left, right = window_size[0], 0 if causal else window_size[1]
+    rows = []
+    for queries, pages, n in zip(q, block_table.long(), cache_seqlens.tolist(), strict=True):
+        keys, values = (pool[pages].flatten(0, 1)[:n] for pool in (k_cache, v_cache))
+        rows.append(_attend(queries, keys, values, softmax_scale, left, right, softcap))
+    return torch.stack(rows)
+
+
+def install(monkeypatch, *, flash: bool) -> None:
+    """Let tensors in half precision take the way that they take on a GPU, with flash-attn or with torch's kernel."""
+    functions = SimpleNamespace(
+        flash_attn_varlen_func=flash_attn_varlen_func, flash_attn_with_kvcache=flash_attn_with_kvcache
+    )
+    for module in (training, decoding):
+        monkeypatch.setattr(module, "varlen_attn", varlen_attn)
+        monkeypatch.setattr(module, "flash_attn", functions if flash else None)
+    monkeypatch.setattr(training, "on_gpu", lambda device: True)

@@ -1,0 +1,71 @@
+"""Compiles every Triton kernel to machine code for a GPU, without one: python compile_kernels.py ARCHITECTURE
+
+Prints a line for each: the kernel's name and the shared memory that a program takes, in bytes.
+"""
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hybrid_grpo.model.kernels import gpu
+
+TYPES = {
+    **{torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"},
+    **{torch.int64: "*i64", torch.int32: "*i32"},
+}
+
+
+def type_of(argument: Any) -> str:
+    if isinstance(argument, Tensor):
+        return TYPES[argument.dtype]
+    if isinstance(argument, float):
+        return "fp32"
+    return "i64" if abs(argument) >= 1 << 31 else "i32"
+
+
+def launches() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """What the package's functions launch for a decode step of Qwen2.5-1.5B and the head, with and without options."""
+    seen = []
+    for module in (gpu.gate, gpu.norm, gpu.rotation, gpu.sampling, gpu.softmax):
+        module.launch = lambda kernel, grid, *given, **options: seen.append((kernel, given, options))
+    half, n, d = {"dtype": torch.bfloat16, "device": "meta"}, 4, 128
+    x, weight, rows = torch.empty(n, 1536, **half), torch.empty(1536, **half), torch.empty(n, device="meta")
+    gpu.norm.add_norm(x, None, weight, 1e-6)
+    gpu.norm.add_norm(x, x, weight, 1e-6)
+    gpu.gate.silu_times(x, x)
+    numbers, table = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty(n, 3, dtype=torch.int32)
+    keys, head_weight = torch.empty(9, 256, 2, d, **half), torch.empty(d, **half)
+    q, k, rope = torch.empty(n, 12 * d, **half), torch.empty(n, 2 * d, **half), torch.empty(768, 2 * d, **half)
+    for norms in (None, (head_weight, head_weight)):
+        gpu.rotation.rotate_and_store(q, k, k, norms, 1e-6, rope, numbers, table, keys, keys)
+    for dtype in (torch.bfloat16, torch.float32):
+        logits = torch.empty(n, 151_936, dtype=dtype, device="meta")
+        gpu.sampling.sample(logits, numbers, numbers, 1.25, 0, 1 << 23, 0, False)
+        gpu.sampling.sample(logits, numbers, numbers, 1.25, 50, 1 << 22, 1 << 38, False)
+        sums = (*(rows.double() for _ in range(3)), rows)
+        gpu.softmax.add(sums, logits[:, :8000], numbers, 0.9, 8000)
+        for dentropy in (None, rows):
+            gpu.softmax.gradient(logits, logits[:, :8000], rows, numbers, rows, rows, dentropy, 0.9, 8000)
+    return seen
+
+
+def main() -> None:
+    target = GPUTarget("cuda", int(sys.argv[1]), 32)
+    for kernel, given, options in launches():
+        types = [type_of(argument) for argument in given]
+        constants = {name: value for name, value in options.items() if name.isupper()}
+        named = dict(zip(kernel.arg_names, [*types, *["constexpr"] * len(constants)], strict=True))
+        source = ASTSource(fn=kernel, signature=named, constexprs=constants)
+        rest = {name: value for name, value in options.items() if name not in constants}
+        compiled = triton.compile(source, target=target, options=rest)
+        assert compiled.asm["cubin"]
+        print(kernel.__name__, compiled.metadata.shared)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Programs about the engine, and DeepSpeed's own settings; see rank_programs.py."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_programs import build, main, two_steps
+
+from hybrid_grpo.distributed import all_reduce, rank, world_size
+
+_ALL_SHARDED = {"stage3_param_persistence_threshold": 0}
+_FROM_HOST = {"offload_param": {"device": "cpu"}, **_ALL_SHARDED}
+_AS_IF_LARGE = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0, **_ALL_SHARDED}
+"""Weights are released after forward, as those of large models are, and gathered again for backward."""
+
+
+def sections(folder: Path) -> dict[str, Any]:
+    """Two steps with each of some sections of engine.deepspeed, and what DeepSpeed says at their end."""
+    flops = folder / "flops.txt"
+    seen: dict[str, Any] = {}
+    for name, deepspeed in {
+        "offload_param": {"zero_optimization": _FROM_HOST},
+        "flops_profiler": {"flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(flops)}},
+        "comms_logger": {"comms_logger": {"enabled": True}},
+    }.items():
+        trainer = build(folder, deepspeed=deepspeed)
+        seen[name] = two_steps(trainer)
+        with redirect_stdout(io.StringIO()) as told:
+            trainer.policy.engine.tell_communication()
+        seen[name]["communication"] = told.getvalue()
+        seen[name]["offloads"] = trainer.policy.engine.engine.optimizer.offload_param
+    seen["flops"] = flops.read_text() if flops.is_file() else ""
+    seen["linear"] = torch.nn.functional.linear is torch._C._nn.linear
+    return seen
+
+
+def hpz(folder: Path) -> dict[str, Any]:
+    """Two steps with a second copy of the weights in each pair of ranks: on four ranks, as on two machines of two.
+
+    DeepSpeed's groups of ranks are those of the process, so this needs a program of its own.
+    """
+    zero = {"zero_hpz_partition_size": 2, **_AS_IF_LARGE}
+    gathers: Counter[str] = Counter()
+    gather = dist.all_gather_into_tensor
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        gathers[str(dist.get_world_size(kwargs.get("group")))] += 1
+        return gather(*args, **kwargs)
+
+    # Before DeepSpeed starts and takes it.
+    dist.all_gather_into_tensor = watched
+    trainer = build(folder, beta=0.1, num_minibatches=2, deepspeed={"zero_optimization": zero})
+    seen = two_steps(trainer)
+    assert trainer.last_rollout is not None
+    trainer.scored(trainer.last_rollout[0], trainer.policy)
+    parameters = list(trainer.policy.engine.engine.module.parameters())
+    seen["shards"] = [(p.ds_numel, p.ds_tensor.numel(), p.ds_secondary_tensor.numel()) for p in parameters]
+    seen["gathers"] = gathers
+    return seen
+
+
+def streaming(folder: Path) -> dict[str, Any]:
+    """Three steps with a reference that is far larger than what is fetched ahead of use.
+
+    For each forward of the reference: how many weights nobody had asked for when their layer began, and the most
+    numbers that were fetched at once.
+    """
+    ahead = {"stage3_prefetch_bucket_size": 1e4, "stage3_max_live_parameters": 1e5}
+    trainer = build(folder, beta=0.1, deepspeed={"zero_optimization": {**ahead, **_ALL_SHARDED}})
+    assert trainer.reference is not None
+    engine = trainer.reference.engine.engine
+    parameters = list(engine.module.parameters())
+    coordinator = engine.optimizer.get_param_coordinator()
+    late: list[int] = []
+    held: list[int] = []
+    fetch = coordinator.fetch_sub_module
+
+    def fetched() -> list[Any]:
+        return [p for p in parameters if p.ds_status.name != "NOT_AVAILABLE"]
+
+    def watched(module: Any, forward: bool) -> None:
+        if module is engine.module:
+            late.append(0)
+            held.append(0)
+        late[-1] += len(set(module.parameters(recurse=False)) - set(fetched()))
+        fetch(module, forward)
+        held[-1] = max(held[-1], sum(p.ds_numel for p in fetched()))
+
+    coordinator.fetch_sub_module = watched
+    for step in (1, 2, 3):
+        trainer.step(step)
+        trainer.reference.refresh(trainer.policy.engine, 0.5)
+    numbers = sum(p.ds_numel for p in parameters)
+    return {"parameters": len(parameters), "numbers": numbers, "late": late, "held": held}
+
+
+def losses(folder: Path) -> dict[str, Any]:
+    """Ten training losses, with and without a generation phase between them: the same forwards and backwards."""
+    seen: dict[str, Any] = {}
+    trainer = build(folder, prompts_per_step=4)
+    rollout = trainer.sample(trainer.draw_prompts(), 1)
+    batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
+    initial = folder / f"initial.{world_size()}"
+    trainer.policy.engine.save(initial, "start", {})
+    for name in ("without", "with"):
+        trainer.policy.engine.load(initial, "start")
+        seen[name] = []
+        for step in range(10):
+            if name == "with":
+                trainer.policy.rollout(
+                    rollout.prompts, trainer.config.rollout, trainer.inputs.stop_ids, seed=0, step=step
+                )
+            total = torch.zeros((), device=trainer.device)
+            for micro in batches:
+                logp_bT, _ = trainer.policy.forward(micro, 1.0)
+                loss = -logp_bT.sum() / 100 if micro.rows else 0.0 * logp_bT.sum()
+                trainer.policy.engine.backward(loss)
+                total += loss.detach()
+            trainer.policy.step()
+            seen[name].append(float(all_reduce(total)))
+    return seen
+
+
+def nonfinite(folder: Path) -> dict[str, Any]:
+    """A gradient that is not finite on one rank: every stage skips it on all of them, and goes on."""
+    stage = int(folder.name[-1])
+    trainer = build(folder.parent, stage=stage)
+    rollout = trainer.sample(trainer.draw_prompts(), 1)
+    batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
+    seen: dict[str, Any] = {"applied": [], "norms": [], "logp": []}
+    for bad in (False, True, False):
+        for i, micro in enumerate(batches):
+            logp_bT, _ = trainer.policy.forward(micro, 1.0)
+            if i == 0:
+                seen["logp"].append(float(logp_bT.detach().sum()))
+            scale = float("inf") if bad and rank() == world_size() - 1 and i == 0 else 1.0
+            loss = -logp_bT.sum() / 100 * scale if micro.rows else 0.0 * logp_bT.sum()
+            trainer.policy.engine.backward(loss)
+        result = trainer.policy.step()
+        seen["applied"].append(result.applied)
+        seen["norms"].append(str(result.grad_norm))
+    micro = batches[0]
+    seen["logp"].append(float(trainer.policy.forward(micro, 1.0)[0].detach().sum()))
+    seen["skipped"] = trainer.policy.skipped_steps
+    return seen
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,13 @@
+"""Where Triton's kernels are tested: on a GPU, or interpreted on a CPU."""
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CASES = 300
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding to a type. Triton's interpreter cuts off bits of bfloat16 instead."""
+    cut_off = DEVICE == "cpu" and dtype == torch.bfloat16
+    return torch.finfo(dtype).eps / (1 if cut_off else 2)

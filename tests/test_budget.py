@@ -1,0 +1,21 @@
+"""What a decode step and the head ask of a GPU stays within bounds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BUDGET = Path(__file__).parent.parent / "benchmarks" / "budget.py"
+MOST = {"decode_kernels": 420, "sampler_gb": 0.5, "sampler_top_p_gb": 0.8, "head_launches": 200, "head_gb": 25}
+
+
+@pytest.mark.process
+def test_kernels_and_traffic_stay_within_the_budget(tmp_path):
+    file = tmp_path / "budget.json"
+    subprocess.run([sys.executable, BUDGET, "--json", file], check=True, capture_output=True)
+    numbers = json.loads(file.read_text())
+    assert numbers.keys() == MOST.keys()
+    # Each is more than nothing: a kernel that was not counted would pass any bound.
+    assert all(MOST[name] / 10 < number <= MOST[name] for name, number in numbers.items()), numbers

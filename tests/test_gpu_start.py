@@ -1,0 +1,221 @@
+"""From installing to the first captured step on a GPU machine, with CUDA faked: what fails there must fail here."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.cuda.graphs
+from paths import ROOT
+
+from hybrid_grpo import engine
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.generation import cache, graphs
+
+SCRIPTS = ROOT / "training_scripts"
+
+
+def shell(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run lines of bash in the repository; programs in `folder` come first on the path."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("DS_ACCELERATOR", "SKIP_SETUP")}
+    environment |= {"PATH": f"{folder}:{os.environ['PATH']}", **variables}
+    return subprocess.run(
+        ["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def program(path: Path, lines: str) -> None:
+    path.write_text(f"#!/usr/bin/env bash\n{lines}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.process
+def test_deepspeed_is_installed_without_looking_for_a_cuda_toolkit(tmp_path):
+    """Its setup.py raises MissingCUDAException where torch is built for CUDA and there is no nvcc."""
+    log = f'echo "$DS_BUILD_OPS $DS_IGNORE_CUDA_DETECTION $*" >>"{tmp_path}/pip"'
+    program(tmp_path / "python", f'case "$*" in *"-m pip "*) {log} ;; *sys.prefix*) echo "{tmp_path}" ;; esac')
+    done = shell(". training_scripts/setup.sh; setup", tmp_path, VIRTUAL_ENV=sys.prefix)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in (tmp_path / "pip").read_text().splitlines() if "deepspeed" in line]
+    assert line.startswith("0 1 ") and "--no-build-isolation" in line
+
+
+LAUNCH = 'compgen() { case "$*" in *nvidia*) echo /dev/nvidia0 ;; esac; }; . training_scripts/launch.sh; launch train'
+
+
+@pytest.mark.process
+def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(tmp_path):
+    program(tmp_path / "python", "echo 0 29500")
+    program(tmp_path / "deepspeed", 'echo "$DS_ACCELERATOR: $*"')
+    refused = shell(LAUNCH, tmp_path)
+    assert refused.returncode == 1 and "deepspeed" not in refused.stdout
+    assert "has GPUs that torch cannot use" in refused.stderr and refused.stderr.count("\n") == 1
+    for wish in ({"DS_ACCELERATOR": "cpu"}, {"CUDA_VISIBLE_DEVICES": ""}):
+        assert shell(LAUNCH, tmp_path, **wish).stdout.startswith("cpu: --quiet --num_accelerators 2"), wish
+
+
+@pytest.mark.process
+def test_the_launcher_takes_the_gpus_that_are_visible(tmp_path):
+    """Given a number of GPUs, DeepSpeed's launcher ignores CUDA_VISIBLE_DEVICES and takes the first ones."""
+    program(tmp_path / "python", "echo 4 29500")
+    program(tmp_path / "deepspeed", 'echo "$*"')
+    port, rest = "--master_port 29500", "--no_local_rank --module hybrid_grpo train"
+    for wish, options in (
+        ({}, f"--num_gpus 4 {port}"),
+        ({"GPUS": "1"}, f"--num_gpus 1 {port}"),
+        ({"GPUS": "1", "CUDA_VISIBLE_DEVICES": "2,3"}, port),
+        ({"CUDA_VISIBLE_DEVICES": "2,3", "LAUNCHER": "--hostfile hosts"}, "--hostfile hosts"),
+    ):
+        assert shell(LAUNCH, tmp_path, **wish).stdout.strip() == f"--quiet {options} {rest}", wish
+
+
+def test_the_same_without_the_launcher(monkeypatch):
+    monkeypatch.setattr(engine, "Path", lambda _: SimpleNamespace(glob=lambda _: ["nvidia0", "nvidia1"]))
+    for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match=r"has 2 GPUs that torch cannot use: torch .* set DS_ACCELERATOR=cpu"):
+        engine._refuse_idle_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    engine._refuse_idle_gpus()
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """torch's own torch.cuda.graph around a graph that fails where the test says; the log of streams."""
+    seen = SimpleNamespace(fails="", stream="rank's", log=[])
+
+    class Graph:
+        replay = None
+
+        def capture_begin(self, *_, **__):
+            if seen.fails == "begin":
+                raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+
+        def capture_end(self):
+            if seen.fails == "end":
+                raise RuntimeError("cudaErrorStreamCaptureInvalidated")
+
+    class Side:
+        def __enter__(self):
+            seen.before, seen.stream = seen.stream, "side"
+
+        def __exit__(self, *_):
+            seen.stream = seen.before
+
+    def make(self, graph, pool=None, stream=None, capture_error_mode="global"):
+        self.pool = () if pool is None else (pool,)
+        self.stream_ctx, self.cuda_graph, self.capture_error_mode = Side(), graph, capture_error_mode
+        self._enable_annotations, self.check_input_liveness = False, False
+        seen.log.append((pool, capture_error_mode))
+
+    monkeypatch.setattr(torch.cuda.graphs.graph, "__init__", make)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: seen.stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(seen, "stream", stream))
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda *_: None, raising=False)
+    return seen
+
+
+@pytest.mark.parametrize("fails", ["", "begin", "end"])
+def test_a_capture_leaves_the_stream_as_it_was(capturing, fails):
+    capturing.fails = fails
+    if fails:
+        with pytest.raises(RuntimeError):
+            graphs.on_cuda(lambda: torch.zeros(1), "pool")
+    else:
+        graphs.on_cuda(lambda: torch.zeros(1), "pool")
+    assert capturing.stream == "rank's" and capturing.log == [("pool", "thread_local")]
+
+
+def test_memory_of_graphs_does_not_count_as_free_for_the_cache(monkeypatch):
+    def segment(pool, total, allocated, device=0):
+        return {"segment_pool_id": pool, "total_size": total, "allocated_size": allocated, "device": device}
+
+    held = [segment((0, 0), 500, 100), segment((0, 7), 3000, 0), segment((0, 0), 900, 0, device=1)]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 8000))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: held)
+    assert cache.budget_bytes(None, torch.device("cuda", 0)) == int(0.9 * (1000 + 400))
+
+
+@pytest.mark.process
+def test_the_engine_needs_no_compiler_for_kernels_that_it_never_uses():
+    """DeepSpeed's hybrid engine makes the memory of its inference kernels, which compiles nine files with nvcc."""
+    code = """
+import deepspeed.runtime.hybrid_engine as hybrid, torch
+from deepspeed.ops.transformer.inference.op_binding import base
+def missing(*_, **__):
+    raise RuntimeError("CUDA_HOME does not exist, unable to compile CUDA op(s)")
+base.BaseOp.__init__ = missing
+from hybrid_grpo import engine
+engine.start()
+model = torch.nn.Linear(4, 4)
+from hybrid_grpo.config import EngineConfig, PolicyConfig
+config = engine.policy_config(PolicyConfig(dtype="float32"), EngineConfig(zero_stage=0, adam="torch"))
+built = engine.Engine(model, model, torch.nn.Linear(4, 4, device="meta"), config)
+assert type(built.engine) is hybrid.DeepSpeedHybridEngine
+print("built")
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_HOME"} | {"DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("built\n"), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("kernels", ["cpu_adam", "deepspeed_shm_comm"])
+def test_a_lock_of_a_killed_compiler_is_not_waited_for(tmp_path, monkeypatch, kernels):
+    """torch would wait for ever."""
+    lock = tmp_path / "py311_cpu" / kernels / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (0, 0))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    engine._wait_for_compilers()
+    assert not lock.exists()
+
+
+@pytest.mark.process
+def test_the_adam_of_an_offloaded_optimizer_needs_no_nvcc(tmp_path):
+    """DeepSpeed's kernels for the host, which a GPU run that offloads takes, are built by the C++ compiler alone. And
+    its timer of throughput, which would wait for the GPU in every forward from the third step on, is off."""
+    code = """
+from types import SimpleNamespace
+import torch
+from hybrid_grpo import engine
+from hybrid_grpo.config import EngineConfig, PolicyConfig
+engine.start()
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+assert CUDA_Accelerator().get_op_builder("CPUAdamBuilder") is get_accelerator().get_op_builder("CPUAdamBuilder")
+waits = []
+get_accelerator().synchronize = lambda *_: waits.append(1)
+
+def stepped(adam):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64).bfloat16()
+    config = engine.policy_config(PolicyConfig(weight_decay=0.1), EngineConfig(offload_optimizer=True, adam=adam))
+    built = engine.Engine(model, model, torch.nn.Linear(64, 64, device="meta"), config)
+    x = torch.randn(8, 64).bfloat16()
+    for _ in range(3):
+        before = len(waits)
+        built.backward(built(x).square().mean())
+        assert len(waits) == before
+        built.step(1e-2)
+    return type(built.engine.optimizer.optimizer).__name__, built.whole([model.weight])[model.weight].float()
+
+(_, by_torch), (name, ours) = stepped("torch"), stepped("deepspeed")
+assert name == "DeepSpeedCPUAdam" and torch.allclose(ours, by_torch, atol=1e-3)
+engine.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "cuda")
+config = engine.policy_config(PolicyConfig(), EngineConfig(offload_optimizer=True))
+assert config["optimizer"]["params"]["torch_adam"] is False
+print("stepped")
+"""
+    program(tmp_path / "nvcc", f'echo "$*" >>"{tmp_path}/called"; exit 1')
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_HOME"} | {"DS_ACCELERATOR": "cpu"}
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("stepped\n"), done.stderr[-2000:]
+    assert not (tmp_path / "called").exists()
