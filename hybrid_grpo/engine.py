@@ -11,6 +11,7 @@ No other module imports deepspeed. Three hazards decide how it is used here:
 """
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -26,20 +27,16 @@ import deepspeed
 import deepspeed.runtime.hybrid_engine
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder.builder import OpBuilder
 from torch import Tensor, nn
-from torch.utils.cpp_extension import get_default_build_root
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.distributed import all_reduce, check_shared_memory, rank, release_shared_memory, world_size
+from hybrid_grpo.model.kernels.compiling import compiling
 from hybrid_grpo.model.lora import Adapter
 from hybrid_grpo.model.view import View
-
-_COMPILE_SECONDS = 600
-"""Longer than any kernel takes to compile; the slowest, CPUAdam, took 225 s on two busy cores."""
-_KERNELS = ("deepspeed_*", "cpu_adam")
-"""Names of the folders that kernels are compiled in."""
 
 
 def start() -> torch.device:
@@ -61,7 +58,7 @@ def start() -> torch.device:
     # Compile kernels with this environment's ninja even if the environment is not activated: two versions of ninja
     # disagree on what is up to date, and would each compile everything again.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    _wait_for_compilers()
+    OpBuilder.jit_load = _one_at_a_time(OpBuilder.jit_load)
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     if on_cpu:
@@ -86,22 +83,17 @@ def _refuse_idle_gpus() -> None:
         )
 
 
-def _wait_for_compilers() -> None:
-    """Wait until no other process compiles kernels, and remove the lock files that killed processes left behind, for
-    which torch would wait for ever."""
-    start = time.time()
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root()))
-    said = False
-    while locks := [path for name in _KERNELS for path in root.glob(f"**/{name}/lock")]:
-        for path in locks:
-            # Its owner may remove the lock at any moment.
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > _COMPILE_SECONDS:
-                    path.unlink()
-        if not said and time.time() - start > 5:
-            print(f"hybrid-grpo: another process compiles DeepSpeed's kernels ({locks[0]}): waiting", flush=True)
-            said = True
-        time.sleep(0.2)
+def _one_at_a_time(compile_and_load: Callable[..., Any]) -> Callable[..., Any]:
+    """DeepSpeed's way of compiling a kernel, guarded by a lock that dies with its owner."""
+    if hasattr(compile_and_load, "__wrapped__"):
+        return compile_and_load
+
+    @functools.wraps(compile_and_load)
+    def guarded(builder: Any, *args: Any, **kwargs: Any) -> Any:
+        with compiling(builder.name):
+            return compile_and_load(builder, *args, **kwargs)
+
+    return guarded
 
 
 def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
