@@ -18,9 +18,8 @@ from launching import make_task
 from paths import ROOT
 
 PROGRAM = Path(__file__).with_name("fault_program.py")
-STALL_MINUTES = 0.25
 RECIPE: dict[str, Any] = {
-    "run": {"name": "run", "steps": 6, "resume": "auto", "stall_minutes": STALL_MINUTES},
+    "run": {"name": "run", "steps": 6, "resume": "auto"},
     "policy": {"model": "model", "dtype": "float32", "lr": 1e-2},
     "engine": {"zero_stage": 3, "adam": "torch"},
     "data": {"path": "rows.jsonl", "eval_path": "heldout.jsonl", "eval_limit": 8},

@@ -36,12 +36,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fault_bench import STALL_MINUTES, Bench, started
+from fault_bench import Bench, started
 
 STAGES = ("sampling", "scoring", "update", "evaluation", "saving", "export")
 ACTIONS = ("raise", "exit", "hang in Python", "hang in C", "stopped")
 GONE_S, GRACE_S, STALL_S = 15.0, 30.0, 30.0
 """Until all processes are gone after a kill, after a request to stop, and after the limit of a stall."""
+STALL_MINUTES = 0.5
+"""Long enough for any stage of a run this small, also on a machine that is slow or busy."""
 RESUME_ME = 75
 FOUR_STEPS = {"point": "update", "nth": 5, "rank": "all", "action": "kill"}
 """A run that is killed in its fifth step."""
@@ -256,7 +258,7 @@ def stalls(bench: Bench, number: int) -> Iterator[Case]:
 
 def _stall(bench: Bench, name: str, fault: Entry) -> Entry:
     limit = STALL_S + (0 if fault["action"] in ("raise", "exit") else 60 * STALL_MINUTES)
-    with bench.ranks(name, fault=fault) as ranks:
+    with bench.ranks(name, f"--run.stall_minutes={STALL_MINUTES}", fault=fault) as ranks:
         started(ranks)
         gone_s = bench.gone_after(limit)
         statuses = [process.exitcode for process in ranks.processes]
