@@ -20,6 +20,23 @@ def replace_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk, where a power cut leaves them."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """`sync` a folder and all that it holds."""
+    for path in sorted(folder.rglob("*")):
+        sync(path)
+    sync(folder)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
