@@ -47,6 +47,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line, parse_constant=lambda _: None) for line in file if line.endswith("\n")]
 
 
+def rollout_files(folder: Path) -> dict[int, Path]:
+    """The rollouts saved in a folder, by step, in their order. Other files, such as copies, are left out."""
+    found = {path.stem.removeprefix("step_"): path for path in folder.glob("step_*.jsonl")}
+    return {step: path for step, path in sorted((int(n), path) for n, path in found.items() if n.isdecimal())}
+
+
 def json_safe(value: Any) -> Any:
     """`value` with everything that JSON cannot hold made into null (NaN, infinity) or text."""
     if isinstance(value, dict):

@@ -230,7 +230,8 @@ class Run:
 
         try:
             write_together(clear, self.folder)
-            write_together(lambda: stage.policy.export(draft), self.folder)
+            # Each of the libraries that write here has errors of its own.
+            write_together(lambda: stage.policy.export(draft), self.folder, (Exception,))
             write_together(publish, self.folder)
         except WriteFailed as failure:
             clear()

@@ -23,7 +23,7 @@ from torch import Tensor
 from hybrid_grpo import distributed
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.data.batch import Rollout, Scores
-from hybrid_grpo.run.files import json_safe, read_jsonl, replace_text
+from hybrid_grpo.run.files import json_safe, read_jsonl, replace_text, rollout_files
 from hybrid_grpo.run.metrics import describe
 from hybrid_grpo.run.wandb_sink import WandbSink, resolve_wandb_mode
 from hybrid_grpo.run.writing import one_line
@@ -56,10 +56,8 @@ class Log:
             return
         with one_line(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
-            for path in self._rollouts.glob("step_*.jsonl"):
-                # Other files, such as copies, are not ours.
-                number = path.stem.removeprefix("step_")
-                if number.isdecimal() and int(number) > done:
+            for step, path in rollout_files(self._rollouts).items():
+                if step > done:
                     path.unlink()
             self._sinks = [JsonlSink(run_dir / "metrics.jsonl", done)]
         mode = resolve_wandb_mode(config.wandb)

@@ -6,15 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from safetensors import SafetensorError
-
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.distributed import all_gather_objects
 
 T = TypeVar("T")
 
-_ERRORS = (OSError, RuntimeError, SafetensorError)
-"""What torch, safetensors and Python raise where a file cannot be written."""
+_ERRORS = (OSError, RuntimeError)
+"""What Python and torch raise where a file cannot be written."""
 _NO_SPACE = "No space left on device"
 
 
@@ -35,15 +33,16 @@ def why(error: BaseException, folder: Path) -> str:
     return _NO_SPACE if shutil.disk_usage(folder).free < 2**20 else " ".join(str(error).split())
 
 
-def write_together(work: Callable[[], T], folder: Path) -> list[T]:
+def write_together(work: Callable[[], T], folder: Path, errors: tuple[type[Exception], ...] = _ERRORS) -> list[T]:
     """Do `work`, which writes into `folder`, on every rank; return what it gave, by rank.
 
-    Raises WriteFailed on all ranks, with the reason of the first, where it failed on any of them. Collective.
+    Raises WriteFailed on all ranks, with the reason of the first, where one of `errors` was raised on any of them.
+    Collective.
     """
     done: tuple[T | None, str | None]
     try:
         done = work(), None
-    except _ERRORS as error:
+    except errors as error:
         done = None, why(error, folder)
     outcomes = all_gather_objects(done)
     for rank, (_, failure) in enumerate(outcomes):
