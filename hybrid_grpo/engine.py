@@ -28,15 +28,23 @@ import deepspeed.runtime.hybrid_engine
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.distributed import all_reduce, check_shared_memory, rank, release_shared_memory, world_size
+from hybrid_grpo.model import tensor_files
 from hybrid_grpo.model.kernels.compiling import compiling
 from hybrid_grpo.model.lora import Adapter
 from hybrid_grpo.model.view import View
+
+TRUSTED: list[Any] = [LossScaler, ZeroStageEnum, fragment_address]
+"""What DeepSpeed's files hold beside tensors and plain values."""
 
 
 def start() -> torch.device:
@@ -166,6 +174,22 @@ class StepResult:
     """False if the gradient was not finite: then no rank stepped."""
 
 
+class _CheckpointFiles(TorchCheckpointEngine):
+    """How DeepSpeed writes and reads the files of a checkpoint. A write that fails is only noted, because the other
+    ranks wait for this one in the collectives of the save. DeepSpeed's own reader would run the code of a pickle."""
+
+    failure: OSError | RuntimeError | None = None
+
+    def save(self, state_dict: Any, path: str) -> None:
+        try:
+            tensor_files.write(state_dict, path)
+        except (OSError, RuntimeError) as error:
+            self.failure = error
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return tensor_files.read(path, TRUSTED, map_location)
+
+
 class Engine:
     """The policy in training, and the switch to generation.
 
@@ -194,6 +218,9 @@ class Engine:
             )
         except (ValueError, AssertionError) as error:
             raise UserError(f"engine.deepspeed: DeepSpeed refuses the configuration: {error}") from error
+        self.engine.checkpoint_engine = self._files = _CheckpointFiles()
+        # Scripts that DeepSpeed would leave beside the checkpoints.
+        self.engine._copy_recovery_script = lambda path: None
         self.stage = self.engine.zero_optimization_stage()
         self.engine.module.train()
         if self.stage == 0 and not self.engine.bfloat16_enabled():
@@ -277,10 +304,16 @@ class Engine:
             deepspeed.comm.log_summary()
 
     def save(self, folder: Path, tag: str, state: dict[str, Any]) -> None:
-        """Write the checkpoint `folder/tag` without frozen weights; `state` is this rank's. `latest` does not move."""
+        """Write the checkpoint `folder/tag`, a folder that exists, without frozen weights; `state` is this rank's.
+
+        Raises OSError or RuntimeError where this rank's files cannot be written, once all ranks have written theirs.
+        """
+        self._files.failure = None
         self.engine.save_checkpoint(
             str(folder), tag=tag, client_state=state, save_latest=False, exclude_frozen_parameters=True
         )
+        if self._files.failure is not None:
+            raise self._files.failure
 
     def load(self, folder: Path, tag: str) -> dict[str, Any]:
         """Read the checkpoint `folder/tag` and return this rank's state; raises UserError where it cannot be read, for
@@ -344,12 +377,12 @@ class Frozen:
         """Write this rank's shards."""
         # Copies, because attributes that DeepSpeed adds to a shard would be written with it.
         shards = {name: p.ds_tensor.to("cpu", copy=True) for name, p in self.engine.module.named_parameters()}
-        torch.save(shards, path)
+        tensor_files.write(shards, path)
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
         """Read what `save` wrote on this rank."""
-        shards = torch.load(path, weights_only=True)
+        shards = tensor_files.read(path)
         self._release()
         for name, parameter in self.engine.module.named_parameters():
             parameter.ds_tensor.copy_(shards[name])

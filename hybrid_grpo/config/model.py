@@ -106,6 +106,7 @@ _UNSUPPORTED = {
     "tensor_parallel": "generation and the loss need whole layers on a rank",
     "sequence_parallel_size": "the loss needs whole sequences on a rank",
     "torch_autocast": "generation would compute in another type than training: set policy.dtype",
+    "checkpoint.writer": "checkpoints are written by torch, and checked file by file",
     "compile.deepcompile": "it does not run under the hybrid engine",
     "zero_optimization.zero_quantized_weights": _OTHER_WEIGHTS,
     "zero_optimization.zero_quantized_nontrainable_weights": _OTHER_WEIGHTS,

@@ -3,12 +3,15 @@
 import copy
 import json
 import platform
+import shutil
 import subprocess
+import time
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from rich.console import Console
 from torch import Tensor
 
@@ -16,14 +19,19 @@ from hybrid_grpo.config import SftConfig, TrainConfig, to_dict
 from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.data.batch import Rollout, Scores
-from hybrid_grpo.distributed import barrier, rank, world_size
+from hybrid_grpo.distributed import all_reduce, barrier, rank, world_size
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.alarms import Alarms
-from hybrid_grpo.run.checkpoint import Checkpoints, Shards
-from hybrid_grpo.run.files import read_jsonl, replace_text
+from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints, Shards
+from hybrid_grpo.run.files import read_jsonl, replace_text, sync, sync_tree
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.report import write_report
+from hybrid_grpo.run.resuming import find_start, settings_of
 from hybrid_grpo.run.sinks import Log
+from hybrid_grpo.run.writing import WriteFailed, one_line, write_together
+
+_EXPORTED = "run.json"
+"""File of `model/` that tells which step it is of."""
 
 
 class Stateful(Protocol):
@@ -77,21 +85,34 @@ class Run:
         run = parsed.config.run
         self.folder = Path(run.dir) / run.name
         self._alarms = Alarms(parsed.config.log)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", parsed.config.checkpoint.keep)
-        self.resumes = run.resume == "auto" and self.checkpoints.latest() is not None
-        if run.resume == "never" and (self.folder / "metrics.jsonl").exists():
-            raise UserError(
-                f"run.name {run.name}: {self.folder} holds a run already: pass --run.resume auto to go on with it,"
-                " or another --run.name"
-            )
-        # Every rank has looked for the folder before rank 0 makes it.
+        settings = settings_of(parsed.config)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", parsed.config.checkpoint.keep, settings)
+        self.start = find_start(parsed.config, self.folder, self.checkpoints, self.say)
+        self._saved: int | None = None
+        """Step of the newest checkpoint."""
+        self._saved_at = time.monotonic()
+        # Every rank has looked into the folder before rank 0 changes it.
         barrier()
-        if rank() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            head = "".join(f"# {name}: {fact}\n" for name, fact in {**_origin(), **facts}.items())
-            (self.folder / "config.yaml").write_text(head + parsed.yaml)
+        if rank() == 0 and not self.finished:
+            with one_line(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                head = "".join(f"# {name}: {fact}\n" for name, fact in {**_origin(), **facts}.items())
+                replace_text(self.folder / "config.yaml", head + parsed.yaml)
+                replace_text(self.folder / "metrics.jsonl", "".join(self.start.lines))
+        if self.start.checkpoint is not None and not self.start.forks:
+            self._saved = self.start.step
+            if run.resume != "auto":
+                # Asked for by name: what came after it is given up.
+                self.checkpoints.forget_after(self.start.step)
         for name, fact in facts.items():
             self.say(f"{name}: {fact}")
+        if self.finished:
+            self.say(f"{self.folder} is finished after {run.steps} steps: raise run.steps to go on")
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has made all its steps already, and its model is written."""
+        return self.start.checkpoint is not None and self._exported() == self.start.step == self.config.run.steps
 
     def say(self, message: str) -> None:
         """Print on rank 0."""
@@ -104,56 +125,136 @@ class Run:
         Raises RunStopped where a step could not be finished; the run is saved as it was before that step.
         """
         if rank() == 0:
-            (self.folder / "deepspeed.json").write_text(json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
+            with one_line(self.folder):
+                replace_text(self.folder / "deepspeed.json", json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
         if stage.policy.adapters is not None:
             self.say(f"lora: {stage.policy.adapters}")
-        done = saved = self.restore(stage)
+        done = self.restore(stage)
         settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
-        with Log(self.config.log, self.folder, self.config.run.steps, done if self.resumes else -1, settings) as log:
-            if stage.eval_every is not None and not self.resumes:
+        with Log(self.config.log, self.folder, self.config.run.steps, done or -1, settings) as log:
+            if self._saves and self._saved is None:
+                with stage.meter.time("time/checkpoint_s"):
+                    self._save(stage, done, _states(stage))
+            if stage.eval_every is not None and done == 0:
                 stage.evaluate(0)
                 log.write(0, self.watched(0, stage.meter.reduce()))
             for k in range(done + 1, self.config.run.steps + 1):
-                before = {name: copy.deepcopy(part.state_dict()) for name, part in stage.parts.items()}
+                before = copy.deepcopy(_states(stage))
                 try:
                     stage.step(k)
                 except RunStopped as stop:
                     if stage.last_rollout is not None:
                         log.write_rollouts(k, *stage.last_rollout, always=True)
                     log.close()
-                    if saved < k - 1:
+                    if self._saved != k - 1:
                         self._save(stage, k - 1, before)
-                    raise RunStopped(f"{stop}; the run is saved as it was after step {k - 1}") from stop
+                    if self._saved is None:
+                        raise
+                    raise RunStopped(f"{stop}; the run is saved as it was after step {self._saved}") from stop
                 if stage.last_rollout is not None:
                     log.write_rollouts(k, *stage.last_rollout)
-                if self._is_due(k, self.config.checkpoint.every):
+                saves = self._saves_after(k, stage)
+                if saves or k == self.config.run.steps:
                     self._write_prompts(stage.tried_prompts())
                 if stage.eval_every is not None and self._is_due(k, stage.eval_every):
                     stage.evaluate(k)
                 # Numbers before the checkpoint: a checkpoint without them would resume behind a gap, while lines
                 # without a checkpoint are cut again.
                 log.write(k, self.watched(k, stage.meter.reduce()))
-                if self.config.checkpoint.every and self._is_due(k, self.config.checkpoint.every):
+                if saves:
                     with stage.meter.time("time/checkpoint_s"):
-                        self._save(stage, k, {name: part.state_dict() for name, part in stage.parts.items()})
-                    saved = k
-            stage.policy.export(self.folder / "model")
+                        self._save(stage, k, _states(stage))
+            self._export(stage)
             stage.policy.engine.tell_communication()
         if rank() == 0:
-            write_report(self.folder)
+            with one_line(self.folder):
+                write_report(self.folder)
 
     def _is_due(self, step: int, every: int) -> bool:
         """Whether a step is the last one, or one of every `every` (0: none but the last)."""
         return step == self.config.run.steps or bool(every and step % every == 0)
 
+    @property
+    def _saves(self) -> bool:
+        """Whether checkpoints are written at all."""
+        return bool(self.config.checkpoint.every or self.config.checkpoint.every_minutes)
+
+    def _saves_after(self, step: int, stage: Stage) -> bool:
+        """Whether a checkpoint follows a step: by its number, or by the clock of rank 0. Collective."""
+        limit = self.config.checkpoint.every_minutes
+        if not self._saves or self._is_due(step, self.config.checkpoint.every):
+            return self._saves
+        late = rank() == 0 and limit > 0 and time.monotonic() - self._saved_at >= 60 * limit
+        return bool(all_reduce(torch.tensor(float(late), device=stage.policy.engine.device), "max"))
+
     def _save(self, stage: Stage, step: int, states: dict[str, Any]) -> None:
-        self.checkpoints.save(stage.policy.engine, step, {"policy": stage.policy.state_dict(), **states}, stage.shards)
+        """Write the checkpoint of a step. Raises RunStopped where that fails and `checkpoint.on_failure` is stop."""
+        try:
+            # A checkpoint is of no use without the numbers before it.
+            write_together(self._sync_numbers, self.folder)
+            states = {"policy": stage.policy.state_dict(), **states}
+            self.checkpoints.save(stage.policy.engine, step, states, stage.shards)
+            self._saved = step
+        except WriteFailed as failure:
+            before = "there is none before it" if self._saved is None else f"the newest is that of step {self._saved}"
+            if self.config.checkpoint.on_failure == "stop":
+                raise RunStopped(
+                    f"{failure}; {before}: make room or mend it, and go on with --run.resume auto"
+                ) from None
+            self.say(f"WARNING: {failure}; {before}, and the run goes on (checkpoint.on_failure say)")
+        self._saved_at = time.monotonic()
+
+    def _sync_numbers(self) -> None:
+        rollouts = self.folder / "rollouts"
+        for path in (self.folder / "metrics.jsonl", rollouts, self.folder) if rank() == 0 else ():
+            if path.exists():
+                sync(path)
+
+    def _export(self, stage: Stage) -> None:
+        """Write `model/`, whole or not at all. Raises UserError where that fails."""
+        draft, old, model = self.folder / ".model_draft", self.folder / ".model_old", self.folder / "model"
+
+        def clear() -> None:
+            for rest in (draft, old) if rank() == 0 else ():
+                shutil.rmtree(rest, ignore_errors=True)
+
+        def publish() -> None:
+            if rank() == 0:
+                replace_text(draft / _EXPORTED, json.dumps({"step": self.config.run.steps}) + "\n")
+                sync_tree(draft)
+                if model.exists():
+                    model.rename(old)
+                draft.rename(model)
+                sync(self.folder)
+                clear()
+
+        try:
+            write_together(clear, self.folder)
+            # Each of the libraries that write here has errors of its own.
+            write_together(lambda: stage.policy.export(draft), self.folder, (Exception,))
+            write_together(publish, self.folder)
+        except WriteFailed as failure:
+            clear()
+            if self._saved != self.config.run.steps:
+                self._save(stage, self.config.run.steps, _states(stage))
+            raise UserError(
+                f"{model} could not be written: {failure}; the newest checkpoint, of step {self._saved}, has the"
+                " weights: make room or mend it, and --run.resume auto writes the model again"
+            ) from failure
+
+    def _exported(self) -> int | None:
+        """The step whose weights `model/` has; None where there is none, or another program wrote it."""
+        try:
+            return int(json.loads((self.folder / "model" / _EXPORTED).read_bytes())["step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def _write_prompts(self, prompts: list[dict[str, Any]]) -> None:
         """Write prompts.jsonl: how often each prompt was solved, one JSON object a line."""
         if prompts and rank() == 0:
             lines = (json.dumps(prompt, ensure_ascii=False, default=str) + "\n" for prompt in prompts)
-            replace_text(self.folder / "prompts.jsonl", "".join(lines))
+            with one_line(self.folder):
+                replace_text(self.folder / "prompts.jsonl", "".join(lines))
 
     def watched(self, step: int, values: dict[str, float]) -> dict[str, float]:
         """The numbers of a step with its alarms; an alarm that goes off for the first time is also said."""
@@ -162,19 +263,26 @@ class Run:
         return values
 
     def restore(self, stage: Stage) -> int:
-        """Go on from the newest checkpoint, if there is one and it is wanted; return the steps done."""
-        state = self.checkpoints.load(stage.policy.engine, stage.shards) if self.resumes else None
-        if state is None:
+        """Bring a stage to the checkpoint that the run starts from, if there is one; return the steps done."""
+        if self.start.checkpoint is None:
             return 0
+        self._load(stage, self.start.checkpoint)
+        # Only rank 0 has the metrics.
+        for line in read_jsonl(self.folder / "metrics.jsonl") if rank() == 0 else ():
+            if (step := line.pop("step")) <= self.start.step:
+                self._alarms.remember(step, {name: value for name, value in line.items() if value is not None})
+        self.say(f"resumed {self.folder} after step {self.start.step}")
+        return self.start.step
+
+    def _load(self, stage: Stage, checkpoint: Checkpoint) -> None:
+        state = self.checkpoints.load(stage.policy.engine, checkpoint, stage.shards)
         stage.policy.load_state_dict(state["policy"])
         for name, part in stage.parts.items():
             part.load_state_dict(state[name])
-        # Only rank 0 has the metrics.
-        for line in read_jsonl(self.folder / "metrics.jsonl") if rank() == 0 else ():
-            if (step := line.pop("step")) <= state["step"]:
-                self._alarms.remember(step, {name: value for name, value in line.items() if value is not None})
-        self.say(f"resumed {self.folder} after step {state['step']}")
-        return int(state["step"])
+
+
+def _states(stage: Stage) -> dict[str, Any]:
+    return {name: part.state_dict() for name, part in stage.parts.items()}
 
 
 def _origin() -> dict[str, str]:
