@@ -33,6 +33,7 @@ from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_conf
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.distributed import all_reduce, check_shared_memory, rank, release_shared_memory, world_size
+from hybrid_grpo.model import shards
 from hybrid_grpo.model.lora import Adapter
 from hybrid_grpo.model.view import View
 
@@ -40,6 +41,10 @@ _COMPILE_SECONDS = 600
 """Longer than any kernel takes to compile; the slowest, CPUAdam, took 225 s on two busy cores."""
 _KERNELS = ("deepspeed_*", "cpu_adam")
 """Names of the folders that kernels are compiled in."""
+_COUNTS = ("global_steps", "global_samples", "skipped_steps")
+"""What DeepSpeed's engine counts, and its profiler goes by."""
+_REFERENCE = "reference"
+"""Name of a frozen model's files in a checkpoint."""
 
 
 def start() -> torch.device:
@@ -118,7 +123,6 @@ def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": adam},
         "zero_optimization": {"stage": engine.zero_stage, "memory_efficient_linear": False},
         "hybrid_engine": {"enabled": True},
-        "checkpoint": {"tag_validation": "Fail"},
     }
     if engine.offload_optimizer:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
@@ -208,7 +212,6 @@ class Engine:
             self.engine.clip_fp32_gradients = self._clip_gradients
         self.device = torch.device(get_accelerator().current_device_name())
         self._view = View(source, view.eval(), self.stage == 3, self.device, adapters, keep=keep_view)
-        self._frozen = any(not p.requires_grad for p in module.parameters())
         self._generating = False
         self.gather_s = self.release_s = 0.0
         """Seconds that the last switch took, without the wait for other ranks at its end."""
@@ -285,21 +288,21 @@ class Engine:
             deepspeed.comm.log_summary()
 
     def save(self, folder: Path, tag: str, state: dict[str, Any]) -> None:
-        """Write the checkpoint `folder/tag` without frozen weights; `state` is this rank's. `latest` does not move."""
-        self.engine.save_checkpoint(
-            str(folder), tag=tag, client_state=state, save_latest=False, exclude_frozen_parameters=True
+        """Write this rank's part of the checkpoint `folder/tag`: trained weights, optimizer states, and its `state`."""
+        (folder / tag).mkdir(parents=True, exist_ok=True)
+        shards.save_optimizer(folder / tag, self.engine.module, self.engine.optimizer, self.stage)
+        shards.save_state(
+            folder / tag, {"state": state, "counts": {name: getattr(self.engine, name) for name in _COUNTS}}
         )
 
     def load(self, folder: Path, tag: str) -> dict[str, Any]:
-        """Read the checkpoint `folder/tag` and return this rank's state; raises UserError where it cannot be read, for
-        instance because another number of ranks wrote it."""
-        try:
-            path, state = self.engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not self._frozen)
-        except Exception as error:
-            raise UserError(f"run.resume: checkpoint {folder / tag} cannot be read: {error}") from error
-        if path is None:
-            raise UserError(f"run.resume: checkpoint {folder / tag} holds nothing for this rank")
-        return dict(state)
+        """Read the checkpoint `folder/tag`, of any number of ranks and ZeRO stage, and return this rank's state: rank
+        0's where another number of ranks wrote it. Raises UserError where it cannot be read. Collective."""
+        saved = shards.load_state(folder / tag)
+        shards.load_optimizer(folder / tag, self.engine.module, self.engine.optimizer, self.stage)
+        for name, count in saved["counts"].items():
+            setattr(self.engine, name, count)
+        return dict(saved["state"])
 
 
 class Frozen:
@@ -348,19 +351,14 @@ class Frozen:
             own = own[: len(part)]
             own.copy_(torch.lerp(own.float(), part.to(own.device, torch.float32), mix))
 
-    def save(self, path: Path) -> None:
-        """Write this rank's shards."""
-        # Copies, because attributes that DeepSpeed adds to a shard would be written with it.
-        shards = {name: p.ds_tensor.to("cpu", copy=True) for name, p in self.engine.module.named_parameters()}
-        torch.save(shards, path)
+    def save(self, folder: Path) -> None:
+        """Write this rank's shards into a checkpoint's folder."""
+        shards.save_module(folder, _REFERENCE, self.engine.module)
 
-    @torch.no_grad()
-    def load(self, path: Path) -> None:
-        """Read what `save` wrote on this rank."""
-        shards = torch.load(path, weights_only=True)
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, on any number of ranks; raises `UserError` where there is nothing."""
         self._release()
-        for name, parameter in self.engine.module.named_parameters():
-            parameter.ds_tensor.copy_(shards[name])
+        shards.load_module(folder, _REFERENCE, self.engine.module)
 
     def _release(self) -> None:
         """Drop small weights that stay gathered between forwards, and would not follow a change of their shards."""
