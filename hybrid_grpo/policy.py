@@ -12,7 +12,6 @@ from transformers.utils import cached_file
 
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
-from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.distributed import rank
@@ -227,16 +226,12 @@ class Reference:
     def save(self, folder: Path) -> None:
         """Write this rank's shards into a checkpoint's folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.engine.save(_shards(folder))
+        self.engine.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Read this rank's shards from a checkpoint's folder; raises `UserError` if there are none."""
-        if not _shards(folder).is_file():
-            raise UserError(
-                f"run.resume: checkpoint {folder} holds no reference for rank {rank()}: it was written with another"
-                " number of ranks, or with grpo.ref_every 0: resume with the same"
-            )
-        self.engine.load(_shards(folder))
+        """Read this rank's shards from a checkpoint's folder, of any number of ranks; raises `UserError` if it has
+        none, which is so with grpo.ref_every 0."""
+        self.engine.load(folder)
 
 
 class UnadaptedReference(Reference):
@@ -251,7 +246,3 @@ class UnadaptedReference(Reference):
         """See `Reference.logprobs`."""
         with self._adapters.off():
             return scored(self._policy, batches, shape, temperature)
-
-
-def _shards(folder: Path) -> Path:
-    return folder / f"reference_rank_{rank()}.pt"
