@@ -78,6 +78,14 @@ def gather_objects(value: Any) -> list[Any] | None:
     return values
 
 
+def from_first(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    values = [value]
+    if world_size() > 1:
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 def barrier() -> None:
     """Wait for all ranks."""
     if world_size() > 1:

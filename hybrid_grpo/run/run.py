@@ -16,11 +16,12 @@ from hybrid_grpo.config import SftConfig, TrainConfig, to_dict
 from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.data.batch import Rollout, Scores
-from hybrid_grpo.distributed import barrier, rank, world_size
+from hybrid_grpo.distributed import barrier, from_first, rank, world_size
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.checkpoint import Checkpoints, Shards
 from hybrid_grpo.run.files import read_jsonl, replace_text
+from hybrid_grpo.run.lock import FolderLock
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.report import write_report
 from hybrid_grpo.run.sinks import Log
@@ -77,6 +78,7 @@ class Run:
         run = parsed.config.run
         self.folder = Path(run.dir) / run.name
         self._alarms = Alarms(parsed.config.log)
+        self._lock = self._take()
         self.checkpoints = Checkpoints(self.folder / "checkpoints", parsed.config.checkpoint.keep)
         self.resumes = run.resume == "auto" and self.checkpoints.latest() is not None
         if run.resume == "never" and (self.folder / "metrics.jsonl").exists():
@@ -84,14 +86,27 @@ class Run:
                 f"run.name {run.name}: {self.folder} holds a run already: pass --run.resume auto to go on with it,"
                 " or another --run.name"
             )
-        # Every rank has looked for the folder before rank 0 makes it.
+        # Every rank has looked into the folder before rank 0 writes there.
         barrier()
         if rank() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
             head = "".join(f"# {name}: {fact}\n" for name, fact in {**_origin(), **facts}.items())
             (self.folder / "config.yaml").write_text(head + parsed.yaml)
         for name, fact in facts.items():
             self.say(f"{name}: {fact}")
+
+    def _take(self) -> FolderLock | None:
+        """Rank 0 makes the folder and locks it, before anything in it changes; raises UserError on all ranks."""
+        lock, refused = None, None
+        if rank() == 0:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                lock = FolderLock(self.folder)
+            except UserError as error:
+                refused = str(error)
+        refused = from_first(refused)
+        if refused:
+            raise UserError(refused)
+        return lock
 
     def say(self, message: str) -> None:
         """Print on rank 0."""
@@ -103,6 +118,13 @@ class Run:
 
         Raises RunStopped where a step could not be finished; the run is saved as it was before that step.
         """
+        try:
+            self._train(stage)
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+    def _train(self, stage: Stage) -> None:
         if rank() == 0:
             (self.folder / "deepspeed.json").write_text(json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
         if stage.policy.adapters is not None:
