@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from hybrid_grpo.config import SftConfig, TrainConfig, to_dict
-from hybrid_grpo.config.errors import RunStopped, UserError
+from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.distributed import barrier, from_first, rank, world_size
@@ -25,6 +25,7 @@ from hybrid_grpo.run.lock import FolderLock
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.report import write_report
 from hybrid_grpo.run.sinks import Log
+from hybrid_grpo.run.stopping import Progress
 
 
 class Stateful(Protocol):
@@ -44,6 +45,7 @@ class Stage:
         parts: what a checkpoint holds beside the policy, by name.
         shards: tensors beside the policy's that a checkpoint holds.
         last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
+        progress: where the stage says what it does, and hears that it shall stop.
         eval_every: steps between evaluations, 0: before the first and after the last; None: the stage has none.
     """
 
@@ -51,6 +53,7 @@ class Stage:
     meter: Meter
     parts: dict[str, Stateful]
     shards: Shards | None = None
+    progress = Progress()
     last_rollout: tuple[Rollout, Scores, Tensor] | None = None
     eval_every: int | None = None
 
@@ -116,8 +119,10 @@ class Run:
     def train(self, stage: Stage) -> None:
         """Take a stage from the start or the newest checkpoint to the last step; then export the model and the report.
 
-        Raises RunStopped where a step could not be finished; the run is saved as it was before that step.
+        Raises RunStopped where a step could not be finished; the run is saved as it was before that step. Raises
+        RunInterrupted where the run was asked to stop; it is saved.
         """
+        stage.progress = Progress(self.config.run, stage.policy.engine.device)
         try:
             self._train(stage)
         finally:
@@ -129,16 +134,23 @@ class Run:
             (self.folder / "deepspeed.json").write_text(json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
         if stage.policy.adapters is not None:
             self.say(f"lora: {stage.policy.adapters}")
-        done = saved = self.restore(stage)
+        done = self.restore(stage)
+        saved = done if self.resumes else -1
         settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
         with Log(self.config.log, self.folder, self.config.run.steps, done if self.resumes else -1, settings) as log:
             if stage.eval_every is not None and not self.resumes:
+                stage.progress.enter("evaluation", 0)
                 stage.evaluate(0)
                 log.write(0, self.watched(0, stage.meter.reduce()))
             for k in range(done + 1, self.config.run.steps + 1):
                 before = {name: copy.deepcopy(part.state_dict()) for name, part in stage.parts.items()}
                 try:
                     stage.step(k)
+                except RunInterrupted:
+                    if saved < k - 1:
+                        stage.progress.enter("saving")
+                        self._save(stage, k - 1, before)
+                    raise self._interrupted(stage, k - 1) from None
                 except RunStopped as stop:
                     if stage.last_rollout is not None:
                         log.write_rollouts(k, *stage.last_rollout, always=True)
@@ -151,18 +163,29 @@ class Run:
                 if self._is_due(k, self.config.checkpoint.every):
                     self._write_prompts(stage.tried_prompts())
                 if stage.eval_every is not None and self._is_due(k, stage.eval_every):
+                    stage.progress.enter("evaluation")
                     stage.evaluate(k)
                 # Numbers before the checkpoint: a checkpoint without them would resume behind a gap, while lines
                 # without a checkpoint are cut again.
                 log.write(k, self.watched(k, stage.meter.reduce()))
-                if self.config.checkpoint.every and self._is_due(k, self.config.checkpoint.every):
+                # After the last step the model is exported, which would be wanted of a resumed run too.
+                stops = k < self.config.run.steps and stage.progress.stops()
+                if stops or (self.config.checkpoint.every and self._is_due(k, self.config.checkpoint.every)):
+                    stage.progress.enter("saving")
                     with stage.meter.time("time/checkpoint_s"):
                         self._save(stage, k, {name: part.state_dict() for name, part in stage.parts.items()})
                     saved = k
+                if stops:
+                    raise self._interrupted(stage, k)
+            stage.progress.enter("export")
             stage.policy.export(self.folder / "model")
             stage.policy.engine.tell_communication()
         if rank() == 0:
             write_report(self.folder)
+
+    def _interrupted(self, stage: Stage, step: int) -> RunInterrupted:
+        asked = f"stopped ({stage.progress.why()})"
+        return RunInterrupted(f"{asked}, saved after step {step} in {self.folder}: go on with --run.resume auto")
 
     def _is_due(self, step: int, every: int) -> bool:
         """Whether a step is the last one, or one of every `every` (0: none but the last)."""
