@@ -60,6 +60,8 @@ def guarded(work: Callable[[], int]) -> NoReturn:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     stacks = os.memfd_create("stacks")
     guard = os.getpid()
+    if board.rank == 0:
+        _tell("running")
     pid = os.fork()
     if not pid:
         _be_guarded(board, stops, stacks, guard)
@@ -245,12 +247,21 @@ class _Guard:
         _end_descendants(time.monotonic() + (_LEFTOVER_SECONDS if status == 0 else 0.0))
         if self.board.path:
             self.board.path.unlink(missing_ok=True)
+        if self.board.rank == 0:
+            _tell(str(status))
         os._exit(status)
 
 
 def _where(entry: Entry) -> str:
     beats = f", after {entry.beats} decode steps or micro-batches" if entry.beats else ""
     return f"{STAGES[entry.stage]} (step {entry.step}{beats})"
+
+
+def _tell(status: str) -> None:
+    """Write to the file that training_scripts/launch.sh asks for: launchers do not end with the status of a run."""
+    if path := os.environ.get("HYBRID_GRPO_STATUS"):
+        with suppress(OSError):
+            Path(path).write_text(status)
 
 
 def _end_descendants(patience: float) -> None:

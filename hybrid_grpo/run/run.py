@@ -125,6 +125,10 @@ class Run:
         stage.progress = Progress(self.config.run, stage.policy.engine.device)
         try:
             self._train(stage)
+        except RunInterrupted:
+            # A launcher kills the other ranks once one has ended, and rank 0 is the last to close its outputs.
+            barrier()
+            raise
         finally:
             if self._lock is not None:
                 self._lock.release()
