@@ -14,7 +14,8 @@ cd "$(dirname "$0")/.."
 setup
 
 runs=${RUNS:-runs} seed=${SEED:-0}
-set_aside() { # a finished run is kept, under another name
+set_aside() { # a finished run is kept, under another name; one that is under way is left alone
+    if [ -e "$runs/$1/.lock" ]; then python -m hybrid_grpo.run.lock "$runs/$1"; fi
     if [ -e "$runs/$1" ]; then mv "$runs/$1" "$runs/$1.$(date +%Y%m%d-%H%M%S)"; fi
 }
 
