@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.distributed import all_gather_objects, barrier, rank, world_size
-from hybrid_grpo.engine import TRUSTED, Engine
+from hybrid_grpo.engine import Engine
 from hybrid_grpo.model.tensor_files import foreign_types
 from hybrid_grpo.run.files import replace_text, sync
 from hybrid_grpo.run.manifest import Damaged, Manifest, measure, owner
@@ -151,12 +150,7 @@ class Checkpoints:
 
     def load(self, engine: Engine, checkpoint: Checkpoint, shards: Shards | None = None) -> dict[str, Any]:
         """Restore a checkpoint that was found whole; returns this rank's state. Collective."""
-        folder, manifest = checkpoint.folder, checkpoint.manifest
-        if (manifest.ranks, manifest.stage) != (world_size(), engine.stage):
-            raise UserError(
-                f"run.resume: checkpoint {folder} was written by {manifest.ranks} ranks under engine.zero_stage"
-                f" {manifest.stage}, this run has {world_size()} ranks and {engine.stage}: resume with the same"
-            )
+        folder = checkpoint.folder
         state = dict(engine.load(folder.parent, folder.name)["hybrid_grpo"])
         if shards is not None:
             shards.load(folder)
@@ -195,7 +189,7 @@ def _refuse_code(path: Path) -> None:
     if path.suffix != ".pt":
         return
     try:
-        foreign = foreign_types(path, TRUSTED)
+        foreign = foreign_types(path)
     except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         raise Damaged(f"{path.name} is not a file of torch.save") from error
     if foreign:

@@ -13,7 +13,7 @@ from typing import Any
 from hybrid_grpo.run.files import replace_text
 
 NAME = "manifest.json"
-_OF_RANK = re.compile(r"rank_?(\d+)")
+_OF_RANK = re.compile(r"_(\d+)_of_\d+\.")
 
 
 class Damaged(Exception):

@@ -15,9 +15,9 @@ from hybrid_grpo.run.manifest import Damaged, Manifest, measure, owner
 from hybrid_grpo.run.writing import WriteFailed
 
 KINDS = (
-    "zero_pp_rank_1_mp_rank_00_model_states.pt",
-    "zero_pp_rank_1_mp_rank_00_optim_states.pt",
-    "reference_rank_1.pt",
+    "policy_00001_of_00002.pt",
+    "reference_00001_of_00002.pt",
+    "state_00001_of_00002.pt",
     "manifest.json",
 )
 NEWEST, BEFORE = "step_000006", "step_000004"
@@ -61,7 +61,7 @@ def delete(path):
 
 
 def swap_ranks(path):
-    other = path.with_name(path.name.replace("rank_1", "rank_0"))
+    other = path.with_name(path.name.replace("_00001_", "_00000_"))
     ours, theirs = path.read_bytes(), other.read_bytes()
     rewrite(path, theirs)
     rewrite(other, ours)
@@ -80,7 +80,7 @@ DAMAGES = {
     "a block of zeros": (zero_a_block, "its checksum is another", "is no manifest"),
     "binary": (overwrite, "bytes, ", "is no manifest"),
     "deleted": (delete, "is missing", "is missing: the checkpoint was not finished"),
-    "of another rank": (swap_ranks, "_rank_0", None),
+    "of another rank": (swap_ranks, "_00000_of", None),
     "of another step": (take_from_another_step, "", "manifest.json is that of step_000004"),
 }
 
@@ -101,8 +101,8 @@ def found(checkpoints):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("damage", "kind"),
-    # There is one manifest for all ranks.
-    [(damage, kind) for damage in DAMAGES for kind in KINDS if (damage, kind) != ("of another rank", KINDS[-1])],
+    # There is one manifest for all ranks, and their states are alike.
+    [(damage, kind) for damage in DAMAGES for kind in KINDS if damage != "of another rank" or kind in KINDS[:2]],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(checkpoints, kind, damage):
     break_it, says, of_manifest = DAMAGES[damage]
@@ -112,7 +112,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(checkpoints, k
     step, passed_over = found(checkpoints)
     assert step == 4
     (line,) = passed_over
-    named = kind.replace("rank_1", "rank_0") if damage == "of another rank" else kind
+    named = kind.replace("_00001_", "_00000_") if damage == "of another rank" else kind
     assert line.startswith(f"{NEWEST}: {named} ") and says in line and "\n" not in line
 
 
@@ -141,7 +141,7 @@ def test_what_else_is_no_whole_checkpoint(checkpoints):
     rewrite(folder / "step_000008" / "manifest.json", json.dumps(document).encode())
     assert "step_000008: manifest.json is damaged: its checksum is another" in found(checkpoints)[1]
     for name in ("step_000002", "step_000000"):
-        delete(folder / name / "reference_rank_0.pt")
+        delete(folder / name / "reference_00000_of_00002.pt")
     assert found(checkpoints)[0] is None and len(found(checkpoints)[1]) == 4
 
 
@@ -174,8 +174,8 @@ def test_code_in_a_checkpoint_is_never_run(checkpoints, kind, tmp_path):
 
 
 def test_files_are_shared_out_by_the_rank_in_their_name():
-    names = ["bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt", "reference_rank_12.pt"]
-    assert [owner(name) for name in [*names, "offloaded_tensors/rank00002/a.swp", "config.json"]] == [3, 0, 12, 2, 0]
+    names = ["policy_00003_of_00016.pt", "reference_00012_of_00016.pt", "manifest.json"]
+    assert [owner(name) for name in names] == [3, 12, 0]
 
 
 class Engine:

@@ -234,7 +234,7 @@ def test_an_interrupted_run_ends_as_the_uninterrupted_one_to_the_bit(whole_run):
     and its numbers are written already."""
     folder = whole_run.workshop.folder / "runs" / "broken"
     arguments = [*whole_run.arguments, "--run.name=broken", "--checkpoint.on_failure=stop"]
-    faults = json.dumps({4: "zero_pp_rank_1_mp_rank_00_optim_states.pt"})
+    faults = json.dumps({4: "policy_00001_of_00002.pt"})
     done = forks.run(SUPPORT / "full_disk.py", faults, *arguments, world=2, cwd=whole_run.workshop.folder)
     assert done.status == 2 and "Traceback" not in done.err
     lines = [line for line in done.err.splitlines() if "error:" in line]
@@ -264,8 +264,8 @@ def test_an_interrupted_run_ends_as_the_uninterrupted_one_to_the_bit(whole_run):
 @pytest.mark.ranks
 def test_a_disk_that_is_full_at_any_point_of_a_save_costs_that_save_alone(whole_run):
     """The run goes on, as `checkpoint.on_failure` says by default, and learns what it would have learned."""
-    names = [f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for kind in ("model", "optim") for rank in (0, 1)]
-    names += ["reference_rank_0.pt", "reference_rank_1.pt", ".manifest.json.draft"]
+    names = [f"{kind}_{rank:05d}_of_00002.pt" for kind in ("policy", "state", "reference") for rank in (0, 1)]
+    names.append(".manifest.json.draft")
     faults = {**dict(enumerate(names, 1)), 8: 100, 9: 20_000, 10: 1_000_000}
     arguments = [*whole_run.arguments, "--run.name=full", "--checkpoint.every=1", "--run.steps=11"]
     done = forks.run(SUPPORT / "full_disk.py", json.dumps(faults), *arguments, world=2, cwd=whole_run.workshop.folder)
