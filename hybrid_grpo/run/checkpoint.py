@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from hybrid_grpo.distributed import all_gather_objects, barrier, rank, world_size
 from hybrid_grpo.engine import Engine
 from hybrid_grpo.model.tensor_files import foreign_types
-from hybrid_grpo.run.files import replace_text, sync, sync_tree
+from hybrid_grpo.run.files import replace_text, sync
 from hybrid_grpo.run.manifest import Damaged, Manifest, measure, owner
 from hybrid_grpo.run.writing import WriteFailed, write_together
 
@@ -121,7 +121,10 @@ class Checkpoints:
             if rank() == 0:
                 settings, files = self._settings, {name: facts for part in written for name, facts in part.items()}
                 Manifest(run, step, world_size(), engine.stage, settings, files).write(draft)
-                sync_tree(draft)
+                # Every rank has synced its files; what is left are their names.
+                for path in [*draft.rglob("*"), draft]:
+                    if path.is_dir():
+                        sync(path)
                 self._remove(tag)
                 draft.rename(self.folder / tag)
                 sync(self.folder)
