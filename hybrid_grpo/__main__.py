@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 import time
+from contextlib import suppress
 from typing import NoReturn
 
 from hybrid_grpo import __version__
@@ -65,9 +66,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def entry() -> NoReturn:
     """Run one command and end the process with its status."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started the process
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process ends
     status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     # Without the interpreter's shutdown: threads of the process groups that DeepSpeed keeps abort it now and then
     # ("terminate called without an active exception"), which would turn a finished run into a failed one.
     os._exit(status)

@@ -13,6 +13,8 @@ No other module imports deepspeed. Three hazards decide how it is used here:
 import contextlib
 import logging
 import os
+import re
+import shutil
 import socket
 import sys
 import time
@@ -26,6 +28,7 @@ import deepspeed
 import deepspeed.runtime.hybrid_engine
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from torch import Tensor, nn
 from torch.utils.cpp_extension import get_default_build_root
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
@@ -69,10 +72,26 @@ def start() -> torch.device:
         check_shared_memory()
     else:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), verbose=False)
+    with _compiling():
+        deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), verbose=False)
     if on_cpu:
         release_shared_memory()
     return torch.device(accelerator.current_device_name())
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """Around what may compile DeepSpeed's kernels: a failure is a mistake in the installation, told in one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not re.search("Error building extension|Ninja is required", str(error)):
+            raise
+        compiler = os.environ.get("CXX", "c++")
+        why = f"there is no C++ compiler {compiler}" if shutil.which(compiler) is None else str(error).splitlines()[0]
+        raise UserError(
+            f"DeepSpeed's kernels cannot be compiled: {why}: install one (apt install g++) or name it in CXX"
+        ) from error
 
 
 def _refuse_idle_gpus() -> None:
@@ -126,6 +145,19 @@ def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
         # Copies from other memory would not run beside the computation.
         config["zero_optimization"]["offload_param"] = {"pin_memory": on_gpu}
     return _merged(config, engine.deepspeed)
+
+
+def check_config(policy: PolicyConfig, engine: EngineConfig) -> None:
+    """Raise `UserError` where DeepSpeed refuses the configuration of the policy."""
+    config = policy_config(policy, engine)
+    name = str(config["optimizer"].get("type"))
+    if name.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, name):
+        raise UserError(f"engine.deepspeed.optimizer.type {name} is no optimizer of DeepSpeed or torch: take it out")
+    try:
+        DeepSpeedConfig(config)
+    except Exception as error:  # whatever its parser of this section does with a wrong type
+        why = str(error).partition(" [type=")[0] or repr(error)
+        raise UserError(f"engine.deepspeed: DeepSpeed refuses the configuration: {why}") from error
 
 
 def _common(dtype: str) -> dict[str, Any]:
@@ -197,9 +229,10 @@ class Engine:
     ) -> None:
         self.config = config
         try:
-            self.engine, *_ = deepspeed.initialize(
-                model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=config
-            )
+            with _compiling():
+                self.engine, *_ = deepspeed.initialize(
+                    model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=config
+                )
         except (ValueError, AssertionError) as error:
             raise UserError(f"engine.deepspeed: DeepSpeed refuses the configuration: {error}") from error
         self.stage = self.engine.zero_optimization_stage()

@@ -14,10 +14,12 @@ from hybrid_grpo.config.fields import (
     SECTION,
     Count,
     Function,
+    Gibibytes,
     Name,
     NotNegative,
     Number,
     Positive,
+    Seconds,
     Text,
     Whole,
     function_text,
@@ -37,7 +39,7 @@ class RewardConfig:
     """Name in the metrics. Default: the function's own."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Fixed keyword arguments for the function."""
-    timeout_s: Positive = 60.0
+    timeout_s: Seconds = 60.0
     """Seconds of one call. A call that takes longer is given up: its completions have no reward of this function."""
     batch_size: Count | Literal["auto", "group"] = "auto"
     """Completions of one call; `group` is all of one prompt; `auto` is what the function asks for by an attribute
@@ -91,11 +93,13 @@ class ScoringConfig:
 
     workers: Whole = 0
     """Worker processes of a rank, which call functions at the same time; 0: one for each of its cores, 2 to 8."""
-    memory_gb: Positive = 4.0
+    memory_gb: Gibibytes = 4.0
     """GiB that a worker may allocate; beyond it a function gets a MemoryError."""
     max_failed_frac: NotNegative = 0.5
     """Stop the run, with a checkpoint, where a function fails for more than this share of a step's completions."""
-    max_wait_s: Positive = 600.0
+    max_import_s: Seconds = 120.0
+    """Seconds for the files of the functions to be imported."""
+    max_wait_s: Seconds = 600.0
     """Seconds to wait for rewards after the last completion of a step. Rewards that are not there then have failed."""
 
 
@@ -123,7 +127,7 @@ class ServeOptionsConfig:
     """Largest request, in MiB."""
     max_requests: Count = 256
     """Requests that are answered at the same time; more are told to come back (503). A rank sends up to 32."""
-    timeout_s: Positive = 30.0
+    timeout_s: Seconds = 30.0
     """Seconds for a request to arrive, and for its answer to be taken."""
     label_column: Annotated[str, AfterValidator(_check_identifier)] = "answer"
     """Name under which functions are given the `labels` of a request."""

@@ -4,12 +4,12 @@ import copy
 import json
 import platform
 import subprocess
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
 from torch import Tensor
 
 from hybrid_grpo.config import SftConfig, TrainConfig, to_dict
@@ -94,9 +94,10 @@ class Run:
             self.say(f"{name}: {fact}")
 
     def say(self, message: str) -> None:
-        """Print on rank 0."""
+        """Print on rank 0. A run goes on where nobody reads it any more."""
         if rank() == 0:
-            Console(highlight=False, soft_wrap=True).print(message, markup=False)
+            with suppress(OSError):
+                print(message, flush=True)
 
     def train(self, stage: Stage) -> None:
         """Take a stage from the start or the newest checkpoint to the last step; then export the model and the report.
