@@ -86,8 +86,8 @@ def check_prompt_ids(longest: Sequence[list[int]], config: Any) -> None:
     highest = max(map(max, longest))
     if highest >= size:
         raise UserError(
-            f"policy.model {config.name_or_path}: its tokenizer gives the token id {highest}, and vocab_size is {size} in"
-            " its config.json: take the tokenizer that belongs to the model"
+            f"policy.model {config.name_or_path}: its tokenizer gives the token id {highest}, and vocab_size is {size}:"
+            " take the tokenizer that belongs to the model"
         )
 
 

@@ -87,7 +87,7 @@ class Run:
         # Every rank has looked for the folder before rank 0 makes it.
         barrier()
         if rank() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             head = "".join(f"# {name}: {fact}\n" for name, fact in {**_origin(), **facts}.items())
             (self.folder / "config.yaml").write_text(head + parsed.yaml)
         for name, fact in facts.items():

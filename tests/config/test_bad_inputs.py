@@ -85,7 +85,7 @@ SETTINGS = [
     ("--rewards=[{}]", "rewards[0].function is not set"),
     ("--rewards=exact_match,exact_match", "two are named exact_match: set `name`"),
     ("--rewards='[{function: exact_match, weight: nan}]'", "rewards[0].weight: expected a finite number"),
-    ("--rewards='[{function: exact_match, timeout_s: 1e300}]'", "rewards[0].timeout_s 1e+300 must be 1000000000 or less"),
+    ("--rewards='[{function: exact_match, timeout_s: 1e300}]'", "rewards[0].timeout_s 1e+300 must be 1"),
     ("--rewards='[{function: exact_match, kwargs: 3}]'", "rewards[0].kwargs: expected a mapping, got 3"),
     ("--rewards='[{function: exact_match, name: a/b}]'", "rewards[0].name 'a/b' must be at most 128 letters"),
     # DeepSpeed
@@ -180,7 +180,7 @@ LOADED = [
     ("--rewards functions.py:needs", "needs needs nothere, which is neither a column"),
     # DeepSpeed
     ("--engine.deepspeed.zero_optimization.typo=1", "DeepSpeedZeroConfig typo Extra inputs"),
-    ("--engine.deepspeed.zero_optimization.reduce_bucket_size=-1", "engine.deepspeed: DeepSpeed refuses", "reduce_bucket_size Input should be greater than 0"),
+    ("--engine.deepspeed.zero_optimization.reduce_bucket_size=-1", "reduce_bucket_size Input should be greater"),
     ("--engine.deepspeed.optimizer.type=nope", "engine.deepspeed.optimizer.type nope is no optimizer"),
     ("--engine.deepspeed.checkpoint=3", "engine.deepspeed: DeepSpeed refuses the configuration"),
     # Configurations of models
@@ -221,7 +221,7 @@ LOADED = [
         ("notokenizer", "has no tokenizer"),
         ("t_list", "its tokenizer does not load"),
         ("t_garbage", "its tokenizer does not load"),
-        ("t_ids", "gives the token id 500, and vocab_size is 29"),
+        ("t_ids", "gives the token id 500, and vocab_size is 29: take"),
     ]],
     *[(f"--policy.model={name} --data.path=chat.jsonl", "data.chat_template: ", says) for name, says in [
         ("t_loops", "takes more than 3 s for row 0"),

@@ -12,7 +12,7 @@ import pytest
 from foreign_rewards import longer_is_better
 from reward_helpers import command_lines, in_time, isolated, rows, statuses
 
-from hybrid_grpo.config import RewardConfig
+from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.importing import describe
 from hybrid_grpo.rewards.functions import BUILTINS, Function, load_function
@@ -226,7 +226,7 @@ def test_a_batch_size_that_is_none(tmp_path: Path) -> None:
         ("import os\nos._exit(0)\n", "rewards: the process that imports the functions died: import them by hand"),
         (
             "import time\ntime.sleep(100)\n",
-            "rewards: importing the functions takes longer than scoring.max_import_s 1: look for what",
+            "takes longer than scoring.max_import_s 1: look for what",
         ),
         ("def f(): return []\ndef f(completion_id): return []\n", None),
         ("def g(completions): return []\n", "f does not exist in"),

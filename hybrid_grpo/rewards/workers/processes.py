@@ -17,6 +17,7 @@ from typing import Any
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.secrets import named_variables, public_environment
 from hybrid_grpo.rewards.functions import Interface, Reply, RewardCall
 from hybrid_grpo.rewards.workers.worker import decode_reply, framed, read_frame
 
@@ -30,6 +31,7 @@ class ForkServer:
     def __init__(self, entries: list[tuple[str, RewardConfig]], scoring: ScoringConfig) -> None:
         self._orders = pickle.dumps((sys.path, entries, int(scoring.memory_gb * 2**30)))
         self._scoring = scoring
+        self._named = set(scoring.secrets).union(*(named_variables(config.kwargs) for _, config in entries))
         self.connections: set[asyncio.StreamWriter] = set()
         """To the workers."""
         self.interfaces = self._start()
@@ -49,7 +51,7 @@ class ForkServer:
                 # Away from the terminal: Ctrl-C is for the rank, which ends its processes itself.
                 start_new_session=True,
                 # There are many workers: one thread of a numerical library in each.
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**public_environment(os.environ, self._named), "OMP_NUM_THREADS": "1"},
             )
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin:
