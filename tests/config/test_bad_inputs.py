@@ -182,7 +182,7 @@ LOADED = [
     ("--engine.deepspeed.zero_optimization.typo=1", "DeepSpeedZeroConfig typo Extra inputs"),
     ("--engine.deepspeed.zero_optimization.reduce_bucket_size=-1", "reduce_bucket_size Input should be greater"),
     ("--engine.deepspeed.optimizer.type=nope", "engine.deepspeed.optimizer.type nope is no optimizer"),
-    ("--engine.deepspeed.checkpoint=3", "engine.deepspeed: DeepSpeed refuses the configuration"),
+    ("--engine.deepspeed.flops_profiler=3", "engine.deepspeed: DeepSpeed refuses the configuration"),
     # Configurations of models
     *[(f"--policy.model={name}", f"policy.model {name}", *says) for name, *says in [
         ("fewer_layers", "num_hidden_layers 2, so that layers would be cut off"),
