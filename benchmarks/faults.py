@@ -170,7 +170,7 @@ def _signal(bench: Bench, name: str, number: str, target: str, moment: float) ->
         gone_s = bench.gone_after(GRACE_S)
         statuses = [process.exitcode for process in ranks.processes]
     said = "".join(ranks.output)
-    finished = "model" in os.listdir(bench.folder / name / "run") and statuses == [0, 0]
+    finished = (bench.folder / name / "run" / "model").exists() and statuses == [0, 0]
     assert finished or statuses == [RESUME_ME] * 2, f"statuses {statuses}: {said[-600:]}"
     assert "Traceback" not in said, said[-600:]
     return _resumed(bench, name, gone_s)

@@ -7,11 +7,13 @@ import importlib
 import os
 import sys
 import time
+from contextlib import suppress
 from typing import NoReturn
 
 from hybrid_grpo import __version__
-from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.errors import RESUME_STATUS, RunInterrupted, UserError, refuse
 from hybrid_grpo.config.launching import adopt_rank
+from hybrid_grpo.run.guard import guarded
 
 COMMANDS = {
     "train": "GRPO training",
@@ -29,7 +31,7 @@ _GRACE_SECONDS = 3.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the exit status is 0, or 2 after a mistake of the user."""
+    """Run one command; the exit status is 0, 2 after a mistake of the user, or RESUME_STATUS."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: hybrid-grpo COMMAND [options]; `hybrid-grpo COMMAND --help` lists the options\n")
@@ -52,6 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"there is no command {command}; known are {', '.join(COMMANDS)}")
         adopt_rank()
         importlib.import_module(f"hybrid_grpo.commands.{command.replace('-', '_')}").run(rest)
+    except RunInterrupted as stop:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"hybrid-grpo: {stop}", file=sys.stderr, flush=True)
+        return RESUME_STATUS
     except UserError as error:
         rank = os.environ.get("RANK", "0")
         where = "" if rank == "0" else f" [rank {rank}]"
@@ -64,12 +70,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """Run one command and end the process with its status."""
+    """Run one command and end the process with its status; ranks of a run have a guard (run/guard.py)."""
+    if sys.argv[1:2] in (["train"], ["sft"], ["eval"]) and sys.platform == "linux":
+        with suppress(UserError):
+            adopt_rank()
+        guarded(main)
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without the interpreter's shutdown: threads of the process groups that DeepSpeed keeps abort it now and then
-    # ("terminate called without an active exception"), which would turn a finished run into a failed one.
     os._exit(status)
 
 

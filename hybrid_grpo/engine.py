@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.errors import RunInterrupted, UserError
 from hybrid_grpo.distributed import all_reduce, check_shared_memory, rank, release_shared_memory, world_size
 from hybrid_grpo.model import shards
 from hybrid_grpo.model.kernels.compiling import compiling
@@ -43,10 +44,15 @@ _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 """What DeepSpeed's engine counts, and its profiler goes by."""
 _REFERENCE = "reference"
 """Name of a frozen model's files in a checkpoint."""
+_DONE, _INTERRUPTED, _FAILED = range(3)
+"""How generation ended on a rank; the worst of all ranks counts."""
 
 
-def start() -> torch.device:
-    """Join the process group that the launcher describes, or form a group of one; returns this rank's device."""
+def start(timeout_minutes: float = 30.0) -> torch.device:
+    """Join the process group that the launcher describes, or form a group of one; returns this rank's device.
+
+    A collective that waits for longer than `timeout_minutes` raises.
+    """
     # torch warns at every call that DeepSpeed uses the old names of collectives.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     deepspeed.utils.logger.setLevel(logging.WARNING)
@@ -72,7 +78,11 @@ def start() -> torch.device:
         check_shared_memory()
     else:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), verbose=False)
+    deepspeed.init_distributed(
+        dist_backend=accelerator.communication_backend_name(),
+        verbose=False,
+        timeout=timedelta(minutes=timeout_minutes),
+    )
     if on_cpu:
         release_shared_memory()
     return torch.device(accelerator.current_device_name())
@@ -244,7 +254,7 @@ class Engine:
         """Yields the policy for decoding: a plain module with whole weights, without hooks, in eval mode.
 
         All ranks enter and leave together; nothing in between waits for another rank. An error on one rank becomes an
-        error on all ranks at the end.
+        error on all ranks at the end, and so does RunInterrupted.
         """
         if self._generating:
             raise RuntimeError("generation() is already open: it does not nest")
@@ -255,23 +265,29 @@ class Engine:
             self.engine.optimizer.empty_partition_cache()
             get_accelerator().empty_cache()
         self._generating = True
-        failed = torch.zeros(1, device=self.device)
+        outcome = torch.full((1,), _DONE, device=self.device)
         self._view.gather()
         get_accelerator().synchronize()
         self.gather_s = time.perf_counter() - start
         try:
             yield self._view.module
+        except RunInterrupted:
+            outcome.fill_(_INTERRUPTED)
+            raise
         except Exception:
-            failed.fill_(1)
+            outcome.fill_(_FAILED)
             raise
         finally:
             start = time.perf_counter()
             self._view.release()
             self._generating = False
             self.release_s = time.perf_counter() - start
-            here = bool(failed)
-            if bool(all_reduce(failed, "max")) and not here:
+            here = int(outcome)
+            anywhere = int(all_reduce(outcome, "max"))
+            if anywhere == _FAILED and here != _FAILED:
                 raise RuntimeError("generation failed on another rank; its own message says why")
+            if anywhere == _INTERRUPTED and here == _DONE:
+                raise RunInterrupted("stopped")
 
     def whole(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Whole weights of parameters, on this rank's device; not to be written to. Collective."""

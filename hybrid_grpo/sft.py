@@ -29,6 +29,7 @@ class SftTrainer(Stage):
 
     def step(self, step: int) -> None:
         """One optimizer step."""
+        self.progress.enter("update", step)
         start = time.perf_counter()
         pairs = [pair for pair, _ in self.loader.next_batch()]
         tokens = sum(len(pair.completion_ids) for pair in pairs)
@@ -37,6 +38,7 @@ class SftTrainer(Stage):
             [pair.prompt.token_ids for pair in pairs], [pair.completion_ids for pair in pairs]
         )
         for micro in batches:
+            self.progress.beat()
             logp_bT, _ = self.policy.forward(micro, temperature=1.0)
             # A filler has no rows: its token counts for nothing.
             loss = -logp_bT.sum() / total_tokens if micro.rows else 0.0 * logp_bT.sum()

@@ -20,13 +20,7 @@ from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
 from hybrid_grpo.grpo.resampling import group_slots, resample
 from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.run.measure import (
-    measure_eval,
-    measure_health,
-    measure_memory,
-    measure_parity,
-    measure_rollout,
-)
+from hybrid_grpo.run.measure import measure_eval, measure_health, measure_memory, measure_parity, measure_rollout
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.run import Stage
 
@@ -96,6 +90,7 @@ class Trainer(Stage):
             )
             self.meter.update(numbers)
         self.loader.update()
+        self.progress.enter("old_logp")
         # Kept before anything is learned from it, in case the run stops here. It has no advantages yet.
         self.last_rollout = (rollout, scores, torch.full_like(scores.reward_B, torch.nan))
         self.inputs.rewards.refuse_failures(scores, self.device)
@@ -104,7 +99,9 @@ class Trainer(Stage):
     def sample_and_score(self, prompts: list[Prompt], step: int) -> tuple[Rollout, Scores]:
         """A rollout and what the reward functions say of it; there may be no prompts on this rank."""
         with self.inputs.rewards.stream(prompts, self.plan.num_generations, step) as stream:
+            self.progress.enter("sampling", step)
             rollout = self.sample(prompts, step, stream.add)
+            self.progress.enter("scoring")
             with self.meter.time("time/reward_wait_s"):
                 # Most functions have given their scores during sampling.
                 scores = stream.scores()
@@ -118,9 +115,10 @@ class Trainer(Stage):
 
     def sample(self, prompts: list[Prompt], step: int, on_finish: OnFinish | None = None) -> Rollout:
         """Complete every prompt `num_generations` times with the policy as it is."""
-        start, seed = time.perf_counter(), self.config.run.seed
+        start, look = time.perf_counter(), self.progress.look
+        config, stop_ids, seed = self.config.rollout, self.inputs.stop_ids, self.config.run.seed
         rollout, stats = self.policy.rollout(
-            prompts, self.config.rollout, self.inputs.stop_ids, seed=seed, step=step, on_finish=on_finish
+            prompts, config, stop_ids, seed=seed, step=step, on_finish=on_finish, on_step=look
         )
         gather_s, release_s = self.policy.engine.gather_s, self.policy.engine.release_s
         self.meter.add("time/generate_s", time.perf_counter() - start - gather_s - release_s)
@@ -173,10 +171,12 @@ class Trainer(Stage):
         self, rollout: Rollout, advantages_BT: Tensor, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None
     ) -> None:
         """`num_iterations` passes of `num_minibatches` optimizer steps; `old_logp` stays that of the sampler."""
+        self.progress.enter("update")
         start = time.perf_counter()
         signals = Signals(rollout.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT)
         for number, batches in enumerate(self.optimizer_steps(rollout, signals)):
             for batch in batches:
+                self.progress.beat()
                 logp_bT, entropy_bT = self.policy.forward(batch.micro, self.config.rollout.temperature)
                 loss, numbers = micro_batch_loss(
                     batch, logp_bT, entropy_bT, self.config.grpo, self.kl.beta, self.inputs.objective
@@ -228,7 +228,8 @@ class Trainer(Stage):
             RunStopped: a reward function fails too often before the first step.
         """
         with self.meter.time("time/eval_s"):
-            completions = self.policy.greedy(self.eval_prompts, self.config.rollout, self.inputs.stop_ids)
+            rules = self.config.rollout, self.inputs.stop_ids
+            completions = self.policy.greedy(self.eval_prompts, *rules, on_step=self.progress.beat)
             scores = self.inputs.rewards.score(self.eval_prompts, completions, step=step)
         self.meter.update(measure_eval(self.config.eval, self.inputs.outcome, completions, scores))
         if step == 0:

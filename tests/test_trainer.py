@@ -36,7 +36,7 @@ class Sampler:
     def __init__(self) -> None:
         self.engine = SimpleNamespace(gather_s=0.0, release_s=0.0)
 
-    def rollout(self, prompts, config, stop_ids, *, seed, step, on_finish):
+    def rollout(self, prompts, config, stop_ids, *, seed, step, on_finish, on_step):
         rows = []
         for i in range(len(prompts)):
             for k in range(G):

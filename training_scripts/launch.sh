@@ -26,11 +26,52 @@ with socket.create_server(("127.0.0.1", 0)) as probe:
         if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then default="--master_port $port"; fi
         # shellcheck disable=SC2086
         PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True} \
-            deepspeed --quiet ${LAUNCHER:-$default} --no_local_rank --module hybrid_grpo "$@"
+            stoppable deepspeed --quiet ${LAUNCHER:-$default} --no_local_rank --module hybrid_grpo "$@"
     else
         local cores
         cores=$(getconf _NPROCESSORS_ONLN)
         DS_ACCELERATOR=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + 1) / 2))} \
-            deepspeed --quiet ${LAUNCHER:---num_accelerators 2 --master_port "$port"} --no_local_rank --module hybrid_grpo "$@"
+            stoppable deepspeed --quiet ${LAUNCHER:---num_accelerators 2 --master_port "$port"} --no_local_rank --module hybrid_grpo "$@"
     fi
+}
+
+# Run the launcher so that SIGTERM, SIGUSR1 and Ctrl-C stop the ranks, which save the run, and end with the run's status:
+# the launcher forwards no signals and does not end with the status of its ranks. A second Ctrl-C ends them at once.
+stoppable() {
+    local told launcher status=0 asked=0 waited
+    told=$(mktemp)
+    HYBRID_GRPO_STATUS=$told "$@" <&0 &
+    launcher=$!
+    trap 'asked=$((asked + 1)); signal_ranks TERM' TERM
+    trap 'asked=$((asked + 1)); signal_ranks USR1' USR1
+    trap 'asked=$((asked + 1)); if [ "$asked" -gt 1 ]; then signal_ranks KILL; else signal_ranks TERM; fi' INT
+    while kill -0 "$launcher" 2>/dev/null; do
+        status=0
+        wait "$launcher" || status=$?
+    done
+    # Where the launcher was killed, the ranks take a moment to save the run.
+    for ((waited = 0; waited < 150; waited++)); do
+        if [ "$(cat "$told")" != running ]; then break; fi
+        sleep 0.1
+    done
+    trap - TERM USR1 INT
+    case "$(cat "$told")" in
+    75) status=75 ;;
+    running) status=$((status ? status : 1)) ;;
+    "") if [ "$asked" -gt 0 ]; then status=75; fi ;;
+    esac
+    rm -f "$told"
+    return "$status"
+}
+
+signal_ranks() { # where none has started yet, the launcher is stopped
+    python -c '
+import signal, sys, psutil
+launcher = psutil.Process(int(sys.argv[1]))
+local = [child for child in launcher.children() if "deepspeed.launcher.launch" in child.cmdline()]
+ranks = [rank for child in local for rank in child.children()]
+for process in ranks:
+    process.send_signal(signal.Signals["SIG" + sys.argv[2]])
+for process in () if ranks else [*local, launcher]:
+    process.terminate()' "$launcher" "$1" 2>/dev/null || true
 }

@@ -16,8 +16,10 @@ setup
 runs=${RUNS:-runs} seed=${SEED:-0}
 resume=never
 if [[ " $* " =~ \ --run\.resume[=\ ]([^\ ]+) ]]; then resume=${BASH_REMATCH[1]}; fi
-set_aside() { # a finished run is kept, under another name; one that is resumed stays
-    if [ "$resume" = never ] && [ -e "$runs/$1" ]; then mv "$runs/$1" "$runs/$1.$(date +%Y%m%d-%H%M%S)"; fi
+set_aside() { # a finished run is kept, under another name; one that is under way or resumed is left alone
+    if [ "$resume" != never ]; then return; fi
+    if [ -e "$runs/$1/.lock" ]; then python -m hybrid_grpo.run.lock "$runs/$1"; fi
+    if [ -e "$runs/$1" ]; then mv "$runs/$1" "$runs/$1.$(date +%Y%m%d-%H%M%S)"; fi
 }
 
 case " $* " in

@@ -26,7 +26,7 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     from hybrid_grpo.run.run import Run
     from hybrid_grpo.sft import SftTrainer
 
-    device = engine.start()
+    device = engine.start(config.engine.timeout_minutes)
     model_config = load_config(config.policy.model)
     check_lora(config.lora, model_config)
     tokenizer = load_tokenizer(config.policy.model)

@@ -28,7 +28,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     from hybrid_grpo.run.run import Run
     from hybrid_grpo.trainer import Trainer
 
-    device = engine.start()
+    device = engine.start(config.engine.timeout_minutes)
     inputs = RunInputs.read(config)
     hardware = of_device(device, config.policy.dtype)
     held_out = len(inputs.eval_prompts)

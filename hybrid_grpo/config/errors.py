@@ -3,6 +3,9 @@
 import difflib
 from collections.abc import Iterable
 
+RESUME_STATUS = 75
+"""Exit status of a run that was stopped, or had to be ended, and goes on with `--run.resume auto` (EX_TEMPFAIL)."""
+
 
 class UserError(ValueError):
     """A mistake in what the user gave: one line that names the setting and the way out.
@@ -14,6 +17,10 @@ class UserError(ValueError):
 
 class RunStopped(UserError):
     """A run that cannot go on, told on all ranks alike before the step under way has changed anything."""
+
+
+class RunInterrupted(RunStopped):
+    """A run that was asked to stop, told on all ranks alike; the command line exits with status RESUME_STATUS."""
 
 
 def refuse(condition: bool, message: str) -> None:

@@ -27,6 +27,23 @@ def _check_name(name: str) -> str:
     return name
 
 
+def duration_seconds(text: str) -> float:
+    """Seconds of a time such as 90m, 11h30m, 45s, 30:00, 12:00:00 or 1-00:00:00; raises ValueError for another text."""
+    units = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text)
+    clock = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    found = units or clock
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if not total:
+        raise ValueError(f"{text!r} is no time: write 90m, 11h30m or 1-00:00:00 (days-hours:minutes:seconds)")
+    return float(total)
+
+
+def _check_duration(text: str) -> str:
+    duration_seconds(text)
+    return text
+
+
 def _check_source(source: Any) -> Any:
     if source is None or isinstance(source, (bool, int, float, Mapping)):
         raise PydanticCustomError("source_type", "no source of rows")
@@ -55,6 +72,8 @@ Whole = Annotated[int, Strict(), Ge(0)]
 Count = Annotated[int, Strict(), Ge(1)]
 Switch = Annotated[bool, Strict()]
 Text = Annotated[str, MinLen(1)]
+Duration = Annotated[Text, BeforeValidator(lambda v: str(v) if type(v) is int else v), AfterValidator(_check_duration)]
+"""A time; see `duration_seconds`."""
 Name = Annotated[str, AfterValidator(_check_name)]
 """Name of a file, folder or metric."""
 Function = Annotated[Text | Callable[..., Any], PlainSerializer(function_text)]

@@ -126,6 +126,8 @@ class EngineConfig:
     """Keep optimizer state in host memory (ZeRO stage 1 or higher)."""
     adam: Literal["auto", "torch", "deepspeed"] = "auto"
     """AdamW kernels: `deepspeed` compiles its own on first use; `auto` takes them for GPU runs that offload."""
+    timeout_minutes: Positive = 30.0
+    """Minutes that a rank waits for the others in one exchange before it fails."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """DeepSpeed configuration merged over the one built here, section by section."""
 

@@ -8,7 +8,18 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.config.fields import SECTION, Count, Name, NotNegative, Number, Positive, Switch, Text, Whole
+from hybrid_grpo.config.fields import (
+    SECTION,
+    Count,
+    Duration,
+    Name,
+    NotNegative,
+    Number,
+    Positive,
+    Switch,
+    Text,
+    Whole,
+)
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -28,6 +39,12 @@ class RunConfig:
     a checkpoint, of this run or another, goes on from that one."""
     allow_changes: Switch = False
     """Go on from a checkpoint although settings that decide on learning have changed since."""
+    stop_after: Duration | None = None
+    """Time after which the run saves itself and ends with status 75: 90m, 11h30m, 1-00:00:00. Default: none."""
+    grace_s: Positive = 20.0
+    """Seconds in which a run that is asked to stop saves itself; a rank that takes longer is killed."""
+    stall_minutes: NotNegative = 30.0
+    """A run in which no rank goes on for so long is ended, and says which rank is behind; 0 waits for ever."""
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:

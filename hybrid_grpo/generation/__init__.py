@@ -8,7 +8,18 @@ the names below, rollout.py (the configuration's `rollout` section) and, to esti
 from hybrid_grpo.generation.journal import Journal
 from hybrid_grpo.generation.loop import Request, Stats, generate
 from hybrid_grpo.generation.sampler import GREEDY, Sampling, stream_key
-from hybrid_grpo.generation.scheduler import OnFinish
+from hybrid_grpo.generation.scheduler import OnFinish, OnStep
 from hybrid_grpo.generation.workspace import Workspace
 
-__all__ = ["GREEDY", "Journal", "OnFinish", "Request", "Sampling", "Stats", "Workspace", "generate", "stream_key"]
+__all__ = [
+    "GREEDY",
+    "Journal",
+    "OnFinish",
+    "OnStep",
+    "Request",
+    "Sampling",
+    "Stats",
+    "Workspace",
+    "generate",
+    "stream_key",
+]

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation.loop import Request, Stats, sequences_of
 from hybrid_grpo.generation.sampler import Sampler, Sampling
-from hybrid_grpo.generation.scheduler import OnFinish, Sequence
+from hybrid_grpo.generation.scheduler import OnFinish, OnStep, Sequence
 
 
 @contextmanager
@@ -39,6 +39,7 @@ def generate(
     *,
     max_slots: int = 256,
     on_finish: OnFinish | None = None,
+    on_step: OnStep | None = None,
     decode: Callable[[list[int]], str] | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request, as `generate` in loop.py does; see there for what is not described here.
@@ -56,6 +57,8 @@ def generate(
 
         def choose(ids_nS: Tensor, logits_nV: Tensor) -> Tensor:
             """Sample the next tokens, and leave them as the only ones that `generate()` can choose."""
+            if on_step:
+                on_step()
             count_n = torch.full_like(key_n, ids_nS.shape[1] - rows[0].prompt)
             seen_nV = None
             if sampler.needs_seen:

@@ -19,7 +19,7 @@ from hybrid_grpo.generation.cache import Geometry, cache_for
 from hybrid_grpo.generation.decoder import Decoder
 from hybrid_grpo.generation.graphs import capture_on
 from hybrid_grpo.generation.sampler import Sampling
-from hybrid_grpo.generation.scheduler import Group, OnFinish, Scheduler, Sequence
+from hybrid_grpo.generation.scheduler import Group, OnFinish, OnStep, Scheduler, Sequence
 from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import adopt
 from hybrid_grpo.model.upload import upload
@@ -89,9 +89,11 @@ class _Loop:
         self.stats = Stats()
         self.in_flight: deque[tuple[list[Sequence], Any]] = deque()
 
-    def run(self) -> Stats:
+    def run(self, on_step: OnStep | None) -> Stats:
         schedule, cache = self.schedule, self.schedule.cache
         while schedule.busy:
+            if on_step:
+                on_step()
             self._admit()
             self._step()
             while len(self.in_flight) > self.decoder.lag or (self.in_flight and not schedule.active):
@@ -182,6 +184,7 @@ def generate(
     cache_gb: float | None = None,
     workspace: Workspace | None = None,
     on_finish: OnFinish | None = None,
+    on_step: OnStep | None = None,
     decode: Callable[[list[int]], str] | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """The completions of every request, in the order of `requests` and their keys, and statistics of the call.
@@ -198,6 +201,7 @@ def generate(
         workspace: keeps the memory for further calls with the same model; `cache_gb` is that of the first call.
             Default: all memory is given back.
         on_finish: called as soon as a completion is finished.
+        on_step: called before every decode step; what it raises ends the call.
         decode: tokens to text; without it texts are empty. Required for `Sampling.stop_strings`.
     """
     if not requests:
@@ -219,5 +223,5 @@ def generate(
         prefill_tokens or PREFILL_TOKENS[device.type],
         partial(Sequence.add, sampling=sampling, decode=decode, on_finish=on_finish),
     )
-    stats = loop.run()
+    stats = loop.run(on_step)
     return [[s.completion for s in group if s.completion] for group in sequences], stats

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from hybrid_grpo import generation
 from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.data.batch import Completion, Prompt
-from hybrid_grpo.generation import OnFinish, Request, Sampling, Stats, Workspace, fallback, stream_key
+from hybrid_grpo.generation import OnFinish, OnStep, Request, Sampling, Stats, Workspace, fallback, stream_key
 from hybrid_grpo.model.attention import ATTENTION
 
 
@@ -61,6 +61,7 @@ def complete(
     sampling: Sampling,
     config: RolloutConfig,
     on_finish: OnFinish | None = None,
+    on_step: OnStep | None = None,
     workspace: Workspace | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request with the decoder that `config` names; see `generation.generate`.
@@ -76,5 +77,13 @@ def complete(
             workspace=workspace,
         )
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    groups, stats = decoder(model, requests, sampling, max_slots=config.max_slots, on_finish=on_finish, decode=decode)
+    groups, stats = decoder(
+        model,
+        requests,
+        sampling,
+        max_slots=config.max_slots,
+        on_finish=on_finish,
+        on_step=on_step,
+        decode=decode,
+    )
     return groups, stats

@@ -15,6 +15,8 @@ from hybrid_grpo.generation.sampler import Sampling, text_ends
 
 OnFinish = Callable[[int, int, Completion], None]
 """Called with the index of the request, the index of the sample in it, and the completion."""
+OnStep = Callable[[], None]
+"""Called before every decode step."""
 
 _READ_AHEAD = 4
 """One prefill reads prompts for at least 1/4 of the slots."""

@@ -39,6 +39,8 @@ class Start:
     """The lines of metrics.jsonl before it."""
     forks: bool = False
     """Whether the checkpoint is of another run."""
+    repeats: bool = False
+    """Whether the steps behind it will be made again as they were."""
 
     @property
     def step(self) -> int:
@@ -104,7 +106,7 @@ def find_start(
     )
     if changed:
         say(f"changed since the checkpoint: {', '.join(changed.values())}")
-    return Start(checkpoint, tuple(lines_before(numbers, step)), forks)
+    return Start(checkpoint, tuple(lines_before(numbers, step)), forks, repeats=not (bound or forks))
 
 
 def settings_of(config: TrainConfig | SftConfig) -> dict[str, Any]:

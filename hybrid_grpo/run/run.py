@@ -2,12 +2,8 @@
 
 import copy
 import json
-import platform
 import shutil
-import subprocess
 import time
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,22 +12,24 @@ from rich.console import Console
 from torch import Tensor
 
 from hybrid_grpo.config import SftConfig, TrainConfig, to_dict
-from hybrid_grpo.config.errors import RunStopped, UserError
+from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.data.batch import Rollout, Scores
-from hybrid_grpo.distributed import all_reduce, barrier, rank, world_size
+from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, rank
+from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints, Shards
-from hybrid_grpo.run.files import read_jsonl, replace_text, sync, sync_tree
+from hybrid_grpo.run.exporting import export, exported_step
+from hybrid_grpo.run.files import read_jsonl, replace_text, sync
+from hybrid_grpo.run.lock import FolderLock
 from hybrid_grpo.run.metrics import Meter
+from hybrid_grpo.run.origin import origin
 from hybrid_grpo.run.report import write_report
 from hybrid_grpo.run.resuming import find_start, settings_of
 from hybrid_grpo.run.sinks import Log
+from hybrid_grpo.run.stopping import Progress
 from hybrid_grpo.run.writing import WriteFailed, one_line, write_together
-
-_EXPORTED = "run.json"
-"""File of `model/` that tells which step it is of."""
 
 
 class Stateful(Protocol):
@@ -51,6 +49,7 @@ class Stage:
         parts: what a checkpoint holds beside the policy, by name.
         shards: tensors beside the policy's that a checkpoint holds.
         last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
+        progress: where the stage says what it does, and hears that it shall stop.
         eval_every: steps between evaluations, 0: before the first and after the last; None: the stage has none.
     """
 
@@ -58,6 +57,7 @@ class Stage:
     meter: Meter
     parts: dict[str, Stateful]
     shards: Shards | None = None
+    progress = Progress()
     last_rollout: tuple[Rollout, Scores, Tensor] | None = None
     eval_every: int | None = None
 
@@ -85,9 +85,15 @@ class Run:
         run = parsed.config.run
         self.folder = Path(run.dir) / run.name
         self._alarms = Alarms(parsed.config.log)
+        self._lock = self._take()
         settings = settings_of(parsed.config)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", parsed.config.checkpoint.keep, settings)
-        self.start = find_start(parsed.config, self.folder, self.checkpoints, self.say)
+        self.journal = Journal(self.folder / "journal", rank())
+        try:
+            self.start = find_start(parsed.config, self.folder, self.checkpoints, self.say)
+        except UserError:
+            self._leave()
+            raise
         self._saved: int | None = None
         """Step of the newest checkpoint."""
         self._saved_at = time.monotonic()
@@ -95,8 +101,7 @@ class Run:
         barrier()
         if rank() == 0 and not self.finished:
             with one_line(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                head = "".join(f"# {name}: {fact}\n" for name, fact in {**_origin(), **facts}.items())
+                head = "".join(f"# {name}: {fact}\n" for name, fact in {**origin(), **facts}.items())
                 replace_text(self.folder / "config.yaml", head + parsed.yaml)
                 replace_text(self.folder / "metrics.jsonl", "".join(self.start.lines))
         if self.start.checkpoint is not None and not self.start.forks:
@@ -104,6 +109,8 @@ class Run:
             if run.resume != "auto":
                 # Asked for by name: what came after it is given up.
                 self.checkpoints.forget_after(self.start.step)
+        if rank() == 0 and not self.start.repeats:
+            self.journal.clear()
         for name, fact in facts.items():
             self.say(f"{name}: {fact}")
         if self.finished:
@@ -112,7 +119,31 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether the run has made all its steps already, and its model is written."""
-        return self.start.checkpoint is not None and self._exported() == self.start.step == self.config.run.steps
+        return (
+            self.start.checkpoint is not None and exported_step(self.folder) == self.start.step == self.config.run.steps
+        )
+
+    def _take(self) -> FolderLock | None:
+        """Rank 0 makes the folder and locks it, before anything in it changes; raises UserError on all ranks."""
+        lock, refused, self._is_new = None, None, not self.folder.exists()
+        if rank() == 0:
+            try:
+                with one_line(self.folder):
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                lock = FolderLock(self.folder)
+            except UserError as error:
+                refused = str(error)
+        refused = all_gather_objects(refused)[0]
+        if refused:
+            raise UserError(refused)
+        return lock
+
+    def _leave(self) -> None:
+        """Give up the lock, and a folder that was made for it."""
+        if self._lock is not None:
+            self._lock.release()
+            if self._is_new:
+                shutil.rmtree(self.folder)
 
     def say(self, message: str) -> None:
         """Print on rank 0."""
@@ -122,8 +153,21 @@ class Run:
     def train(self, stage: Stage) -> None:
         """Take a stage from the start or the newest checkpoint to the last step; then export the model and the report.
 
-        Raises RunStopped where a step could not be finished; the run is saved as it was before that step.
+        Raises RunStopped where a step could not be finished; the run is saved as it was before that step. Raises
+        RunInterrupted where the run was asked to stop; it is saved.
         """
+        stage.progress = Progress(self.config.run, stage.policy.engine.device)
+        try:
+            self._train(stage)
+        except RunInterrupted:
+            # A launcher kills the other ranks once one has ended, and rank 0 is the last to close its outputs.
+            barrier()
+            raise
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+    def _train(self, stage: Stage) -> None:
         if rank() == 0:
             with one_line(self.folder):
                 replace_text(self.folder / "deepspeed.json", json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
@@ -131,17 +175,25 @@ class Run:
             self.say(f"lora: {stage.policy.adapters}")
         done = self.restore(stage)
         settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
+        stage.policy.journal = self.journal
         with Log(self.config.log, self.folder, self.config.run.steps, done or -1, settings) as log:
             if self._saves and self._saved is None:
+                stage.progress.enter("saving", done)
                 with stage.meter.time("time/checkpoint_s"):
                     self._save(stage, done, _states(stage))
             if stage.eval_every is not None and done == 0:
+                stage.progress.enter("evaluation", 0)
                 stage.evaluate(0)
                 log.write(0, self.watched(0, stage.meter.reduce()))
             for k in range(done + 1, self.config.run.steps + 1):
                 before = copy.deepcopy(_states(stage))
                 try:
                     stage.step(k)
+                except RunInterrupted:
+                    if self._saved != k - 1:
+                        stage.progress.enter("saving")
+                        self._save(stage, k - 1, before)
+                    raise self._interrupted(stage) from None
                 except RunStopped as stop:
                     if stage.last_rollout is not None:
                         log.write_rollouts(k, *stage.last_rollout, always=True)
@@ -157,18 +209,30 @@ class Run:
                 if saves or k == self.config.run.steps:
                     self._write_prompts(stage.tried_prompts())
                 if stage.eval_every is not None and self._is_due(k, stage.eval_every):
+                    stage.progress.enter("evaluation")
                     stage.evaluate(k)
                 # Numbers before the checkpoint: a checkpoint without them would resume behind a gap, while lines
                 # without a checkpoint are cut again.
                 log.write(k, self.watched(k, stage.meter.reduce()))
-                if saves:
+                # After the last step the model is exported, which would be wanted of a resumed run too.
+                stops = k < self.config.run.steps and stage.progress.stops()
+                if saves or stops:
+                    stage.progress.enter("saving")
                     with stage.meter.time("time/checkpoint_s"):
                         self._save(stage, k, _states(stage))
+                if stops:
+                    raise self._interrupted(stage)
+            stage.progress.enter("export")
             self._export(stage)
             stage.policy.engine.tell_communication()
         if rank() == 0:
+            self.journal.clear()
             with one_line(self.folder):
                 write_report(self.folder)
+
+    def _interrupted(self, stage: Stage) -> RunInterrupted:
+        asked = f"stopped ({stage.progress.why()})"
+        return RunInterrupted(f"{asked}, saved after step {self._saved} in {self.folder}: go on with --run.resume auto")
 
     def _is_due(self, step: int, every: int) -> bool:
         """Whether a step is the last one, or one of every `every` (0: none but the last)."""
@@ -195,6 +259,8 @@ class Run:
             states = {"policy": stage.policy.state_dict(), **states}
             self.checkpoints.save(stage.policy.engine, step, states, stage.shards)
             self._saved = step
+            if rank() == 0:
+                self.journal.forget(step)
         except WriteFailed as failure:
             before = "there is none before it" if self._saved is None else f"the newest is that of step {self._saved}"
             if self.config.checkpoint.on_failure == "stop":
@@ -212,42 +278,15 @@ class Run:
 
     def _export(self, stage: Stage) -> None:
         """Write `model/`, whole or not at all. Raises UserError where that fails."""
-        draft, old, model = self.folder / ".model_draft", self.folder / ".model_old", self.folder / "model"
-
-        def clear() -> None:
-            for rest in (draft, old) if rank() == 0 else ():
-                shutil.rmtree(rest, ignore_errors=True)
-
-        def publish() -> None:
-            if rank() == 0:
-                replace_text(draft / _EXPORTED, json.dumps({"step": self.config.run.steps}) + "\n")
-                sync_tree(draft)
-                if model.exists():
-                    model.rename(old)
-                draft.rename(model)
-                sync(self.folder)
-                clear()
-
         try:
-            write_together(clear, self.folder)
-            # Each of the libraries that write here has errors of its own.
-            write_together(lambda: stage.policy.export(draft), self.folder, (Exception,))
-            write_together(publish, self.folder)
+            export(stage.policy, self.folder, self.config.run.steps)
         except WriteFailed as failure:
-            clear()
             if self._saved != self.config.run.steps:
                 self._save(stage, self.config.run.steps, _states(stage))
             raise UserError(
-                f"{model} could not be written: {failure}; the newest checkpoint, of step {self._saved}, has the"
-                " weights: make room or mend it, and --run.resume auto writes the model again"
+                f"{self.folder / 'model'} could not be written: {failure}; the newest checkpoint, of step"
+                f" {self._saved}, has the weights: make room or mend it, and --run.resume auto writes the model again"
             ) from failure
-
-    def _exported(self) -> int | None:
-        """The step whose weights `model/` has; None where there is none, or another program wrote it."""
-        try:
-            return int(json.loads((self.folder / "model" / _EXPORTED).read_bytes())["step"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
 
     def _write_prompts(self, prompts: list[dict[str, Any]]) -> None:
         """Write prompts.jsonl: how often each prompt was solved, one JSON object a line."""
@@ -283,27 +322,3 @@ class Run:
 
 def _states(stage: Stage) -> dict[str, Any]:
     return {name: part.state_dict() for name, part in stage.parts.items()}
-
-
-def _origin() -> dict[str, str]:
-    packages = ("hybrid-grpo", "torch", "deepspeed", "transformers", "datasets")
-    return {
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": ", ".join([f"python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)]),
-        "git commit": _git_commit(),
-        "ranks": str(world_size()),
-    }
-
-
-def _git_commit() -> str:
-    """Commit of the git checkout that the package runs from; "none" where there is no checkout."""
-    here = Path(__file__).parent
-    commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
-    try:
-        commit, changes = (
-            subprocess.run(c, cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-            for c in commands
-        )
-    except (OSError, subprocess.SubprocessError):
-        return "none"
-    return f"{commit} with uncommitted changes" if changes else commit

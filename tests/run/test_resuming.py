@@ -305,7 +305,7 @@ def test_an_export_that_fails_keeps_the_weights_and_a_finished_run_is_not_repeat
         assert (folder / "metrics.jsonl").read_bytes() == metrics
     for name in ("model/model.safetensors", "model/tokenizer.json", "model/config.json", "report.html"):
         assert (folder / name).stat().st_size > 0
-    assert not any(path.name.startswith(".") for path in folder.iterdir())
+        assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == [".lock"]
 
 
 @pytest.mark.ranks

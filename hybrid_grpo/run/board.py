@@ -1,0 +1,145 @@
+"""What the ranks of one machine tell each other and their guards (guard.py) without waiting: memory that they share.
+
+Every rank has an entry; it is written by the rank and its guard, and read by all. Times are those of `time.monotonic`,
+which is one clock for all processes of a machine. Needs neither torch nor anything else that is slow to import.
+"""
+
+import ctypes
+import hashlib
+import mmap
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+STAGES = ("starting", "sampling", "scoring", "old_logp", "update", "evaluation", "saving", "export")
+RUNNING = -1
+"""`Entry.status` of a rank that has not ended."""
+LAUNCHER_GONE, TIME_OVER = 101, 102
+"""`Entry.cause` where no signal has asked: the launcher has ended, `run.stop_after` is over."""
+
+
+class Entry(ctypes.Structure):
+    """One rank. Numbers are 0 until they are known."""
+
+    _fields_ = [
+        ("guard", ctypes.c_int64),  # process id of the guard
+        ("started", ctypes.c_double),  # when the guard began
+        ("tick", ctypes.c_double),  # when the guard last looked after its rank
+        ("status", ctypes.c_int64),  # exit status of the rank, or RUNNING
+        ("stage", ctypes.c_int64),  # index into STAGES
+        ("entered", ctypes.c_double),  # when that stage began
+        ("step", ctypes.c_int64),  # step of the run
+        ("beat", ctypes.c_double),  # the last sign of life in the stage
+        ("beats", ctypes.c_int64),  # signs of life in the stage: decode steps, micro-batches
+        ("asked", ctypes.c_double),  # when the rank was asked to stop
+        ("cause", ctypes.c_int64),  # the signal that asked; or LAUNCHER_GONE, TIME_OVER
+        ("grace_s", ctypes.c_double),  # time to stop in
+        ("stall_s", ctypes.c_double),  # time without a sign of life that is a stall; 0: it is none
+        ("stalled", ctypes.c_double),  # when this rank's guard noticed a stall
+        ("behind", ctypes.c_int64),  # how likely the others wait for this rank: 0 (it waits itself) to 4
+    ]
+    guard: int
+    started: float
+    tick: float
+    status: int
+    stage: int
+    entered: float
+    step: int
+    beat: float
+    beats: int
+    asked: float
+    cause: int
+    grace_s: float
+    stall_s: float
+    stalled: float
+    behind: int
+
+
+class Board:
+    """The entries of a run's ranks; those of other machines stay empty.
+
+    Args:
+        rank, world: this rank, and how many there are.
+        path: the file in memory that the processes share; None: a board of this process and its forks.
+    """
+
+    def __init__(self, rank: int = 0, world: int = 1, path: Path | None = None) -> None:
+        size = world * ctypes.sizeof(Entry)
+        if path is None:
+            memory = mmap.mmap(-1, size)
+        else:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            try:
+                # Unlike ftruncate, it fails where there is no memory: writing would end the process.
+                os.posix_fallocate(file, 0, size)
+                memory = mmap.mmap(file, size)
+            finally:
+                os.close(file)
+        self.path, self.rank = path, rank
+        self.entries = (Entry * world).from_buffer(memory)
+        self.mine: Entry = self.entries[rank]
+        ctypes.memset(ctypes.byref(self.mine), 0, ctypes.sizeof(Entry))
+        self.mine.status = RUNNING
+
+    def enter(self, stage: str, step: int) -> None:
+        """Note the stage that begins."""
+        now = time.monotonic()
+        self.mine.stage, self.mine.step, self.mine.entered = STAGES.index(stage), step, now
+        self.mine.beat, self.mine.beats = now, 0
+
+    def beat(self) -> None:
+        """Note a sign of life."""
+        self.mine.beat = time.monotonic()
+        self.mine.beats += 1
+
+    def ask(self, cause: int) -> None:
+        """Ask this rank to stop. The first one who asks is remembered."""
+        if not self.mine.asked:
+            self.mine.cause, self.mine.asked = cause, time.monotonic()
+
+    def listen(self, stops: Iterable[signal.Signals]) -> None:
+        """From now on the signals `stops` ask this process to stop, and a second SIGINT ends it at once."""
+        interrupts = [0]
+
+        def hear(number: int, _: object) -> None:
+            interrupts[0] += number == signal.SIGINT
+            if interrupts[0] == 2:
+                os._exit(128 + number)
+            self.ask(number)
+
+        for number in stops:
+            signal.signal(number, hear)
+
+
+def shared_board() -> Board:
+    """The board of the ranks that the environment describes."""
+    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "1")
+    if world == "1" or not rank.isdecimal() or not world.isdecimal() or not int(rank) < int(world) <= 1 << 16:
+        return Board()
+    # Containers may share memory without seeing each other's processes.
+    meeting = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    name = repr((os.getuid(), os.readlink("/proc/self/ns/pid"), *meeting))
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    path = Path(folder, f"hybrid_grpo_{os.getuid()}_{hashlib.sha256(name.encode()).hexdigest()[:16]}")
+    try:
+        return Board(int(rank), int(world), path)
+    except OSError:  # no memory, or not ours: each rank is guarded alone
+        return Board()
+
+
+_of_this_process: list[Board] = []
+
+
+def this_board() -> Board:
+    """The board of this process: its guard's, or one of its own where it has no guard."""
+    if not _of_this_process:
+        _of_this_process.append(Board())
+    return _of_this_process[0]
+
+
+def set_board(board: Board) -> None:
+    """Make a board that of this process."""
+    _of_this_process[:] = [board]

@@ -1,0 +1,69 @@
+"""`python accidents.py STAGE STEP RANK ACCIDENT train ...`: a run in which something happens to one rank in a stage."""
+
+import os
+import re
+import signal
+import sys
+import time
+
+from hybrid_grpo import __main__ as command_line
+from hybrid_grpo.run import stopping
+
+BUSY = "import time\nwhile True: time.sleep(1)"
+
+
+def loop() -> None:
+    while True:
+        pass
+
+
+def raise_error() -> None:
+    raise RuntimeError("an accident")
+
+
+def leave_a_session() -> None:
+    """A process in a session of its own, which knows nothing of the rank."""
+    if not os.fork():
+        os.setsid()
+        os.execve(sys.executable, [sys.executable, "-S", "-c", BUSY, os.environ["MARK"]], {})
+
+
+ACCIDENTS = {
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "SIGUSR1 to the guard": lambda: os.kill(os.getppid(), signal.SIGUSR1),
+    "SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "SIGINT twice": lambda: [os.kill(os.getpid(), signal.SIGINT) or time.sleep(0.1) for _ in range(2)],
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGKILL of the guard": lambda: os.kill(os.getppid(), signal.SIGKILL),
+    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "SIGSTOP of the guard": lambda: [os.kill(pid, signal.SIGSTOP) for pid in (os.getppid(), os.getpid())],
+    "loop in Python": loop,
+    # It holds the lock of the interpreter, for longer than any test.
+    "loop in C": lambda: re.match("(a+)+$", "a" * 64 + "b"),
+    "raise": raise_error,
+    "exit": lambda: os._exit(3),
+    "SIGTERM and loop": lambda: [os.kill(os.getpid(), signal.SIGTERM), loop()],
+}
+
+
+def main() -> None:
+    stage, step, rank, accident, *arguments = sys.argv[1:]
+    enter = stopping.Progress.enter
+    left = [ACCIDENTS[accident]] if os.environ.get("RANK", "0") == rank else []
+
+    def entered(self: stopping.Progress, name: str, number: int | None = None) -> None:
+        before = self._step if number is None else number
+        if left and (name, str(before)) == (stage, step):
+            self._board.enter(name, before)
+            if "MARK" in os.environ:
+                leave_a_session()
+            left.pop()()
+        enter(self, name, number)
+
+    stopping.Progress.enter = entered
+    sys.argv = ["hybrid_grpo", *arguments]
+    command_line.entry()
+
+
+if __name__ == "__main__":
+    main()
