@@ -4,11 +4,11 @@ import copy
 import json
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from hybrid_grpo.config import SftConfig, TrainConfig, to_dict
@@ -129,7 +129,7 @@ class Run:
         if rank() == 0:
             try:
                 with one_line(self.folder):
-                    self.folder.mkdir(parents=True, exist_ok=True)
+                    self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 lock = FolderLock(self.folder)
             except UserError as error:
                 refused = str(error)
@@ -146,9 +146,10 @@ class Run:
                 shutil.rmtree(self.folder)
 
     def say(self, message: str) -> None:
-        """Print on rank 0."""
+        """Print on rank 0. A run goes on where nobody reads it any more."""
         if rank() == 0:
-            Console(highlight=False, soft_wrap=True).print(message, markup=False)
+            with suppress(OSError):
+                print(message, flush=True)
 
     def train(self, stage: Stage) -> None:
         """Take a stage from the start or the newest checkpoint to the last step; then export the model and the report.
