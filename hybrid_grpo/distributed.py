@@ -6,12 +6,14 @@ On one process the collectives are the identity, whether or not a process group 
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_grpo.config.errors import UserError
+
+T = TypeVar("T")
 
 _SHARED_MEMORY = Path("/dev/shm")
 _BUFFER_BYTES = 66 * 2**20 + 4096
@@ -78,12 +80,13 @@ def gather_objects(value: Any) -> list[Any] | None:
     return values
 
 
-def from_first(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    values = [value]
-    if world_size() > 1:
-        dist.broadcast_object_list(values, src=0)
-    return values[0]
+def all_gather_objects(value: T) -> list[T]:
+    """The values of all ranks in rank order, on every rank."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def barrier() -> None:

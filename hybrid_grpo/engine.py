@@ -11,6 +11,7 @@ No other module imports deepspeed. Three hazards decide how it is used here:
 """
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -27,20 +28,22 @@ import deepspeed
 import deepspeed.runtime.hybrid_engine
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder.builder import OpBuilder
 from torch import Tensor, nn
-from torch.utils.cpp_extension import get_default_build_root
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import RunInterrupted, UserError
 from hybrid_grpo.distributed import all_reduce, check_shared_memory, rank, release_shared_memory, world_size
+from hybrid_grpo.model import shards
+from hybrid_grpo.model.kernels.compiling import compiling
 from hybrid_grpo.model.lora import Adapter
 from hybrid_grpo.model.view import View
 
-_COMPILE_SECONDS = 600
-"""Longer than any kernel takes to compile; the slowest, CPUAdam, took 225 s on two busy cores."""
-_KERNELS = ("deepspeed_*", "cpu_adam")
-"""Names of the folders that kernels are compiled in."""
+_COUNTS = ("global_steps", "global_samples", "skipped_steps")
+"""What DeepSpeed's engine counts, and its profiler goes by."""
+_REFERENCE = "reference"
+"""Name of a frozen model's files in a checkpoint."""
 _DONE, _INTERRUPTED, _FAILED = range(3)
 """How generation ended on a rank; the worst of all ranks counts."""
 
@@ -67,7 +70,7 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     # Compile kernels with this environment's ninja even if the environment is not activated: two versions of ninja
     # disagree on what is up to date, and would each compile everything again.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    _wait_for_compilers()
+    OpBuilder.jit_load = _one_at_a_time(OpBuilder.jit_load)
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     if on_cpu:
@@ -96,22 +99,17 @@ def _refuse_idle_gpus() -> None:
         )
 
 
-def _wait_for_compilers() -> None:
-    """Wait until no other process compiles kernels, and remove the lock files that killed processes left behind, for
-    which torch would wait for ever."""
-    start = time.time()
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root()))
-    said = False
-    while locks := [path for name in _KERNELS for path in root.glob(f"**/{name}/lock")]:
-        for path in locks:
-            # Its owner may remove the lock at any moment.
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > _COMPILE_SECONDS:
-                    path.unlink()
-        if not said and time.time() - start > 5:
-            print(f"hybrid-grpo: another process compiles DeepSpeed's kernels ({locks[0]}): waiting", flush=True)
-            said = True
-        time.sleep(0.2)
+def _one_at_a_time(compile_and_load: Callable[..., Any]) -> Callable[..., Any]:
+    """DeepSpeed's way of compiling a kernel, guarded by a lock that dies with its owner."""
+    if hasattr(compile_and_load, "__wrapped__"):
+        return compile_and_load
+
+    @functools.wraps(compile_and_load)
+    def guarded(builder: Any, *args: Any, **kwargs: Any) -> Any:
+        with compiling(builder.name):
+            return compile_and_load(builder, *args, **kwargs)
+
+    return guarded
 
 
 def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
@@ -128,7 +126,6 @@ def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": adam},
         "zero_optimization": {"stage": engine.zero_stage, "memory_efficient_linear": False},
         "hybrid_engine": {"enabled": True},
-        "checkpoint": {"tag_validation": "Fail"},
     }
     if engine.offload_optimizer:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
@@ -212,13 +209,14 @@ class Engine:
             )
         except (ValueError, AssertionError) as error:
             raise UserError(f"engine.deepspeed: DeepSpeed refuses the configuration: {error}") from error
+        # Scripts that DeepSpeed would leave beside the checkpoints.
+        self.engine._copy_recovery_script = lambda path: None
         self.stage = self.engine.zero_optimization_stage()
         self.engine.module.train()
         if self.stage == 0 and not self.engine.bfloat16_enabled():
             self.engine.clip_fp32_gradients = self._clip_gradients
         self.device = torch.device(get_accelerator().current_device_name())
         self._view = View(source, view.eval(), self.stage == 3, self.device, adapters, keep=keep_view)
-        self._frozen = any(not p.requires_grad for p in module.parameters())
         self._generating = False
         self.gather_s = self.release_s = 0.0
         """Seconds that the last switch took, without the wait for other ranks at its end."""
@@ -301,21 +299,21 @@ class Engine:
             deepspeed.comm.log_summary()
 
     def save(self, folder: Path, tag: str, state: dict[str, Any]) -> None:
-        """Write the checkpoint `folder/tag` without frozen weights; `state` is this rank's. `latest` does not move."""
-        self.engine.save_checkpoint(
-            str(folder), tag=tag, client_state=state, save_latest=False, exclude_frozen_parameters=True
+        """Write this rank's part of the checkpoint `folder/tag`: trained weights, optimizer states, and its `state`."""
+        (folder / tag).mkdir(parents=True, exist_ok=True)
+        shards.save_optimizer(folder / tag, self.engine.module, self.engine.optimizer, self.stage)
+        shards.save_state(
+            folder / tag, {"state": state, "counts": {name: getattr(self.engine, name) for name in _COUNTS}}
         )
 
     def load(self, folder: Path, tag: str) -> dict[str, Any]:
-        """Read the checkpoint `folder/tag` and return this rank's state; raises UserError where it cannot be read, for
-        instance because another number of ranks wrote it."""
-        try:
-            path, state = self.engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not self._frozen)
-        except Exception as error:
-            raise UserError(f"run.resume: checkpoint {folder / tag} cannot be read: {error}") from error
-        if path is None:
-            raise UserError(f"run.resume: checkpoint {folder / tag} holds nothing for this rank")
-        return dict(state)
+        """Read the checkpoint `folder/tag`, of any number of ranks and ZeRO stage, and return this rank's state: rank
+        0's where another number of ranks wrote it. Raises UserError where it cannot be read. Collective."""
+        saved = shards.load_state(folder / tag)
+        shards.load_optimizer(folder / tag, self.engine.module, self.engine.optimizer, self.stage)
+        for name, count in saved["counts"].items():
+            setattr(self.engine, name, count)
+        return dict(saved["state"])
 
 
 class Frozen:
@@ -364,19 +362,14 @@ class Frozen:
             own = own[: len(part)]
             own.copy_(torch.lerp(own.float(), part.to(own.device, torch.float32), mix))
 
-    def save(self, path: Path) -> None:
-        """Write this rank's shards."""
-        # Copies, because attributes that DeepSpeed adds to a shard would be written with it.
-        shards = {name: p.ds_tensor.to("cpu", copy=True) for name, p in self.engine.module.named_parameters()}
-        torch.save(shards, path)
+    def save(self, folder: Path) -> None:
+        """Write this rank's shards into a checkpoint's folder."""
+        shards.save_module(folder, _REFERENCE, self.engine.module)
 
-    @torch.no_grad()
-    def load(self, path: Path) -> None:
-        """Read what `save` wrote on this rank."""
-        shards = torch.load(path, weights_only=True)
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, on any number of ranks; raises `UserError` where there is nothing."""
         self._release()
-        for name, parameter in self.engine.module.named_parameters():
-            parameter.ds_tensor.copy_(shards[name])
+        shards.load_module(folder, _REFERENCE, self.engine.module)
 
     def _release(self) -> None:
         """Drop small weights that stay gathered between forwards, and would not follow a change of their shards."""

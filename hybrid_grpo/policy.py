@@ -12,12 +12,11 @@ from transformers.utils import cached_file
 
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
-from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.distributed import rank
 from hybrid_grpo.engine import StepResult
-from hybrid_grpo.generation import OnFinish, OnStep, Request, Stats, Workspace
+from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Stats, Workspace
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import load_config, load_model, plain_attention, training_attention
@@ -41,6 +40,7 @@ class Policy:
     `total_steps` are the optimizer steps of the whole run, for the learning-rate schedule. `decoder` will sample from
     it (see `RolloutConfig`). With a `lora` of rank above 0, adapters are trained instead of the weights, and `seed`
     initialises them. With a `workspace` the memory of decoding and of gathered weights is kept from rollout to rollout.
+    A `journal` that is set later keeps finished completions.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Policy:
     ) -> None:
         self.config, self.tokenizer, self.total_steps = policy, tokenizer, total_steps
         self.workspace = workspace
+        self.journal: Journal | None = None
         self.optimizer_steps = self.skipped_steps = 0
         self.deepspeed_config = engines.policy_config(policy, engine)
         attention = training_attention(policy)
@@ -80,11 +81,19 @@ class Policy:
         on_finish: OnFinish | None = None,
         on_step: OnStep | None = None,
     ) -> tuple[Rollout, Stats]:
-        """Sample `num_generations` completions of every prompt. Ranks enter and leave together."""
+        """Sample `num_generations` completions of every prompt, but for those that are in the journal, if there is one.
+        Ranks enter and leave together."""
         requests, sampling = requests_of(prompts, config.num_generations, seed, step), sampling_of(config, stop_ids)
         with self.engine.generation() as view:
-            called = on_finish, on_step
-            groups, stats = complete(view, self.tokenizer, requests, sampling, config, *called, self.workspace)
+
+            def sample(requests: list[Request], on_finish: OnFinish | None) -> Any:
+                called = on_finish, on_step
+                return complete(view, self.tokenizer, requests, sampling, config, *called, self.workspace)
+
+            if self.journal is None:
+                groups, stats = sample(requests, on_finish)
+            else:
+                groups, stats = self.journal.complete(step, requests, on_finish, sample)
         return Rollout(prompts, [c for group in groups for c in group], config.num_generations), stats
 
     def greedy(
@@ -227,16 +236,12 @@ class Reference:
     def save(self, folder: Path) -> None:
         """Write this rank's shards into a checkpoint's folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.engine.save(_shards(folder))
+        self.engine.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Read this rank's shards from a checkpoint's folder; raises `UserError` if there are none."""
-        if not _shards(folder).is_file():
-            raise UserError(
-                f"run.resume: checkpoint {folder} holds no reference for rank {rank()}: it was written with another"
-                " number of ranks, or with grpo.ref_every 0: resume with the same"
-            )
-        self.engine.load(_shards(folder))
+        """Read this rank's shards from a checkpoint's folder, of any number of ranks; raises `UserError` if it has
+        none, which is so with grpo.ref_every 0."""
+        self.engine.load(folder)
 
 
 class UnadaptedReference(Reference):
@@ -251,7 +256,3 @@ class UnadaptedReference(Reference):
         """See `Reference.logprobs`."""
         with self._adapters.off():
             return scored(self._policy, batches, shape, temperature)
-
-
-def _shards(folder: Path) -> Path:
-    return folder / f"reference_rank_{rank()}.pt"

@@ -165,18 +165,6 @@ print("built")
     assert done.stdout.endswith("built\n"), done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("kernels", ["cpu_adam", "deepspeed_shm_comm"])
-def test_a_lock_of_a_killed_compiler_is_not_waited_for(tmp_path, monkeypatch, kernels):
-    """torch would wait for ever."""
-    lock = tmp_path / "py311_cpu" / kernels / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    os.utime(lock, (0, 0))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    engine._wait_for_compilers()
-    assert not lock.exists()
-
-
 @pytest.mark.process
 def test_the_adam_of_an_offloaded_optimizer_needs_no_nvcc(tmp_path):
     """DeepSpeed's kernels for the host, which a GPU run that offloads takes, are built by the C++ compiler alone. And

@@ -121,6 +121,27 @@ def test_a_finished_run_is_set_aside_and_not_overwritten(tmp_path):
     assert (kept / "metrics.jsonl").read_text() == "mine"
 
 
+@pytest.mark.process
+def test_a_quickstart_that_is_resumed_stays_where_it_is(tmp_path):
+    """Its run was set aside, and begun over."""
+    for name in ("quickstart-task/train.jsonl", "quickstart-sft/model/config.json", "quickstart/metrics.jsonl"):
+        path = tmp_path / "runs" / name
+        path.parent.mkdir(parents=True)
+        path.write_text("mine")
+    for option in (["--run.resume", "auto"], ["--run.resume=auto"]):
+        # What it made before is there, so only the GRPO run is left.
+        train = handed_over("quickstart.sh", tmp_path, *option)[-1]
+        assert train[-len(option) :] == option
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2
+    handed_over("quickstart.sh", tmp_path, "--policy.model", "mine", "--run.resume", "auto")
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
+        "quickstart",
+        "quickstart-sft",
+        "quickstart-task",
+    ]
+    assert (tmp_path / "runs/quickstart/metrics.jsonl").read_text() == "mine"
+
+
 def test_held_out_words_are_in_no_other_split(tmp_path):
     sys.path.insert(0, str(SCRIPTS))
     from quickstart_task import ROWS, make_rows

@@ -6,7 +6,7 @@
 #   bash training_scripts/quickstart.sh --policy.model PATH --data.path FILE --rewards '[{function: exact_match}]' ...
 #       the same GRPO command on your own model and data; `hybrid-grpo train --help` lists every setting.
 #
-# SEED (0) seeds everything; RUNS (runs) is where results go.
+# With --run.resume auto either goes on where it was. SEED (0) seeds everything; RUNS (runs) is where results go.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . training_scripts/setup.sh
@@ -14,7 +14,10 @@ cd "$(dirname "$0")/.."
 setup
 
 runs=${RUNS:-runs} seed=${SEED:-0}
-set_aside() { # a finished run is kept, under another name; one that is under way is left alone
+resume=never
+if [[ " $* " =~ \ --run\.resume[=\ ]([^\ ]+) ]]; then resume=${BASH_REMATCH[1]}; fi
+set_aside() { # a finished run is kept, under another name; one that is under way or resumed is left alone
+    if [ "$resume" != never ]; then return; fi
     if [ -e "$runs/$1/.lock" ]; then python -m hybrid_grpo.run.lock "$runs/$1"; fi
     if [ -e "$runs/$1" ]; then mv "$runs/$1" "$runs/$1.$(date +%Y%m%d-%H%M%S)"; fi
 }
@@ -30,10 +33,12 @@ esac
 set_aside quickstart-task
 set_aside quickstart-sft
 set_aside quickstart
-python training_scripts/quickstart_task.py "$runs/quickstart-task" --seed "$seed"
-echo "quickstart: supervised warm-up"
-launch sft --config training_scripts/quickstart_sft.yaml --run.dir "$runs" --run.seed "$seed" \
-    --policy.model "$runs/quickstart-task/model" --data.path "$runs/quickstart-task/sft.jsonl"
+if [ ! -e "$runs/quickstart-sft/model" ]; then
+    python training_scripts/quickstart_task.py "$runs/quickstart-task" --seed "$seed"
+    echo "quickstart: supervised warm-up"
+    launch sft --config training_scripts/quickstart_sft.yaml --run.dir "$runs" --run.seed "$seed" --run.resume auto \
+        --policy.model "$runs/quickstart-task/model" --data.path "$runs/quickstart-task/sft.jsonl"
+fi
 echo "quickstart: GRPO"
 launch train --config training_scripts/quickstart.yaml --run.dir "$runs" --run.seed "$seed" \
     --policy.model "$runs/quickstart-sft/model" --data.path "$runs/quickstart-task/train.jsonl" \

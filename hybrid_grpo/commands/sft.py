@@ -33,6 +33,8 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens)
     check_lengths(model_config, max(len(pair.prompt.token_ids) + len(pair.completion_ids) for pair in pairs))
     training = Run(parsed, {"data": report})
+    if training.finished:
+        return training.folder
     steps, seed = config.run.steps, config.run.seed
     # Its view of the model only exports.
     policy = Policy(config.policy, config.engine, tokenizer, steps, decoder="transformers", lora=config.lora, seed=seed)

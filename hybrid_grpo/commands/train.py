@@ -36,6 +36,8 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     warning = shortage(memory) if memory else None
     estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"
     training = Run(parsed, {"batch": str(plan), "memory": estimated, **inputs.facts})
+    if training.finished:
+        return training.folder
     if warning:
         training.say(f"WARNING: it may not fit: {warning}")
     inputs.rewards.load_models(engine.Frozen)

@@ -67,6 +67,7 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     config.engine.check_ranks(world_size)
     _check_data(config.data)
     _check_rewards(config.rewards)
+    _check_resume(config.run.resume)
     return batch_plan(config, world_size)
 
 
@@ -75,7 +76,16 @@ def check_sft(config: SftConfig, world_size: int) -> None:
     _check_model(config)
     config.engine.check_ranks(world_size)
     _check_data(config.data)
+    _check_resume(config.run.resume)
     _refuse_indivisible("sft.batch_size", config.sft.batch_size, world_size, "ranks")
+
+
+def _check_resume(resume: str) -> None:
+    refuse(
+        resume not in ("auto", "never") and not Path(resume).is_dir(),
+        f"run.resume {resume}: there is no such folder: give auto, never, or the folder of a checkpoint, as in"
+        " runs/NAME/checkpoints/step_000100",
+    )
 
 
 def check_generate(config: GenerateConfig, world_size: int) -> None:

@@ -14,7 +14,7 @@ from hybrid_grpo.config.rewards import RewardConfig
 _USUAL = """
     policy.model data.path data.task rewards run.name run.steps run.seed run.resume policy.lr policy.dtype
     rollout.prompts_per_step rollout.num_generations rollout.max_completion_tokens rollout.temperature grpo.loss_type
-    grpo.beta engine.zero_stage eval.every checkpoint.every log.wandb
+    grpo.beta engine.zero_stage eval.every checkpoint.every_minutes log.wandb
 """
 """Settings that most people touch first."""
 _OPTIONS = {

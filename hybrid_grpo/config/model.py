@@ -106,6 +106,7 @@ _UNSUPPORTED = {
     "tensor_parallel": "generation and the loss need whole layers on a rank",
     "sequence_parallel_size": "the loss needs whole sequences on a rank",
     "torch_autocast": "generation would compute in another type than training: set policy.dtype",
+    "checkpoint": "checkpoints are written by hybrid_grpo itself",
     "compile.deepcompile": "it does not run under the hybrid engine",
     "zero_optimization.zero_quantized_weights": _OTHER_WEIGHTS,
     "zero_optimization.zero_quantized_nontrainable_weights": _OTHER_WEIGHTS,
@@ -146,11 +147,14 @@ class EngineConfig:
             refuse(bool(self._given(owned)), f"engine.deepspeed.{owned} is {origin}: take it out of engine.deepspeed")
         for name, why in _UNSUPPORTED.items():
             refuse(any(self._given(name)), f"engine.deepspeed.{name} is not supported ({why}): take it out")
-        refuse(
-            "nvme" in self._given("zero_optimization.offload_param.device"),
-            "engine.deepspeed.zero_optimization.offload_param.device nvme is not supported (generation gathers weights"
-            " from memory): set it to cpu",
-        )
+        for name, why in (
+            ("offload_param", "generation gathers weights from memory"),
+            ("offload_optimizer", "checkpoints hold what is in memory"),
+        ):
+            refuse(
+                "nvme" in self._given(f"zero_optimization.{name}.device"),
+                f"engine.deepspeed.zero_optimization.{name}.device nvme is not supported ({why}): set it to cpu",
+            )
         for name in ("offload_param", "zero_hpz_partition_size"):
             refuse(
                 bool(self._given(f"zero_optimization.{name}")) and self.zero_stage < 3,

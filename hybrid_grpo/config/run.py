@@ -8,7 +8,18 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.config.fields import SECTION, Count, Duration, Name, NotNegative, Number, Positive, Text, Whole
+from hybrid_grpo.config.fields import (
+    SECTION,
+    Count,
+    Duration,
+    Name,
+    NotNegative,
+    Number,
+    Positive,
+    Switch,
+    Text,
+    Whole,
+)
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -23,8 +34,11 @@ class RunConfig:
     """Seed of the data order and of every sampled token."""
     steps: Count = 100
     """Steps to train: rollouts for `train`, optimizer steps for `sft`."""
-    resume: Literal["never", "auto"] = "never"
-    """`auto` goes on from the newest checkpoint of this run, or starts where there is none."""
+    resume: Text = "never"
+    """`auto` goes on from the newest whole checkpoint of this run, or starts where the folder is empty; the folder of
+    a checkpoint, of this run or another, goes on from that one."""
+    allow_changes: Switch = False
+    """Go on from a checkpoint although settings that decide on learning have changed since."""
     stop_after: Duration | None = None
     """Time after which the run saves itself and ends with status 75: 90m, 11h30m, 1-00:00:00. Default: none."""
     grace_s: Positive = 20.0
@@ -34,7 +48,9 @@ class RunConfig:
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
-        refuse(self.dir.startswith("~"), f"run.dir {self.dir}: ~ is only known to shells: write the whole path")
+        for name in ("dir", "resume"):
+            path = getattr(self, name)
+            refuse(path.startswith("~"), f"run.{name} {path}: ~ is only known to shells: write the whole path")
         return self
 
 
@@ -56,10 +72,15 @@ class EvalConfig:
 class CheckpointConfig:
     """What is written to resume from."""
 
+    every_minutes: NotNegative = 15.0
+    """Minutes between checkpoints; 0 does not count time. Unless this and `every` are both 0, there is also one before
+    the first step and one after the last."""
     every: Whole = 0
-    """Steps between checkpoints; 0 writes none (the trained model is always exported at the end)."""
+    """Steps between checkpoints; 0 does not count steps."""
     keep: Count = 2
     """How many of the newest checkpoints are kept."""
+    on_failure: Literal["say", "stop"] = "say"
+    """What to do when a checkpoint cannot be written: say so and go on, or stop the run. The one before it stays."""
 
 
 @dataclass(frozen=True, config=SECTION)

@@ -141,14 +141,15 @@ class Curriculum(PromptLoader[Prompt]):
         that were tried, `counts` their completions and how many were right, `recent` the same discounted by age."""
         index = np.flatnonzero(self._count_N2[:, 0])
         counts = {"index": index, "counts": self._count_N2[index], "recent": self._recent_N2[index]}
-        return {**super().state_dict(), **counts}
+        # Plain numbers, since a checkpoint holds no types but those of torch and Python.
+        return {**super().state_dict(), **{name: values.tolist() for name, values in counts.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; see `PromptLoader`."""
         super().load_state_dict(state)
         self._count_N2[:], self._recent_N2[:] = 0, 0.0
-        self._count_N2[state["index"]] = state["counts"]
-        self._recent_N2[state["index"]] = state["recent"]
+        if index := state["index"]:
+            self._count_N2[index], self._recent_N2[index] = state["counts"], state["recent"]
         self._weight_N, self._drawn, self._noted = None, [], {}
 
     def _posterior(self) -> tuple[Floats, Floats]:

@@ -5,9 +5,21 @@ transformers' `generate()`. Rewards, and how weights get into the module, are th
 the names below, rollout.py (the configuration's `rollout` section) and, to estimate memory, cache.py and loop.py.
 """
 
+from hybrid_grpo.generation.journal import Journal
 from hybrid_grpo.generation.loop import Request, Stats, generate
 from hybrid_grpo.generation.sampler import GREEDY, Sampling, stream_key
 from hybrid_grpo.generation.scheduler import OnFinish, OnStep
 from hybrid_grpo.generation.workspace import Workspace
 
-__all__ = ["GREEDY", "OnFinish", "OnStep", "Request", "Sampling", "Stats", "Workspace", "generate", "stream_key"]
+__all__ = [
+    "GREEDY",
+    "Journal",
+    "OnFinish",
+    "OnStep",
+    "Request",
+    "Sampling",
+    "Stats",
+    "Workspace",
+    "generate",
+    "stream_key",
+]

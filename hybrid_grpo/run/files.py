@@ -20,6 +20,23 @@ def replace_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk, where a power cut leaves them."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """`sync` a folder and all that it holds."""
+    for path in sorted(folder.rglob("*")):
+        sync(path)
+    sync(folder)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -28,6 +45,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         return []
     with path.open(encoding="utf-8") as file:
         return [json.loads(line, parse_constant=lambda _: None) for line in file if line.endswith("\n")]
+
+
+def rollout_files(folder: Path) -> dict[int, Path]:
+    """The rollouts saved in a folder, by step, in their order. Other files, such as copies, are left out."""
+    found = {path.stem.removeprefix("step_"): path for path in folder.glob("step_*.jsonl")}
+    return {step: path for step, path in sorted((int(n), path) for n, path in found.items() if n.isdecimal())}
 
 
 def json_safe(value: Any) -> Any:

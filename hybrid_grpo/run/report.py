@@ -18,7 +18,7 @@ import jinja2
 import yaml
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.run.files import read_jsonl, replace_text
+from hybrid_grpo.run.files import read_jsonl, replace_text, rollout_files
 from hybrid_grpo.run.metrics import Metric, describe, duration, find
 
 Line = dict[str, Any]
@@ -217,9 +217,9 @@ def facts(config_text: str) -> list[tuple[str, str]]:
 def samples(folder: Path) -> list[dict[str, Any]]:
     """From the first, the middle and the last saved step: the groups whose rewards differ most, with their best and
     worst completions."""
-    paths = sorted(folder.glob("step_*.jsonl"))
-    chosen = dict.fromkeys(paths[index] for index in (0, len(paths) // 2, -1)) if paths else ()
-    steps = [(int(path.stem.removeprefix("step_")), read_jsonl(path)) for path in chosen]
+    files = list(rollout_files(folder).items())
+    chosen = dict(files[index] for index in (0, len(files) // 2, -1)) if files else {}
+    steps = [(step, read_jsonl(path)) for step, path in chosen.items()]
     return [{"step": step, "groups": _groups(rows)} for step, rows in steps if rows]
 
 

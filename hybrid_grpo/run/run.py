@@ -2,13 +2,12 @@
 
 import copy
 import json
-import platform
-import subprocess
-from datetime import datetime, timezone
-from importlib.metadata import version
+import shutil
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from rich.console import Console
 from torch import Tensor
 
@@ -16,16 +15,21 @@ from hybrid_grpo.config import SftConfig, TrainConfig, to_dict
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.data.batch import Rollout, Scores
-from hybrid_grpo.distributed import barrier, from_first, rank, world_size
+from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, rank
+from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.alarms import Alarms
-from hybrid_grpo.run.checkpoint import Checkpoints, Shards
-from hybrid_grpo.run.files import read_jsonl, replace_text
+from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints, Shards
+from hybrid_grpo.run.exporting import export, exported_step
+from hybrid_grpo.run.files import read_jsonl, replace_text, sync
 from hybrid_grpo.run.lock import FolderLock
 from hybrid_grpo.run.metrics import Meter
+from hybrid_grpo.run.origin import origin
 from hybrid_grpo.run.report import write_report
+from hybrid_grpo.run.resuming import find_start, settings_of
 from hybrid_grpo.run.sinks import Log
 from hybrid_grpo.run.stopping import Progress
+from hybrid_grpo.run.writing import WriteFailed, one_line, write_together
 
 
 class Stateful(Protocol):
@@ -82,34 +86,64 @@ class Run:
         self.folder = Path(run.dir) / run.name
         self._alarms = Alarms(parsed.config.log)
         self._lock = self._take()
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", parsed.config.checkpoint.keep)
-        self.resumes = run.resume == "auto" and self.checkpoints.latest() is not None
-        if run.resume == "never" and (self.folder / "metrics.jsonl").exists():
-            raise UserError(
-                f"run.name {run.name}: {self.folder} holds a run already: pass --run.resume auto to go on with it,"
-                " or another --run.name"
-            )
-        # Every rank has looked into the folder before rank 0 writes there.
+        settings = settings_of(parsed.config)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", parsed.config.checkpoint.keep, settings)
+        self.journal = Journal(self.folder / "journal", rank())
+        try:
+            self.start = find_start(parsed.config, self.folder, self.checkpoints, self.say)
+        except UserError:
+            self._leave()
+            raise
+        self._saved: int | None = None
+        """Step of the newest checkpoint."""
+        self._saved_at = time.monotonic()
+        # Every rank has looked into the folder before rank 0 changes it.
         barrier()
-        if rank() == 0:
-            head = "".join(f"# {name}: {fact}\n" for name, fact in {**_origin(), **facts}.items())
-            (self.folder / "config.yaml").write_text(head + parsed.yaml)
+        if rank() == 0 and not self.finished:
+            with one_line(self.folder):
+                head = "".join(f"# {name}: {fact}\n" for name, fact in {**origin(), **facts}.items())
+                replace_text(self.folder / "config.yaml", head + parsed.yaml)
+                replace_text(self.folder / "metrics.jsonl", "".join(self.start.lines))
+        if self.start.checkpoint is not None and not self.start.forks:
+            self._saved = self.start.step
+            if run.resume != "auto":
+                # Asked for by name: what came after it is given up.
+                self.checkpoints.forget_after(self.start.step)
+        if rank() == 0 and not self.start.repeats:
+            self.journal.clear()
         for name, fact in facts.items():
             self.say(f"{name}: {fact}")
+        if self.finished:
+            self.say(f"{self.folder} is finished after {run.steps} steps: raise run.steps to go on")
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has made all its steps already, and its model is written."""
+        return (
+            self.start.checkpoint is not None and exported_step(self.folder) == self.start.step == self.config.run.steps
+        )
 
     def _take(self) -> FolderLock | None:
         """Rank 0 makes the folder and locks it, before anything in it changes; raises UserError on all ranks."""
-        lock, refused = None, None
+        lock, refused, self._is_new = None, None, not self.folder.exists()
         if rank() == 0:
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                with one_line(self.folder):
+                    self.folder.mkdir(parents=True, exist_ok=True)
                 lock = FolderLock(self.folder)
             except UserError as error:
                 refused = str(error)
-        refused = from_first(refused)
+        refused = all_gather_objects(refused)[0]
         if refused:
             raise UserError(refused)
         return lock
+
+    def _leave(self) -> None:
+        """Give up the lock, and a folder that was made for it."""
+        if self._lock is not None:
+            self._lock.release()
+            if self._is_new:
+                shutil.rmtree(self.folder)
 
     def say(self, message: str) -> None:
         """Print on rank 0."""
@@ -135,36 +169,44 @@ class Run:
 
     def _train(self, stage: Stage) -> None:
         if rank() == 0:
-            (self.folder / "deepspeed.json").write_text(json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
+            with one_line(self.folder):
+                replace_text(self.folder / "deepspeed.json", json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
         if stage.policy.adapters is not None:
             self.say(f"lora: {stage.policy.adapters}")
         done = self.restore(stage)
-        saved = done if self.resumes else -1
         settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
-        with Log(self.config.log, self.folder, self.config.run.steps, done if self.resumes else -1, settings) as log:
-            if stage.eval_every is not None and not self.resumes:
+        stage.policy.journal = self.journal
+        with Log(self.config.log, self.folder, self.config.run.steps, done or -1, settings) as log:
+            if self._saves and self._saved is None:
+                stage.progress.enter("saving", done)
+                with stage.meter.time("time/checkpoint_s"):
+                    self._save(stage, done, _states(stage))
+            if stage.eval_every is not None and done == 0:
                 stage.progress.enter("evaluation", 0)
                 stage.evaluate(0)
                 log.write(0, self.watched(0, stage.meter.reduce()))
             for k in range(done + 1, self.config.run.steps + 1):
-                before = {name: copy.deepcopy(part.state_dict()) for name, part in stage.parts.items()}
+                before = copy.deepcopy(_states(stage))
                 try:
                     stage.step(k)
                 except RunInterrupted:
-                    if saved < k - 1:
+                    if self._saved != k - 1:
                         stage.progress.enter("saving")
                         self._save(stage, k - 1, before)
-                    raise self._interrupted(stage, k - 1) from None
+                    raise self._interrupted(stage) from None
                 except RunStopped as stop:
                     if stage.last_rollout is not None:
                         log.write_rollouts(k, *stage.last_rollout, always=True)
                     log.close()
-                    if saved < k - 1:
+                    if self._saved != k - 1:
                         self._save(stage, k - 1, before)
-                    raise RunStopped(f"{stop}; the run is saved as it was after step {k - 1}") from stop
+                    if self._saved is None:
+                        raise
+                    raise RunStopped(f"{stop}; the run is saved as it was after step {self._saved}") from stop
                 if stage.last_rollout is not None:
                     log.write_rollouts(k, *stage.last_rollout)
-                if self._is_due(k, self.config.checkpoint.every):
+                saves = self._saves_after(k, stage)
+                if saves or k == self.config.run.steps:
                     self._write_prompts(stage.tried_prompts())
                 if stage.eval_every is not None and self._is_due(k, stage.eval_every):
                     stage.progress.enter("evaluation")
@@ -174,35 +216,84 @@ class Run:
                 log.write(k, self.watched(k, stage.meter.reduce()))
                 # After the last step the model is exported, which would be wanted of a resumed run too.
                 stops = k < self.config.run.steps and stage.progress.stops()
-                if stops or (self.config.checkpoint.every and self._is_due(k, self.config.checkpoint.every)):
+                if saves or stops:
                     stage.progress.enter("saving")
                     with stage.meter.time("time/checkpoint_s"):
-                        self._save(stage, k, {name: part.state_dict() for name, part in stage.parts.items()})
-                    saved = k
+                        self._save(stage, k, _states(stage))
                 if stops:
-                    raise self._interrupted(stage, k)
+                    raise self._interrupted(stage)
             stage.progress.enter("export")
-            stage.policy.export(self.folder / "model")
+            self._export(stage)
             stage.policy.engine.tell_communication()
         if rank() == 0:
-            write_report(self.folder)
+            self.journal.clear()
+            with one_line(self.folder):
+                write_report(self.folder)
 
-    def _interrupted(self, stage: Stage, step: int) -> RunInterrupted:
+    def _interrupted(self, stage: Stage) -> RunInterrupted:
         asked = f"stopped ({stage.progress.why()})"
-        return RunInterrupted(f"{asked}, saved after step {step} in {self.folder}: go on with --run.resume auto")
+        return RunInterrupted(f"{asked}, saved after step {self._saved} in {self.folder}: go on with --run.resume auto")
 
     def _is_due(self, step: int, every: int) -> bool:
         """Whether a step is the last one, or one of every `every` (0: none but the last)."""
         return step == self.config.run.steps or bool(every and step % every == 0)
 
+    @property
+    def _saves(self) -> bool:
+        """Whether checkpoints are written at all."""
+        return bool(self.config.checkpoint.every or self.config.checkpoint.every_minutes)
+
+    def _saves_after(self, step: int, stage: Stage) -> bool:
+        """Whether a checkpoint follows a step: by its number, or by the clock of rank 0. Collective."""
+        limit = self.config.checkpoint.every_minutes
+        if not self._saves or self._is_due(step, self.config.checkpoint.every):
+            return self._saves
+        late = rank() == 0 and limit > 0 and time.monotonic() - self._saved_at >= 60 * limit
+        return bool(all_reduce(torch.tensor(float(late), device=stage.policy.engine.device), "max"))
+
     def _save(self, stage: Stage, step: int, states: dict[str, Any]) -> None:
-        self.checkpoints.save(stage.policy.engine, step, {"policy": stage.policy.state_dict(), **states}, stage.shards)
+        """Write the checkpoint of a step. Raises RunStopped where that fails and `checkpoint.on_failure` is stop."""
+        try:
+            # A checkpoint is of no use without the numbers before it.
+            write_together(self._sync_numbers, self.folder)
+            states = {"policy": stage.policy.state_dict(), **states}
+            self.checkpoints.save(stage.policy.engine, step, states, stage.shards)
+            self._saved = step
+            if rank() == 0:
+                self.journal.forget(step)
+        except WriteFailed as failure:
+            before = "there is none before it" if self._saved is None else f"the newest is that of step {self._saved}"
+            if self.config.checkpoint.on_failure == "stop":
+                raise RunStopped(
+                    f"{failure}; {before}: make room or mend it, and go on with --run.resume auto"
+                ) from None
+            self.say(f"WARNING: {failure}; {before}, and the run goes on (checkpoint.on_failure say)")
+        self._saved_at = time.monotonic()
+
+    def _sync_numbers(self) -> None:
+        rollouts = self.folder / "rollouts"
+        for path in (self.folder / "metrics.jsonl", rollouts, self.folder) if rank() == 0 else ():
+            if path.exists():
+                sync(path)
+
+    def _export(self, stage: Stage) -> None:
+        """Write `model/`, whole or not at all. Raises UserError where that fails."""
+        try:
+            export(stage.policy, self.folder, self.config.run.steps)
+        except WriteFailed as failure:
+            if self._saved != self.config.run.steps:
+                self._save(stage, self.config.run.steps, _states(stage))
+            raise UserError(
+                f"{self.folder / 'model'} could not be written: {failure}; the newest checkpoint, of step"
+                f" {self._saved}, has the weights: make room or mend it, and --run.resume auto writes the model again"
+            ) from failure
 
     def _write_prompts(self, prompts: list[dict[str, Any]]) -> None:
         """Write prompts.jsonl: how often each prompt was solved, one JSON object a line."""
         if prompts and rank() == 0:
             lines = (json.dumps(prompt, ensure_ascii=False, default=str) + "\n" for prompt in prompts)
-            replace_text(self.folder / "prompts.jsonl", "".join(lines))
+            with one_line(self.folder):
+                replace_text(self.folder / "prompts.jsonl", "".join(lines))
 
     def watched(self, step: int, values: dict[str, float]) -> dict[str, float]:
         """The numbers of a step with its alarms; an alarm that goes off for the first time is also said."""
@@ -211,40 +302,23 @@ class Run:
         return values
 
     def restore(self, stage: Stage) -> int:
-        """Go on from the newest checkpoint, if there is one and it is wanted; return the steps done."""
-        state = self.checkpoints.load(stage.policy.engine, stage.shards) if self.resumes else None
-        if state is None:
+        """Bring a stage to the checkpoint that the run starts from, if there is one; return the steps done."""
+        if self.start.checkpoint is None:
             return 0
+        self._load(stage, self.start.checkpoint)
+        # Only rank 0 has the metrics.
+        for line in read_jsonl(self.folder / "metrics.jsonl") if rank() == 0 else ():
+            if (step := line.pop("step")) <= self.start.step:
+                self._alarms.remember(step, {name: value for name, value in line.items() if value is not None})
+        self.say(f"resumed {self.folder} after step {self.start.step}")
+        return self.start.step
+
+    def _load(self, stage: Stage, checkpoint: Checkpoint) -> None:
+        state = self.checkpoints.load(stage.policy.engine, checkpoint, stage.shards)
         stage.policy.load_state_dict(state["policy"])
         for name, part in stage.parts.items():
             part.load_state_dict(state[name])
-        # Only rank 0 has the metrics.
-        for line in read_jsonl(self.folder / "metrics.jsonl") if rank() == 0 else ():
-            if (step := line.pop("step")) <= state["step"]:
-                self._alarms.remember(step, {name: value for name, value in line.items() if value is not None})
-        self.say(f"resumed {self.folder} after step {state['step']}")
-        return int(state["step"])
 
 
-def _origin() -> dict[str, str]:
-    packages = ("hybrid-grpo", "torch", "deepspeed", "transformers", "datasets")
-    return {
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": ", ".join([f"python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)]),
-        "git commit": _git_commit(),
-        "ranks": str(world_size()),
-    }
-
-
-def _git_commit() -> str:
-    """Commit of the git checkout that the package runs from; "none" where there is no checkout."""
-    here = Path(__file__).parent
-    commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
-    try:
-        commit, changes = (
-            subprocess.run(c, cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-            for c in commands
-        )
-    except (OSError, subprocess.SubprocessError):
-        return "none"
-    return f"{commit} with uncommitted changes" if changes else commit
+def _states(stage: Stage) -> dict[str, Any]:
+    return {name: part.state_dict() for name, part in stage.parts.items()}

@@ -23,9 +23,10 @@ from torch import Tensor
 from hybrid_grpo import distributed
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.data.batch import Rollout, Scores
-from hybrid_grpo.run.files import json_safe, read_jsonl, replace_text
+from hybrid_grpo.run.files import json_safe, read_jsonl, replace_text, rollout_files
 from hybrid_grpo.run.metrics import describe
 from hybrid_grpo.run.wandb_sink import WandbSink, resolve_wandb_mode
+from hybrid_grpo.run.writing import one_line
 
 
 class Sink(Protocol):
@@ -53,11 +54,12 @@ class Log:
         self._wandb: WandbSink | None = None
         if distributed.rank() != 0:
             return
-        run_dir.mkdir(parents=True, exist_ok=True)
-        for path in self._rollouts.glob("step_*.jsonl"):
-            if int(path.stem.removeprefix("step_")) > done:
-                path.unlink()
-        self._sinks = [JsonlSink(run_dir / "metrics.jsonl", done)]
+        with one_line(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            for step, path in rollout_files(self._rollouts).items():
+                if step > done:
+                    path.unlink()
+            self._sinks = [JsonlSink(run_dir / "metrics.jsonl", done)]
         mode = resolve_wandb_mode(config.wandb)
         if mode != "disabled":
             self._wandb = WandbSink(config.wandb_project, run_dir, settings or {}, mode, resumes=done >= 0)
@@ -74,8 +76,9 @@ class Log:
         """Write the numbers of a step, once per step; raises KeyError for a name that is not in the catalogue."""
         for name in values:
             describe(name)
-        for sink in self._sinks:
-            sink.write(step, values)
+        with one_line(self._rollouts.parent):
+            for sink in self._sinks:
+                sink.write(step, values)
 
     def write_rollouts(
         self, step: int, rollout: Rollout, scores: Scores, advantages_B: Tensor, always: bool = False
@@ -88,8 +91,9 @@ class Log:
         if parts is None:
             return
         lines = [line for part in parts for line in part]
-        self._rollouts.mkdir(parents=True, exist_ok=True)
-        replace_text(self._rollouts / f"step_{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
+        with one_line(self._rollouts.parent):
+            self._rollouts.mkdir(parents=True, exist_ok=True)
+            replace_text(self._rollouts / f"step_{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
         if self._wandb:
             self._wandb.write_rollouts(step, lines)
 

@@ -25,6 +25,8 @@ from user import User
         ("{zero_optimization: {zero_quantized_gradients: true}}", "the gradient"),
         ("{zero_optimization: {zenflow: {topk_ratio: 0.1}}}", "delays updates"),
         ("{zero_optimization: {offload_param: {device: nvme}}}", "set it to cpu"),
+        ("{zero_optimization: {offload_optimizer: {device: nvme}}}", "hold what is in memory): set it to cpu"),
+        ("{checkpoint: {load_universal: true}}", "written by hybrid_grpo itself"),
         ("{zero_optimization: {zero_hpz_partition_size: 2}}", "does not divide the ranks, of which there are 1"),
     ],
 )

@@ -145,7 +145,7 @@ def test_completions_without_an_outcome_are_no_tries():
         noted = Prompt(prompt.id, "", [1], {}, epoch)
         curriculum.note([noted], torch.tensor(outcome), threshold=1.0)
     curriculum.update()
-    assert curriculum.state_dict()["counts"].tolist() == [[2, 1]]
+    assert curriculum.state_dict()["counts"] == [[2, 1]]
 
 
 def test_by_default_the_stream_is_that_of_the_loader():

@@ -55,9 +55,9 @@ def test_a_resumed_run_knows_its_best_evaluation(tmp_path, capsys):
     run = Run(Parsed(TrainConfig(run=RunConfig(name="run", dir=str(tmp_path))), ""), {})
     lines = [{"step": step, **numbers} for step, numbers in enumerate([line(None, 0.5), line(0.2), line(0.4, 0.9)])]
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(of | {"policy/loss": None}) + "\n" for of in lines))
-    run.resumes = True
     # Its checkpoint is of the step before the last line.
-    run.checkpoints = SimpleNamespace(load=lambda engine, shards: {"policy": {}, "step": 1})
+    run.start = SimpleNamespace(checkpoint="step_000001", step=1)
+    run.checkpoints = SimpleNamespace(load=lambda engine, checkpoint, shards: {"policy": {}, "step": 1})
     stage = Stage()
     stage.policy, stage.parts = SimpleNamespace(engine=None, load_state_dict=lambda state: None), {}
     assert run.restore(stage) == 1

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -64,37 +64,86 @@ def run(
     With one rank the program is not told of any; the output of several is one after the other.
     """
     start = time.monotonic()
-    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    variables |= {
-        **_ENVIRONMENT,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-    }
-    with _starting, mock.patch.dict(os.environ, variables, clear=True):
-        _context.set_forkserver_preload(_IMPORTED)
-        forkserver.ensure_running()
-    port = free_port()
-    shared = {"WORLD_SIZE": str(world), "LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(world)]
-        processes = []
+    with Ranks(*arguments, world=world, cwd=cwd, environment=environment) as ranks:
+        status = ranks.wait(timeout)
+    left = list(Path("/dev/shm").glob(f"deepspeed_*_{ranks.port}_*"))
+    assert status or not left, "memory that outlives its ranks"
+    return Done(status, *ranks.output, time.monotonic() - start)
+
+
+class Ranks:
+    """`python ARGUMENTS` as `world` ranks that run; those that still do are killed when the block is left.
+
+    Attributes:
+        processes: one for each rank.
+        port: of their rendezvous.
+        output: what all have written, to standard output and to standard error, one rank after the other; there when
+            the block has been left.
+    """
+
+    def __init__(
+        self,
+        *arguments: str | Path,
+        world: int = 1,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        variables |= {
+            **_ENVIRONMENT,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        }
+        with _starting, mock.patch.dict(os.environ, variables, clear=True):
+            _context.set_forkserver_preload(_IMPORTED)
+            forkserver.ensure_running()
+        self.port = free_port()
+        shared = {"WORLD_SIZE": str(world), "LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+        self._folder = tempfile.TemporaryDirectory()
+        self._outputs = [
+            (Path(self._folder.name, f"{rank}.out"), Path(self._folder.name, f"{rank}.err")) for rank in range(world)
+        ]
+        self.processes = []
+        self.output = ("", "")
         for rank in range(world):
-            of_ranks = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
-            told = {**variables, **of_ranks, **(environment or {})}
-            call = ([str(a) for a in arguments], cwd or Path.cwd(), told, outputs[rank])
-            processes.append(_context.Process(target=_main, args=call))
-            processes[-1].start()
-        try:
-            status = _first_to_fail(processes, start + timeout)
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.join()
-        out, err = ("".join(path.read_text(errors="replace") for path in paths) for paths in zip(*outputs, strict=True))
-    assert status or not list(Path("/dev/shm").glob(f"deepspeed_*_{port}_*")), "memory that outlives its ranks"
-    return Done(status, out, err, time.monotonic() - start)
+            of_rank = {"MASTER_PORT": self.port, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            told = {**variables, **({**shared, **of_rank} if world > 1 else {}), **(environment or {})}
+            call = ([str(a) for a in arguments], cwd or Path.cwd(), told, self._outputs[rank])
+            self.processes.append(_context.Process(target=_main, args=call))
+            self.processes[-1].start()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        with self._folder:
+            out, err = self.so_far()
+        self.output = (out, err)
+
+    def so_far(self) -> tuple[str, str]:
+        """What all have written until now, as in `output`."""
+        streams = [[path for path in paths if path.exists()] for paths in zip(*self._outputs, strict=True)]
+        out, err = ("".join(path.read_text(errors="replace") for path in paths) for paths in streams)
+        return out, err
+
+    def wait(self, timeout: float) -> int:
+        """Wait until all have ended, or a while after one has failed; the status of the first to fail."""
+        status, deadline = 0, time.monotonic() + timeout
+        running = list(self.processes)
+        while running and time.monotonic() < deadline:
+            wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic()))
+            for process in [process for process in running if process.exitcode is not None]:
+                running.remove(process)
+                if process.exitcode and not status:
+                    status, deadline = process.exitcode, min(deadline, time.monotonic() + _SECONDS_TO_FOLLOW)
+        if running and not status:
+            raise TimeoutError(f"{len(running)} of {len(self.processes)} processes have not ended in time")
+        return status
 
 
 def free_port() -> str:
@@ -102,21 +151,6 @@ def free_port() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return str(listener.getsockname()[1])
-
-
-def _first_to_fail(processes: Sequence[multiprocessing.process.BaseProcess], deadline: float) -> int:
-    """Wait until all have ended, or a while after one has failed."""
-    status = 0
-    running = list(processes)
-    while running and time.monotonic() < deadline:
-        wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic()))
-        for process in [process for process in running if process.exitcode is not None]:
-            running.remove(process)
-            if process.exitcode and not status:
-                status, deadline = process.exitcode, min(deadline, time.monotonic() + _SECONDS_TO_FOLLOW)
-    if running and not status:
-        raise TimeoutError(f"{len(running)} of {len(processes)} processes have not ended in time")
-    return status
 
 
 def _main(arguments: list[str], cwd: Path, environment: dict[str, str], outputs: tuple[Path, Path]) -> None:

@@ -96,8 +96,9 @@ def adapted(folder: Path) -> dict[str, Any]:
     if world_size() == 1:
         seen["gradient"] = _gradient(trainer, batches, rollout, out)
     again = build(folder.parent, stage, gradient_checkpointing=True)
-    state = checkpoints.load(again.policy.engine)
-    assert state is not None
+    newest, _ = checkpoints.newest_whole()
+    assert newest is not None
+    state = checkpoints.load(again.policy.engine, newest)
     again.loader.load_state_dict(state["loader"])
     again.step(2)
     seen["resumed"] = again.meter.reduce()

@@ -1,0 +1,137 @@
+"""One rank of a run that breaks at a chosen point: `python fault_program.py COMMAND ...` is `hybrid-grpo COMMAND ...`.
+
+The variable FAULT is JSON: `point` (a key of POINTS), `nth` (which call of it, from 1 on), `rank` (a number, or `all`)
+and `action` (a key of ACTIONS). Without it nothing breaks.
+"""
+
+import ctypes
+import importlib
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+POINTS = {
+    "start": ("hybrid_grpo.engine", "start"),
+    "sampling": ("hybrid_grpo.generation.loop", "_Loop._step"),
+    "scoring": ("hybrid_grpo.rewards.scoring", "Stream.scores"),
+    "update": ("hybrid_grpo.policy", "Policy.step"),
+    "evaluation": ("hybrid_grpo.policy", "Policy.greedy"),
+    "logging": ("hybrid_grpo.run.sinks", "Log.write"),
+    "saving": ("hybrid_grpo.engine", "Engine.save"),
+    "export": ("hybrid_grpo.policy", "Policy.export"),
+    "fsync": ("os", "fsync"),
+    "rename": ("os", "replace"),
+}
+"""Where a run can break: a module and the function in it that is about to be called."""
+
+
+def _forever_in_python() -> None:
+    while True:
+        pass
+
+
+def _raise() -> None:
+    raise RuntimeError("a fault that was asked for")
+
+
+ACTIONS: dict[str, Callable[[], Any]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "raise": _raise,
+    "exit": lambda: os._exit(3),
+    "hang in Python": _forever_in_python,
+    # Without giving up the interpreter's lock: no thread of Python runs.
+    "hang in C": lambda: ctypes.PyDLL(None).sleep(100_000),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "SIGUSR1": lambda: os.kill(os.getpid(), signal.SIGUSR1),
+}
+"""What happens there; a call that returns is followed by the function itself."""
+
+
+def arm(point: str, nth: int, rank: int | str, action: str) -> None:
+    """Break this process at the point, if it is the rank that is meant."""
+    if rank not in ("all", int(os.environ.get("RANK", "0"))):
+        return
+    module, name = POINTS[point]
+    *owners, name = name.split(".")
+    owner: Any = importlib.import_module(module)
+    for part in owners:
+        owner = getattr(owner, part)
+    original, calls = getattr(owner, name), 0
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            print(f"fault: {action} at {point} {nth} of rank {os.environ.get('RANK', '0')}", flush=True)
+            ACTIONS[action]()
+        return original(*arguments, **options)
+
+    setattr(owner, name, broken)
+
+
+def poison(what: str, step: int, rank: int) -> None:
+    """Make numbers of one rank NaN at a step: the `loss`, a `gradient`, a `reward` or a `weight`."""
+    import torch
+
+    from hybrid_grpo import policy, trainer
+
+    if rank != int(os.environ.get("RANK", "0")):
+        return
+    step_of = trainer.Trainer.step
+
+    def counted(self: trainer.Trainer, number: int) -> None:
+        global now
+        now = number
+        if what == "weight" and number == step:
+            # A part of one tensor on this rank: its shard under ZeRO-3, else the whole copy.
+            optimizer = self.policy.engine.engine.optimizer
+            flat = getattr(optimizer, "fp32_partitioned_groups_flat", None)
+            for group in optimizer.param_groups if flat is None else ():
+                group["params"][0].data.view(-1)[0] = math.nan
+            for tensor in flat or ():
+                tensor.data[0] = math.nan
+            for parameter in self.policy.engine.engine.module.parameters():
+                getattr(parameter, "ds_tensor", parameter.data).view(-1)[0] = math.nan
+                break
+        step_of(self, number)
+
+    trainer.Trainer.step = counted  # type: ignore[method-assign]
+    if what == "reward":
+        collect = trainer.Trainer.sample_and_score
+
+        def scored(self: trainer.Trainer, *arguments: Any) -> Any:
+            rollout, scores = collect(self, *arguments)
+            if now == step:
+                scores.reward_B[0] = math.nan
+            return rollout, scores
+
+        trainer.Trainer.sample_and_score = scored  # type: ignore[method-assign]
+    if what in ("loss", "gradient"):
+        backward = policy.engines.Engine.backward
+
+        def spoilt(self: Any, loss: torch.Tensor) -> None:
+            if now == step and what == "loss":
+                loss = loss * math.nan
+            if now == step and what == "gradient":
+                loss.register_hook(lambda gradient: gradient * math.nan)
+            backward(self, loss)
+
+        policy.engines.Engine.backward = spoilt  # type: ignore[method-assign]
+
+
+now = 0
+
+if __name__ == "__main__":
+    fault = json.loads(os.environ.get("FAULT", "null"))
+    if fault and "poison" in fault:
+        poison(fault["poison"], fault["step"], fault["rank"])
+    elif fault:
+        arm(**fault)
+    from hybrid_grpo.__main__ import entry
+
+    entry()

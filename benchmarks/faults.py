@@ -1,0 +1,383 @@
+"""Break real runs on two ranks in every way that is named below, and see whether anything is lost.
+
+    python benchmarks/faults.py                                    all of it, about an hour on two cores
+    python benchmarks/faults.py --kills 6 --corruptions 6          only so many of these
+    python benchmarks/faults.py --kills 60 --json FILE             numbers for benchmarks/results/faults.json
+
+Each entry of the result has `case` and `passed`, and where it did not pass, `why`. "Whole" is the same run, never
+broken: metrics (but for times, rates and memory), rollouts, success rates of prompts and exported weights are compared
+byte by byte. Ranks are forked from a process that has imported what they need; where the launcher is what is killed,
+the real one starts them.
+
+    kills        SIGKILL to a rank, to all, to the launcher or to its helper, at random moments and at named points; all
+                 processes must be gone within 15 s, and the next start must finish the run as the whole one
+    signals      SIGTERM, SIGINT, SIGUSR1 at random moments: status 75 within 30 s, then as above
+    corruptions  every kind of file of a checkpoint cut, with a flipped byte, a block of zeros, deleted, swapped with
+                 another rank's, taken from another step: named in one line, and the checkpoint before is used
+    stalls       a rank that raises, exits, hangs or is stopped in each of six stages: all end, and are told why
+    disk         a file system that is full, from the first checkpoint to the export
+    worlds       resumed on another number of ranks, or at another ZeRO stage: within 1e-5 of the whole one
+    poison       NaN in loss, gradient, reward or weights of one rank: all ranks stop, saved as they were before
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fault_bench import Bench, started
+
+STAGES = ("sampling", "scoring", "update", "evaluation", "saving", "export")
+ACTIONS = ("raise", "exit", "hang in Python", "hang in C", "stopped")
+GONE_S, GRACE_S, STALL_S = 15.0, 30.0, 30.0
+"""Until all processes are gone after a kill, after a request to stop, and after the limit of a stall."""
+STALL_MINUTES = 0.5
+"""Long enough for any stage of a run this small, also on a machine that is slow or busy."""
+RESUME_ME = 75
+FOUR_STEPS = {"point": "update", "nth": 5, "rank": "all", "action": "kill"}
+"""A run that is killed in its fifth step."""
+
+Entry = dict[str, Any]
+Case = tuple[str, Callable[..., Entry], tuple[Any, ...]]
+"""A name, the function that breaks a run, and its arguments behind the bench and the name of a folder."""
+
+
+def tried(bench: Bench, case: str, break_it: Callable[..., Entry], arguments: tuple[Any, ...]) -> Entry:
+    """One case, in a folder of its own; an assertion that fails is its `why`."""
+    name, start = re.sub(r"\W+", "_", case), time.monotonic()
+    try:
+        entry = {"case": case, "passed": True, **break_it(bench, name, *arguments)}
+    except AssertionError as error:
+        entry = {"case": case, "passed": False, "why": str(error)}
+    entry["seconds"] = round(time.monotonic() - start, 1)
+    shutil.rmtree(bench.folder / name, ignore_errors=True)
+    print(
+        f"{'ok  ' if entry['passed'] else 'FAIL'} {entry['seconds']:6.1f} s  {case}  {entry.get('why', '')}", flush=True
+    )
+    return entry
+
+
+# The cases ------------------------------------------------------------------------------------------------------------
+
+
+def kills(bench: Bench, number: int) -> Iterator[Case]:
+    """Ranks at random moments, at named points, and the launcher."""
+    points = [(stage, nth) for nth in (2, 1) for stage in (*STAGES, "logging", "start", "fsync", "rename", "rename")]
+    for count in range(number):
+        target = ("rank 0", "rank 1", "all ranks")[count % 3]
+        if count % 6 == 5:
+            program = ("the launcher", "the launcher's helper")[count // 6 % 2]
+            moment = bench.random.uniform(10.0, 14.0 + bench.seconds)
+            yield (
+                f"kill {count}: {program} after {moment:.1f} s",
+                _kill_launcher,
+                (
+                    program,
+                    moment,
+                ),
+            )
+        elif count % 2:
+            moment = bench.random.uniform(0.0, bench.seconds)
+            yield (
+                f"kill {count}: {target} after {moment:.2f} s",
+                _kill_later,
+                (
+                    target,
+                    moment,
+                ),
+            )
+        else:
+            stage, nth = points[count // 2 % len(points)]
+            if stage in ("start", "export"):
+                nth = 1
+            elif stage in ("fsync", "rename", "sampling"):
+                nth += bench.random.randrange(40)
+            # Only rank 0 does everything.
+            rank = 0 if stage in ("fsync", "rename", "logging") else {"rank 0": 0, "rank 1": 1}.get(target, "all")
+            fault = {"point": stage, "nth": nth, "rank": rank, "action": "kill"}
+            yield (f"kill {count}: rank {rank} at {stage} {nth}", _kill_at, (fault,))
+
+
+def _resumed(bench: Bench, name: str, gone_s: float) -> Entry:
+    done = bench.lines(name)
+    bench.same(name, *bench.run(name))
+    return {"gone_s": round(gone_s, 2), "steps_before": max(done - 1, 0)}
+
+
+def _kill_at(bench: Bench, name: str, fault: Entry) -> Entry:
+    with bench.ranks(name, fault=fault) as ranks:
+        started(ranks)
+        gone_s = bench.gone_after(GONE_S)
+    return _resumed(bench, name, gone_s)
+
+
+def _kill_later(bench: Bench, name: str, target: str, moment: float) -> Entry:
+    with bench.ranks(name) as ranks:
+        time.sleep(moment)
+        for rank, process in enumerate(ranks.processes):
+            if target in (f"rank {rank}", "all ranks") and process.is_alive():
+                process.kill()
+        gone_s = bench.gone_after(GONE_S)
+    return _resumed(bench, name, gone_s)
+
+
+def _kill_launcher(bench: Bench, name: str, program: str, moment: float) -> Entry:
+    with bench.launched(name) as started:
+        time.sleep(moment)
+        helper = {"the launcher": "bin/deepspeed", "the launcher's helper": "deepspeed.launcher.launch"}[program]
+        for pid in bench.alive():
+            if helper in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "):
+                os.kill(pid, signal.SIGKILL)
+        gone_s = bench.gone_after(GONE_S)
+        started.communicate()
+    return _resumed(bench, name, gone_s)
+
+
+def signals(bench: Bench, number: int) -> Iterator[Case]:
+    """Requests to stop, to one rank or to all, at random moments behind the start."""
+    for count in range(number):
+        name = ("SIGTERM", "SIGTERM", "SIGINT", "SIGUSR1")[count % 4]
+        target = ("rank 0", "rank 1", "all ranks")[count % 3]
+        moment = bench.random.uniform(0.3 * bench.seconds, 0.95 * bench.seconds)
+        yield (
+            f"{name} {count} to {target} after {moment:.2f} s",
+            _signal,
+            (
+                name,
+                target,
+                moment,
+            ),
+        )
+
+
+def _signal(bench: Bench, name: str, number: str, target: str, moment: float) -> Entry:
+    with bench.ranks(name) as ranks:
+        time.sleep(moment)
+        for rank, process in enumerate(ranks.processes):
+            if target in (f"rank {rank}", "all ranks") and process.is_alive():
+                os.kill(process.pid, getattr(signal, number))
+        gone_s = bench.gone_after(GRACE_S)
+        statuses = [process.exitcode for process in ranks.processes]
+    said = "".join(ranks.output)
+    finished = (bench.folder / name / "run" / "model").exists() and statuses == [0, 0]
+    assert finished or statuses == [RESUME_ME] * 2, f"statuses {statuses}: {said[-600:]}"
+    assert "Traceback" not in said, said[-600:]
+    return _resumed(bench, name, gone_s)
+
+
+def corruptions(bench: Bench, number: int) -> Iterator[Case]:
+    """Damages to the newest checkpoint of a run that was killed behind its fourth step."""
+    bench.run("base", fault=FOUR_STEPS)
+    folders = sorted((bench.folder / "base" / "run" / "checkpoints").glob("step_*"))
+    newest, before = folders[-1], folders[-2]
+    files = sorted(str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file())
+    cases: list[tuple[str, Callable[[Path], None]]] = []
+    for file in files:
+        other = next((f for f in files if f != file and re.sub(r"\d", "", f) == re.sub(r"\d", "", file)), None)
+        cases += [
+            (f"{file} cut", lambda c, f=file: os.truncate(c / f, (c / f).stat().st_size // 2)),
+            (f"{file} empty", lambda c, f=file: os.truncate(c / f, 0)),
+            (f"{file} with a flipped bit", lambda c, f=file: _overwrite(c / f, 0.6, None)),
+            (f"{file} with zeros", lambda c, f=file: _overwrite(c / f, 0.3, 64)),
+            (f"{file} deleted", lambda c, f=file: (c / f).unlink()),
+            (f"{file} of another step", lambda c, f=file: shutil.copy(c.parent / before.name / f, c / f)),
+        ]
+        if other is not None:
+            cases.append((f"{file} swapped with {other}", lambda c, f=file, o=other: _swap(c / f, c / o)))
+    both = "both newest deleted", lambda c: [shutil.rmtree(c.parent / folder.name) for folder in (newest, before)]
+    cases += [
+        both,
+        ("latest missing or not", lambda c: (c.parent / "latest").write_text("")),
+        ("latest binary", lambda c: (c.parent / "latest").write_bytes(bytes(range(256)))),
+        ("a folder more", lambda c: shutil.copytree(c, c.with_name("step_000099"))),
+        ("a draft of a killed save", lambda c: shutil.copytree(c, c.with_name(".draft_step_000005"))),
+        ("all deleted but the oldest", both[1]),
+    ]
+    bench.random.shuffle(cases)
+    for case, damage in cases[:number]:
+        harmless = case.startswith(("latest", "a draft", "both", "all"))
+        yield (
+            f"corruption: {case}",
+            _damage,
+            (
+                newest.name,
+                damage,
+                harmless,
+            ),
+        )
+
+
+def _overwrite(path: Path, where: float, count: int | None) -> None:
+    data = bytearray(path.read_bytes())
+    at = int(len(data) * where)
+    if count is None:
+        data[at] ^= 1
+    else:
+        at -= 0 if any(data[at : at + count]) else next(k for k in range(at) if any(data[at - k : at - k + count]))
+        data[at : at + count] = bytes(len(data[at : at + count]))
+    path.write_bytes(data)
+
+
+def _swap(one: Path, other: Path) -> None:
+    one_data, other_data = one.read_bytes(), other.read_bytes()
+    assert one_data != other_data, "equal files"
+    one.write_bytes(other_data)
+    other.write_bytes(one_data)
+
+
+def _damage(bench: Bench, name: str, newest: str, damage: Callable[[Path], Any], harmless: bool) -> Entry:
+    shutil.copytree(bench.folder / "base", bench.folder / name)
+    damage(bench.folder / name / "run" / "checkpoints" / newest)
+    status, said = bench.run(name)
+    bench.same(name, status, said)
+    told = [line for line in said.splitlines() if "passed over" in line]
+    assert harmless or len(told) == 1, f"{len(told)} lines say so: {told}"
+    assert "Traceback" not in said, said[-600:]
+    return {"said": told[0].replace(str(bench.folder), "") if told else "", "found_s": round(bench.took, 1)}
+
+
+def stalls(bench: Bench, number: int) -> Iterator[Case]:
+    """One rank that raises, exits, hangs or is stopped, in six stages."""
+    cases = [(stage, action) for action in ACTIONS for stage in STAGES]
+    bench.random.shuffle(cases)
+    for count, (stage, action) in enumerate(cases[:number]):
+        fault = {"point": stage, "nth": 1 if stage == "export" else 2, "rank": count % 2, "action": action}
+        yield (f"stall: rank {count % 2}, {action} in {stage}", _stall, (fault,))
+
+
+def _stall(bench: Bench, name: str, fault: Entry) -> Entry:
+    limit = STALL_S + (0 if fault["action"] in ("raise", "exit") else 60 * STALL_MINUTES)
+    with bench.ranks(name, f"--run.stall_minutes={STALL_MINUTES}", fault=fault) as ranks:
+        started(ranks)
+        gone_s = bench.gone_after(limit)
+        statuses = [process.exitcode for process in ranks.processes]
+    said = "".join(ranks.output)
+    assert all(statuses), f"statuses {statuses}"
+    assert re.search(rf"rank {fault['rank']}\b", said.partition("fault: ")[2].partition("\n")[2]), (
+        f"the rank is not named: {said[-600:]}"
+    )
+    return _resumed(bench, name, gone_s)
+
+
+def disk(bench: Bench, number: int) -> Iterator[Case]:
+    """Runs in file systems of several sizes, which are made larger when the run has ended."""
+    used = sum(path.stat().st_size for path in (bench.folder / "whole").rglob("*") if path.is_file())
+    for count in range(number):
+        size = int(used * (count + 1) / (number + 1))
+        yield (f"disk: {size // 1024} KiB, the whole run takes {used // 1024} KiB", _full, (size,))
+
+
+def _full(bench: Bench, name: str, size: int) -> Entry:
+    folder = bench.folder / name
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
+    try:
+        status, said = bench.run(name)
+        assert "Traceback" not in said, said[-900:]
+        assert re.search("No space left|full", said), said[-600:]
+        subprocess.run(["mount", "-o", "remount,size=1g", folder], check=True)
+        entry = {"status": status, "steps_before": bench.lines(name)}
+        bench.same(name, *bench.run(name))
+        return entry
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def worlds(bench: Bench, number: int) -> Iterator[Case]:
+    """Another number of ranks, another ZeRO stage."""
+    cases: list[tuple[int, int, int, int]] = [
+        (2, 3, 1, 3),
+        (1, 3, 2, 3),
+        (2, 3, 3, 3),
+        (2, 3, 2, 2),
+        (2, 3, 1, 1),
+        (2, 2, 2, 3),
+    ]
+    for before, stage, after, new_stage in cases[:number]:
+        case = f"worlds: {before} ranks at stage {stage} to {after} at stage {new_stage}"
+        yield (
+            case,
+            _reshaped,
+            (
+                (before, stage),
+                (after, new_stage),
+            ),
+        )
+
+
+def _reshaped(bench: Bench, name: str, first: tuple[int, int], second: tuple[int, int]) -> Entry:
+    bench.run(name, f"--engine.zero_stage={first[1]}", world=first[0], fault=FOUR_STEPS)
+    status, said = bench.run(name, f"--engine.zero_stage={second[1]}", world=second[0])
+    ours, worst = bench.finished(name, status, said), 0.0
+    assert ours["steps"] == bench.whole["steps"], ours["steps"]
+    for step in ours["steps"]:
+        mine, theirs = ours[f"metrics of step {step}"], bench.whole[f"metrics of step {step}"]
+        worst = max(worst, abs(mine.get("policy/loss", 0.0) - theirs.get("policy/loss", 0.0)))
+    assert worst <= 1e-5, f"losses differ by {worst:.1e}"
+    return {"loss_difference": worst}
+
+
+def poison(bench: Bench, number: int) -> Iterator[Case]:
+    """NaN on one rank, from the third step on."""
+    for what in ("loss", "gradient", "reward", "weight")[:number]:
+        fault = {"poison": what, "step": 3, "rank": 1}
+        yield (f"poison: NaN in the {what} of rank 1", _poisoned, (fault,))
+
+
+def _poisoned(bench: Bench, name: str, fault: Entry) -> Entry:
+    with bench.ranks(name, "--guard.nonfinite.patience=1", fault=fault) as ranks:
+        gone_s = bench.gone_after(GRACE_S)
+        statuses = [process.exitcode for process in ranks.processes]
+    said = "".join(ranks.output)
+    assert all(statuses) and "Traceback" not in said, f"{statuses}: {said[-900:]}"
+    return {"said": said.strip().splitlines()[-1].replace(str(bench.folder), ""), **_resumed(bench, name, gone_s)}
+
+
+PARTS: dict[str, tuple[Callable[[Bench, int], Iterator[Case]], int]] = {
+    **{"kills": (kills, 60), "signals": (signals, 20), "corruptions": (corruptions, 999), "stalls": (stalls, 30)},
+    **{"disk": (disk, 10), "worlds": (worlds, 6), "poison": (poison, 4)},
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is asked for; the status is 1 where a case did not pass."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    for name, (_, number) in PARTS.items():
+        parser.add_argument(f"--{name}", type=int, help=f"cases; {number} where no number is given for any")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = vars(parser.parse_args(arguments))
+    chosen = {name: options[name] for name in PARTS if options[name] is not None} or {
+        n: c for n, (_, c) in PARTS.items()
+    }
+    result: dict[str, Any] = {name: [] for name in PARTS}
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder).resolve(), options["seed"])
+        print(f"the whole run takes {bench.seconds:.1f} s", flush=True)
+        for name, number in chosen.items():
+            result[name] = [tried(bench, *case) for case in PARTS[name][0](bench, number)]
+    entries = [entry for name in PARTS for entry in result[name]]
+    passed = sum(entry["passed"] for entry in entries)
+    print("\n".join(f"{n}: {sum(e['passed'] for e in result[n])} of {len(result[n])}" for n in PARTS if result[n]))
+    packages = ("torch", "deepspeed", "transformers")
+    result["machine"] = f"{os.cpu_count()} cores, Python {platform.python_version()}, " + ", ".join(
+        f"{package} {version(package)}" for package in packages
+    )
+    if options["json"]:
+        options["json"].write_text(json.dumps(result, indent=1, default=str) + "\n")
+    return int(passed < len(entries))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Finished completions of the steps that no checkpoint holds yet, so that a crash does not throw them away.
+
+A step that is made again after a crash asks for the same random streams, by which completions are known. What had been
+finished is taken from the journal; only the rest is sampled.
+"""
+
+import json
+import re
+import shutil
+import warnings
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from hybrid_grpo.data.batch import Completion
+from hybrid_grpo.generation.loop import Request, Stats
+from hybrid_grpo.generation.scheduler import OnFinish
+
+_FILE = re.compile(r"step_(\d{6,})\.rank_\d+")
+Sample = Callable[[list[Request], OnFinish], tuple[list[list[Completion]], Stats]]
+"""A decoder that calls back for every completion as soon as it is finished."""
+
+
+class Journal:
+    """A folder with one file for each step and rank; `rank` is whose completions are written here.
+
+    Every rank reads the files of all, as a run may go on with another number of ranks. Where the folder cannot be
+    written, one warning says so, and nothing is kept from there on.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self._rank = folder, rank
+        self._step: int | None = None
+        self._failed = False
+        self._known: dict[int, Completion] = {}
+
+    def complete(
+        self, step: int, requests: list[Request], on_finish: OnFinish | None, sample: Sample
+    ) -> tuple[list[list[Completion]], Stats]:
+        """The completions of every request, in order: known ones, of which `on_finish` hears first, and those that
+        `sample` makes of the rest, each of which is written down when it is finished."""
+        self._turn_to(step)
+        groups = [[self._known.get(key) for key in request.keys] for request in requests]
+        for index, group in enumerate(groups):
+            for k, completion in enumerate(group):
+                if completion is not None and on_finish is not None:
+                    on_finish(index, k, completion)
+        places = [(index, [k for k, known in enumerate(group) if known is None]) for index, group in enumerate(groups)]
+        places = [(index, missing) for index, missing in places if missing]
+
+        def finished(part: int, number: int, completion: Completion) -> None:
+            index, missing = places[part]
+            self._write(requests[index].keys[missing[number]], completion)
+            if on_finish is not None:
+                on_finish(index, missing[number], completion)
+
+        made, stats = sample([_part(requests[index], missing) for index, missing in places], finished)
+        for (index, missing), completions in zip(places, made, strict=True):
+            for k, completion in zip(missing, completions, strict=True):
+                groups[index][k] = completion
+        return [[completion for completion in group if completion] for group in groups], stats
+
+    def steps(self) -> list[int]:
+        """The steps that have a file, in order."""
+        names = (_FILE.fullmatch(path.name) for path in self.folder.glob("step_*"))
+        return sorted({int(name[1]) for name in names if name})
+
+    def forget(self, step: int) -> None:
+        """Remove the files of all steps up to this one. For one rank, while no other samples."""
+        for path in self.folder.glob("step_*"):
+            name = _FILE.fullmatch(path.name)
+            if name and int(name[1]) <= step:
+                path.unlink()
+
+    def clear(self) -> None:
+        """Remove the folder. For one rank, while no other samples."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _turn_to(self, step: int) -> None:
+        if step == self._step:
+            return
+        self._step = step
+        self._known = {
+            key: completion
+            for path in sorted(self.folder.glob(f"step_{step:06d}.rank_*"))
+            for key, completion in map(_read, path.read_text(encoding="utf-8", errors="replace").splitlines())
+            if completion is not None
+        }
+        # What a killed process left of a line ends with a line break.
+        self._append("\n")
+
+    def _write(self, key: int, completion: Completion) -> None:
+        line = json.dumps(
+            {
+                "key": key,
+                "tokens": b64encode(np.array(completion.token_ids, "<i4").tobytes()).decode(),
+                "logp": b64encode(np.array(completion.logp, "<f8").tobytes()).decode(),
+                "finish": completion.finish,
+                "text": completion.text,
+            }
+        )
+        self._append(f"{zlib.crc32(line.encode()):08x} {line}\n")
+
+    def _append(self, text: str) -> None:
+        if self._failed:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / f"step_{self._step:06d}.rank_{self._rank}").open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            self._failed = True
+            warnings.warn(f"{self.folder}: finished completions are not kept: {error.strerror}", stacklevel=2)
+
+
+def _part(request: Request, chosen: list[int]) -> Request:
+    """The request for some of its completions."""
+    limits = request.limits and [request.limits[k] for k in chosen]
+    return replace(request, keys=[request.keys[k] for k in chosen], limits=limits)
+
+
+def _read(line: str) -> tuple[int, Completion | None]:
+    """The key and completion of a line; no completion where the line is not whole."""
+    checksum, _, text = line.partition(" ")
+    if checksum != f"{zlib.crc32(text.encode()):08x}" or not text:
+        return 0, None
+    row = json.loads(text)
+    token_ids: list[int] = np.frombuffer(b64decode(row["tokens"]), "<i4").tolist()
+    logp: list[float] = np.frombuffer(b64decode(row["logp"]), "<f8").tolist()
+    return row["key"], Completion(token_ids, logp, row["finish"], row["text"])

@@ -1,0 +1,296 @@
+"""Weights and optimizer states that are spread over ranks, in files that any number of ranks can read.
+
+Every rank writes one file: the flat tensors that it holds, and an index of which elements of which weight lie where in
+them. A reader takes what it needs from the files of all ranks. So a checkpoint is not bound to the number of ranks, the
+ZeRO stage or the offloading it was written with, and the padding of one layout never reaches another.
+
+This module knows the attributes of DeepSpeed's optimizers and parameters. When to read and write is the engine's part.
+"""
+
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.distributed import rank, world_size
+from hybrid_grpo.model import tensor_files
+
+_POLICY, _STATE = "policy", "state"
+_WEIGHT = "weight"
+_STEP = "step"
+"""Optimizer steps that a flat tensor has seen; everything else in an optimizer's state is as long as the weights."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Consecutive elements of a weight, which is seen as one row of numbers, inside a flat tensor."""
+
+    name: str
+    start: int
+    """Number of the first element within the weight."""
+    count: int
+    at: int
+    """Place of the first element within the flat tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Flat:
+    """A flat tensor of this rank, its own key in the state of the optimizer, and the pieces of weights in it."""
+
+    tensor: Any
+    pieces: list[_Piece]
+
+
+def save_optimizer(folder: Path, module: nn.Module, optimizer: Any, stage: int) -> None:
+    """Write what this rank holds of the weights that are trained, and of the states of their optimizer.
+
+    `optimizer` is DeepSpeed's, of this ZeRO `stage`.
+    """
+    # At stage 0 every rank has the same.
+    held = _optimizer_flats(module, optimizer, stage) if stage > 0 or rank() == 0 else []
+    _write(folder, _POLICY, _shapes(module), held, _inner(optimizer, stage).state)
+
+
+@torch.no_grad()
+def load_optimizer(folder: Path, module: nn.Module, optimizer: Any, stage: int) -> None:
+    """Read what `save_optimizer` wrote, on any number of ranks and at any stage. Raises `UserError` where something is
+    missing, or belongs to another model. Collective."""
+    saved = _Saved(folder, _POLICY, _shapes(module))
+    if stage == 3:
+        # No weight may stay gathered while its shards change.
+        optimizer.checkpoint_event_prologue()
+    for flat in _optimizer_flats(module, optimizer, stage):
+        saved.restore(flat, _inner(optimizer, stage))
+    # The module's weights follow those that the optimizer keeps in float32.
+    if stage == 3:
+        for group in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+        optimizer.checkpoint_event_epilogue()
+    elif stage > 0:
+        optimizer.update_lp_params()
+
+
+def save_module(folder: Path, name: str, module: nn.Module) -> None:
+    """Write this rank's shards of a module under ZeRO-3 that is not trained."""
+    _write(folder, name, _shapes(module, trained=False), _module_flats(module), {})
+
+
+@torch.no_grad()
+def load_module(folder: Path, name: str, module: nn.Module) -> None:
+    """Read what `save_module` wrote, on any number of ranks; raises `UserError` as `load_optimizer` does."""
+    saved = _Saved(folder, name, _shapes(module, trained=False))
+    for flat in _module_flats(module):
+        saved.restore(flat)
+
+
+def save_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write plain values and tensors of this rank."""
+    tensor_files.write(state, _path(folder, _STATE, rank(), world_size()))
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """What `save_state` wrote on this rank; on rank 0 where there was another number of ranks."""
+    count = _ranks(folder, _STATE)
+    return _read(_path(folder, _STATE, rank() if count == world_size() else 0, count))
+
+
+def _inner(optimizer: Any, stage: int) -> Any:
+    """The optimizer that ZeRO's wraps, whose states are by flat tensor."""
+    return optimizer if stage == 0 else optimizer.optimizer
+
+
+def _shapes(module: nn.Module, trained: bool = True) -> dict[str, tuple[int, ...]]:
+    """Shapes of weights, by name, whole whether or not they are sharded; all of them, or those that are trained."""
+    return {name: _shape(p) for name, p in module.named_parameters() if p.requires_grad or not trained}
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    return tuple(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
+
+
+def _optimizer_flats(module: nn.Module, optimizer: Any, stage: int) -> list[_Flat]:
+    """The tensors that DeepSpeed's `optimizer` updates on this rank, in the order of its groups."""
+    names: dict[Any, str] = {p: name for name, p in module.named_parameters() if p.requires_grad}
+    if stage == 0:
+        return [_Flat(p, [_Piece(name, 0, p.numel(), 0)]) for p, name in names.items()]
+    if stage == 3:
+        flats, groups = optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups
+    elif hasattr(optimizer, "bf16_groups"):
+        # In bfloat16, stage 1 has an optimizer of its own.
+        flats, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
+    else:
+        flats, groups = optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups
+    pieces = _sharded_pieces if stage == 3 else _mapped_pieces
+    return [_Flat(flat, list(pieces(group, names))) for flat, group in zip(flats, groups, strict=True)]
+
+
+def _module_flats(module: Any) -> list[_Flat]:
+    """This rank's shards of all weights of a module under ZeRO-3."""
+    flats = []
+    for name, parameter in module.named_parameters():
+        (piece,) = _sharded_pieces([parameter], {parameter: name})
+        flats.append(_Flat(parameter.ds_tensor, [piece]))
+    return flats
+
+
+def _sharded_pieces(group: Iterable[Any], names: Mapping[Any, str]) -> Iterator[_Piece]:
+    """Shards of the same size on all ranks, one after the other; the last ranks' may end in padding, or be nothing
+    else."""
+    at = 0
+    for parameter in group:
+        size = parameter.ds_tensor.ds_numel
+        start = min(rank() * size, parameter.ds_numel)
+        yield _Piece(names[parameter], start, min(size, parameter.ds_numel - start), at)
+        at += size
+
+
+def _mapped_pieces(group: Iterable[Any], names: Mapping[Any, str]) -> Iterator[_Piece]:
+    """One row of all weights, of which every rank holds an equal part."""
+    for parameter in group:
+        # None where nothing of the weight is on this rank.
+        if (mapping := parameter._hp_mapping) is not None:
+            weight, flat = mapping.lp_fragment_address, mapping.hp_fragment_address
+            yield _Piece(names[parameter], weight.start, weight.numel, flat.start)
+
+
+def _path(folder: Path, name: str, number: int, count: int) -> Path:
+    """File of rank `number` of `count` ranks."""
+    return folder / f"{name}_{number:05d}_of_{count:05d}.pt"
+
+
+def _ranks(folder: Path, name: str) -> int:
+    """Number of ranks that wrote the files `name` in a folder; raises `UserError` where it has none, or not all."""
+    files = [re.fullmatch(rf"{name}_(\d+)_of_(\d+)\.pt", path.name) for path in folder.glob(f"{name}_*.pt")]
+    found = {(int(match[1]), int(match[2])) for match in files if match}
+    count = max((count for _, count in found), default=1)
+    for number, ranks in sorted({(number, count) for number in range(count)} ^ found):
+        what = "is of another save" if (number, ranks) in found else "is missing"
+        raise UserError(f"run.resume: {_path(folder, name, number, ranks)} {what}")
+    return count
+
+
+def _write(
+    folder: Path, name: str, shapes: dict[str, tuple[int, ...]], flats: list[_Flat], states: Mapping[Any, Any]
+) -> None:
+    """Write this rank's file `name`: its `flats` of weights of these `shapes`, and their optimizer `states`."""
+    content = []
+    for flat in flats:
+        state = states.get(flat.tensor, {})
+        moments = {key: value for key, value in state.items() if _is_moment(key, value, flat)}
+        content.append(
+            {
+                "pieces": [astuple(piece) for piece in flat.pieces],
+                "step": None if _STEP not in state else int(state[_STEP]),
+                "tensors": {key: _alone(value) for key, value in {_WEIGHT: flat.tensor, **moments}.items()},
+            }
+        )
+    tensor_files.write({"shapes": shapes, "flats": content}, _path(folder, name, rank(), world_size()))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The content of a file, whose tensors are read when they are used; raises `UserError`."""
+    try:
+        content: dict[str, Any] = tensor_files.read(path)
+    except OSError as error:
+        raise UserError(f"run.resume: {path} cannot be read: {error.strerror or error}") from error
+    except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        raise UserError(
+            f"run.resume: {path} cannot be read: it is damaged, or holds more than numbers and plain values"
+        ) from error
+    return content
+
+
+def _is_moment(key: str, value: Any, flat: _Flat) -> bool:
+    return key != _STEP and isinstance(value, Tensor) and value.shape == flat.tensor.shape
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor's numbers without the attributes that DeepSpeed adds and without the rest of the memory it is in, both
+    of which would be written too."""
+    tensor = tensor.detach()
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.to("cpu", copy=True)
+
+
+@dataclass(frozen=True, eq=False)
+class _SavedPiece:
+    """A piece in a file."""
+
+    piece: _Piece
+    step: int | None
+    tensors: dict[str, Tensor]
+
+
+class _Saved:
+    """What all ranks have written under a name; tensors are read from the files when they are copied.
+
+    Raises `UserError` where files are missing, or do not hold all weights of `shapes`, or hold others: on every rank.
+    """
+
+    def __init__(self, folder: Path, name: str, shapes: dict[str, tuple[int, ...]]) -> None:
+        self._pieces: dict[str, list[_SavedPiece]] = {}
+        count = _ranks(folder, name)
+        for number in range(count):
+            content = _read(_path(folder, name, number, count))
+            self._check(folder, content["shapes"], shapes)
+            for flat in content["flats"]:
+                for fields in flat["pieces"]:
+                    piece = _Piece(*fields)
+                    self._pieces.setdefault(piece.name, []).append(_SavedPiece(piece, flat["step"], flat["tensors"]))
+        for weight, shape in shapes.items():
+            numel = sum(saved.piece.count for saved in self._pieces.get(weight, []))
+            refuse(
+                numel != torch.Size(shape).numel(),
+                f"run.resume: checkpoint {folder} has {numel} numbers for {weight} of shape {list(shape)}",
+            )
+
+    @staticmethod
+    def _check(folder: Path, theirs: dict[str, tuple[int, ...]], ours: dict[str, tuple[int, ...]]) -> None:
+        for weight in sorted(theirs.keys() | ours.keys()):
+            saved, here = (list(shapes[weight]) if weight in shapes else "none" for shapes in (theirs, ours))
+            if saved != here:
+                raise UserError(
+                    f"run.resume: checkpoint {folder} was made with another model or other adapters: its shape of"
+                    f" {weight} is {saved}, here it is {here}"
+                )
+
+    def restore(self, flat: _Flat, optimizer: Any = None) -> None:
+        """Copy the numbers of a flat tensor, and with an `optimizer` their moments, into place. Padding stays."""
+        parts = [(piece, saved) for piece in flat.pieces for saved in self._pieces[piece.name]]
+        moments = {key: saved.tensors[key].dtype for _, saved in parts for key in saved.tensors if key != _WEIGHT}
+        steps = [saved.step for _, saved in parts if saved.step is not None]
+        targets = {_WEIGHT: flat.tensor}
+        if optimizer is not None and not moments:
+            # Written before the first step of the optimizer, which makes the moments.
+            optimizer.state.pop(flat.tensor, None)
+        elif optimizer is not None:
+            state = optimizer.state[flat.tensor]
+            for key, dtype in moments.items():
+                if key not in state:
+                    state[key] = torch.empty_like(flat.tensor, dtype=dtype)
+                targets[key] = state[key].zero_()
+            if steps:
+                # Optimizers of torch count in a tensor, those of DeepSpeed in a number.
+                of_torch = type(optimizer).__module__.startswith("torch.")
+                state[_STEP] = torch.tensor(float(max(steps))) if of_torch else max(steps)
+        for piece, saved in parts:
+            _copy(piece, {key: target.view(-1) for key, target in targets.items()}, saved.piece, saved.tensors)
+
+
+def _copy(here: _Piece, targets: Mapping[str, Tensor], there: _Piece, sources: Mapping[str, Tensor]) -> None:
+    """Copy the elements that two pieces of the same weight have in common."""
+    first = max(here.start, there.start)
+    count = min(here.start + here.count, there.start + there.count) - first
+    if count <= 0:
+        return
+    for key in targets.keys() & sources.keys():
+        source = sources[key].reshape(-1).narrow(0, there.at + first - there.start, count)
+        targets[key].narrow(0, here.at + first - here.start, count).copy_(source)

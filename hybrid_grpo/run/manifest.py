@@ -1,0 +1,98 @@
+"""The manifest of a checkpoint: what its files are, so that damage is found before any of them is loaded.
+
+It is written last. A checkpoint without one was not finished, and one whose files differ from it is damaged or mixed.
+"""
+
+import json
+import re
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid_grpo.run.files import replace_text
+
+NAME = "manifest.json"
+_OF_RANK = re.compile(r"_(\d+)_of_\d+\.")
+
+
+class Damaged(Exception):
+    """What is wrong with a checkpoint, in words that begin with the name of the file."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is and holds."""
+
+    run: str
+    """Identity of the run, the same in all its checkpoints."""
+    step: int
+    """Steps that were done."""
+    ranks: int
+    """Ranks that wrote it."""
+    stage: int
+    """ZeRO stage that it was written under."""
+    settings: dict[str, Any]
+    """Settings of the run, by their dotted names."""
+    files: dict[str, list[int]]
+    """Size in bytes and CRC-32 of every file, by its path in the checkpoint."""
+
+    def write(self, folder: Path) -> None:
+        """Write it into the checkpoint's folder, and onto the disk."""
+        content = asdict(self)
+        replace_text(folder / NAME, json.dumps({"crc32": _checksum(content), "checkpoint": content}, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Raises Damaged where it is missing, cannot be read, or is of another step than the folder's name says."""
+        try:
+            document = json.loads((folder / NAME).read_bytes())
+            content = document["checkpoint"]
+            if document["crc32"] != _checksum(content):
+                raise Damaged(f"{NAME} is damaged: its checksum is another")
+            manifest = cls(**content)
+        except FileNotFoundError:
+            raise Damaged(f"{NAME} is missing: the checkpoint was not finished") from None
+        except OSError as error:
+            raise Damaged(f"{NAME} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise Damaged(f"{NAME} is damaged: it is no manifest") from error
+        if folder.name != (tag := f"step_{manifest.step:06d}"):
+            raise Damaged(f"{NAME} is that of {tag}")
+        return manifest
+
+    def check(self, folder: Path, rank: int, ranks: int) -> list[Path]:
+        """Compare a rank's share of the files with what was written; return those files. Raises Damaged."""
+        share = [name for name in self.files if owner(name) % ranks == rank]
+        for name in share:
+            size, crc32 = self.files[name]
+            try:
+                found = (folder / name).stat().st_size
+                if found != size:
+                    raise Damaged(f"{name} has {found} bytes, {size} were written")
+                if measure(folder / name)[1] != crc32:
+                    raise Damaged(f"{name} is not what was written: its checksum is another")
+            except FileNotFoundError:
+                raise Damaged(f"{name} is missing") from None
+            except OSError as error:
+                raise Damaged(f"{name} cannot be read: {error.strerror}") from error
+        return [folder / name for name in share]
+
+
+def owner(name: str) -> int:
+    """The rank that wrote a file of a checkpoint, as its name says; rank 0 where it names none."""
+    found = _OF_RANK.search(name)
+    return int(found[1]) if found else 0
+
+
+def measure(path: Path) -> list[int]:
+    """Size in bytes and CRC-32 of a file."""
+    size = crc32 = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            size, crc32 = size + len(block), zlib.crc32(block, crc32)
+    return [size, crc32]
+
+
+def _checksum(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

@@ -1,0 +1,175 @@
+"""What `run.resume` means for a folder: which checkpoint a run goes on from, and what it refuses to go on from.
+
+Nothing is changed here. A run that has numbers is never begun over: what cannot be gone on with is refused in one line.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from hybrid_grpo.config import SftConfig, TrainConfig, to_dict
+from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints
+from hybrid_grpo.run.manifest import Damaged
+
+FREE = (
+    *("run.name", "run.dir", "run.steps", "run.resume", "run.allow_changes", "run.stop*", "run.grace*", "run.stall*"),
+    *("log.*", "checkpoint.*", "guard.*", "scoring.*", "eval.every", "eval.name", "engine.*"),
+    *("policy.attn_implementation", "policy.shared_prefix", "policy.gradient_checkpointing"),
+    *("policy.micro_batch_tokens", "policy.pickled_weights"),
+    *("rollout.max_slots", "rollout.prefill_tokens", "rollout.cache_gb", "rollout.keep_cache"),
+)
+"""Settings that may change between a checkpoint and the run that goes on from it: they decide how the run is computed,
+kept and shown. All others decide what is learned from which data; they may change only with run.allow_changes."""
+_FREE_OF_REWARD = ("timeout_s", "batch_size", "isolation")
+"""The same of a reward function."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts."""
+
+    checkpoint: Checkpoint | None = None
+    """What it goes on from; None: from the beginning."""
+    lines: tuple[str, ...] = ()
+    """The lines of metrics.jsonl before it."""
+    forks: bool = False
+    """Whether the checkpoint is of another run."""
+    repeats: bool = False
+    """Whether the steps behind it will be made again as they were."""
+
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self.checkpoint.manifest.step if self.checkpoint else 0
+
+
+def find_start(
+    config: TrainConfig | SftConfig, folder: Path, checkpoints: Checkpoints, say: Callable[[str], None]
+) -> Start:
+    """Where the run of `folder` starts, by its setting `run.resume`; `say` is told what was passed over and what has
+    changed. Raises UserError. Collective."""
+    resume, name = config.run.resume, config.run.name
+    numbers = folder / "metrics.jsonl"
+    has_numbers = numbers.is_file() and numbers.stat().st_size > 0
+    another = "another --run.name"
+    if resume == "never":
+        refuse(
+            bool(checkpoints.tags()) or numbers.exists(),
+            f"run.name {name}: {folder} holds a run already: pass --run.resume auto to go on with it, or {another}",
+        )
+        return Start()
+    if resume == "auto":
+        checkpoint, passed_over = checkpoints.newest_whole()
+        for damage in passed_over:
+            say(f"WARNING: checkpoint {checkpoints.folder}/{damage}; it is passed over")
+        if checkpoint is None:
+            refuse(
+                bool(passed_over),
+                f"run.resume auto: no checkpoint in {checkpoints.folder} is whole: {'; '.join(passed_over[:3])}: put"
+                f" one back as it was, or start anew with {another}",
+            )
+            refuse(
+                has_numbers or (folder / "model").exists(),
+                f"run.resume auto: {folder} holds the results of a run and no checkpoint to go on from: start anew with"
+                f" {another}",
+            )
+            return Start()
+        forks = False
+    else:
+        try:
+            checkpoint = checkpoints.verify(Path(resume).absolute())
+        except Damaged as damage:
+            raise UserError(f"run.resume {resume}: {damage}: give the folder of a whole checkpoint") from None
+        forks = checkpoint.folder.parent.resolve() != checkpoints.folder.resolve()
+        refuse(
+            forks and (bool(checkpoints.tags()) or has_numbers),
+            f"run.resume {resume} is a checkpoint of another run, and {folder} holds a run already: give {another}",
+        )
+        numbers = checkpoint.folder.parent.parent / "metrics.jsonl"
+    step = checkpoint.manifest.step
+    changed = changes(checkpoint.manifest.settings, config)
+    bound = [text for setting, text in changed.items() if not _is_free(setting, config)]
+    refuse(
+        bool(bound) and not config.run.allow_changes,
+        f"run.resume {resume}: settings that decide on learning have changed since the checkpoint of step {step}:"
+        f" {', '.join(bound)}: set them as they were, start anew with {another}, or pass --run.allow_changes true",
+    )
+    refuse(
+        step > config.run.steps,
+        f"run.steps {config.run.steps}: checkpoint {checkpoint.folder} has {step} steps already: set run.steps to"
+        f" {step} or more",
+    )
+    if changed:
+        say(f"changed since the checkpoint: {', '.join(changed.values())}")
+    return Start(checkpoint, tuple(lines_before(numbers, step)), forks, repeats=not (bound or forks))
+
+
+def settings_of(config: TrainConfig | SftConfig) -> dict[str, Any]:
+    """The settings by their dotted names, as a manifest holds them."""
+    settings: dict[str, Any] = {}
+    for section, values in to_dict(config).items():
+        if section == "rewards":
+            settings[section] = [_reward_facts(reward) for reward in values]
+        else:
+            settings |= {f"{section}.{name}": value for name, value in values.items()}
+    # As JSON gives them back.
+    return dict(json.loads(json.dumps(settings, default=str)))
+
+
+def changes(saved: dict[str, Any], config: TrainConfig | SftConfig) -> dict[str, str]:
+    """Settings that differ from a checkpoint's, by name, with both values. One that the checkpoint does not know had
+    its default."""
+    before, now = {**settings_of(type(config)()), **saved}, settings_of(config)
+    return {
+        name: f"{name} {_short(before[name])} -> {_short(value)}"
+        for name, value in now.items()
+        if before[name] != value and name not in ("run.resume", "run.allow_changes", "run.dir", "run.name")
+    }
+
+
+def lines_before(path: Path, step: int) -> list[str]:
+    """The lines of metrics.jsonl up to a step. Lines behind it are left out, also such as cannot be read; raises
+    UserError where one before it is missing."""
+    lines: list[str] = []
+    found = set()
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
+        try:
+            number = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            break
+        if type(number) is not int or number > step:
+            break
+        found.add(number)
+        lines.append(line.decode() + "\n")
+    missing = [number for number in range(1, step + 1) if number not in found]
+    refuse(
+        bool(missing),
+        f"run.resume: {path} lacks the numbers of step {missing[0] if missing else 0}, which is before the checkpoint"
+        f" of step {step}: put the file back as it was, give an older checkpoint as run.resume, or start anew with"
+        " another --run.name",
+    )
+    return lines
+
+
+def _is_free(setting: str, config: TrainConfig | SftConfig) -> bool:
+    if setting == "run.steps" and config.policy.lr_schedule != "constant":
+        # The schedule ends with the last step.
+        return False
+    return any(fnmatch(setting, pattern) for pattern in FREE)
+
+
+def _reward_facts(reward: dict[str, Any]) -> dict[str, Any]:
+    """What decides on learning of a reward function. Its arguments may be secret: only their digest is kept."""
+    facts = {name: value for name, value in reward.items() if name not in _FREE_OF_REWARD}
+    digest = hashlib.sha256(json.dumps(facts.pop("kwargs"), sort_keys=True, default=str).encode()).hexdigest()
+    return {**facts, "kwargs": digest[:16]}
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -1,0 +1,62 @@
+"""Writing that fails: on all ranks alike, and told in one line. A disk may be full or read-only at any moment."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.distributed import all_gather_objects
+
+T = TypeVar("T")
+
+_ERRORS = (OSError, RuntimeError)
+"""What Python and torch raise where a file cannot be written."""
+_NO_SPACE = "No space left on device"
+
+
+class WriteFailed(UserError):
+    """Something could not be written on some rank; raised on all ranks."""
+
+
+def why(error: BaseException, folder: Path) -> str:
+    """The reason of a failed write into `folder` in words: that of the operating system, where it gave one."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OSError) and link.strerror:
+            return f"{Path(link.filename).name}: {link.strerror}" if link.filename else link.strerror
+        link = link.__cause__ or link.__context__
+    while not folder.exists():
+        folder = folder.parent
+    # Messages such as "unexpected pos 768 vs 662" mean a full disk, and do not say so.
+    return _NO_SPACE if shutil.disk_usage(folder).free < 2**20 else " ".join(str(error).split())
+
+
+def write_together(work: Callable[[], T], folder: Path, errors: tuple[type[Exception], ...] = _ERRORS) -> list[T]:
+    """Do `work`, which writes into `folder`, on every rank; return what it gave, by rank.
+
+    Raises WriteFailed on all ranks, with the reason of the first, where one of `errors` was raised on any of them.
+    Collective.
+    """
+    done: tuple[T | None, str | None]
+    try:
+        done = work(), None
+    except errors as error:
+        done = None, why(error, folder)
+    outcomes = all_gather_objects(done)
+    for rank, (_, failure) in enumerate(outcomes):
+        if failure is not None:
+            raise WriteFailed(failure + (f" (rank {rank})" if len(outcomes) > 1 else ""))
+    return [result for result, _ in outcomes]  # type: ignore[misc]  # no failure, so there is a result
+
+
+@contextmanager
+def one_line(folder: Path) -> Iterator[None]:
+    """Tells a write into a run's folder that fails in one line, as a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be written: {why(error, folder)}: make room or mend it, then go on with --run.resume auto"
+        ) from error

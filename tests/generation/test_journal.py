@@ -1,0 +1,92 @@
+"""A rollout that is broken off and made again takes what had been finished from the journal."""
+
+import pytest
+from tiny_models import pair
+
+from hybrid_grpo.generation import Journal, Request, Sampling, generate, stream_key
+
+SAMPLING = Sampling(max_tokens=12, stop_ids=(3, 4, 5))
+PROMPTS = [[7, 8, 9], [10], [11, 12, 13, 14, 15], [16, 17]]
+REQUESTS = [Request(prompt, [stream_key(0, 5, row, k) for k in range(6)]) for row, prompt in enumerate(PROMPTS)]
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def sample():
+    """A decoder with few slots, so that completions end at different times."""
+    _, model = pair("qwen2")
+    return lambda requests, on_finish: generate(
+        model, requests, SAMPLING, max_slots=5, on_finish=on_finish, decode=lambda ids: "é\n" + " ".join(map(str, ids))
+    )
+
+
+def broken_off(journal, sample, after):
+    seen = []
+
+    def finished(request, k, completion):
+        if len(seen) == after:
+            raise Broken
+        seen.append((request, k, completion))
+
+    with pytest.raises(Broken):
+        journal.complete(5, REQUESTS, finished, sample)
+    return seen
+
+
+@pytest.mark.parametrize("ranks_before", [1, 3])
+def test_what_was_finished_is_not_sampled_again_and_nothing_differs(tmp_path, sample, ranks_before):
+    whole, of_whole = sample(REQUESTS, lambda *_: None)
+    for rank in range(ranks_before):
+        # Later ranks find what the ones before have left, and get a little further.
+        broken_off(Journal(tmp_path, rank), sample, 8 + 2 * rank)
+    heard = {}
+    resumed = Journal(tmp_path, 0)
+    groups, stats = resumed.complete(5, REQUESTS, lambda r, k, c: heard.update({(r, k): c}), sample)
+    assert groups == whole
+    assert heard == {(r, k): c for r, group in enumerate(whole) for k, c in enumerate(group)}
+    assert len(list(tmp_path.glob("step_000005.rank_*"))) == ranks_before
+    assert 0 < stats.rows < of_whole.rows
+    # All are known now: nothing is decoded, also where another prompt is asked for first.
+    again, stats = Journal(tmp_path, 1).complete(5, REQUESTS[::-1], None, sample)
+    assert again == whole[::-1] and stats.rows == 0
+
+
+def test_another_step_or_key_knows_nothing_and_old_steps_are_forgotten(tmp_path, sample):
+    journal = Journal(tmp_path, 0)
+    journal.complete(5, REQUESTS, None, sample)
+    others = [Request(request.prompt_ids, [key + 1 for key in request.keys]) for request in REQUESTS]
+    _, stats = journal.complete(6, others, None, sample)
+    assert stats.rows > 0 and journal.steps() == [5, 6]
+    journal.forget(5)
+    assert journal.steps() == [6]
+    journal.clear()
+    assert journal.steps() == [] and not tmp_path.exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "binary"])
+def test_a_damaged_line_is_sampled_again(tmp_path, sample, damage):
+    whole, _ = Journal(tmp_path, 0).complete(5, REQUESTS, None, sample)
+    (file,) = tmp_path.iterdir()
+    data = bytearray(file.read_bytes())
+    if damage == "cut":
+        del data[-40:]
+    elif damage == "flipped":
+        data[len(data) // 2] ^= 1
+    else:
+        data[100:300] = bytes(range(200))
+    file.write_bytes(data)
+    groups, stats = Journal(tmp_path, 0).complete(5, REQUESTS, None, sample)
+    assert groups == whole and stats.rows > 0
+    # What was sampled again stands behind the damage, in lines of its own.
+    assert Journal(tmp_path, 0).complete(5, REQUESTS, None, sample)[1].rows == 0
+
+
+def test_a_folder_that_cannot_be_written_is_said_once_and_the_rollout_goes_on(tmp_path, sample):
+    (tmp_path / "file").touch()
+    journal = Journal(tmp_path / "file", 0)
+    with pytest.warns(UserWarning, match="finished completions are not kept: File exists") as said:
+        groups, _ = journal.complete(5, REQUESTS, None, sample)
+    assert len(said) == 1 and groups == sample(REQUESTS, lambda *_: None)[0]

@@ -1,0 +1,96 @@
+"""Files of a checkpoint, without an engine; tests/run/test_reshaping.py has the layouts that DeepSpeed makes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.model import shards
+
+POLICY = "policy_00000_of_00001.pt"
+
+
+def trained(width: int = 3, steps: int = 2) -> tuple[nn.Module, torch.optim.AdamW]:
+    """A module of which one layer is frozen and one is used from the second step on."""
+    torch.manual_seed(0)
+    module = nn.ModuleDict({name: nn.Linear(width, width, bias=False) for name in ("first", "late", "frozen")})
+    module["frozen"].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    for step in range(steps):
+        train(module, optimizer, late=step > 0)
+    return module, optimizer
+
+
+def train(module: nn.Module, optimizer: torch.optim.AdamW, late: bool = True) -> None:
+    used = [module["first"].weight, *([module["late"].weight] if late else [])]
+    optimizer.zero_grad()
+    sum(weight.sin().sum() for weight in used).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_training_goes_on_from_the_files_to_the_bit(tmp_path: Path, steps: int) -> None:
+    module, optimizer = trained(steps=steps)
+    shards.save_optimizer(tmp_path, module, optimizer, stage=0)
+    again, its_optimizer = trained(steps=3)
+    shards.load_optimizer(tmp_path, again, its_optimizer, stage=0)
+    for one in ((module, optimizer), (again, its_optimizer)):
+        train(*one)
+    for name in ("first", "late"):
+        assert torch.equal(again[name].weight, module[name].weight), name
+        assert its_optimizer.state[again[name].weight]["step"] == optimizer.state[module[name].weight]["step"]
+    content = torch.load(tmp_path / POLICY, weights_only=True)
+    assert content["shapes"].keys() == {"first.weight", "late.weight"}, "frozen weights come with the model"
+
+
+def test_what_belongs_to_another_model_is_refused(tmp_path: Path) -> None:
+    shards.save_optimizer(tmp_path, *trained(width=4), stage=0)
+    with pytest.raises(UserError, match=r"another model .* shape of first.weight is \[4, 4\], here it is \[3, 3\]"):
+        shards.load_optimizer(tmp_path, *trained(), stage=0)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], f"{POLICY} is missing"),
+        (["policy_00001_of_00002.pt"], "policy_00000_of_00002.pt is missing"),
+        ([POLICY, "policy_00000_of_00002.pt", "policy_00001_of_00002.pt"], f"{POLICY} is of another save"),
+    ],
+)
+def test_files_of_one_save_belong_together(tmp_path: Path, files: list[str], message: str) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=message):
+        shards.load_optimizer(tmp_path, *trained(), stage=0)
+
+
+class Malice:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (os.environ["MALICE"],)
+
+
+def test_nothing_in_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALICE", str(tmp_path / "done"))
+    for name, load in (
+        (POLICY, lambda: shards.load_optimizer(tmp_path, *trained(), stage=0)),
+        ("state_00000_of_00001.pt", lambda: shards.load_state(tmp_path)),
+    ):
+        torch.save({"shapes": {}, "flats": Malice()}, tmp_path / name)
+        with pytest.raises(UserError, match=f"{name} cannot be read"):
+            load()
+    assert not (tmp_path / "done").exists()
+
+
+def test_a_state_holds_plain_values_and_arrays(tmp_path: Path) -> None:
+    state = {"seed": 3, "name": "a", "left": [True, None], "counts": np.arange(4), "recent": np.ones((2, 2))}
+    shards.save_state(tmp_path, state)
+    loaded = shards.load_state(tmp_path)
+    for key in ("counts", "recent"):
+        assert np.array_equal(loaded.pop(key), state[key]) and state[key].dtype == state.pop(key).dtype
+    assert loaded == state

@@ -1,0 +1,94 @@
+"""When a run saves itself, and what it does when that fails."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hybrid_grpo.config import RunConfig, TrainConfig
+from hybrid_grpo.config.errors import RunStopped
+from hybrid_grpo.config.parsing import Parsed
+from hybrid_grpo.config.run import CheckpointConfig
+from hybrid_grpo.run import run as runs
+from hybrid_grpo.run.run import Run, Stage
+from hybrid_grpo.run.writing import WriteFailed
+
+
+class Clock:
+    seconds = 1000.0
+
+    def monotonic(self):
+        return self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(runs, "time", clock)
+    return clock
+
+
+def make(tmp_path, **checkpoint):
+    """A run of nine steps whose checkpoints are only counted, and a stage for it."""
+    config = TrainConfig(run=RunConfig(dir=str(tmp_path), steps=9), checkpoint=CheckpointConfig(**checkpoint))
+    run, stage = Run(Parsed(config, ""), {}), Stage()
+    stage.policy = SimpleNamespace(engine=SimpleNamespace(device="cpu"), state_dict=dict)
+    run.checkpoints = SimpleNamespace(save=lambda *_: None)
+    return run, stage
+
+
+def saved(run, stage, clock, steps, minutes):
+    """The steps that a checkpoint follows, where each takes so many minutes."""
+    found = []
+    for step in steps:
+        clock.seconds += 60 * minutes
+        if run._saves_after(step, stage):
+            run._save(stage, step, {})
+            found.append(step)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "minutes", "expected"),
+    [
+        ({}, 1, [9]),
+        ({}, 4, [4, 8, 9]),
+        ({}, 20, [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        ({"every_minutes": 2.5}, 1, [3, 6, 9]),
+        ({"every": 4, "every_minutes": 0}, 99, [4, 8, 9]),
+        # One that was due by number counts for the clock as well.
+        ({"every": 4}, 6, [3, 4, 7, 8, 9]),
+        ({"every": 0, "every_minutes": 0}, 99, []),
+    ],
+)
+def test_checkpoints_follow_the_clock_and_the_number_of_steps(tmp_path, clock, checkpoint, minutes, expected):
+    run, stage = make(tmp_path, **checkpoint)
+    assert saved(run, stage, clock, range(1, 10), minutes) == expected
+
+
+def test_a_save_that_fails_is_said_or_stops_the_run(tmp_path, clock, capsys):
+    def fails(*_):
+        raise WriteFailed("checkpoint step_000003 could not be written: Disk quota exceeded")
+
+    run, stage = make(tmp_path)
+    run._save(stage, 2, {})
+    run.checkpoints.save = fails
+    run._save(stage, 3, {})
+    says = "checkpoint step_000003 could not be written: Disk quota exceeded; the newest is that of step 2"
+    assert f"WARNING: {says}, and the run goes on (checkpoint.on_failure say)" in capsys.readouterr().out
+    # The next one is tried when it is due, and not after every step.
+    assert saved(run, stage, clock, [4, 5], 1) == []
+    run, stage = make(tmp_path / "other", on_failure="stop")
+    run.checkpoints.save = fails
+    with pytest.raises(RunStopped, match=r"Disk quota exceeded; there is none before it: make room or mend it"):
+        run._save(stage, 0, {})
+
+
+def test_numbers_are_on_the_disk_before_the_checkpoint_that_follows_them(tmp_path, monkeypatch):
+    """A power cut left a checkpoint beside a metrics.jsonl of 0 bytes, and the numbers were gone."""
+    run, stage = make(tmp_path)
+    order = []
+    (run.folder / "rollouts").mkdir()
+    monkeypatch.setattr(runs, "sync", lambda path: order.append(path.name))
+    run.checkpoints.save = lambda *_: order.append("checkpoint")
+    run._save(stage, 1, {})
+    assert order == ["metrics.jsonl", "rollouts", "run", "checkpoint"]

@@ -1,0 +1,49 @@
+"""`python full_disk.py FAULTS ARGUMENTS...`: hybrid_grpo with a disk that is full at chosen points of its checkpoints.
+
+FAULTS is JSON: by the step of a checkpoint, the name of the file that does not fit, which is written to /dev/full, or a
+number of bytes that no file of rank 1 may exceed. Under `model`, the file of the exported model that does not fit.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+from hybrid_grpo.__main__ import entry
+from hybrid_grpo.distributed import barrier, rank
+from hybrid_grpo.engine import Engine
+from hybrid_grpo.policy import Policy
+
+FAULTS: dict[str, str | int] = json.loads(sys.argv.pop(1))
+
+
+def save(engine: Engine, folder: Path, tag: str, state: dict[str, Any]) -> None:
+    fault = FAULTS.get(str(int(tag.rpartition("_")[2])))
+    unlimited = resource.RLIM_INFINITY
+    if isinstance(fault, str) and rank() == 0:
+        (folder / tag / fault).symlink_to("/dev/full")
+    if isinstance(fault, int) and rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (fault, unlimited))
+    # No rank writes before the fault is there.
+    barrier()
+    try:
+        whole(engine, folder, tag, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+
+
+def export(policy: Policy, folder: Path) -> None:
+    if rank() == 0 and "model" in FAULTS:
+        folder.mkdir()
+        (folder / str(FAULTS["model"])).symlink_to("/dev/full")
+    exported(policy, folder)
+
+
+whole, Engine.save = Engine.save, save  # type: ignore[method-assign]
+exported, Policy.export = Policy.export, export  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    entry()

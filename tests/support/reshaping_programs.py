@@ -1,0 +1,160 @@
+"""Programs of tests/run/test_reshaping.py: runs that are saved after two steps, and go on after them on any layout.
+
+See rank_programs.py. Every run is held close to a reference that moves, with a coefficient that is adapted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rank_programs import main
+
+from hybrid_grpo import engine as engines
+from hybrid_grpo.config import (
+    DataConfig,
+    EngineConfig,
+    GrpoConfig,
+    LoraConfig,
+    PolicyConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.distributed import barrier, rank, world_size
+from hybrid_grpo.policy import Policy, Reference, UnadaptedReference
+from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.trainer import Trainer
+
+METRICS = ("policy/loss", "policy/grad_norm", "policy/entropy", "policy/kl", "policy/kl_coef", "reward/mean")
+LORA = LoraConfig(rank=2, alpha=4)
+IN_HOST_MEMORY = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
+
+
+def build(
+    folder: Path,
+    stage: int,
+    *,
+    offload: bool = False,
+    dtype: str = "float32",
+    lora: LoraConfig | None = None,
+    deepspeed: dict[str, Any] | None = None,
+) -> Trainer:
+    """A run on the quickstart's tiny model and task, with weight decay."""
+    grpo = GrpoConfig(beta=0.1, kl_target=0.01, ref_every=0 if lora else 1, ref_mix=1.0 if lora else 0.5)
+    lora = lora or LoraConfig()
+    config = TrainConfig(
+        policy=PolicyConfig(
+            model=str(folder / "model"),
+            dtype=dtype,  # type: ignore[arg-type]
+            lr=1e-3,
+            weight_decay=0.1,
+        ),
+        lora=lora,
+        engine=EngineConfig(zero_stage=stage, offload_optimizer=offload, deepspeed=deepspeed or {}),
+        data=DataConfig(path=str(folder / "train.jsonl"), limit=40),
+        rollout=RolloutConfig(prompts_per_step=6, num_generations=4, max_completion_tokens=8),
+        grpo=grpo,
+        rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
+    )
+    device = engines.start()
+    plan = check_train(config, world_size())
+    inputs = RunInputs.read(config)
+    policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=100, lora=lora, seed=1)
+    reference: Reference
+    if policy.adapters is not None:
+        reference = UnadaptedReference(policy.engine, policy.adapters)
+    else:
+        reference = Reference(config.policy, config.engine)
+    return Trainer(config, plan, policy, reference, inputs, device)
+
+
+def save(folder: Path, tag: str, **settings: Any) -> dict[str, Any]:
+    """Four steps, saved after the second; what the last two say, and say again after going back in the same engine."""
+    trainer = build(folder, **settings)
+    for step in (1, 2):
+        trainer.step(step)
+    trainer.meter.reduce()
+    state = {name: part.state_dict() for name, part in trainer.parts.items()}
+    trainer.policy.engine.save(folder, tag, {"policy": trainer.policy.state_dict(), "rank": rank(), **state})
+    if trainer.shards is not None:
+        trainer.shards.save(folder / tag)
+    barrier()
+    seen = finish(trainer)
+    restore(trainer, folder, tag)
+    return {**seen, "again": finish(trainer) == seen}
+
+
+def resume(folder: Path, tag: str, **settings: Any) -> dict[str, Any]:
+    """The last two steps after what `save` has written, on this layout."""
+    trainer = build(folder, **settings)
+    return {"state of rank": restore(trainer, folder, tag), **finish(trainer)}
+
+
+def restore(trainer: Trainer, folder: Path, tag: str) -> int:
+    """Go on from a checkpoint; returns the rank whose state it was."""
+    state = trainer.policy.engine.load(folder, tag)
+    if trainer.shards is not None:
+        trainer.shards.load(folder / tag)
+    trainer.policy.load_state_dict(state["policy"])
+    for name, part in trainer.parts.items():
+        part.load_state_dict(state[name])
+    return int(state["rank"])
+
+
+def finish(trainer: Trainer) -> dict[str, Any]:
+    """Steps 3 and 4: their metrics, the tokens of this rank by completion, and every tenth number of the weights."""
+    seen: dict[str, Any] = {"metrics": [], "tokens": {}, "weights": {}}
+    for step in (3, 4):
+        trainer.step(step)
+        metrics = trainer.meter.reduce()
+        seen["metrics"].append({name: metrics[name] for name in METRICS})
+        assert trainer.last_rollout is not None
+        rollout = trainer.last_rollout[0]
+        for row, (prompt, one) in enumerate(zip(rollout.row_prompts, rollout.completions, strict=True)):
+            seen["tokens"][f"{step} {prompt.id} {row % rollout.num_generations}"] = one.token_ids
+    module = trainer.policy.engine.engine.module
+    parameters = {p: name for name, p in module.named_parameters() if p.requires_grad}
+    for parameter, weight in trainer.policy.engine.whole(list(parameters)).items():
+        seen["weights"][parameters[parameter]] = weight.flatten()[::10].tolist()
+    return seen
+
+
+def one(folder: Path) -> dict[str, Any]:
+    """Saved on one rank."""
+    return {"one_3": save(folder, "one_3", stage=3), "one_0": save(folder, "one_0", stage=0)}
+
+
+def two(folder: Path) -> dict[str, Any]:
+    """Saved on two ranks, and resumed on as many at other stages, or after one rank."""
+    return {
+        "two_3": save(folder, "two_3", stage=3),
+        "two_bf16": save(folder, "two_bf16", stage=3, dtype="bfloat16"),
+        "two_lora": save(folder, "two_lora", stage=3, lora=LORA),
+        "the same": resume(folder, "two_3", stage=3),
+        "offloaded": resume(folder, "two_3", stage=3, offload=True, deepspeed=IN_HOST_MEMORY),
+        "stage 3 to 2": resume(folder, "two_3", stage=2),
+        "stage 3 to 1, offloaded": resume(folder, "two_3", stage=1, offload=True),
+        "one to two": resume(folder, "one_3", stage=3),
+        "stage 0 to 2": resume(folder, "one_0", stage=2),
+    }
+
+
+def one_again(folder: Path) -> dict[str, Any]:
+    """Resumed on one rank."""
+    return {
+        "two to one": resume(folder, "two_3", stage=3),
+        "stage 3 to 0": resume(folder, "two_3", stage=0),
+        "adapters": resume(folder, "two_lora", stage=2, lora=LORA),
+        "bfloat16": resume(folder, "two_bf16", stage=1, dtype="bfloat16"),
+    }
+
+
+def three(folder: Path) -> dict[str, Any]:
+    """Resumed on three ranks, among which many weights do not divide evenly."""
+    return {"two to three": resume(folder, "two_3", stage=3), "stage 3 to 1": resume(folder, "two_3", stage=1)}
+
+
+if __name__ == "__main__":
+    main(globals())
