@@ -118,17 +118,25 @@ def test_two_tasks_and_two_machines_are_one_run(folder, started_by):
 
 
 @pytest.mark.process
-def test_the_batch_script_starts_a_task_for_each_rank(tmp_path, started_by):
+@pytest.mark.parametrize("status, restarts", [(0, "0"), (75, "0"), (75, "1"), (1, "2")])
+def test_the_batch_script_starts_a_task_for_each_rank(tmp_path, started_by, status, restarts):
+    """A job that was stopped is queued again, and its run then goes on."""
     started_by({})
-    (tmp_path / "srun").write_text(
-        '#!/usr/bin/env bash\necho $2\nshift 2\nfor i in 0 1; do SLURM_PROCID=$i "$@"; done\n'
-    )
-    (tmp_path / "python").write_text('#!/usr/bin/env bash\necho "$SLURM_PROCID $*"\n')
-    for name in ("srun", "python"):
+    doubles = {
+        "srun": f'echo $2\nshift 2\nfor i in 0 1; do SLURM_PROCID=$i "$@"; done\nexit {status}',
+        "python": 'echo "$SLURM_PROCID $*"',
+        "scontrol": 'echo "scontrol $*"',
+    }
+    for name, text in doubles.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix}
+    environment |= {"SLURM_JOB_ID": "41", "SLURM_RESTART_COUNT": restarts}
     script = [ROOT / "training_scripts/slurm.sbatch", "train", "--run.name", "mine"]
-    done = subprocess.run(["bash", *script], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(["bash", *script], env=environment, capture_output=True, text=True)
     # srun does not take over from sbatch how many cores a task gets.
-    started = [f"{i} -m hybrid_grpo train --run.name mine\n" for i in range(2)]
-    assert done.stdout == "".join(["--cpus-per-task=8\n", *started])
+    resumes = "" if restarts == "0" else " --run.resume auto"
+    started = [f"{i} -m hybrid_grpo train --run.name mine{resumes}\n" for i in range(2)]
+    queued = ["scontrol requeue 41\n"] if status == 75 else []
+    assert done.stdout == "".join(["--cpus-per-task=8\n", *started, *queued])
+    assert done.returncode == status

@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 from hybrid_grpo import __main__ as command_line
 from hybrid_grpo.run import stopping
@@ -12,9 +13,9 @@ from hybrid_grpo.run import stopping
 BUSY = "import time\nwhile True: time.sleep(1)"
 
 
-def loop() -> None:
+def loop(work: Callable[[], object] = lambda: None) -> None:
     while True:
-        pass
+        work()
 
 
 def raise_error() -> None:
@@ -39,7 +40,7 @@ ACCIDENTS = {
     "SIGSTOP of the guard": lambda: [os.kill(pid, signal.SIGSTOP) for pid in (os.getppid(), os.getpid())],
     "loop in Python": loop,
     # It holds the lock of the interpreter, for longer than any test.
-    "loop in C": lambda: re.match("(a+)+$", "a" * 64 + "b"),
+    "loop in C": lambda: loop(lambda: re.match("(a+)+$", "a" * 64 + "b")),
     "raise": raise_error,
     "exit": lambda: os._exit(3),
     "SIGTERM and loop": lambda: [os.kill(os.getpid(), signal.SIGTERM), loop()],
