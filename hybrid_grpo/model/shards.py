@@ -135,8 +135,8 @@ def _optimizer_flats(module: nn.Module, optimizer: Any, stage: int) -> list[_Fla
         flats, rows = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
         starts = optimizer.round_robin_bit16_offsets
     return [
-        _Flat(flat, list(_row_pieces(*row, flat.numel(), names)))
-        for flat, *row in zip(flats, rows, starts, strict=True)
+        _Flat(flat, list(_row_pieces(row, places, flat.numel(), names)))
+        for flat, row, places in zip(flats, rows, starts, strict=True)
     ]
 
 
