@@ -21,6 +21,7 @@ from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.checkpoint import Checkpoints, Shards
 from hybrid_grpo.run.files import read_jsonl, replace_text
+from hybrid_grpo.run.guard import Guard
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.report import write_report
 from hybrid_grpo.run.sinks import Log
@@ -77,6 +78,7 @@ class Run:
         run = parsed.config.run
         self.folder = Path(run.dir) / run.name
         self._alarms = Alarms(parsed.config.log)
+        self._guard = Guard(parsed.config.guard, run.steps)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", parsed.config.checkpoint.keep)
         self.resumes = run.resume == "auto" and self.checkpoints.latest() is not None
         if run.resume == "never" and (self.folder / "metrics.jsonl").exists():
@@ -133,8 +135,14 @@ class Run:
                     stage.evaluate(k)
                 # Numbers before the checkpoint: a checkpoint without them would resume behind a gap, while lines
                 # without a checkpoint are cut again.
-                log.write(k, self.watched(k, stage.meter.reduce()))
-                if self.config.checkpoint.every and self._is_due(k, self.config.checkpoint.every):
+                log.write(k, values := self.watched(k, stage.meter.reduce()))
+                for message in self._guard.judge(k, values):
+                    self.say(f"GUARD: {message}")
+                if (
+                    self.config.checkpoint.every
+                    and self._is_due(k, self.config.checkpoint.every)
+                    and not self._guard.doubts
+                ):
                     with stage.meter.time("time/checkpoint_s"):
                         self._save(stage, k, {name: part.state_dict() for name, part in stage.parts.items()})
                     saved = k
