@@ -20,6 +20,7 @@ from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints, Shards
+from hybrid_grpo.run.divergence import Guard
 from hybrid_grpo.run.exporting import export, exported_step
 from hybrid_grpo.run.files import read_jsonl, replace_text, sync
 from hybrid_grpo.run.lock import FolderLock
@@ -85,6 +86,7 @@ class Run:
         run = parsed.config.run
         self.folder = Path(run.dir) / run.name
         self._alarms = Alarms(parsed.config.log)
+        self._guard = Guard(parsed.config.guard, run.steps)
         self._lock = self._take()
         settings = settings_of(parsed.config)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", parsed.config.checkpoint.keep, settings)
@@ -214,10 +216,12 @@ class Run:
                     stage.evaluate(k)
                 # Numbers before the checkpoint: a checkpoint without them would resume behind a gap, while lines
                 # without a checkpoint are cut again.
-                log.write(k, self.watched(k, stage.meter.reduce()))
+                log.write(k, values := self.watched(k, stage.meter.reduce()))
+                for message in self._guard.judge(k, values):
+                    self.say(f"GUARD: {message}")
                 # After the last step the model is exported, which would be wanted of a resumed run too.
                 stops = k < self.config.run.steps and stage.progress.stops()
-                if saves or stops:
+                if (saves or stops) and not self._guard.doubts:
                     stage.progress.enter("saving")
                     with stage.meter.time("time/checkpoint_s"):
                         self._save(stage, k, _states(stage))
