@@ -29,6 +29,7 @@ from hybrid_grpo.run.origin import origin
 from hybrid_grpo.run.report import write_report
 from hybrid_grpo.run.resuming import find_start, settings_of
 from hybrid_grpo.run.sinks import Log
+from hybrid_grpo.run.space import check_space
 from hybrid_grpo.run.stopping import Progress
 from hybrid_grpo.run.writing import WriteFailed, one_line, write_together
 
@@ -176,6 +177,7 @@ class Run:
                 replace_text(self.folder / "deepspeed.json", json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
         if stage.policy.adapters is not None:
             self.say(f"lora: {stage.policy.adapters}")
+        check_space(self.folder, self.config.checkpoint, stage.policy, stage.shards)
         done = self.restore(stage)
         settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
         stage.policy.journal = self.journal
