@@ -28,7 +28,10 @@ from hybrid_grpo.config.errors import RESUME_STATUS
 from hybrid_grpo.run.board import LAUNCHER_GONE, RUNNING, STAGES, TIME_OVER, Board, Entry, set_board, shared_board
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS, _LONG_SECONDS = 0.5, 5.0
+"""Between two looks at a rank, and what is so long that this process was suspended."""
+_STOPPED_WITH_GUARD = 4
+"""`Entry.behind` of a rank that is stopped together with its guard."""
 _GRACE_SECONDS = 20.0
 _LAUNCHER_GRACE_SECONDS = 10.0
 _FOLLOW_SECONDS = 5.0
@@ -130,6 +133,8 @@ class _Guard:
         self.interrupts = 0
         self.dead: tuple[int, int] | None = None
         self.dead_since = 0.0
+        self.awake = self.mine.started
+        """When this process went on after the whole run, or the machine, had been suspended."""
 
     def watch(self, stops: set[signal.Signals]) -> NoReturn:
         while True:
@@ -142,8 +147,11 @@ class _Guard:
             status = self.rank_status()
             if status is not None:
                 self.leave(status)
-            self.mine.tick = time.monotonic()
-            self.look()
+            now = time.monotonic()
+            if now - self.mine.tick > _LONG_SECONDS:
+                self.awake = now
+            self.mine.tick = now
+            self.look(now)
 
     def rank_status(self) -> int | None:
         """Exit status of the rank, None while it runs; reaps what else has ended."""
@@ -156,15 +164,17 @@ class _Guard:
                     break
         return None
 
-    def look(self) -> None:
+    def look(self, now: float) -> None:
         """End the rank if it must not go on."""
-        now, mine = time.monotonic(), self.mine
+        mine = self.mine
+        if mine.behind == _STOPPED_WITH_GUARD:
+            self.end(RESUME_STATUS, "was stopped for longer than run.stall_minutes: ended")
         if any(not _lives(*launcher) for launcher in self.launchers):
             self.board.ask(LAUNCHER_GONE)
         if mine.asked:
             grace_s = mine.grace_s if mine.cause != LAUNCHER_GONE else min(mine.grace_s, _LAUNCHER_GRACE_SECONDS)
             if mine.stage == 0:
-                self.end(RESUME_STATUS, "stopped before training began")
+                self.end(RESUME_STATUS, "stopped before there was anything to save")
             if now - mine.asked > grace_s and mine.cause != TIME_OVER:
                 self.end(
                     RESUME_STATUS,
@@ -179,7 +189,7 @@ class _Guard:
         stalled = [entry.stalled for entry in entries if entry.stalled]
         # Ranks wait for each other: one that is alive keeps the others from being stalled.
         signs = min(max(entry.beat for entry in entries), min(entry.tick for entry in entries))
-        if mine.stage and mine.stall_s and now - signs > mine.stall_s and not stalled:
+        if mine.stage and mine.stall_s and now - max(signs, self.awake) > mine.stall_s and not stalled:
             mine.stalled = now
             stalled = [now]
         if stalled:
@@ -202,23 +212,25 @@ class _Guard:
         doing = "is stopped (SIGSTOP)" if stopped else "waits for other ranks" if waits else "does not go on"
         place = f"{doing} in {_where(mine)}, {minutes:.1f} minutes without a sign of life"
         _say(self.board, "\n".join([place, *stack]))
+        ranks = self.running()
         time.sleep(max(0.0, since + _VERDICT_SECONDS - time.monotonic()))
         mine.tick = time.monotonic()
-        ranks = self.running()
         for rank in ranks:
             if entries[rank].tick < since:  # its guard is stopped as well
-                entries[rank].behind = 4
+                entries[rank].behind = _STOPPED_WITH_GUARD
         worst = max(ranks, key=lambda rank: (entries[rank].behind, -entries[rank].beat))
-        if self.board.rank == min(rank for rank in ranks if entries[rank].behind < 4):
+        if self.board.rank == min(rank for rank in ranks if entries[rank].behind < _STOPPED_WITH_GUARD):
             _say(
                 self.board,
                 f"run.stall_minutes {mine.stall_s / 60:g}: no rank goes on; rank {worst} is behind, in"
                 f" {_where(entries[worst])}: the run is ended, --run.resume auto goes on from the last checkpoint",
             )
+        else:
+            time.sleep(_LOOK_SECONDS)  # so that the verdict is spoken before a launcher sees a rank end
         for rank in ranks:
-            if entries[rank].behind == 4:
+            if entries[rank].behind == _STOPPED_WITH_GUARD:
                 with suppress(OSError):
-                    os.kill(entries[rank].guard, signal.SIGKILL)
+                    os.kill(entries[rank].guard, signal.SIGCONT)
         self.end(RESUME_STATUS, "")
 
     def stack(self, deadline: float) -> list[str]:

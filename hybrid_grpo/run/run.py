@@ -239,6 +239,8 @@ class Run:
 
     def _interrupted(self, stage: Stage) -> RunInterrupted:
         asked = f"stopped ({stage.progress.why()})"
+        if self._saved is None:
+            return RunInterrupted(f"{asked}; nothing could be saved")
         return RunInterrupted(f"{asked}, saved after step {self._saved} in {self.folder}: go on with --run.resume auto")
 
     def _is_due(self, step: int, every: int) -> bool:

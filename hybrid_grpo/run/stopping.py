@@ -41,7 +41,10 @@ class Progress:
         mine.grace_s, mine.stall_s = config.grace_s, config.stall_minutes * 60
         self._limit_s = duration_seconds(config.stop_after) if config.stop_after else float("inf")
         self._start = mine.started or time.monotonic()
-        if not mine.guard and threading.current_thread() is threading.main_thread():
+        if mine.guard:
+            return
+        mine.asked = mine.cause = 0
+        if threading.current_thread() is threading.main_thread():
             self._board.listen([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 
     def enter(self, stage: str, step: int | None = None) -> None:
