@@ -39,6 +39,12 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {
 }  # fmt: skip
 """An instance of a subclass (a named tuple, an enumeration of numbers, a defaultdict) comes back as its base class,
 read by that class's own method, which the subclass cannot redefine."""
+_PREDICATES = {
+    *(name for kind in (str, bytes) for name in vars(kind) if name.startswith("is")),
+    *("startswith", "endswith", "issubset", "issuperset", "isdisjoint", "equals"),
+}
+"""Methods by which tests compare plain data and arrays with what they expect. An object of the program that has one
+would be told the expected value, and could say yes to it."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
@@ -63,13 +69,17 @@ class Remote:
     def __init__(self, channel: Channel, number: int) -> None:
         object.__setattr__(self, "_remote", (channel, number))
 
-    __getattr__ = _remotely("get")
     __setattr__ = _remotely("set")
     __getitem__ = _remotely("item")
     __len__ = _remotely("len")
     __bool__ = _remotely("bool")
     __str__ = _remotely("str")
     __repr__ = _remotely("repr")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _PREDICATES:
+            raise AttributeError(f"{name}: this is no text or set, but an object of the program")
+        return self._ask("get", name)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Remote) and bool(self._ask("equal", other))
@@ -146,8 +156,12 @@ class Channel:
 
     def kept(self, by: str, number: int) -> Any:
         """The object with this number of the `sender` of a message, which is the other side, or of its `receiver`."""
-        if by == "receiver":
+        if by == "receiver" and self.trusting:
             return self.objects[number]
+        if by == "receiver":
+            # Not the function itself: a message can set attributes of the object that it names, such as its defaults.
+            function = self.objects[number]
+            return lambda *args, **kwargs: function(*args, **kwargs)
         return self._remotes.setdefault(number, Remote(self, number))
 
     def _answer(self, what: str, arguments: Sequence[Any]) -> None:

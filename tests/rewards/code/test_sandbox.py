@@ -127,6 +127,13 @@ def test_programs_run_as_they_do_elsewhere() -> None:
             assert len({box.run(source).stdout for box in (sandbox, sandbox, other)}) == 1
 
 
+def test_what_a_program_leaves_in_its_folder_does_not_end_the_template() -> None:
+    """Names that the cleaner once gave to folders: it met them and ended, and every program after this one failed."""
+    with Sandbox() as sandbox:
+        assert sandbox.run("import os; os.makedirs('.0.0/a'); os.makedirs('a/.0.0')").end == "exited"
+        assert sandbox.run("import os; print(os.listdir())").stdout == "[]\n" and sandbox.usable
+
+
 def test_a_program_ends_with_whoever_started_it() -> None:
     """Killed workers close nothing by themselves: the kernel does, and the template takes it from there."""
     starter = (
