@@ -46,7 +46,7 @@ _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 _REFERENCE = "reference"
 """Name of a frozen model's files in a checkpoint."""
 _DONE, _INTERRUPTED, _FAILED = range(3)
-"""How generation ended on a rank; the worst of all ranks counts."""
+"""How generation ended on a rank; the worst of all ranks counts. The number of the rank is added to `_FAILED`."""
 
 
 def start(timeout_minutes: float = 30.0) -> torch.device:
@@ -289,7 +289,7 @@ class Engine:
             outcome.fill_(_INTERRUPTED)
             raise
         except Exception:
-            outcome.fill_(_FAILED)
+            outcome.fill_(_FAILED + rank())
             raise
         finally:
             start = time.perf_counter()
@@ -298,8 +298,8 @@ class Engine:
             self.release_s = time.perf_counter() - start
             here = int(outcome)
             anywhere = int(all_reduce(outcome, "max"))
-            if anywhere == _FAILED and here != _FAILED:
-                raise RuntimeError("generation failed on another rank; its own message says why")
+            if anywhere >= _FAILED and here < _FAILED:
+                raise RuntimeError(f"generation failed on rank {anywhere - _FAILED}; its own message says why")
             if anywhere == _INTERRUPTED and here == _DONE:
                 raise RunInterrupted("stopped")
 

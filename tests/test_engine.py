@@ -70,7 +70,7 @@ def test_nothing_is_collective_between_gather_and_release(folder):
         assert seen["hooks"] == 0 and seen["training"] is False and seen["empty_after"]
         assert "does not nest" in seen["nested"]
         assert seen["after"] > 0, "training goes on after an error inside"
-    assert first["error"].startswith("RuntimeError: generation failed on another rank")
+    assert first["error"].startswith("RuntimeError: generation failed on rank 1")
     assert second["error"] == "KeyError: 'mine'"
 
 
