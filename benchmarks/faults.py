@@ -106,7 +106,7 @@ def kills(bench: Bench, number: int) -> Iterator[Case]:
             # Only rank 0 does everything.
             rank = 0 if stage in ("fsync", "rename", "logging") else {"rank 0": 0, "rank 1": 1}.get(target, "all")
             fault = {"point": stage, "nth": nth, "rank": rank, "action": "kill"}
-            yield (f"kill {count}: rank {rank} at {stage} {nth}", _kill_at, (fault,))
+            yield (f"kill {count}: rank {rank} at {stage} {nth}", kill_at, (fault,))
 
 
 def _resumed(bench: Bench, name: str, gone_s: float) -> Entry:
@@ -115,7 +115,8 @@ def _resumed(bench: Bench, name: str, gone_s: float) -> Entry:
     return {"gone_s": round(gone_s, 2), "steps_before": max(done - 1, 0)}
 
 
-def _kill_at(bench: Bench, name: str, fault: Entry) -> Entry:
+def kill_at(bench: Bench, name: str, fault: Entry) -> Entry:
+    """Let a run kill itself, and go on with it."""
     with bench.ranks(name, fault=fault) as ranks:
         started(ranks)
         gone_s = bench.gone_after(GONE_S)
