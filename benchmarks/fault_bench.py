@@ -56,7 +56,7 @@ class Bench:
         return ["train", "--config", "recipe.yaml", f"--run.dir={self.folder / name}", *settings]
 
     def ranks(self, name: str, *settings: str, world: int = 2, fault: dict[str, Any] | None = None) -> Ranks:
-        environment = {"FAULT": json.dumps(fault)}
+        environment = {"FAULT": json.dumps(fault), "FAULT_JUNK": str(self.folder / name / "junk")}
         return Ranks(PROGRAM, *self.arguments(name, *settings), world=world, cwd=self.folder, environment=environment)
 
     def run(self, name: str, *settings: str, world: int = 2, fault: Any = None) -> tuple[int, str]:

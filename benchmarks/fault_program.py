@@ -11,6 +11,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 POINTS = {
@@ -24,6 +25,7 @@ POINTS = {
     "export": ("hybrid_grpo.policy", "Policy.export"),
     "fsync": ("os", "fsync"),
     "rename": ("os", "replace"),
+    "rollouts": ("hybrid_grpo.run.sinks", "Log.write_rollouts"),
 }
 """Where a run can break: a module and the function in it that is about to be called."""
 
@@ -37,6 +39,15 @@ def _raise() -> None:
     raise RuntimeError("a fault that was asked for")
 
 
+def _fill_disk() -> None:
+    """Leave no room on the disk of the run."""
+    with suppress(OSError), open(os.environ["FAULT_JUNK"], "wb", buffering=0) as junk:
+        for size in (1 << 20, 1 << 12, 1):
+            with suppress(OSError):
+                while junk.write(bytes(size)):
+                    pass
+
+
 ACTIONS: dict[str, Callable[[], Any]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "raise": _raise,
@@ -47,6 +58,7 @@ ACTIONS: dict[str, Callable[[], Any]] = {
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "disk full": _fill_disk,
     "SIGUSR1": lambda: os.kill(os.getpid(), signal.SIGUSR1),
 }
 """What happens there; a call that returns is followed by the function itself."""

@@ -71,13 +71,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 def entry() -> NoReturn:
     """Run one command and end the process with its status; ranks of a run have a guard (run/guard.py)."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started the process
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process ends
     if sys.argv[1:2] in (["train"], ["sft"], ["eval"]) and sys.platform == "linux":
         with suppress(UserError):
             adopt_rank()
         guarded(main)
     status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(status)
 
 

@@ -29,6 +29,7 @@ import deepspeed.runtime.hybrid_engine
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from torch import Tensor, nn
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
@@ -100,7 +101,7 @@ def _refuse_idle_gpus() -> None:
 
 
 def _one_at_a_time(compile_and_load: Callable[..., Any]) -> Callable[..., Any]:
-    """DeepSpeed's way of compiling a kernel, guarded by a lock that dies with its owner."""
+    """DeepSpeed's way of compiling a kernel, by one process at a time."""
     if hasattr(compile_and_load, "__wrapped__"):
         return compile_and_load
 
@@ -133,6 +134,19 @@ def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
         # Copies from other memory would not run beside the computation.
         config["zero_optimization"]["offload_param"] = {"pin_memory": on_gpu}
     return _merged(config, engine.deepspeed)
+
+
+def check_config(policy: PolicyConfig, engine: EngineConfig) -> None:
+    """Raise `UserError` where DeepSpeed refuses the configuration of the policy."""
+    config = policy_config(policy, engine)
+    name = str(config["optimizer"].get("type"))
+    if name.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, name):
+        raise UserError(f"engine.deepspeed.optimizer.type {name} is no optimizer of DeepSpeed or torch: take it out")
+    try:
+        DeepSpeedConfig(config)
+    except Exception as error:  # whatever its parser of this section does with a wrong type
+        why = str(error).partition(" [type=")[0] or repr(error)
+        raise UserError(f"engine.deepspeed: DeepSpeed refuses the configuration: {why}") from error
 
 
 def _common(dtype: str) -> dict[str, Any]:
@@ -207,10 +221,10 @@ class Engine:
             self.engine, *_ = deepspeed.initialize(
                 model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=config
             )
+        except UserError:
+            raise
         except (ValueError, AssertionError) as error:
             raise UserError(f"engine.deepspeed: DeepSpeed refuses the configuration: {error}") from error
-        # Scripts that DeepSpeed would leave beside the checkpoints.
-        self.engine._copy_recovery_script = lambda path: None
         self.stage = self.engine.zero_optimization_stage()
         self.engine.module.train()
         if self.stage == 0 and not self.engine.bfloat16_enabled():

@@ -26,6 +26,7 @@ def run(arguments: list[str]) -> None:
     from hybrid_grpo.run.plan import estimate, shortage
 
     device = engine.start()
+    engine.check_config(config.policy, config.engine)
     inputs = RunInputs.read(config)
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
     held_out = len(inputs.eval_prompts)

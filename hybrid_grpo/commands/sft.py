@@ -20,18 +20,22 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
 
     from hybrid_grpo import engine
     from hybrid_grpo.data.pairs import read_pairs
-    from hybrid_grpo.model.loading import check_lengths, load_config, load_tokenizer
+    from hybrid_grpo.model.files import check_files
+    from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_config, load_tokenizer
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.policy import Policy
     from hybrid_grpo.run.run import Run
     from hybrid_grpo.sft import SftTrainer
 
     device = engine.start(config.engine.timeout_minutes)
+    engine.check_config(config.policy, config.engine)
     model_config = load_config(config.policy.model)
     check_lora(config.lora, model_config)
+    check_files(config.policy.model, model_config, pickled=config.policy.pickled_weights)
     tokenizer = load_tokenizer(config.policy.model)
     pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens)
     check_lengths(model_config, max(len(pair.prompt.token_ids) + len(pair.completion_ids) for pair in pairs))
+    check_prompt_ids([pair.prompt.token_ids + pair.completion_ids for pair in pairs], model_config)
     training = Run(parsed, {"data": report})
     if training.finished:
         return training.folder

@@ -29,6 +29,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     from hybrid_grpo.trainer import Trainer
 
     device = engine.start(config.engine.timeout_minutes)
+    engine.check_config(config.policy, config.engine)
     inputs = RunInputs.read(config)
     hardware = of_device(device, config.policy.dtype)
     held_out = len(inputs.eval_prompts)

@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import TypeAdapter, ValidationError
 
 from hybrid_grpo.config.errors import UserError, did_you_mean
+from hybrid_grpo.config.fields import LIMITS
 from hybrid_grpo.config.recipes import Dumper
 from hybrid_grpo.config.rewards import RewardConfig
 
@@ -105,6 +106,8 @@ def bounds(hint: Any) -> str:
     for mark in _marks(hint):
         low = mark if isinstance(mark, (Gt, Ge)) else low
         high = mark if isinstance(mark, (Lt, Le)) else high
+    if isinstance(high, Le) and high.le in LIMITS:
+        high = None
     least = low.gt if isinstance(low, Gt) else low.ge if isinstance(low, Ge) else None
     most = high.lt if isinstance(high, Lt) else high.le if isinstance(high, Le) else None
     if least is not None and most is not None:
@@ -146,6 +149,8 @@ def _one_line(error: ValidationError, cls: Any) -> str:
     if kind == "string_too_short":
         in_list = path and isinstance(path[0], int)
         return f"{name} {'has an empty text:' if in_list else 'is empty: give a value or'} take it out"
+    if kind == "less_than_equal" and first["ctx"]["le"] in LIMITS:
+        return f"{name} {value} must be {first['ctx']['le']:.16g} or less"
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
         words = [word for plain in plain_types(hint) if get_origin(plain) is Literal for word in get_args(plain)]
         return f"{name} {value} must be {' or '.join([bounds(hint), *words])}"

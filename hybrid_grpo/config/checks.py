@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hybrid_grpo.config.commands import GenerateConfig, ScoreConfig, ServeRewardConfig, SftConfig, TrainConfig
@@ -17,6 +18,9 @@ from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.network import bearer_token, is_loopback
 from hybrid_grpo.config.rewards import RewardConfig
+
+_MOST_ROWS = 2**16
+"""Completions of one rollout on a rank. More would not fit in memory, and already their plan would take minutes."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,15 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
     rollout, grpo = config.rollout, config.grpo
     shards = world_size * grpo.num_minibatches
     _refuse_indivisible("rollout.prompts_per_step", rollout.prompts_per_step, shards, "ranks x grpo.num_minibatches")
+    prompts = rollout.prompts_per_step // world_size
+    refuse(
+        prompts * rollout.num_generations > _MOST_ROWS,
+        f"rollout.num_generations {rollout.num_generations} x {prompts} prompts of rollout.prompts_per_step on a rank"
+        f" are more than {_MOST_ROWS} completions at a time: lower one of the two",
+    )
     return BatchPlan(
         world_size=world_size,
-        prompts_per_rank=rollout.prompts_per_step // world_size,
+        prompts_per_rank=prompts,
         num_generations=rollout.num_generations,
         num_minibatches=grpo.num_minibatches,
         num_iterations=grpo.num_iterations,
@@ -64,7 +74,7 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
 def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     """Refuse a training run that cannot work here; return the batch equation."""
     _check_model(config)
-    config.engine.check_ranks(world_size)
+    config.engine.check(world_size)
     _check_data(config.data)
     _check_rewards(config.rewards)
     _check_resume(config.run.resume)
@@ -74,7 +84,7 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
 def check_sft(config: SftConfig, world_size: int) -> None:
     """Refuse a supervised run that cannot work here."""
     _check_model(config)
-    config.engine.check_ranks(world_size)
+    config.engine.check(world_size)
     _check_data(config.data)
     _check_resume(config.run.resume)
     _refuse_indivisible("sft.batch_size", config.sft.batch_size, world_size, "ranks")
@@ -158,8 +168,14 @@ def _check_model(config: TrainConfig | SftConfig) -> None:
         rank > 0 and find_spec("peft") is None,
         f"lora.rank {rank} needs peft, which is not installed: pip install 'hybrid_grpo[lora]'",
     )
-    above = next((path for path in (Path(folder), *Path(folder).parents) if path.exists()), None)
-    refuse(above is not None and not above.is_dir(), f"run.dir {folder}: {above} is a file, not a folder")
+    try:
+        above = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
+        refuse(not above.is_dir(), f"run.dir {folder}: {above} is a file, not a folder")
+        # The folder itself is made when all inputs have been read; another one shows whether it can be.
+        with TemporaryDirectory(dir=above, prefix=".hybrid_grpo_"):
+            pass
+    except OSError as error:
+        raise UserError(f"run.dir {folder}: no folder can be made there: {error.strerror}: give another") from None
 
 
 def _check_data(data: DataConfig) -> None:
@@ -177,6 +193,8 @@ def _check_source(name: str, source: Any) -> None:
     refuse(not source, f"{name} is not set: give a JSONL or parquet file, a dataset folder or a hub name")
     if _looks_like_path(source):
         refuse(not Path(source).exists(), f"{name} {source}: there is no such file or folder")
+        is_special = not Path(source).is_file() and not Path(source).is_dir()
+        refuse(is_special, f"{name} {source} is neither a file nor a folder: give a file on disk")
         refuse(Path(source).is_file() and Path(source).stat().st_size == 0, f"{name} {source} is empty")
 
 

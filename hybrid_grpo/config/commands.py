@@ -12,6 +12,7 @@ from hybrid_grpo.config.data import CurriculumConfig, DataConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import SECTION, Count, Text
 from hybrid_grpo.config.grpo import GrpoConfig
+from hybrid_grpo.config.guard import GuardConfig
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.rewards import RewardList, ScoringConfig, ServeOptionsConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig
@@ -29,6 +30,7 @@ class _RunsModel:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
 
     @model_validator(mode="after")
     def _check_engine(self) -> _RunsModel:

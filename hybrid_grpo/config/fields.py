@@ -68,8 +68,14 @@ Positive = Annotated[Number, Gt(0)]
 NotNegative = Annotated[Number, Ge(0)]
 Share = Annotated[Number, Ge(0), Le(1)]
 PositiveShare = Annotated[Number, Gt(0), Le(1)]
-Whole = Annotated[int, Strict(), Ge(0)]
-Count = Annotated[int, Strict(), Ge(1)]
+LARGEST_WHOLE = 2**53
+"""Bound of whole numbers, which all readers of the run's JSON can hold."""
+Whole = Annotated[int, Strict(), Ge(0), Le(LARGEST_WHOLE)]
+Count = Annotated[int, Strict(), Ge(1), Le(LARGEST_WHOLE)]
+Seconds = Annotated[Number, Gt(0), Le(1e9)]
+Gibibytes = Annotated[Number, Gt(0), Le(1e6)]
+LIMITS = (LARGEST_WHOLE, 1e9, 1e6)
+"""Bounds of what a computer can count, which help does not repeat for every setting."""
 Switch = Annotated[bool, Strict()]
 Text = Annotated[str, MinLen(1)]
 Duration = Annotated[Text, BeforeValidator(lambda v: str(v) if type(v) is int else v), AfterValidator(_check_duration)]

@@ -23,6 +23,9 @@ _STARTERS = {
 """The variables with the rank, the number of tasks, and the same two of this machine. Those of srun are of the step: in
 a batch script, which is one process, the variables of the whole job are set too."""
 
+_WHOLE = re.compile(r"[0-9]{1,9}")
+_MOST_RANKS = 1_000_000
+
 
 def adopt_rank() -> None:
     """Set torch's variables for a task that srun or mpirun has started.
@@ -30,6 +33,7 @@ def adopt_rank() -> None:
     Raises:
         UserError: there are several tasks, and it is not known which this one is, or where they meet.
     """
+    _check_numbers()
     given = [name for name in _RANK if name in os.environ]
     if "RANK" in given or "WORLD_SIZE" in given:
         missing = [name for name in _RANK if name not in given]
@@ -38,6 +42,10 @@ def adopt_rank() -> None:
             f"{', '.join(given)} without {', '.join(missing)}: the environment describes ranks only in part: start with"
             " deepspeed, torchrun, srun or mpirun, or unset these variables",
         )
+        if missing:
+            # A rank that is alone: the engine forms a group of one.
+            for name in given:
+                del os.environ[name]
         return
     for starter, names in _STARTERS.items():
         rank, size, local_rank, local_size = (os.environ.get(name, "") for name in names)
@@ -51,12 +59,29 @@ def adopt_rank() -> None:
             f"{starter} has started {size} tasks on several machines: set MASTER_ADDR to the name of the first one",
         )
         # Two runs on one machine must not meet: a job has a number of its own.
-        job = int(os.environ.get("SLURM_JOB_ID", "0"))
+        job = int(re.sub(r"\D", "", os.environ.get("SLURM_JOB_ID", "")) or 0)
         port = os.environ.get("MASTER_PORT") or str(20000 + job % 20000 if job else 29500)
         os.environ.update(dict(zip(_RANK, (rank, size, local_rank, address, port), strict=True)))
         if here:
             os.environ["LOCAL_WORLD_SIZE"] = here[0]
         return
+
+
+def _check_numbers() -> None:
+    """Refuse ranks, numbers of ranks and ports that are none."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    last = int(world) - 1 if _WHOLE.fullmatch(world) else 0
+    bounds = {"WORLD_SIZE": (1, _MOST_RANKS), "RANK": (0, last), "LOCAL_RANK": (0, last), "MASTER_PORT": (1, 65535)}
+    for name, (least, most) in {
+        **bounds,
+        **dict.fromkeys(("LOCAL_SIZE", "LOCAL_WORLD_SIZE"), (1, _MOST_RANKS)),
+    }.items():
+        text = os.environ.get(name) or str(least)
+        refuse(
+            not _WHOLE.fullmatch(text) or not least <= int(text) <= most,
+            f"{name} {text!r} in the environment must be a whole number of {least} to {most}: start with deepspeed,"
+            " torchrun, srun or mpirun, or unset it",
+        )
 
 
 def _first_host() -> str:

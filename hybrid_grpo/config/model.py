@@ -9,7 +9,7 @@ from annotated_types import Ge, Le, Lt
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import SECTION, Count, NotNegative, Number, Positive, Switch, Text, Whole
 
 _Decay = Annotated[Number, Ge(0), Lt(1)]
@@ -47,6 +47,9 @@ class PolicyConfig:
     micro_batch_tokens: Count | None = None
     """Tokens of one forward and backward pass on a rank, padding included. A row that is longer gets a pass of its own.
     Default: 16,384 on a GPU; 4,096 on a CPU, where larger activations are slower to allocate for every layer."""
+    pickled_weights: Switch = False
+    """Also read weights that are pickled (pytorch_model.bin), without running code from them. Safetensors are taken
+    where a model has both."""
 
     @model_validator(mode="after")
     def _check(self) -> PolicyConfig:
@@ -114,6 +117,21 @@ _UNSUPPORTED = {
     "zero_optimization.zenflow": "it delays updates, so that rollouts would not come from the newest policy",
 }
 """DeepSpeed settings that generation and the loss do not honour, and why."""
+_KNOWN = (
+    *("activation_checkpointing", "aio", "autotuning", "bf16", "checkpoint", "comms_logger"),
+    *("communication_data_type", "compile", "csv_monitor", "comet", "curriculum_learning", "data_efficiency"),
+    *("data_types", "dataloader_drop_last", "datastates", "disable_allgather", "disable_python_gc", "dump_state"),
+    *("elasticity", "eigenvalue", "expert_parallel", "flops_profiler", "fp16", "gradient_allreduce_op"),
+    *("gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "graph_harvesting"),
+    *("hybrid_engine", "log_level", "managed_gradient_accumulation", "memory_breakdown", "nebula", "optimizer"),
+    *("pipeline", "prescale_gradients", "progressive_layer_drop", "scheduler", "sequence_parallel_size"),
+    *("seq_parallel_communication_data_type", "sparse_attention", "sparse_gradients", "steps_per_print"),
+    *("tensor_parallel", "tensorboard", "timers", "torch_autocast", "train_batch_size"),
+    *("train_micro_batch_size_per_gpu", "use_data_before_expert_parallelism", "use_node_local_storage"),
+    *("vocabulary_size", "wall_clock_breakdown", "wandb", "weight_quantization", "zero_allow_untested_optimizer"),
+    *("zero_force_ds_cpu_optimizer", "zero_optimization"),
+)
+"""Sections of DeepSpeed's configuration; it does not look at others."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -163,8 +181,13 @@ class EngineConfig:
             )
         return self
 
-    def check_ranks(self, world_size: int) -> None:
-        """Refuse settings that do not fit the number of ranks."""
+    def check(self, world_size: int) -> None:
+        """Refuse settings that DeepSpeed does not have, or that do not fit the number of ranks."""
+        for name in self.deepspeed:
+            refuse(
+                name not in _KNOWN,
+                f"engine.deepspeed.{name} is no setting of DeepSpeed: {did_you_mean(name, _KNOWN)}",
+            )
         name = "zero_optimization.zero_hpz_partition_size"
         for size in self._given(name):
             refuse(

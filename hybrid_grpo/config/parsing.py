@@ -1,6 +1,7 @@
 """From the command line, with its YAML files and dotted overrides, to a configuration."""
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_origin
@@ -16,7 +17,7 @@ from hybrid_grpo.config.commands import (
 )
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.help import help_text
-from hybrid_grpo.config.recipes import GivenTwice, Settings, overlay, read_recipe, read_value
+from hybrid_grpo.config.recipes import GivenTwice, Settings, check_text, overlay, read_recipe, read_value
 from hybrid_grpo.config.tasks import with_task
 
 ConfigT = TypeVar("ConfigT", TrainConfig, SftConfig, GenerateConfig, PlanConfig, ScoreConfig, ServeRewardConfig)
@@ -37,8 +38,9 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
     print_config, rest = False, list(arguments)
     while rest:
         argument = rest.pop(0)
+        check_text(argument, "an argument")
         if argument in ("-h", "--help"):
-            print(help_text(cls, command, rest[0] if rest and not rest[0].startswith("-") else None))
+            _print(help_text(cls, command, rest[0] if rest and not rest[0].startswith("-") else None) + "\n")
             sys.exit(0)
         refuse(not argument.startswith("--"), f"{argument} is no option: a setting is given as --section.name value")
         name, equals, text = argument[2:].partition("=")
@@ -49,6 +51,7 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
         if not equals:
             refuse(not rest or rest[0].startswith("--"), f"{name}: expected one argument")
             text = rest.pop(0)
+            check_text(text, name)
         if name == "config":
             recipe = read_recipe(Path(text))
             for section in sections(cls).keys() & recipe.keys() - {"rewards"}:
@@ -62,9 +65,20 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
                 raise UserError(f"{name} {text}: {error.problem}") from None
     parsed = configure(cls, given)
     if print_config:
-        print(parsed.yaml, end="")
+        _print(parsed.yaml)
         sys.exit(0)
     return parsed
+
+
+def _print(text: str) -> None:
+    """Write to standard output; raises UserError where that is not possible."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        # The reader has seen enough. Buffered output would fail once more when the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        raise UserError(f"standard output cannot be written: {error.strerror}: give another file") from None
 
 
 def configure(cls: type[ConfigT], given: Settings) -> Parsed[ConfigT]:

@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Le
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
@@ -14,14 +14,17 @@ from hybrid_grpo.config.fields import (
     SECTION,
     Count,
     Function,
+    Gibibytes,
     Name,
     NotNegative,
     Number,
     Positive,
+    Seconds,
     Text,
     Whole,
     function_text,
 )
+from hybrid_grpo.config.secrets import masked, refuse_masked
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -35,9 +38,10 @@ class RewardConfig:
     """Factor of this reward in the sum."""
     name: Name | None = None
     """Name in the metrics. Default: the function's own."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Fixed keyword arguments for the function."""
-    timeout_s: Positive = 60.0
+    kwargs: Annotated[dict[str, Any], PlainSerializer(masked)] = field(default_factory=dict)
+    """Fixed keyword arguments for the function. One that holds a secret by its name, such as api_key, is written as ***
+    wherever the settings are; better give the name of a variable of the environment, as in `token_env: MY_TOKEN`."""
+    timeout_s: Seconds = 60.0
     """Seconds of one call. A call that takes longer is given up: its completions have no reward of this function."""
     batch_size: Count | Literal["auto", "group"] = "auto"
     """Completions of one call; `group` is all of one prompt; `auto` is what the function asks for by an attribute
@@ -45,6 +49,11 @@ class RewardConfig:
     isolation: Literal["auto", "process", "none"] = "auto"
     """`process` calls the function in worker processes. `none` calls it in a thread of the rank, for functions that
     hold a GPU; a crash then ends the rank. `auto` is `process` but for simple built-ins."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RewardConfig:
+        refuse_masked(self.kwargs)
+        return self
 
 
 def reward_name(reward: RewardConfig) -> str:
@@ -91,11 +100,17 @@ class ScoringConfig:
 
     workers: Whole = 0
     """Worker processes of a rank, which call functions at the same time; 0: one for each of its cores, 2 to 8."""
-    memory_gb: Positive = 4.0
+    memory_gb: Gibibytes = 4.0
     """GiB that a worker may allocate; beyond it a function gets a MemoryError."""
     max_failed_frac: NotNegative = 0.5
     """Stop the run, with a checkpoint, where a function fails for more than this share of a step's completions."""
-    max_wait_s: Positive = 600.0
+    secrets: list[Text] = field(default_factory=list)
+    """Variables of the environment that functions in worker processes may see although their names look like those of
+    secrets (WANDB_API_KEY, HF_TOKEN, *_TOKEN, *_KEY, *_SECRET, *PASSWORD*). Those that an argument `*_env` of a
+    function names are seen anyway."""
+    max_import_s: Seconds = 120.0
+    """Seconds for the files of the functions to be imported."""
+    max_wait_s: Seconds = 600.0
     """Seconds to wait for rewards after the last completion of a step. Rewards that are not there then have failed."""
 
 
@@ -123,7 +138,7 @@ class ServeOptionsConfig:
     """Largest request, in MiB."""
     max_requests: Count = 256
     """Requests that are answered at the same time; more are told to come back (503). A rank sends up to 32."""
-    timeout_s: Positive = 30.0
+    timeout_s: Seconds = 30.0
     """Seconds for a request to arrive, and for its answer to be taken."""
     label_column: Annotated[str, AfterValidator(_check_identifier)] = "answer"
     """Name under which functions are given the `labels` of a request."""

@@ -13,6 +13,7 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import (
     SECTION,
     Count,
+    Gibibytes,
     NotNegative,
     Number,
     Positive,
@@ -70,7 +71,7 @@ class RolloutConfig:
     prefill_tokens: Count | None = None
     """Prompt tokens of one prefill forward; a longer prompt is read in several. Default: 16,384 on a GPU, 2,048 on a
     CPU."""
-    cache_gb: Positive | None = None
+    cache_gb: Gibibytes | None = None
     """GiB of keys and values on one rank. Default: what free memory allows."""
     keep_cache: Literal["auto", "on", "off"] = "auto"
     """Whether a GPU keeps the cache, gathered weights and CUDA graphs from rollout to rollout, so that graphs are

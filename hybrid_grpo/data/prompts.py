@@ -5,6 +5,10 @@ Files are read in `sources`, and the order of prompts is decided in `loader`.
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from hybrid_grpo.config import DataConfig
@@ -14,6 +18,15 @@ from hybrid_grpo.data.sources import Row, Source, read_rows, training_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_LETTERS_OF_A_TOKEN = 256
+_TEMPLATE_SECONDS = 3.0
+"""Processor time for one prompt; templates take milliseconds."""
+
+
+class _TookTooLong(Exception):
+    """Raised by `_at_most`."""
 
 
 def read_prompts(
@@ -95,9 +108,10 @@ def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]
 def _prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     text = prompt_text(row, where, config)
     if isinstance(text, list) or config.chat_template == "always":
-        token_ids = _apply_template(_as_chat(text), where, tokenizer)
+        written = _apply_template(_as_chat(text), where, tokenizer)
+        token_ids = _tokenized(written, where, config, tokenizer, add_special_tokens=False)
     else:
-        token_ids = tokenizer(text)["input_ids"]
+        token_ids = _tokenized(text, where, config, tokenizer)
     if not token_ids:
         if tokenizer.bos_token_id is None:
             raise UserError(
@@ -107,6 +121,40 @@ def _prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer: Pr
         token_ids = [tokenizer.bos_token_id]
     columns = {name: other for name, other in row.items() if name != config.prompt_column}
     return Prompt(number, text, token_ids, columns)
+
+
+def _tokenized(text: str, where: str, config: DataConfig, tokenizer: Any, **options: Any) -> list[int]:
+    """Tokens of a text; of one that is far too long only as many as show that it is. Raises UserError where a tokenizer
+    cannot read the text."""
+    # No tokenizer has tokens of so many letters, but some join spaces: what seems to fit is read whole.
+    start = text[: (config.max_prompt_tokens + 1) * _LETTERS_OF_A_TOKEN]
+    try:
+        token_ids: list[int] = tokenizer(start, **options)["input_ids"]
+        if len(start) < len(text) and len(token_ids) <= config.max_prompt_tokens:
+            token_ids = tokenizer(text, **options)["input_ids"]
+    except TypeError as error:
+        # The tokenizer says it of text that is not Unicode: a character of it is one half of a pair.
+        raise UserError(f"data.prompt_column {config.prompt_column}: {where} cannot be tokenized: {error}") from error
+    return token_ids
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Ends the block with `_TookTooLong` after so many seconds of the process's time. Only the main thread can."""
+
+    def end(*_: Any) -> None:
+        raise _TookTooLong
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _messages(value: Any, where: str, config: DataConfig) -> list[Message]:
@@ -138,7 +186,7 @@ def _as_chat(text: str | list[Message]) -> list[Message]:
     return [{"role": "user", "content": text}] if isinstance(text, str) else text
 
 
-def _apply_template(chat: list[Message], where: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _apply_template(chat: list[Message], where: str, tokenizer: PreTrainedTokenizerBase) -> str:
     from jinja2 import TemplateError
 
     if tokenizer.chat_template is None:
@@ -148,7 +196,14 @@ def _apply_template(chat: list[Message], where: str, tokenizer: PreTrainedTokeni
         )
     try:
         # The template writes the special tokens itself; transformers adds none to it.
-        token_ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
-    except (TemplateError, TypeError) as error:
-        raise UserError(f"data.chat_template: the tokenizer's template refuses {where}: {error}") from error
-    return cast(list[int], token_ids)
+        with _at_most(_TEMPLATE_SECONDS):
+            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    except _TookTooLong as error:
+        raise UserError(
+            f"data.chat_template: the tokenizer's template takes more than {_TEMPLATE_SECONDS:g} s for {where}: correct"
+            " its loops, or give text prompts"
+        ) from error
+    except Exception as error:  # a template is a program of the model's authors
+        why = error if isinstance(error, TemplateError) else f"{type(error).__name__} {error}"
+        raise UserError(f"data.chat_template: the tokenizer's template refuses {where}: {why}") from error
+    return cast(str, text)

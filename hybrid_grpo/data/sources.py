@@ -222,7 +222,9 @@ def json_rows(lines: Iterable[bytes], where: str, text_column: str | None = None
             text = line.decode("utf-8-sig")
             is_json = text_column is None or text.startswith("{")
             row = json.loads(text) if is_json else {text_column: text.rstrip("\r\n")}
-        except ValueError as error:
+            if "\\ud" in text or "\\uD" in text:
+                json.dumps(row, ensure_ascii=False).encode()  # raises for one half of a surrogate pair
+        except (ValueError, RecursionError) as error:
             way_out = "write one object a line"
             if text_column is not None:
                 way_out = f'write text that begins with {{ as {{"{text_column}": ...}}, all in UTF-8'

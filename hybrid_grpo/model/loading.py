@@ -3,8 +3,9 @@
 The weights load sharded inside `engine.sharded_loading`; nothing here knows the engine.
 """
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import logging as transformers_logging
 
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.distributed import all_reduce
 from hybrid_grpo.model.architectures import unsupported
 from hybrid_grpo.model.attention import ATTENTION
 
@@ -24,8 +26,9 @@ transformers_logging.disable_progress_bar()
 def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
     """The tokenizer of a model folder or hub name; raises UserError if it has none that loads."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # transformers raises anything for files that it did not write
+        _refuse_custom_code(error, name, setting)
         raise UserError(f"{setting} {name}: its tokenizer does not load: {first_line(error)}") from error
     # For a folder without tokenizer files transformers makes a tokenizer that has special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
@@ -37,15 +40,25 @@ def load_config(name: str, setting: str = "policy.model") -> Any:
     """The unchanged configuration of a model folder or hub name; raises UserError if it has none or transformers
     does not know the architecture. `setting` begins error messages, here and in the other functions."""
     try:
-        return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # transformers raises anything for files that it did not write
+        _refuse_custom_code(error, name, setting)
         raise UserError(f"{setting} {name} does not load: {first_line(error)}") from error
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type when the message is empty."""
+    """The first line of an error's message, with the next where it ends in a colon; its type when it is empty."""
     text = repr(error) if isinstance(error, KeyError) else str(error).strip()
-    return (text.splitlines() or [type(error).__name__])[0]
+    lines = text.splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])[:500]
+
+
+def _refuse_custom_code(error: Exception, name: str, setting: str) -> None:
+    if "trust_remote_code" in str(error) or "custom code" in str(error):
+        raise UserError(
+            f"{setting} {name} comes with code of its own (auto_map in its configuration), which is not run: take a"
+            " model that transformers has the code of"
+        ) from error
 
 
 def check_lengths(config: Any, longest: int) -> None:
@@ -65,6 +78,17 @@ def check_token_ids(rollout: RolloutConfig, config: Any) -> None:
         for token in ids:
             if token >= size:
                 raise UserError(f"rollout.{setting} {token} is no token of policy.model: its ids end at {size - 1}")
+
+
+def check_prompt_ids(longest: Sequence[list[int]], config: Any) -> None:
+    """Raise `UserError` if a prompt has a token id that is not below the model's `vocab_size`."""
+    size = config.get_text_config().vocab_size
+    highest = max(map(max, longest))
+    if highest >= size:
+        raise UserError(
+            f"policy.model {config.name_or_path}: its tokenizer gives the token id {highest}, and vocab_size is {size}:"
+            " take the tokenizer that belongs to the model"
+        )
 
 
 def plain_attention(config: Any, attn_implementation: str) -> str:
@@ -120,7 +144,13 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> 
     without_dropout(config)
     dtype = getattr(torch, policy.dtype)
     model = load_weights(
-        AutoModelForCausalLM, policy.model, config, "policy.model", dtype=dtype, attn_implementation=attention
+        AutoModelForCausalLM,
+        policy.model,
+        config,
+        "policy.model",
+        dtype=dtype,
+        attn_implementation=attention,
+        use_safetensors=None if policy.pickled_weights else True,
     )
     if policy.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -133,9 +163,15 @@ def load_weights(auto: Any, name: str, config: Any, setting: str, **options: Any
     try:
         # Mismatched weights are reported below, by name.
         model, loaded = auto.from_pretrained(
-            name, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
+            name,
+            config=config,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            trust_remote_code=False,
+            weights_only=True,
+            **options,
         )
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError, UnpicklingError) as error:
         raise UserError(f"{setting} {name} does not load: {first_line(error)}") from error
     # transformers would start missing weights at random and only warn.
     for what, names in (("lacks", loaded["missing_keys"]), ("has the wrong shape for", loaded["mismatched_keys"])):
@@ -145,18 +181,45 @@ def load_weights(auto: Any, name: str, config: Any, setting: str, **options: Any
                 f"{setting} {name} {what} {len(names)} of the weights that its config.json asks for, {first} among"
                 f" them: take a complete {type(model).__name__}"
             )
+    _refuse_broken_weights(model, f"{setting} {name}")
     return model
 
 
-def stop_ids(name: str, tokenizer: Any, more: list[int]) -> tuple[int, ...]:
-    """All tokens that end a completion: the tokenizer's EOS, those in the model's generation config, and `more`."""
+@torch.no_grad()
+def _refuse_broken_weights(model: Any, start: str) -> None:
+    """Raise `UserError`, on all ranks, where weights are not finite. Under ZeRO-3 every rank looks at its shards."""
+    broken = [
+        name
+        for name, parameter in model.named_parameters()
+        if not bool(torch.isfinite(getattr(parameter, "ds_tensor", parameter)).all())
+    ]
+    device = next(model.parameters()).device
+    count = int(all_reduce(torch.tensor(float(len(broken)), device=device), "max"))
+    if count:
+        first = f", {broken[0]} among them" if broken else ""
+        raise UserError(f"{start}: {count} of its weights hold NaN or infinity{first}: take one that was not broken")
+
+
+def stop_ids(name: str, tokenizer: Any, more: list[int], config: Any) -> tuple[int, ...]:
+    """All tokens that end a completion: the tokenizer's EOS, those in the model's generation config, and `more`. Raises
+    UserError where one is no token of the model."""
     ids = {*more, tokenizer.eos_token_id}
     generation = Path(name) / "generation_config.json"
     if generation.is_file() or not Path(name).exists():
         try:
             declared = GenerationConfig.from_pretrained(name).eos_token_id
             ids.update(declared if isinstance(declared, list) else [declared])
-        except OSError:
+        except (OSError, ValueError, TypeError) as error:
             # Models on the hub may have no generation config.
-            pass
-    return tuple(sorted(token for token in ids if token is not None))
+            if generation.is_file():
+                raise UserError(f"policy.model {name}: generation_config.json: {first_line(error)}") from error
+    ids.discard(None)
+    vocab_size = config.get_text_config().vocab_size
+    own = config.get_text_config().eos_token_id
+    for token in [*ids, *(own if isinstance(own, list) else [] if own is None else [own])]:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise UserError(
+                f"policy.model {name}: its end-of-sequence token {token!r} (eos_token_id) is no id below vocab_size"
+                f" {vocab_size}: no completion would end: correct its generation_config.json, config.json or tokenizer"
+            )
+    return tuple(sorted(ids))

@@ -9,8 +9,9 @@ This module knows the attributes of DeepSpeed's optimizers and parameters. When 
 
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -122,14 +123,19 @@ def _optimizer_flats(module: nn.Module, optimizer: Any, stage: int) -> list[_Fla
     if stage == 0:
         return [_Flat(p, [_Piece(name, 0, p.numel(), 0)]) for p, name in names.items()]
     if stage == 3:
-        flats, groups = optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups
-    elif hasattr(optimizer, "bf16_groups"):
+        groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
+        return [_Flat(flat, list(_sharded_pieces(group, names))) for flat, group in groups]
+    if hasattr(optimizer, "bf16_groups"):
         # In bfloat16, stage 1 has an optimizer of its own.
-        flats, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
+        flats, rows = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
+        starts = [[0, *accumulate(p.numel() for p in row)][:-1] for row in rows]
     else:
-        flats, groups = optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups
-    pieces = _sharded_pieces if stage == 3 else _mapped_pieces
-    return [_Flat(flat, list(pieces(group, names))) for flat, group in zip(flats, groups, strict=True)]
+        flats, rows = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
+        starts = optimizer.round_robin_bit16_offsets
+    return [
+        _Flat(flat, list(_row_pieces(row, places, flat.numel(), names)))
+        for flat, row, places in zip(flats, rows, starts, strict=True)
+    ]
 
 
 def _module_flats(module: Any) -> list[_Flat]:
@@ -152,13 +158,13 @@ def _sharded_pieces(group: Iterable[Any], names: Mapping[Any, str]) -> Iterator[
         at += size
 
 
-def _mapped_pieces(group: Iterable[Any], names: Mapping[Any, str]) -> Iterator[_Piece]:
-    """One row of all weights, of which every rank holds an equal part."""
-    for parameter in group:
-        # None where nothing of the weight is on this rank.
-        if (mapping := parameter._hp_mapping) is not None:
-            weight, flat = mapping.lp_fragment_address, mapping.hp_fragment_address
-            yield _Piece(names[parameter], weight.start, weight.numel, flat.start)
+def _row_pieces(row: Sequence[Any], starts: Sequence[int], size: int, names: Mapping[Any, str]) -> Iterator[_Piece]:
+    """Weights in a row, each with its start there, of which every rank holds `size` elements."""
+    first = rank() * size
+    for parameter, start in zip(row, starts, strict=True):
+        begin, end = max(start, first), min(start + parameter.numel(), first + size)
+        if begin < end:
+            yield _Piece(names[parameter], begin - start, end - begin, begin - first)
 
 
 def _path(folder: Path, name: str, number: int, count: int) -> Path:

@@ -41,8 +41,7 @@ def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None 
     scoring = scoring or ScoringConfig()
     entries = {f"rewards[{index}]": _by_name(config) for index, config in enumerate(configs)}
     isolated = [entry for entry, config in entries.items() if _isolated(config, entry)]
-    memory_bytes = int(scoring.memory_gb * 2**30)
-    pool = Pool([(entry, entries[entry]) for entry in isolated], scoring.workers or _workers(), memory_bytes)
+    pool = Pool([(entry, entries[entry]) for entry in isolated], scoring.workers or _workers(), scoring)
     rewards = []
     for entry, config in entries.items():
         caller: Caller

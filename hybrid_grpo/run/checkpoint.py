@@ -52,6 +52,8 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
         self._settings = settings or {}
+        self._verified_run = ""
+        """Identity of the run by its own checkpoints, should the file be gone."""
 
     def tags(self) -> list[str]:
         """Names of all checkpoints, whole or not, the newest first."""
@@ -71,10 +73,10 @@ class Checkpoints:
     def verify(self, folder: Path) -> Checkpoint:
         """The checkpoint in `folder`; raises Damaged on all ranks where it is not whole. Nothing in it is loaded.
         Collective; every rank reads the files that it wrote."""
-        manifest, verdict = None, None
+        manifest, verdict, is_own = None, None, folder.parent == self.folder
         try:
             manifest = Manifest.read(folder)
-            if folder.parent == self.folder and manifest.run != (self._run() or manifest.run):
+            if is_own and manifest.run != (self._run() or manifest.run):
                 raise Damaged("it belongs to another run")
             for path in manifest.check(folder, rank(), world_size()):
                 _refuse_code(path)
@@ -84,6 +86,8 @@ class Checkpoints:
             if said is not None:
                 raise Damaged(said)
         assert manifest is not None
+        if is_own:
+            self._verified_run = manifest.run
         return Checkpoint(folder, manifest)
 
     def save(self, engine: Engine, step: int, state: dict[str, Any], shards: Shards | None = None) -> None:
@@ -101,7 +105,7 @@ class Checkpoints:
             self._clear_drafts()
             draft.mkdir(parents=True)
             if not self._run():
-                replace_text(self.folder / "run_id", secrets.token_hex(8))
+                replace_text(self.folder / "run_id", self._verified_run or secrets.token_hex(8))
             return self._run()
 
         def write() -> None:
@@ -166,9 +170,10 @@ class Checkpoints:
         barrier()
 
     def _run(self) -> str:
-        """Identity of the run; empty before its first checkpoint."""
+        """Identity of the run; empty where there is none yet, or its file is damaged."""
         path = self.folder / "run_id"
-        return path.read_text(errors="replace").strip() if path.is_file() else ""
+        text = path.read_text(errors="replace") if path.is_file() else ""
+        return text if re.fullmatch("[0-9a-f]{16}", text) else ""
 
     def _remove(self, tag: str) -> None:
         """Take a checkpoint away at once: a folder that a crash leaves half removed must not look like one."""

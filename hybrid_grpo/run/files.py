@@ -40,11 +40,23 @@ def sync_tree(folder: Path) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; none where there is no file. An incomplete last line is left out."""
+    """The objects of a JSON-lines file; none where there is no file. An incomplete last line is left out.
+
+    Raises UserError, which names the file and the line, where a line is no JSON object.
+    """
     if not path.exists():
         return []
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line, parse_constant=lambda _: None) for line in file if line.endswith("\n")]
+    rows = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line, parse_constant=lambda _: None) if line.endswith(b"\n") else {}
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{path} line {number} is not JSON ({error}): the file is damaged") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{path} line {number} is no JSON object: the file is damaged")
+            rows += [row] if line.endswith(b"\n") else []
+    return rows
 
 
 def rollout_files(folder: Path) -> dict[int, Path]:

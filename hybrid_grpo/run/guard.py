@@ -70,8 +70,9 @@ def guarded(work: Callable[[], int]) -> NoReturn:
         _be_guarded(board, stops, stacks, guard)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         status = _outcome(work, board)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
         # Without the interpreter's shutdown: threads of the process groups that DeepSpeed keeps abort it now and then
         # ("terminate called without an active exception"), which would turn a finished run into a failed one.
         os._exit(status)

@@ -12,7 +12,15 @@ from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import evaluation_source
 from hybrid_grpo.grpo.loss import Objective, load_objective
 from hybrid_grpo.model.architectures import check_architecture
-from hybrid_grpo.model.loading import check_lengths, check_token_ids, load_config, load_tokenizer, stop_ids
+from hybrid_grpo.model.files import check_files
+from hybrid_grpo.model.loading import (
+    check_lengths,
+    check_prompt_ids,
+    check_token_ids,
+    load_config,
+    load_tokenizer,
+    stop_ids,
+)
 from hybrid_grpo.model.lora import check_lora
 from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.scoring import Rewards
@@ -50,6 +58,7 @@ class RunInputs:
         model_config = load_config(config.policy.model)
         check_architecture(model_config, config.rollout.decoder)
         check_lora(config.lora, model_config)
+        check_files(config.policy.model, model_config, pickled=config.policy.pickled_weights)
         tokenizer = load_tokenizer(config.policy.model)
         rewards = Rewards(loaded, config.scoring, tokenizer)
         prompts, report = read_prompts(config.data, tokenizer)
@@ -67,8 +76,9 @@ class RunInputs:
         rewards.check_columns(prompts[0].columns)
         longest = max(len(prompt.token_ids) for prompt in prompts + eval_prompts)
         check_lengths(model_config, longest + config.rollout.max_completion_tokens)
+        check_prompt_ids([prompt.token_ids for prompt in prompts + eval_prompts], model_config)
         check_token_ids(config.rollout, model_config)
-        ends = stop_ids(config.policy.model, tokenizer, config.rollout.stop_ids)
+        ends = stop_ids(config.policy.model, tokenizer, config.rollout.stop_ids, model_config)
         outcome = config.eval.outcome or reward_name(config.rewards[0])
         facts["sampling"] = sampling_line(config.rollout, ends, tokenizer)
         facts["rewards"] = ", ".join(f"{reward.weight:g} {reward_name(reward)}" for reward in config.rewards)

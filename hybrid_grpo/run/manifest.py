@@ -52,7 +52,7 @@ class Manifest:
                 raise Damaged(f"{NAME} is damaged: its checksum is another")
             manifest = cls(**content)
         except FileNotFoundError:
-            raise Damaged(f"{NAME} is missing: the checkpoint was not finished") from None
+            raise Damaged(f"{NAME} is missing: the checkpoint was not finished, or is of an older version") from None
         except OSError as error:
             raise Damaged(f"{NAME} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -3,7 +3,6 @@
 Nothing is changed here. A run that has numbers is never begun over: what cannot be gone on with is refused in one line.
 """
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +16,10 @@ from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints
 from hybrid_grpo.run.manifest import Damaged
 
 FREE = (
-    *("run.name", "run.dir", "run.steps", "run.resume", "run.allow_changes", "run.stop*", "run.grace*", "run.stall*"),
-    *("log.*", "checkpoint.*", "guard.*", "scoring.*", "eval.every", "eval.name", "engine.*"),
+    *("run.name", "run.dir", "run.steps", "run.resume", "run.allow_changes"),
+    *("run.stop_after", "run.grace_s", "run.stall_minutes", "guard.*", "log.*", "checkpoint.*", "scoring.*"),
+    *("eval.every", "eval.name", "data.eval_path", "data.eval_split", "data.eval_limit"),
+    *("engine.zero_stage", "engine.offload_optimizer", "engine.adam", "engine.timeout_minutes", "engine.deepspeed.*"),
     *("policy.attn_implementation", "policy.shared_prefix", "policy.gradient_checkpointing"),
     *("policy.micro_batch_tokens", "policy.pickled_weights"),
     *("rollout.max_slots", "rollout.prefill_tokens", "rollout.cache_gb", "rollout.keep_cache"),
@@ -114,9 +115,13 @@ def settings_of(config: TrainConfig | SftConfig) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for section, values in to_dict(config).items():
         if section == "rewards":
-            settings[section] = [_reward_facts(reward) for reward in values]
+            settings[section] = [
+                {name: value for name, value in reward.items() if name not in _FREE_OF_REWARD} for reward in values
+            ]
         else:
             settings |= {f"{section}.{name}": value for name, value in values.items()}
+    sections = settings.pop("engine.deepspeed")
+    settings |= {f"engine.deepspeed.{name}": value for name, value in sections.items()}
     # As JSON gives them back.
     return dict(json.loads(json.dumps(settings, default=str)))
 
@@ -126,9 +131,9 @@ def changes(saved: dict[str, Any], config: TrainConfig | SftConfig) -> dict[str,
     its default."""
     before, now = {**settings_of(type(config)()), **saved}, settings_of(config)
     return {
-        name: f"{name} {_short(before[name])} -> {_short(value)}"
-        for name, value in now.items()
-        if before[name] != value and name not in ("run.resume", "run.allow_changes", "run.dir", "run.name")
+        name: f"{name} {_short(before.get(name))} -> {_short(now.get(name))}"
+        for name in {**now, **before}
+        if before.get(name) != now.get(name) and name not in ("run.resume", "run.allow_changes", "run.dir", "run.name")
     }
 
 
@@ -160,14 +165,9 @@ def _is_free(setting: str, config: TrainConfig | SftConfig) -> bool:
     if setting == "run.steps" and config.policy.lr_schedule != "constant":
         # The schedule ends with the last step.
         return False
+    if setting == "engine.deepspeed.optimizer":
+        return False
     return any(fnmatch(setting, pattern) for pattern in FREE)
-
-
-def _reward_facts(reward: dict[str, Any]) -> dict[str, Any]:
-    """What decides on learning of a reward function. Its arguments may be secret: only their digest is kept."""
-    facts = {name: value for name, value in reward.items() if name not in _FREE_OF_REWARD}
-    digest = hashlib.sha256(json.dumps(facts.pop("kwargs"), sort_keys=True, default=str).encode()).hexdigest()
-    return {**facts, "kwargs": digest[:16]}
 
 
 def _short(value: Any) -> str:

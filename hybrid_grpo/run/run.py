@@ -4,11 +4,11 @@ import copy
 import json
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from hybrid_grpo.config import SftConfig, TrainConfig, to_dict
@@ -20,6 +20,7 @@ from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints, Shards
+from hybrid_grpo.run.divergence import Guard
 from hybrid_grpo.run.exporting import export, exported_step
 from hybrid_grpo.run.files import read_jsonl, replace_text, sync
 from hybrid_grpo.run.lock import FolderLock
@@ -28,6 +29,7 @@ from hybrid_grpo.run.origin import origin
 from hybrid_grpo.run.report import write_report
 from hybrid_grpo.run.resuming import find_start, settings_of
 from hybrid_grpo.run.sinks import Log
+from hybrid_grpo.run.space import check_space
 from hybrid_grpo.run.stopping import Progress
 from hybrid_grpo.run.writing import WriteFailed, one_line, write_together
 
@@ -85,6 +87,7 @@ class Run:
         run = parsed.config.run
         self.folder = Path(run.dir) / run.name
         self._alarms = Alarms(parsed.config.log)
+        self._guard = Guard(parsed.config.guard, run.steps)
         self._lock = self._take()
         settings = settings_of(parsed.config)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", parsed.config.checkpoint.keep, settings)
@@ -129,7 +132,7 @@ class Run:
         if rank() == 0:
             try:
                 with one_line(self.folder):
-                    self.folder.mkdir(parents=True, exist_ok=True)
+                    self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 lock = FolderLock(self.folder)
             except UserError as error:
                 refused = str(error)
@@ -146,9 +149,10 @@ class Run:
                 shutil.rmtree(self.folder)
 
     def say(self, message: str) -> None:
-        """Print on rank 0."""
+        """Print on rank 0. A run goes on where nobody reads it any more."""
         if rank() == 0:
-            Console(highlight=False, soft_wrap=True).print(message, markup=False)
+            with suppress(OSError):
+                print(message, flush=True)
 
     def train(self, stage: Stage) -> None:
         """Take a stage from the start or the newest checkpoint to the last step; then export the model and the report.
@@ -173,6 +177,7 @@ class Run:
                 replace_text(self.folder / "deepspeed.json", json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
         if stage.policy.adapters is not None:
             self.say(f"lora: {stage.policy.adapters}")
+        check_space(self.folder, self.config.checkpoint, stage.policy, stage.shards)
         done = self.restore(stage)
         settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
         stage.policy.journal = self.journal
@@ -213,10 +218,12 @@ class Run:
                     stage.evaluate(k)
                 # Numbers before the checkpoint: a checkpoint without them would resume behind a gap, while lines
                 # without a checkpoint are cut again.
-                log.write(k, self.watched(k, stage.meter.reduce()))
+                log.write(k, values := self.watched(k, stage.meter.reduce()))
+                for message in self._guard.judge(k, values):
+                    self.say(f"GUARD: {message}")
                 # After the last step the model is exported, which would be wanted of a resumed run too.
                 stops = k < self.config.run.steps and stage.progress.stops()
-                if saves or stops:
+                if (saves or stops) and not self._guard.doubts:
                     stage.progress.enter("saving")
                     with stage.meter.time("time/checkpoint_s"):
                         self._save(stage, k, _states(stage))

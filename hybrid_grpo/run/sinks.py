@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -194,7 +195,8 @@ class ConsoleSink:
             self._live.update(Group(self._progress, Text(numbers, overflow="ellipsis", no_wrap=True)))
         elif step % max(1, self._steps // 200) == 0 or evaluated or step == self._steps:
             line = f"step {step:{len(str(self._steps))}d}/{self._steps}  {numbers}{self._remaining(step)}"
-            print(line, file=self._stream, flush=True)
+            with suppress(OSError):  # nobody reads it any more
+                print(line, file=self._stream, flush=True)
 
     def _remaining(self, step: int) -> str:
         if not self._first < step < self._steps:

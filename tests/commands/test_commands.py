@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import pytest
 import torch
 import yaml
 from forks import Done
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workshop import Workshop
 
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.process
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     workshop = Workshop(tmp_path_factory.mktemp("workshop"))
-    make_broken_inputs(workshop)
+    workshop.write("noprompt.jsonl", '{"question": "a=", "answer": "a"}\n')
     yield workshop
     workshop.close()
 
@@ -48,71 +47,13 @@ def _reward(function: str) -> list[str]:
 
 
 MISTAKES = {
-    "no such command": Mistake(["trian"], ["there is no command trian", "train, sft, eval, plan, report"]),
-    "report without a folder": Mistake(["report"], ["usage: hybrid-grpo report RUN_FOLDER"]),
-    "report of no run": Mistake(["report", "model"], ["model is not the folder of a run"]),
-    "no data file": Mistake(_train("--data.path=no.jsonl"), ["data.path no.jsonl", "no such file"]),
-    "an empty file": Mistake(_train("--data.path=empty.jsonl"), ["data.path empty.jsonl", "empty"]),
-    "no rows": Mistake(_train("--data.path=blank.jsonl"), ["data.path blank.jsonl", "no rows"]),
-    "no prompt column": Mistake(_train("--data.path=noprompt.jsonl"), ["data.prompt_column prompt", "question"]),
-    "no completion column": Mistake(
-        ["sft", "--config", "sft.yaml", "--data.path=train.jsonl"],
-        ["data.completion_column completion", "has no such column"],
-    ),
-    "over-long prompts": Mistake(_train("--data.max_prompt_tokens=2"), ["data.max_prompt_tokens 2: all 12 prompts"]),
-    "more prompts than rows": Mistake(
-        _train("--rollout.prompts_per_step=16"), ["rollout.prompts_per_step 16", "12 prompts", "12 or lower"]
-    ),
-    "no positions": Mistake(
-        _train("--rollout.max_completion_tokens=64"), ["70 tokens", "64 positions", "max_completion_tokens by 6"]
-    ),
-    "no such token": Mistake(_train("--rollout.stop_ids=[999]"), ["rollout.stop_ids 999", "end at 28"]),
     "a group of one": Mistake(_train("--rollout.num_generations=1"), ["rollout.num_generations 1", "2 or more"]),
-    "a batch in thirds": Mistake(
-        _train("--grpo.num_minibatches=3"), ["rollout.prompts_per_step 4", "grpo.num_minibatches", "nearest value is 3"]
-    ),
-    "a typo": Mistake(_train("--config=typo.yaml"), ["there is no setting polcy.lr: did you mean policy.lr?"]),
-    "no recipe": Mistake(["train", "--config", "no.yaml"], ["--config no.yaml: there is no such file"]),
-    "a folder as recipe": Mistake(["train", "--config", "model"], ["--config model is a folder"]),
-    "nothing to evaluate on": Mistake(
-        ["eval", "--config", "noeval.yaml"], ["data.eval_path and data.eval_split are not set"]
-    ),
-    "no such module": Mistake(_train(*_reward("no.module:f")), ["rewards[0].function no.module:f", "no module no"]),
-    "no such function": Mistake(
-        _train(*_reward("my_rewards.py:rais")), ["rewards[0].function", "did you mean raises?"]
-    ),
+    "no prompt column": Mistake(_train("--data.path=noprompt.jsonl"), ["data.prompt_column prompt", "question"]),
     "a reward that does not import": Mistake(
         _train(*_reward("broken_rewards.py:reward")), ["broken_rewards.py:1", "a_module_that_is_not_there"]
     ),
-    "not a model": Mistake(_train("--policy.model=nomodel"), ["policy.model nomodel", "no config.json"]),
-    "garbage for a model": Mistake(_train("--policy.model=garbage"), ["policy.model garbage", "not a valid JSON"]),
-    "no weights": Mistake(_train("--policy.model=noweights"), ["policy.model noweights", "model.safetensors"]),
-    "a cut file of weights": Mistake(_train("--policy.model=cut"), ["policy.model cut does not load"]),
-    "a weight too few": Mistake(_train("--policy.model=lacking"), ["policy.model lacking lacks 1", "q_proj"]),
-    "no tokenizer": Mistake(_train("--policy.model=notokenizer"), ["policy.model notokenizer has no tokenizer"]),
 }
-
-
-def make_broken_inputs(workshop: Workshop) -> None:
-    folder = workshop.folder
-    workshop.write("empty.jsonl", "")
-    workshop.write("blank.jsonl", "\n\n")
-    workshop.write("noprompt.jsonl", '{"question": "a=", "answer": "a"}\n')
-    workshop.write("typo.yaml", "polcy: {lr: 1}\n")
-    noeval = yaml.safe_load((folder / "train.yaml").read_text())
-    del noeval["data"]["eval_path"]
-    workshop.write("noeval.yaml", yaml.safe_dump(noeval))
-    (folder / "nomodel").mkdir()
-    workshop.write("garbage/config.json", "{{{")
-    for name in ("noweights", "cut", "lacking", "notokenizer"):
-        shutil.copytree(folder / "model", folder / name)
-    (folder / "noweights" / "model.safetensors").unlink()
-    (folder / "cut" / "model.safetensors").write_bytes((folder / "model" / "model.safetensors").read_bytes()[:999])
-    weights = load_file(folder / "lacking" / "model.safetensors")
-    del weights["model.layers.1.self_attn.q_proj.weight"]
-    save_file(weights, folder / "lacking" / "model.safetensors", metadata={"format": "pt"})
-    for file in (folder / "notokenizer").glob("tokenizer*"):
-        file.unlink()
+"""One of each stage; tests/config/test_bad_inputs.py has the others."""
 
 
 @pytest.fixture(scope="session")

@@ -41,8 +41,7 @@ import sys
 from hybrid_grpo import engine
 from hybrid_grpo.config import DataConfig, EngineConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.prompts import read_prompts
-from hybrid_grpo.model.loading import stop_ids
-from hybrid_grpo.model.loading import load_tokenizer
+from hybrid_grpo.model.loading import load_config, load_tokenizer, stop_ids
 from hybrid_grpo.policy import Policy
 
 engine.start()
@@ -50,7 +49,7 @@ tokenizer = load_tokenizer("model")
 policy = Policy(PolicyConfig("model", "float32"), EngineConfig(0, adam="torch"), tokenizer, total_steps=1)
 prompts, _ = read_prompts(DataConfig("words.jsonl"), tokenizer)
 config = RolloutConfig(num_generations=3, max_completion_tokens=8, temperature=0.8)
-rollout, _ = policy.rollout(prompts, config, stop_ids("model", tokenizer, []), seed=5, step=0)
+rollout, _ = policy.rollout(prompts, config, stop_ids("model", tokenizer, [], load_config("model")), seed=5, step=0)
 json.dump([[c.text, c.finish, sum(c.logp)] for c in rollout.completions], open("rollout.json", "w"))
 """
 

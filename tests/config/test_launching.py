@@ -44,7 +44,7 @@ def started_by(monkeypatch):
     ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4"}, ("3", "4", "1", "127.0.0.1", "29500")),
     (MPIRUN, ("1", "2", "1", "127.0.0.1", "29500")),
     ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "n1"}, ("1", "2", "1", "n1", "29500")),
-    (dict.fromkeys(NAMES, "9") | MPIRUN, ("9",) * 5),  # torchrun under mpirun
+    (dict.fromkeys(NAMES, "9") | {"WORLD_SIZE": "12"} | MPIRUN, ("9", "12", "9", "9", "9")),  # torchrun under mpirun
 ])  # fmt: skip
 def test_the_words_of_a_starter(started_by, variables, expected):
     started_by(variables)

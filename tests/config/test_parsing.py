@@ -148,7 +148,8 @@ def test_options_are_spelled_out(user: User, arguments: list[str], hint: str) ->
      "rollout.repetition_penalty=0", "rollout.repetition_penalty=-1", "rollout.cache_gb=0", "rollout.cache_gb=-2.5",
      "rollout.stop_ids=[-1]", "rollout.prompts_per_step=0", "rollout.num_generations=1", "rollout.num_generations=0",
      "grpo.epsilon_low=1", "grpo.epsilon_low=0", "grpo.epsilon_high=0", "grpo.beta=-1", "grpo.num_iterations=0",
-     "grpo.num_minibatches=0", "eval.every=-1", "checkpoint.every=-1", "checkpoint.keep=0", "log.parity_alarm=0",
+     "grpo.num_minibatches=0", "eval.every=-1", "checkpoint.every=-1",
+     "checkpoint.every_minutes=-1", "checkpoint.keep=0", "log.parity_alarm=0",
      "scoring.workers=-1", "scoring.memory_gb=0", "scoring.max_failed_frac=-0.1", "scoring.max_wait_s=0"],
 )  # fmt: skip
 def test_numbers_out_of_range_name_their_setting(user: User, outside: str) -> None:

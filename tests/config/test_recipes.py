@@ -75,7 +75,8 @@ def test_run_names_that_yaml_would_read_otherwise(user: User, name: str) -> None
 
 
 def test_an_entry_of_a_mapping_goes_over_a_recipe_s(user: User) -> None:
-    recipe = "engine: {deepspeed: {a: {x: 1, y: 2}, b: 3}}"
-    assert user.train("--engine.deepspeed.a.x=4", yaml=recipe).engine.deepspeed == {"a": {"x": 4, "y": 2}, "b": 3}
-    assert user.train("--engine.deepspeed={c: 1}", yaml=recipe).engine.deepspeed == {"c": 1}
-    assert user.train("--engine", "{zero_stage: 2}", yaml=recipe).engine.deepspeed["b"] == 3
+    recipe = "engine: {deepspeed: {aio: {x: 1, y: 2}, timers: 3}}"
+    changed = user.train("--engine.deepspeed.aio.x=4", yaml=recipe).engine.deepspeed
+    assert changed == {"aio": {"x": 4, "y": 2}, "timers": 3}
+    assert user.train("--engine.deepspeed={pipeline: 1}", yaml=recipe).engine.deepspeed == {"pipeline": 1}
+    assert user.train("--engine", "{zero_stage: 2}", yaml=recipe).engine.deepspeed["timers"] == 3

@@ -211,6 +211,22 @@ def test_the_newest_are_kept(tmp_path):
     assert checkpoints.tags() == ["step_000012"]
 
 
+@pytest.mark.parametrize("content", [None, b"", b"\xff\x00", b"run"])
+def test_a_run_whose_identity_is_lost_keeps_that_of_its_checkpoints(tmp_path, content):
+    first, engine = Checkpoints(tmp_path / "checkpoints", keep=3), Engine()
+    first.save(engine, 1, {})
+    if content is None:
+        delete(first.folder / "run_id")
+    else:
+        rewrite(first.folder / "run_id", content)
+    resumed = Checkpoints(first.folder, keep=3)
+    assert found(resumed) == (1, [])
+    resumed.save(engine, 2, {})
+    assert found(resumed) == (2, [])
+    shutil.rmtree(first.folder / "step_000002")
+    assert found(resumed) == (1, [])
+
+
 def test_a_kill_in_a_save_leaves_the_last_whole_one_and_its_rest_is_cleared(tmp_path):
     checkpoints, engine = Checkpoints(tmp_path / "checkpoints", keep=2), Engine()
     checkpoints.save(engine, 1, {})

@@ -6,11 +6,13 @@ not interrupted.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import make_task, ranks
+from workshop import Workshop
 
 Runs = dict[str, list[dict[str, Any]]]
 
@@ -61,7 +63,7 @@ def test_losses_and_weights_go_on_as_if_the_layout_were_the_same(runs: Runs, res
         assert of_rank["weights"].keys() == uninterrupted["weights"].keys()
         for name, numbers in of_rank["weights"].items():
             # A step moves a weight by about 1e-3, and follows the moments of the steps before.
-            assert numbers == pytest.approx(uninterrupted["weights"][name], abs=5e-6), name
+            assert numbers == pytest.approx(uninterrupted["weights"][name], abs=2e-6), name
 
 
 def test_on_the_same_layout_the_steps_are_the_same_to_the_bit(runs: Runs) -> None:
@@ -83,3 +85,30 @@ def test_bfloat16_weights_are_those_that_were_saved(runs: Runs) -> None:
 def test_a_rank_has_its_own_state_again_where_there_are_as_many(runs: Runs) -> None:
     assert [of_rank["state of rank"] for of_rank in runs["the same"]] == [0, 1]
     assert [of_rank["state of rank"] for of_rank in runs["two to three"]] == [0, 0, 0]
+
+
+@pytest.mark.process
+def test_a_run_of_two_ranks_is_resumed_by_one_with_the_same_command(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    command = ["train", "--config=train.yaml", "--engine.zero_stage=2"]
+    for arguments, world in (
+        (["--run.name=whole"], 1),
+        (["--run.name=parts", "--run.steps=2", "--checkpoint.every=2"], 2),
+        (["--run.name=parts", "--run.resume=auto"], 1),
+    ):
+        done = shop.run(*command, *arguments, ranks=world)
+        assert done.status == 0, done.out + done.err
+    shop.close()
+    whole, parts = (
+        [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", "parts")
+    )
+    # The first of the two runs was evaluated after its last step, which is in the middle of the other.
+    assert [line["step"] for line in parts] == [line["step"] for line in whole] == [0, 1, 2, 3, 4]
+    for ours, theirs in zip(parts[1:], whole[1:], strict=True):
+        for name in ("policy/loss", "policy/grad_norm", "reward/mean", "completion/length_mean", "data/epoch"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), (ours["step"], name)
+
+    refused = shop.run(*command, "--run.name=parts", "--run.resume=auto", ranks=3)
+    assert refused.status == 2
+    assert "rollout.prompts_per_step 4 does not divide by ranks" in refused.err

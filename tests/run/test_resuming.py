@@ -1,5 +1,6 @@
 """Where a run goes on from, what it refuses to go on from, and that it goes on as if it had never been interrupted."""
 
+import fnmatch
 import json
 import shutil
 from pathlib import Path
@@ -9,10 +10,11 @@ import pytest
 from paths import SUPPORT
 
 from hybrid_grpo.config import TrainConfig
-from hybrid_grpo.config.building import build
+from hybrid_grpo.config.building import build, setting_names
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.run.checkpoint import Checkpoints
 from hybrid_grpo.run.manifest import Manifest
+from hybrid_grpo.run.resuming import FREE as FREE_SETTINGS
 from hybrid_grpo.run.resuming import find_start, settings_of
 
 SETTINGS = {"policy": {"model": "model"}, "run": {"name": "run", "steps": 8}, "rewards": [{"function": "exact_match"}]}
@@ -147,6 +149,7 @@ FREE = {
     "eval.name": "other",
     "scoring.workers": 3,
     "engine.offload_optimizer": True,
+    "engine.deepspeed": {"comms_logger": {"enabled": True}},
     "policy.micro_batch_tokens": 99,
     "policy.gradient_checkpointing": True,
     "rollout.max_slots": 7,
@@ -164,6 +167,7 @@ BOUND = {
     "rollout.temperature": 0.5,
     "data.path": "other.jsonl",
     "run.seed": 1,
+    "engine.deepspeed": {"optimizer": {"params": {"eps": 1e-5}}},
     "curriculum.sampling": "difficulty",
     "eval.threshold": 0.5,
     "rewards": [{"function": "exact_match", "weight": 2.0}],
@@ -178,13 +182,15 @@ def test_settings_that_decide_on_learning_may_not_change_unasked(place):
         place.said.clear()
         assert place.start(**{name: value}).step == 2, name
         assert [line.partition(": ")[0] for line in place.said] == ["changed since the checkpoint"], name
-        assert f" {name} " in place.said[0]
+        assert f" {name}" in place.said[0]
     for name, value in BOUND.items():
         says = place.refusal(**{name: value})
-        assert f"have changed since the checkpoint of step 2: {name} " in says and "--run.allow_changes true" in says
+        assert f"have changed since the checkpoint of step 2: {name}" in says and "--run.allow_changes true" in says
         place.said.clear()
         assert place.start(**{name: value, "run.allow_changes": True}).step == 2, name
-        assert f" {name} " in place.said[0]
+        assert f" {name}" in place.said[0]
+    names = [*setting_names(TrainConfig), "engine.deepspeed.comms_logger"]
+    assert [pattern for pattern in FREE_SETTINGS if not fnmatch.filter(names, pattern)] == []
     assert "policy.lr 1e-06 -> 0.001" in place.refusal(**{"policy.lr": 1e-3})
 
 
@@ -199,14 +205,17 @@ def test_the_length_of_a_run_may_grow_where_its_learning_rate_does_not_follow_it
     assert "run.steps 8 -> 9" in place.refusal(**{"run.steps": 9, "policy.lr_schedule": "linear"})
 
 
-def test_arguments_of_rewards_are_compared_and_not_kept(place):
-    secret = [{"function": "exact_match", "kwargs": {"api_key": "a-secret"}}]
-    text = (place.checkpoint(2, rewards=secret) / "manifest.json").read_text()
+def test_arguments_of_rewards_are_compared_and_secrets_are_not_kept(place):
+    def rewards(key, scale):
+        return [{"function": "exact_match", "kwargs": {"api_key": key, "scale": scale}}]
+
+    text = (place.checkpoint(2, rewards=rewards("a-secret", 2)) / "manifest.json").read_text()
     place.numbers(range(3))
-    assert "a-secret" not in text and "api_key" not in text
-    assert place.start(rewards=secret).step == 2
-    other = [{"function": "exact_match", "kwargs": {"api_key": "b-secret"}}]
-    assert "b-secret" not in place.refusal(rewards=other)
+    assert "a-secret" not in text
+    # Another key gives the same rewards.
+    assert place.start(rewards=rewards("b-secret", 2)).step == 2 and place.said == []
+    says = place.refusal(rewards=rewards("a-secret", 3))
+    assert '"scale": 2' in says and '"scale": 3' in says and "a-secret" not in says
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------

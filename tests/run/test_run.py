@@ -9,6 +9,8 @@ from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.config.run import CheckpointConfig
 from hybrid_grpo.run import run as runs
+from hybrid_grpo.run.manifest import Manifest
+from hybrid_grpo.run.resuming import settings_of
 from hybrid_grpo.run.run import Run, Stage
 from hybrid_grpo.run.writing import WriteFailed
 
@@ -63,6 +65,30 @@ def saved(run, stage, clock, steps, minutes):
 def test_checkpoints_follow_the_clock_and_the_number_of_steps(tmp_path, clock, checkpoint, minutes, expected):
     run, stage = make(tmp_path, **checkpoint)
     assert saved(run, stage, clock, range(1, 10), minutes) == expected
+
+
+def test_a_checkpoint_by_its_path_branches_off_or_goes_back(tmp_path):
+    """In another folder the numbers so far come along; in its own what came after it is given up."""
+
+    def config(name, resume):
+        return TrainConfig(run=RunConfig(dir=str(tmp_path), steps=9, name=name, resume=resume))
+
+    folder = tmp_path / "run"
+    for step in (2, 4, 6):
+        (folder / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+        manifest = Manifest("0" * 16, step, 1, 0, settings_of(config("run", "auto")), {})
+        manifest.write(folder / "checkpoints" / f"step_{step:06d}")
+    lines = [f'{{"step": {step}}}\n' for step in range(7)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    path = str(folder / "checkpoints" / "step_000004")
+    fork = Run(Parsed(config("fork", path), ""), {})
+    assert (tmp_path / "fork" / "metrics.jsonl").read_text() == "".join(lines[:5])
+    # It saves itself first of all: its folder has no checkpoint.
+    assert (fork.start.step, fork._saved) == (4, None) and not fork.checkpoints.tags()
+    assert (folder / "metrics.jsonl").read_text() == "".join(lines)
+    back = Run(Parsed(config("run", path), ""), {})
+    assert (back.start.step, back._saved) == (4, 4) and back.checkpoints.tags() == ["step_000004", "step_000002"]
+    assert (folder / "metrics.jsonl").read_text() == "".join(lines[:5])
 
 
 def test_a_save_that_fails_is_said_or_stops_the_run(tmp_path, clock, capsys):

@@ -29,7 +29,15 @@ from hybrid_grpo.trainer import Trainer
 
 METRICS = ("policy/loss", "policy/grad_norm", "policy/entropy", "policy/kl", "policy/kl_coef", "reward/mean")
 LORA = LoraConfig(rank=2, alpha=4)
-IN_HOST_MEMORY = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
+AS_IF_LARGE = {
+    "zero_optimization": {
+        "offload_param": {"device": "cpu"},
+        **{"sub_group_size": 20_000, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0},
+    }
+}
+"""Several groups of weights, none of which stays gathered."""
+ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
+"""Weights in another order."""
 
 
 def build(
@@ -133,8 +141,8 @@ def two(folder: Path) -> dict[str, Any]:
         "two_bf16": save(folder, "two_bf16", stage=3, dtype="bfloat16"),
         "two_lora": save(folder, "two_lora", stage=3, lora=LORA),
         "the same": resume(folder, "two_3", stage=3),
-        "offloaded": resume(folder, "two_3", stage=3, offload=True, deepspeed=IN_HOST_MEMORY),
-        "stage 3 to 2": resume(folder, "two_3", stage=2),
+        "offloaded": resume(folder, "two_3", stage=3, offload=True, deepspeed=AS_IF_LARGE),
+        "stage 3 to 2": resume(folder, "two_3", stage=2, deepspeed=ROUND_ROBIN),
         "stage 3 to 1, offloaded": resume(folder, "two_3", stage=1, offload=True),
         "one to two": resume(folder, "one_3", stage=3),
         "stage 0 to 2": resume(folder, "one_0", stage=2),

@@ -4,12 +4,16 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
 from torch.utils.cpp_extension import get_default_build_root
+
+from hybrid_grpo.config.errors import UserError
 
 _COMPILE_SECONDS = 600
 """Longer than any kernel takes to compile; the slowest, CPUAdam, took 225 s on two busy cores."""
@@ -21,6 +25,8 @@ def compiling(kernel: str) -> Iterator[None]:
 
     torch compiles under a lock that is the existence of a file: a process that is killed leaves it behind, and torch
     would wait for it for ever. Who has this lock, and finds that the one before it did not get to the end, removes it.
+
+    A kernel that cannot be compiled is a mistake in the installation: raises UserError.
     """
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root()))
     root.mkdir(parents=True, exist_ok=True)
@@ -35,6 +41,15 @@ def compiling(kernel: str) -> Iterator[None]:
         owner.flush()
         try:
             yield
+        except RuntimeError as error:
+            if not re.search("Error building extension|ninja", str(error), re.IGNORECASE):
+                raise
+            compiler, why = os.environ.get("CXX", "c++"), str(error).splitlines()[0]
+            if shutil.which(compiler) is None:
+                why = f"there is no C++ compiler {compiler}"
+            raise UserError(
+                f"DeepSpeed's kernels cannot be compiled: {why}: install one (apt install g++) or name it in CXX"
+            ) from error
         finally:
             owner.truncate(0)
 

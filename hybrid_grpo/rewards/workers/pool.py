@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hybrid_grpo.config import RewardConfig
+from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.importing import describe
 from hybrid_grpo.rewards.functions import Failure, Function, Reply, RewardCall, failed
 from hybrid_grpo.rewards.workers.processes import ForkServer, Worker
@@ -53,11 +53,11 @@ class Pool:
     Args:
         entries: the isolated entries of `rewards`, each with its name in messages.
         workers: processes for functions that are not `async def`.
-        memory_bytes: limit of what a process may allocate.
+        scoring: limits of a process.
     """
 
-    def __init__(self, entries: list[tuple[str, RewardConfig]], workers: int, memory_bytes: int) -> None:
-        self._fork_server = ForkServer(entries, memory_bytes) if entries else None
+    def __init__(self, entries: list[tuple[str, RewardConfig]], workers: int, scoring: ScoringConfig) -> None:
+        self._fork_server = ForkServer(entries, scoring) if entries else None
         self.interfaces = self._fork_server.interfaces if self._fork_server else []
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_serve, args=(self._loop, self._fork_server), name="rewards", daemon=True)

@@ -15,12 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.config import RewardConfig
+from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.secrets import named_variables, public_environment
 from hybrid_grpo.rewards.functions import Interface, Reply, RewardCall
 from hybrid_grpo.rewards.workers.worker import decode_reply, framed, read_frame
-
-_IMPORT_SECONDS = 300.0
 
 
 class ForkServer:
@@ -29,8 +28,10 @@ class ForkServer:
     Creating it raises UserError where a function cannot be imported, or where its settings do not fit.
     """
 
-    def __init__(self, entries: list[tuple[str, RewardConfig]], memory_bytes: int) -> None:
-        self._orders = pickle.dumps((sys.path, entries, memory_bytes))
+    def __init__(self, entries: list[tuple[str, RewardConfig]], scoring: ScoringConfig) -> None:
+        self._orders = pickle.dumps((sys.path, entries, int(scoring.memory_gb * 2**30)))
+        self._scoring = scoring
+        self._named = set(scoring.secrets).union(*(named_variables(config.kwargs) for _, config in entries))
         self.connections: set[asyncio.StreamWriter] = set()
         """To the workers."""
         self.interfaces = self._start()
@@ -50,22 +51,22 @@ class ForkServer:
                 # Away from the terminal: Ctrl-C is for the rank, which ends its processes itself.
                 start_new_session=True,
                 # There are many workers: one thread of a numerical library in each.
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**public_environment(os.environ, self._named), "OMP_NUM_THREADS": "1"},
             )
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin:
             process.stdin.write(self._orders)
         # Reaps the process whenever it ends.
         threading.Thread(target=process.wait, daemon=True).start()
-        self._control.settimeout(_IMPORT_SECONDS)
+        self._control.settimeout(self._scoring.max_import_s)
         self._answers = self._control.makefile("rb")
         try:
             answer = self._answer()
         except TimeoutError:
             process.kill()
             raise UserError(
-                f"rewards: importing the functions takes longer than {_IMPORT_SECONDS:g} s: look for what their"
-                " modules do outside of functions"
+                "rewards: importing the functions takes longer than scoring.max_import_s"
+                f" {self._scoring.max_import_s:g}: look for what their modules do outside of functions, or raise it"
             ) from None
         except EOFError:
             raise UserError(

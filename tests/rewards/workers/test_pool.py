@@ -16,7 +16,7 @@ from acting_rewards import ACTS
 from paths import SUPPORT
 from reward_helpers import command_lines, completion, inline, isolated, rows, statuses
 
-from hybrid_grpo.config import RewardConfig
+from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.data.batch import Scores
 from hybrid_grpo.rewards.functions import Reply, RewardCall, bind
 from hybrid_grpo.rewards.scoring import Rewards
@@ -287,7 +287,7 @@ def test_a_group_is_scored_in_torch_s_normal_modes() -> None:
 
     from hybrid_grpo.rewards.workers.pool import Pool
 
-    pool = Pool([], 1, 0)
+    pool = Pool([], 1, ScoringConfig())
     function = bind(modes, RewardConfig("test:modes", batch_size=1), "rewards[0]")
     caller = pool.threaded(function, 5.0, lambda: None)
     with torch.inference_mode():

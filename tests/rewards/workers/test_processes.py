@@ -19,11 +19,11 @@ from hybrid_grpo.config import RewardConfig
 pytestmark = pytest.mark.process
 RANK = """
 import os, sys
-from hybrid_grpo.config import RewardConfig
+from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.rewards.functions import RewardCall
 from hybrid_grpo.rewards.workers.pool import Pool
 
-pool = Pool([("rewards[0]", RewardConfig(sys.argv[1]))], 2, 1 << 32)
+pool = Pool([("rewards[0]", RewardConfig(sys.argv[1]))], 2, ScoringConfig())
 caller = pool.isolated(0, 60.0)
 calls = [caller(RewardCall({"completions": [text]}, [1])) for text in ("hangs with children", "1")]
 calls[1].result()

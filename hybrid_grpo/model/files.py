@@ -1,0 +1,130 @@
+"""The files of a model in a folder, looked at before anything is built: their headers against the configuration.
+
+Only headers are read. Models that are still on the hub are checked when they load.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from hybrid_grpo.config.errors import UserError, refuse
+
+_LARGEST_HEADER = 100_000_000
+"""Bytes; the safetensors library's own limit."""
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+SAFE, PICKLED = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+"""Files of weights: one with all of them, or one that says which file has which."""
+
+
+def check_files(name: str, config: Any, *, pickled: bool = False, setting: str = "policy.model") -> None:
+    """Raise `UserError` where the weights in a model's folder are missing, damaged, or not those of a causal language
+    model with this configuration. `pickled` weights are not looked into."""
+    folder, start = Path(name), f"{setting} {name}"
+    if not folder.is_dir():
+        return
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # whatever the code of an architecture does with numbers that it cannot take
+        raise UserError(f"{start}: config.json describes no model: {_one_line(error)}: repair it") from error
+    if not any((folder / file).exists() for file in SAFE):
+        check_pickled(name, allowed=pickled, setting=setting)
+        return
+    shapes: dict[str, list[int]] = {}
+    for file in _files(folder, start):
+        shapes |= _shapes(file, start)
+    asked = {weight: list(tensor.shape) for weight, tensor in model.state_dict(keep_vars=True).items()}
+    for weight in sorted(shapes.keys() & asked.keys()):
+        refuse(
+            shapes[weight] != asked[weight],
+            f"{start}: {weight} has the shape {shapes[weight]} in its files, and config.json asks for {asked[weight]}:"
+            " take the config.json that belongs to the weights",
+        )
+    _check_layers(shapes, model, start)
+
+
+def check_pickled(name: str, *, allowed: bool, setting: str = "policy.model") -> None:
+    """Raise `UserError` where a folder has no weights, or pickled ones only and these are not `allowed`."""
+    found = [file for file in PICKLED if (Path(name) / file).is_file()]
+    refuse(not found, f"{setting} {name} has no weights: there is neither {SAFE[0]} nor {SAFE[1]}: save them there")
+    refuse(
+        not allowed,
+        f"{setting} {name} has pickled weights ({found[0]}), which may run code when they are read: save them as"
+        " safetensors (save_pretrained does), or set policy.pickled_weights to true if you trust them",
+    )
+
+
+def _check_layers(shapes: dict[str, list[int]], model: Any, start: str) -> None:
+    """Refuse layers of the files that the configuration leaves out, which would be cut off without a word, and layers
+    that it asks for and the files do not have."""
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    numbers = {
+        int(found[1]): weight
+        for weight in sorted(shapes)
+        if (found := _LAYER.search(weight)) and not any(re.search(pattern, weight) for pattern in ignored)
+    }
+    # Layers that predict further tokens are numbered behind the model's own, and are not trained.
+    behind = layers + (getattr(model.config, "num_nextn_predict_layers", 0) or 0)
+    for number, weight in numbers.items():
+        refuse(
+            number >= behind,
+            f"{start}: its files have {weight}, and config.json has num_hidden_layers {layers}, so that layers would be"
+            " cut off: take the config.json that belongs to the weights",
+        )
+    refuse(
+        bool(numbers) and max(numbers) + 1 < layers,
+        f"{start}: its files end with layer {max(numbers, default=0)}, and config.json has num_hidden_layers {layers}:"
+        " take the config.json that belongs to the weights",
+    )
+
+
+def _files(folder: Path, start: str) -> Iterator[Path]:
+    """The files with weights."""
+    whole, index = (folder / file for file in SAFE)
+    if whole.exists():
+        yield whole
+        return
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{start}: {index.name} cannot be read: {_one_line(error)}: copy it anew") from error
+    for name in names:
+        refuse(not (folder / name).exists(), f"{start}: {index.name} names {name}, which is missing: copy it as well")
+        yield folder / name
+
+
+def _shapes(file: Path, start: str) -> dict[str, list[int]]:
+    """Shapes by name, from the header of a safetensors file."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            refuse(length > min(size, _LARGEST_HEADER), f"{start}: {file.name} is no safetensors file, or cut short")
+            header = json.loads(opened.read(length))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        shapes = {name: list(entry["shape"]) for name, entry in entries.items()}
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+        raise UserError(f"{start}: {file.name} is no safetensors file: {_one_line(error)}: copy it anew") from error
+    refuse(
+        8 + length + end != size,
+        f"{start}: {file.name} has {size} bytes, and its header describes {8 + length + end}: it is cut short, copy it"
+        " anew",
+    )
+    return shapes
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300].removesuffix(": ")

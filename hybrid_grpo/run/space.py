@@ -1,0 +1,35 @@
+"""Room on the disk for what a run will keep, checked before its first step."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.run import CheckpointConfig
+from hybrid_grpo.policy import Policy
+
+_STATE_BYTES = 12
+"""Of a trained weight in a checkpoint: its float32 value and the two moments of Adam."""
+
+
+def check_space(folder: Path, config: CheckpointConfig, policy: Policy, shards: Any) -> None:
+    """Raise UserError where the checkpoints that are kept, one more while it is written, and the model do not fit.
+
+    `shards` are tensors as large as the policy that checkpoints hold beside it, or None. Rollouts and metrics, which
+    are small beside these, are not counted.
+    """
+    parameters = list(policy.engine.engine.module.parameters())
+    sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
+    model = sum(size * p.element_size() for size, p in zip(sizes, parameters, strict=True))
+    trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
+    checkpoint = _STATE_BYTES * trained + (model if shards is not None else 0)
+    count = config.keep + 1 if config.every or config.every_minutes else 0
+    # What a run that goes on has written already is replaced, not added.
+    here = sum(path.stat().st_size for path in (folder / "checkpoints").glob("*/*") if path.is_file())
+    needed, free = count * checkpoint + model, shutil.disk_usage(folder).free + here
+    refuse(
+        free < needed,
+        f"run.dir: the disk of {folder} has {free / 1e9:.3g} GB free, and the run needs {needed / 1e9:.3g}:"
+        f" {count} checkpoints of {checkpoint / 1e9:.3g} GB (checkpoint.keep {config.keep}, and one while it is"
+        f" written) and the model of {model / 1e9:.3g} GB: make room, lower checkpoint.keep, or take another run.dir",
+    )

@@ -1,0 +1,128 @@
+"""A run that diverges is told of, and stopped before it has nothing good left; on all ranks alike."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import forks
+import pytest
+from paths import SUPPORT
+from workshop import Workshop
+
+from hybrid_grpo.config import GuardConfig, TrainConfig, build, dump
+from hybrid_grpo.config.errors import RunStopped, UserError
+from hybrid_grpo.run.divergence import Guard
+
+GOOD = {"policy/loss": 0.1, "policy/grad_norm": 1.0, "policy/kl": 0.1, "policy/entropy": 2.0, "policy/ratio_max": 1.5}
+LIMITS = {"kl": {"above": 1, "patience": 2, "action": "stop"}, "length": {"above": 5, "below": 2, "patience": 1}}
+NAN_REWARDS = """
+import os
+
+def early_letters(completions, trainer_state, **columns):
+    bad = trainer_state.global_step >= 2 and os.environ["RANK"] == "1"
+    return [float("nan") if bad else sum("a" <= letter <= "m" for letter in text) / 8 for text in completions]
+"""
+NAN = {"policy/grad_norm": math.nan}
+
+
+def guard(**section: object) -> Guard:
+    return Guard(build(TrainConfig, {"guard": section}).guard, last_step=100)
+
+
+def judged(watching: Guard, *steps: dict[str, float]) -> list[str]:
+    return [message for k, values in enumerate(steps, 1) for message in watching.judge(k, GOOD | values)]
+
+
+@pytest.mark.parametrize("section, steps, says", [
+    ({}, [{}, NAN, NAN, {}, NAN, NAN, {}], None),
+    ({}, [{}, NAN, NAN, NAN], "policy/grad_norm not finite"),
+    ({}, [{"parity/logp_abs_diff_mean": math.inf}] * 3, "parity/logp_abs_diff_mean not finite"),
+    ({}, [{"policy/loss": math.nan, "policy/kl": math.nan}] * 3, "policy/loss, policy/kl not finite"),
+    ({"patience": 1}, [NAN], "in 1 step up to step 1: no model was exported, and checkpoints of steps before 1"),
+    ({"limits": LIMITS}, [{"policy/kl": 1.5}, {}, {"policy/kl": 1.5}], None),
+    ({"limits": LIMITS}, [{}, {"policy/kl": 1.5}, {"policy/kl": 2.5}], "policy/kl 2.5, above 1 (guard.limits.kl)"),
+])  # fmt: skip
+def test_when_a_run_is_stopped(section, steps, says):
+    watching = guard(**section)
+    if says is None:
+        assert judged(watching, *steps) == []
+        return
+    assert judged(watching, *steps[:-1]) == []
+    with pytest.raises(RunStopped) as stopped:
+        watching.judge(len(steps), GOOD | steps[-1])
+    assert says in str(stopped.value)
+
+
+def test_what_only_says_so_says_it_once_for_every_time_that_it_begins():
+    length = "completion/length_mean"
+    assert judged(guard(limits=LIMITS), {length: 6.0}, {length: 7.0}, {length: 3.0}, {length: 1.0}) == [
+        "completion/length_mean 6, above 5 (guard.limits.length), in 1 steps up to step 1",
+        "completion/length_mean 1, below 2 (guard.limits.length), in 1 steps up to step 4",
+    ]
+    said = judged(guard(non_finite="say"), *[NAN] * 9)
+    assert len(said) == 1 and "policy/grad_norm not finite" in said[0]
+
+
+def test_the_last_step_has_no_patience_and_doubts_are_known():
+    watching = Guard(GuardConfig(), last_step=2)
+    watching.judge(1, GOOD | NAN)
+    assert watching.doubts
+    watching.judge(1, GOOD)
+    assert not watching.doubts
+    with pytest.raises(RunStopped):
+        watching.judge(2, GOOD | NAN)
+
+
+def test_limits_go_over_the_defaults_and_are_stored():
+    config = build(TrainConfig, {"guard": {"limits": {"kl": {"action": "stop"}, "ratio": None}}})
+    limits = config.guard.limits
+    assert limits["kl"].above == 10.0 and limits["kl"].action == "stop" and limits["ratio"] is None
+    assert limits["entropy"].below == 0.0001 and dump(config).count("patience") == 4
+    for wrong, says in [({"nope": {"above": 1}}, "guard.limits nope"), ({"length": {}}, "neither above nor below")]:
+        with pytest.raises(UserError, match=says):
+            build(TrainConfig, {"guard": {"limits": wrong}})
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    workshop = Workshop(tmp_path_factory.mktemp("guard"))
+    workshop.write("nan_rewards.py", NAN_REWARDS)
+    yield workshop
+    workshop.close()
+
+
+def options(name: str, rewards: str = "my_rewards.py:early_letters") -> list[str]:
+    return ["train", "--config", "train.yaml", "--data.eval_path=null", "--rewards", rewards, "--run.name", name]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("what, says", [
+    ("loss", "policy/loss, policy/grad_norm not finite"),
+    ("gradient", "policy/grad_norm not finite"),
+    ("weights", "not finite"),
+    ("reward", "rewards: early_letters failed on 8 of 16 completions"),
+])  # fmt: skip
+def test_nan_on_one_rank_stops_all_ranks(workshop: Workshop, what, says):
+    """From the second step on; the checkpoint of the first step is kept, and none is written after it."""
+    script = SUPPORT / "guard_programs.py"
+    settings = ["--engine.zero_stage=3", "--checkpoint.every=1", "--run.steps=8", "--scoring.max_failed_frac=0.25"]
+    rewards = "nan_rewards.py:early_letters" if what == "reward" else "my_rewards.py:early_letters"
+    done = forks.run(script, what, *options(what, rewards), *settings, world=2, cwd=workshop.folder)
+    assert done.status == 2, done.err[-3000:]
+    told = [line for line in done.err.splitlines() if line.startswith("hybrid-grpo")]
+    assert len(told) == 2 and all(says in line for line in told), done.err[-3000:]
+    assert len({line.partition("error: ")[2] for line in told}) == 1
+    folder = workshop.folder / "runs" / what
+    assert max(path.name for path in folder.glob("checkpoints/step_*")) == "step_000001"
+    assert not (folder / "model").exists()
+
+
+@pytest.mark.ranks
+def test_a_learning_rate_that_breaks_the_model_does_not_end_well(workshop: Workshop):
+    done = workshop.run(*options("fast"), "--policy.lr=1e6", "--checkpoint.every=1", "--run.steps=12")
+    assert done.status == 2 and done.err.count("\n") == 1, done.err[-3000:]
+    assert "hybrid-grpo: error: guard: parity/logp_abs_diff_mean not finite" in done.err
+    folder = workshop.folder / "runs" / "fast"
+    assert len([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]) == 4
+    assert not (folder / "model").exists() and (folder / "checkpoints" / "step_000001").is_dir()
