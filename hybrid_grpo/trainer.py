@@ -104,7 +104,7 @@ class Trainer(Stage):
             self.progress.enter("scoring")
             with self.meter.time("time/reward_wait_s"):
                 # Most functions have given their scores during sampling.
-                scores = stream.scores()
+                scores = stream.scores(gives_up=self.progress.asked)
             self.meter.add("time/reward_s", stream.seconds)
         self.loader.note(prompts, scores.by_function[self.inputs.outcome], self.config.eval.threshold)
         return rollout, scores

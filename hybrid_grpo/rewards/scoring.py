@@ -14,7 +14,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
@@ -30,6 +30,9 @@ from hybrid_grpo.rewards.loading import Reward
 from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
 from hybrid_grpo.rewards.workers.pool import busy_seconds
+
+_PATIENCE_S = 0.2
+"""Between two looks at whether the run stops."""
 
 
 class Rewards:
@@ -184,8 +187,9 @@ class Stream:
             if len(self._waiting[reward.name, group]) == size:
                 self._start(reward, group)
 
-    def scores(self) -> Scores:
-        """Wait for the functions, but no longer than `max_wait_s`; rows are in the order of prompts and samples.
+    def scores(self, gives_up: Callable[[], bool] = lambda: False) -> Scores:
+        """Wait for the functions, but no longer than `max_wait_s`, and only while `gives_up` says no; rows are in the
+        order of prompts and samples.
 
         Collective where a function is, see `Interface.batch_size`.
         """
@@ -196,7 +200,7 @@ class Stream:
             if self._waiting[reward.name, None] or reward.interface.batch_size == "all":
                 self._start(reward, None)
         until_s = time.perf_counter() + self._rewards.scoring.max_wait_s
-        replies = {name: self._reply(name, until_s) for name in self._rewards.names}
+        replies = {name: self._reply(name, until_s, gives_up) for name in self._rewards.names}
         lengths = [len(self._completions[row].token_ids) for row in range(len(self._completions))]
         return combined(functions, replies, lengths, self._num_generations)
 
@@ -226,14 +230,14 @@ class Stream:
         call = RewardCall(accepted, [len(completion.token_ids) for completion in completions], self._step)
         self._calls[reward.name].append((rows, reward.caller(call)))
 
-    def _reply(self, name: str, until_s: float) -> Reply:
+    def _reply(self, name: str, until_s: float, gives_up: Callable[[], bool]) -> Reply:
         """The replies of a function for all rows, as far as they come in time; steps by their ends in tokens."""
         rows = len(self._completions)
         values: list[Value] = [None] * rows
         failures: list[Failure | None] = [None] * rows
         extra: dict[str, list[object]] = {}
         for call_rows, future in self._calls[name]:
-            reply = self._wait(future, len(call_rows), until_s)
+            reply = self._wait(future, len(call_rows), until_s, gives_up)
             for index, row in enumerate(call_rows):
                 values[row], failures[row] = self._in_tokens(reply.values[index], reply.failures[index], row)
                 for column, stored in reply.extra.items():
@@ -250,14 +254,19 @@ class Stream:
         except ValueError as error:
             return None, Failure("invalid", f"returned steps that do not make up the text: {error}")
 
-    def _wait(self, reply: Future[Reply], rows: int, until_s: float) -> Reply:
-        try:
-            return reply.result(max(0.0, until_s - time.perf_counter()))
-        except FutureTimeout:
-            reply.cancel()
-            limit_s = self._rewards.scoring.max_wait_s
-            why = f"was not done scoring.max_wait_s, {limit_s:g} s, after the last completion"
-            return failed(Failure("timeout", why), rows)
+    def _wait(self, reply: Future[Reply], rows: int, until_s: float, gives_up: Callable[[], bool]) -> Reply:
+        why = "was not waited for, because the run stops"
+        while not gives_up():
+            left_s = until_s - time.perf_counter()
+            try:
+                return reply.result(min(max(0.0, left_s), _PATIENCE_S))
+            except FutureTimeout:
+                if left_s <= _PATIENCE_S:
+                    limit_s = self._rewards.scoring.max_wait_s
+                    why = f"was not done scoring.max_wait_s, {limit_s:g} s, after the last completion"
+                    break
+        reply.cancel()
+        return failed(Failure("timeout", why), rows)
 
 
 def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list[int], num_generations: int) -> Scores:

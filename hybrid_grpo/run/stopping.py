@@ -62,12 +62,12 @@ class Progress:
     def look(self) -> None:
         """Note a sign of life; raises RunInterrupted on this rank alone if it was asked to stop."""
         self._board.beat()
-        if self._asked():
+        if self.asked():
             raise RunInterrupted("stopped")
 
     def stops(self) -> bool:
         """Whether any rank was asked to stop. Collective."""
-        asked = torch.tensor(int(self._asked()), device=self._device)
+        asked = torch.tensor(int(self.asked()), device=self._device)
         return self._watched and bool(all_reduce(asked, "max"))
 
     def why(self) -> str:
@@ -76,7 +76,8 @@ class Progress:
         named = {LAUNCHER_GONE: "the launcher has ended", TIME_OVER: "run.stop_after is over"}
         return named.get(cause) or signal.Signals(cause).name
 
-    def _asked(self) -> bool:
+    def asked(self) -> bool:
+        """Whether this rank was asked to stop."""
         if time.monotonic() > self._start + self._limit_s:
             self._board.ask(TIME_OVER)
         return bool(self._board.mine.asked)

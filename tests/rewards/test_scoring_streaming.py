@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,3 +150,14 @@ def test_completions_that_are_lost_or_double_are_noticed():
             stream.add(0, 1, completion("a"))
         with pytest.raises(AssertionError, match="missing"):
             stream.scores()
+
+
+def test_a_run_that_stops_waits_for_no_function():
+    """Otherwise slow rewards would use up the time in which it saves itself."""
+    answers = iter([False, True])
+    reward = inline(length, batch_size="group")
+    with Rewards([replace(reward, caller=lambda call: Future())]).stream([prompt(0)], G) as stream:
+        for k, done in enumerate(rollout(1)[0]):
+            stream.add(0, k, done)
+        scores = stream.scores(gives_up=lambda: next(answers))
+    assert all(why == "was not waited for, because the run stops" for why in scores.failures[reward.name])
