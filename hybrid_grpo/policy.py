@@ -24,6 +24,8 @@ from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.view import meta_copy
 
+_COUNTERS = ("optimizer_steps", "skipped_steps", "lr_scale")
+
 
 def learning_rate(config: PolicyConfig, step: int, total: int) -> float:
     """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up, then the schedule's decay to 0."""
@@ -58,6 +60,8 @@ class Policy:
         self.workspace = workspace
         self.journal: Journal | None = None
         self.optimizer_steps = self.skipped_steps = 0
+        self.lr_scale = 1.0
+        """What the schedule's learning rate is multiplied with; lower after the guard has rolled back."""
         self.deepspeed_config = engines.policy_config(policy, engine)
         attention = training_attention(policy)
         self.packs = attention == ATTENTION
@@ -146,15 +150,16 @@ class Policy:
     @property
     def lr(self) -> float:
         """Learning rate of the next optimizer step."""
-        return learning_rate(self.config, self.optimizer_steps, self.total_steps)
+        return self.lr_scale * learning_rate(self.config, self.optimizer_steps, self.total_steps)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The state that the engine's checkpoint does not contain."""
-        return {"optimizer_steps": self.optimizer_steps, "skipped_steps": self.skipped_steps}
+        return {name: getattr(self, name) for name in _COUNTERS}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
-        self.optimizer_steps, self.skipped_steps = state["optimizer_steps"], state["skipped_steps"]
+        for name in _COUNTERS:
+            setattr(self, name, state[name])
 
     def export(self, folder: Path) -> None:
         """Write weights, configuration and tokenizer in Hugging Face format. Adapters are merged into the weights, and

@@ -10,9 +10,9 @@ from pydantic import BeforeValidator, model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.config.fields import SECTION, Count, Number
+from hybrid_grpo.config.fields import SECTION, Count, Number, PositiveShare
 
-Action = Literal["say", "stop"]
+Action = Literal["say", "stop", "roll_back"]
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -26,7 +26,7 @@ class LimitConfig:
     patience: Count = 3
     """Bad steps in a row that are borne."""
     action: Action = "say"
-    """What happens then: `say` so once, or `stop` the run."""
+    """What happens then: `say` so once, `stop` the run, or `roll_back` (see guard.lr_factor)."""
 
     @model_validator(mode="after")
     def _check(self) -> LimitConfig:
@@ -66,7 +66,7 @@ class GuardConfig:
 
     non_finite: Action = "stop"
     """What happens when loss, gradient, ratio, entropy, KL or parity are NaN or infinite for some steps in a row, or in
-    the last step: `stop` ends the run without exporting a model; `say` says so once."""
+    the last step: `stop` ends the run without exporting a model; `say` says so once; `roll_back` (see lr_factor)."""
     patience: Count = 3
     """Such steps in a row that are borne. Optimizer steps with such gradients are skipped. During them no checkpoint is
     written, so that they replace none from before."""
@@ -76,3 +76,8 @@ class GuardConfig:
     """Limits of policy/kl, policy/ratio_max, policy/entropy, completion/length_mean and parity/logp_abs_diff_mean, as
     in `{kl: {above: 10, patience: 3, action: stop}}`. Those that are given go over the defaults, which say so when KL
     is above 10, the ratio above 1000, entropy below 0.0001 or parity above 1; null takes one out."""
+    lr_factor: PositiveShare = 0.5
+    """With `roll_back` the run goes on from the newest checkpoint before the bad steps, at the learning rate times
+    this."""
+    max_rollbacks: Count = 3
+    """After so many the run stops."""

@@ -4,6 +4,7 @@ Every rank writes into a draft. When all files are on the disk, rank 0 adds the 
 checkpoint visible. The oldest are removed after that. The folder must be on storage that all ranks share.
 """
 
+import math
 import pickle
 import re
 import secrets
@@ -60,10 +61,11 @@ class Checkpoints:
         found = [path.name for path in self.folder.glob("step_*") if _TAG.fullmatch(path.name)]
         return sorted(found, key=_step, reverse=True)
 
-    def newest_whole(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that is whole, if there is one, and what is wrong with newer ones. Collective."""
+    def newest_whole(self, before: float = math.inf) -> tuple[Checkpoint | None, list[str]]:
+        """The newest checkpoint of a step before `before` that is whole, if there is one, and what is wrong with newer
+        ones. Collective."""
         passed_over: list[str] = []
-        for tag in all_gather_objects(self.tags())[0]:
+        for tag in all_gather_objects([tag for tag in self.tags() if _step(tag) < before])[0]:
             try:
                 return self.verify(self.folder / tag), passed_over
             except Damaged as damage:

@@ -15,6 +15,14 @@ _WATCHED = {
 _FINITE = ("policy/loss", "policy/grad_norm", "sft/loss", *(name for key, name in _WATCHED.items() if key != "length"))
 
 
+class RollBack(Exception):
+    """The run is to go on from a checkpoint before the step `since`, more carefully; the same on all ranks."""
+
+    def __init__(self, message: str, since: int) -> None:
+        super().__init__(message)
+        self.since = since
+
+
 class Guard:
     """Counts bad steps in a row.
 
@@ -30,12 +38,13 @@ class Guard:
         """Bad steps in a row, by what is bad."""
 
     def judge(self, step: int, values: dict[str, float]) -> list[str]:
-        """Look at the numbers of a step; return what is to be said. Raises RunStopped, on all ranks alike."""
+        """Look at the numbers of a step; return what is to be said. Raises RunStopped or RollBack, on all ranks
+        alike."""
         broken = [name for name in _FINITE if not math.isfinite(values.get(name, 0.0))]
         self.doubts = bool(broken)
         said = []
         config = self._config
-        patience = 1 if step == self._last_step and config.non_finite == "stop" else config.patience
+        patience = 1 if step == self._last_step and config.non_finite != "say" else config.patience
         if self._count("non_finite", self.doubts) >= patience:
             said += self._act(
                 "non_finite",
@@ -62,15 +71,17 @@ class Guard:
 
     def _act(self, what: str, step: int, action: str, message: str) -> list[str]:
         count = self._bad[what]
+        since, steps = step - count + 1, f"{count} {'step' if count == 1 else 'steps'} up to step {step}"
         if action == "stop":
-            since = step - count + 1
             raise RunStopped(
-                f"guard: {message}, in {count} {'step' if count == 1 else 'steps'} up to step {step}: no model was"
-                f" exported, and checkpoints of steps before {since} are kept: lower policy.lr or policy.max_grad_norm,"
-                " look at rollouts/, and go on from one of them with --run.resume auto"
+                f"guard: {message}, in {steps}: no model was exported, and checkpoints of steps before {since} are"
+                " kept: look at rollouts/, lower policy.lr or policy.max_grad_norm, and go on from one of them with"
+                " --run.resume auto --run.allow_changes true"
             )
+        if action == "roll_back":
+            raise RollBack(f"guard: {message}, in {steps}", since)
         # Once for every time that it begins.
-        return [f"{message}, in {count} steps up to step {step}"] if count == self._patience(what) else []
+        return [f"{message}, in {steps}"] if count == self._patience(what) else []
 
     def _patience(self, what: str) -> int:
         if what == "non_finite":

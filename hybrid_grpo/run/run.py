@@ -20,7 +20,7 @@ from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints, Shards
-from hybrid_grpo.run.divergence import Guard
+from hybrid_grpo.run.divergence import Guard, RollBack
 from hybrid_grpo.run.exporting import export, exported_step
 from hybrid_grpo.run.files import read_jsonl, replace_text, sync
 from hybrid_grpo.run.lock import FolderLock
@@ -88,6 +88,7 @@ class Run:
         self.folder = Path(run.dir) / run.name
         self._alarms = Alarms(parsed.config.log)
         self._guard = Guard(parsed.config.guard, run.steps)
+        self._rollbacks, self._back_to = 0, -1
         self._lock = self._take()
         settings = settings_of(parsed.config)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", parsed.config.checkpoint.keep, settings)
@@ -181,6 +182,19 @@ class Run:
         done = self.restore(stage)
         settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
         stage.policy.journal = self.journal
+        while True:
+            try:
+                self._advance(stage, done, settings)
+                break
+            except RollBack as diverged:
+                done = self._roll_back(stage, diverged)
+        if rank() == 0:
+            self.journal.clear()
+            with one_line(self.folder):
+                write_report(self.folder)
+
+    def _advance(self, stage: Stage, done: int, settings: dict[str, Any]) -> None:
+        """Make the steps behind `done`, and export the model."""
         with Log(self.config.log, self.folder, self.config.run.steps, done or -1, settings) as log:
             if self._saves and self._saved is None:
                 stage.progress.enter("saving", done)
@@ -232,10 +246,37 @@ class Run:
             stage.progress.enter("export")
             self._export(stage)
             stage.policy.engine.tell_communication()
+
+    def _roll_back(self, stage: Stage, diverged: RollBack) -> int:
+        """Go back to the newest checkpoint before the run diverged, and lower the learning rate; return its step."""
+        config, before = self.config.guard, diverged.since
+        if self._saved == self._back_to:
+            # Bad weights show in the step after them: the one that it went back to had led there already.
+            before = min(before, self._saved)
+        checkpoint, _ = self.checkpoints.newest_whole(before)
+        if checkpoint is None or self._rollbacks == config.max_rollbacks:
+            why = "there is no checkpoint to go back to" if checkpoint is None else "guard.max_rollbacks is reached"
+            raise RunStopped(f"{diverged}: {why}: no model was exported: lower policy.lr or policy.max_grad_norm")
+        self._rollbacks += 1
+        lr_scale = config.lr_factor * stage.policy.lr_scale
+        self._load(stage, checkpoint)
+        stage.policy.lr_scale = lr_scale
+        step = checkpoint.manifest.step
         if rank() == 0:
             self.journal.clear()
-            with one_line(self.folder):
-                write_report(self.folder)
+        self.checkpoints.forget_after(step)
+        self._saved = self._back_to = step
+        self._guard = Guard(config, self.config.run.steps)
+        self._alarms = Alarms(self.config.log)
+        self._remember(step)
+        self.say(f"GUARD: {diverged}: back to step {step}, the learning rate times {lr_scale:g}")
+        return step
+
+    def _remember(self, step: int) -> None:
+        """Tell the alarms the numbers up to a step. Only rank 0 has them."""
+        for line in read_jsonl(self.folder / "metrics.jsonl") if rank() == 0 else ():
+            if (number := line.pop("step")) <= step:
+                self._alarms.remember(number, {name: value for name, value in line.items() if value is not None})
 
     def _interrupted(self, stage: Stage) -> RunInterrupted:
         asked = f"stopped ({stage.progress.why()})"
@@ -315,10 +356,7 @@ class Run:
         if self.start.checkpoint is None:
             return 0
         self._load(stage, self.start.checkpoint)
-        # Only rank 0 has the metrics.
-        for line in read_jsonl(self.folder / "metrics.jsonl") if rank() == 0 else ():
-            if (step := line.pop("step")) <= self.start.step:
-                self._alarms.remember(step, {name: value for name, value in line.items() if value is not None})
+        self._remember(self.start.step)
         self.say(f"resumed {self.folder} after step {self.start.step}")
         return self.start.step
 

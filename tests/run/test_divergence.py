@@ -126,3 +126,26 @@ def test_a_learning_rate_that_breaks_the_model_does_not_end_well(workshop: Works
     folder = workshop.folder / "runs" / "fast"
     assert len([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]) == 4
     assert not (folder / "model").exists() and (folder / "checkpoints" / "step_000001").is_dir()
+
+
+@pytest.mark.ranks
+def test_a_run_that_rolls_back_ends_well_at_a_lower_learning_rate(workshop: Workshop):
+    """The first step breaks the weights, which shows in the second; so the checkpoint of the first is no use either."""
+    told = ["--guard.non_finite=roll_back", "--guard.patience=1", "--guard.lr_factor=1e-5", "--checkpoint.every=1"]
+    done = workshop.run(*options("back"), *told, "--policy.lr=1e6", "--run.steps=3", ranks=2)
+    assert done.status == 0, done.err[-3000:]
+    said = [line for line in done.out.splitlines() if line.startswith("GUARD: ")]
+    assert [line.rpartition(": back to ")[2] for line in said] == [
+        "step 1, the learning rate times 1e-05",
+        "step 0, the learning rate times 1e-10",
+    ]
+    rows = [json.loads(line) for line in (workshop.folder / "runs/back/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["policy/lr"] for row in rows] == pytest.approx([1e-4] * 3)
+    assert all(row["parity/logp_abs_diff_mean"] < 1e-4 for row in rows)
+    assert (workshop.folder / "runs/back/model/model.safetensors").exists()
+    # A run that goes on later keeps the lower learning rate.
+    more = workshop.run(*options("back"), *told, "--policy.lr=1e6", "--run.steps=4", "--run.resume=auto", ranks=2)
+    assert more.status == 0, more.err[-3000:]
+    rows = [json.loads(line) for line in (workshop.folder / "runs/back/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[-1]["policy/lr"] == pytest.approx(1e-4)
