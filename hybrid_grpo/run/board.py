@@ -84,6 +84,11 @@ class Board:
         ctypes.memset(ctypes.byref(self.mine), 0, ctypes.sizeof(Entry))
         self.mine.status = RUNNING
 
+    def forget_file(self) -> None:
+        """Remove the file; processes that have opened it go on sharing the memory."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
     def enter(self, stage: str, step: int) -> None:
         """Note the stage that begins."""
         now = time.monotonic()

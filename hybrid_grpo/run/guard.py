@@ -258,8 +258,7 @@ class _Guard:
         """Kill what the rank has started, and end."""
         self.mine.status = status
         _end_descendants(time.monotonic() + (_LEFTOVER_SECONDS if status == 0 else 0.0))
-        if self.board.path:
-            self.board.path.unlink(missing_ok=True)
+        self.board.forget_file()
         if self.board.rank == 0:
             _tell(str(status))
         os._exit(status)

@@ -42,6 +42,8 @@ class Progress:
         self._limit_s = duration_seconds(config.stop_after) if config.stop_after else float("inf")
         self._start = mine.started or time.monotonic()
         if mine.guard:
+            # All ranks of the machine share the memory by now; the file would outlive guards that are killed.
+            self._board.forget_file()
             return
         mine.asked = mine.cause = 0
         if threading.current_thread() is threading.main_thread():
