@@ -13,7 +13,7 @@ from typing import NoReturn
 from hybrid_grpo import __version__
 from hybrid_grpo.config.errors import RESUME_STATUS, RunInterrupted, UserError, refuse
 from hybrid_grpo.config.launching import adopt_rank
-from hybrid_grpo.run.guard import guarded
+from hybrid_grpo.run.watcher import watched
 
 COMMANDS = {
     "train": "GRPO training",
@@ -70,14 +70,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """Run one command and end the process with its status; ranks of a run have a guard (run/guard.py)."""
+    """Run one command and end the process with its status; ranks of a run have a watcher (run/watcher.py)."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started the process
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process ends
     if sys.argv[1:2] in (["train"], ["sft"], ["eval"]) and sys.platform == "linux":
         with suppress(UserError):
             adopt_rank()
-        guarded(main)
+        watched(main)
     status = main()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):

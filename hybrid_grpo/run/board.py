@@ -1,7 +1,7 @@
-"""What the ranks of one machine tell each other and their guards (guard.py) without waiting: memory that they share.
+"""What the ranks of one machine tell each other and their watchers (watcher.py) without waiting: shared memory.
 
-Every rank has an entry; it is written by the rank and its guard, and read by all. Times are those of `time.monotonic`,
-which is one clock for all processes of a machine. Needs neither torch nor anything else that is slow to import.
+Every rank has an entry; it is written by the rank and its watcher, and read by all. Times are `time.monotonic`'s, which
+is one clock for all processes of a machine. Needs neither torch nor anything else that is slow to import.
 """
 
 import ctypes
@@ -25,9 +25,9 @@ class Entry(ctypes.Structure):
     """One rank. Numbers are 0 until they are known."""
 
     _fields_ = [
-        ("guard", ctypes.c_int64),  # process id of the guard
-        ("started", ctypes.c_double),  # when the guard began
-        ("tick", ctypes.c_double),  # when the guard last looked after its rank
+        ("watcher", ctypes.c_int64),  # process id of the watcher
+        ("started", ctypes.c_double),  # when the watcher began
+        ("tick", ctypes.c_double),  # when the watcher last looked after its rank
         ("status", ctypes.c_int64),  # exit status of the rank, or RUNNING
         ("stage", ctypes.c_int64),  # index into STAGES
         ("entered", ctypes.c_double),  # when that stage began
@@ -38,10 +38,10 @@ class Entry(ctypes.Structure):
         ("cause", ctypes.c_int64),  # the signal that asked; or LAUNCHER_GONE, TIME_OVER
         ("grace_s", ctypes.c_double),  # time to stop in
         ("stall_s", ctypes.c_double),  # time without a sign of life that is a stall; 0: it is none
-        ("stalled", ctypes.c_double),  # when this rank's guard noticed a stall
+        ("stalled", ctypes.c_double),  # when this rank's watcher noticed a stall
         ("behind", ctypes.c_int64),  # how likely the others wait for this rank: 0 (it waits itself) to 4
     ]
-    guard: int
+    watcher: int
     started: float
     tick: float
     status: int
@@ -131,7 +131,7 @@ def shared_board() -> Board:
     path = Path(folder, f"hybrid_grpo_{os.getuid()}_{hashlib.sha256(name.encode()).hexdigest()[:16]}")
     try:
         return Board(int(rank), int(world), path)
-    except OSError:  # no memory, or not ours: each rank is guarded alone
+    except OSError:  # no memory, or not ours: each rank is watched alone
         return Board()
 
 
@@ -139,7 +139,7 @@ _of_this_process: list[Board] = []
 
 
 def this_board() -> Board:
-    """The board of this process: its guard's, or one of its own where it has no guard."""
+    """The board of this process: its watcher's, or one of its own where it has no watcher."""
     if not _of_this_process:
         _of_this_process.append(Board())
     return _of_this_process[0]

@@ -1,8 +1,8 @@
 """Stopping a run so that nothing is lost: who asks for it, and where all ranks agree on it.
 
-Signals and the guard (guard.py) only ask one rank. Ranks ask each other at stop points, between the stages of a step,
-and while they sample each one looks for itself after every decode step. So all leave at the same place, and none waits
-for another that has left.
+Signals and the watcher (watcher.py) only ask one rank. Ranks ask each other at stop points, between the stages of a
+step, and while they sample each one looks for itself after every decode step. So all leave at the same place, and none
+waits for another that has left.
 """
 
 import signal
@@ -41,8 +41,8 @@ class Progress:
         mine.grace_s, mine.stall_s = config.grace_s, config.stall_minutes * 60
         self._limit_s = duration_seconds(config.stop_after) if config.stop_after else float("inf")
         self._start = mine.started or time.monotonic()
-        if mine.guard:
-            # All ranks of the machine share the memory by now; the file would outlive guards that are killed.
+        if mine.watcher:
+            # All ranks of the machine share the memory by now; the file would outlive watchers that are killed.
             self._board.forget_file()
             return
         mine.asked = mine.cause = 0

@@ -20,10 +20,10 @@ def workshop(tmp_path_factory):
     ("sampling", 1, "SIGSTOP", "is stopped (SIGSTOP) in sampling (step 2)"),
     ("update", 0, "loop in Python", "does not go on in update (step 2)"),
     ("scoring", 1, "loop in C", "does not go on in scoring (step 2)"),
-    ("old_logp", 1, "SIGSTOP of the guard", None),
+    ("old_logp", 1, "SIGSTOP of the watcher", None),
 ])  # fmt: skip
 def test_a_rank_that_stands_still_is_named(workshop, stage, rank, name, told):
-    """A rank that is stopped, Python that loops, C that holds the interpreter's lock, a rank stopped with its guard."""
+    """A rank that is stopped, Python that loops, C that holds the interpreter's lock, one stopped with its watcher."""
     arguments = [str(part) for part in (SUPPORT / "accidents.py", stage, 2, rank, name, *TRAIN)]
     done = forks.run(*arguments, "--run.name", name.replace(" ", "_"), world=2, cwd=workshop.folder)
     assert done.status == 75, done.err
@@ -36,7 +36,7 @@ def test_a_rank_that_stands_still_is_named(workshop, stage, rank, name, told):
 
 
 @pytest.mark.ranks
-def test_one_process_has_a_guard_too(workshop):
+def test_one_process_has_a_watcher_too(workshop):
     arguments = [str(part) for part in (SUPPORT / "accidents.py", "saving", 2, 0, "loop in Python", *TRAIN)]
     done = forks.run(*arguments, "--checkpoint.every", "2", "--run.name", "alone", cwd=workshop.folder)
     assert done.status == 75, done.err

@@ -51,7 +51,7 @@ def test_a_run_stopped_again_and_again_ends_as_if_it_had_not_been(workshop):
     requests = [
         ("evaluation", 0, 1, "SIGTERM", 0),
         ("sampling", 1, 1, "SIGTERM", 0),
-        ("scoring", 2, 0, "SIGUSR1 to the guard", 1),
+        ("scoring", 2, 0, "SIGUSR1 to the watcher", 1),
         ("update", 2, 1, "SIGINT", 1),
         ("export", 4, 0, "SIGTERM", None),
     ]

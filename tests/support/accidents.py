@@ -31,13 +31,13 @@ def leave_a_session() -> None:
 
 ACCIDENTS = {
     "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
-    "SIGUSR1 to the guard": lambda: os.kill(os.getppid(), signal.SIGUSR1),
+    "SIGUSR1 to the watcher": lambda: os.kill(os.getppid(), signal.SIGUSR1),
     "SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
     "SIGINT twice": lambda: [os.kill(os.getpid(), signal.SIGINT) or time.sleep(0.1) for _ in range(2)],
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "SIGKILL of the guard": lambda: os.kill(os.getppid(), signal.SIGKILL),
+    "SIGKILL of the watcher": lambda: os.kill(os.getppid(), signal.SIGKILL),
     "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "SIGSTOP of the guard": lambda: [os.kill(pid, signal.SIGSTOP) for pid in (os.getppid(), os.getpid())],
+    "SIGSTOP of the watcher": lambda: [os.kill(pid, signal.SIGSTOP) for pid in (os.getppid(), os.getpid())],
     "loop in Python": loop,
     # It holds the lock of the interpreter, for longer than any test.
     "loop in C": lambda: loop(lambda: re.match("(a+)+$", "a" * 64 + "b")),

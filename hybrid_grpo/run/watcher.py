@@ -1,4 +1,4 @@
-"""A rank's guard: the small process that a rank is started from, and that ends it when it cannot end itself.
+"""A rank's watcher: the small process that a rank is started from, and that ends it when it cannot end itself.
 
 It outlives what a rank does not: a loop in Python or in C, SIGSTOP, a crash. It is the parent of the rank and of
 everything that the rank leaves behind. It
@@ -30,8 +30,8 @@ from hybrid_grpo.run.board import LAUNCHER_GONE, RUNNING, STAGES, TIME_OVER, Boa
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LOOK_SECONDS, _LONG_SECONDS = 0.5, 5.0
 """Between two looks at a rank, and what is so long that this process was suspended."""
-_STOPPED_WITH_GUARD = 4
-"""`Entry.behind` of a rank that is stopped together with its guard."""
+_STOPPED_WITH_WATCHER = 4
+"""`Entry.behind` of a rank that is stopped together with its watcher."""
 _GRACE_SECONDS = 20.0
 _LAUNCHER_GRACE_SECONDS = 10.0
 _FOLLOW_SECONDS = 5.0
@@ -50,11 +50,11 @@ _COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def guarded(work: Callable[[], int]) -> NoReturn:
-    """Run `work` in a guarded rank, and end this process with its status, or 128 and the signal that ended it."""
+def watched(work: Callable[[], int]) -> NoReturn:
+    """Run `work` in a watched rank, and end this process with its status, or 128 and the signal that ended it."""
     board = shared_board()
     mine = board.mine
-    mine.guard, mine.grace_s = os.getpid(), _GRACE_SECONDS
+    mine.watcher, mine.grace_s = os.getpid(), _GRACE_SECONDS
     mine.started = mine.tick = time.monotonic()
     set_board(board)
     stops = {number for number in _STOPS if signal.getsignal(number) != signal.SIG_IGN}
@@ -62,12 +62,12 @@ def guarded(work: Callable[[], int]) -> NoReturn:
     launchers = _launchers() if "RANK" in os.environ else []
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     stacks = os.memfd_create("stacks")
-    guard = os.getpid()
+    watcher = os.getpid()
     if board.rank == 0:
         _tell("running")
     pid = os.fork()
     if not pid:
-        _be_guarded(board, stops, stacks, guard)
+        _be_watched(board, stops, stacks, watcher)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         status = _outcome(work, board)
         for stream in (sys.stdout, sys.stderr):
@@ -76,14 +76,14 @@ def guarded(work: Callable[[], int]) -> NoReturn:
         # Without the interpreter's shutdown: threads of the process groups that DeepSpeed keeps abort it now and then
         # ("terminate called without an active exception"), which would turn a finished run into a failed one.
         os._exit(status)
-    _Guard(board, pid, launchers, stacks).watch(stops)
+    _Watcher(board, pid, launchers, stacks).watch(stops)
 
 
-def _be_guarded(board: Board, stops: set[signal.Signals], stacks: int, guard: int) -> None:
+def _be_watched(board: Board, stops: set[signal.Signals], stacks: int, watcher: int) -> None:
     import faulthandler
 
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guard:
+    if os.getppid() != watcher:
         os._exit(128 + signal.SIGKILL)
     board.listen(stops)
     # Prints the stacks even where the interpreter is stuck.
@@ -108,12 +108,12 @@ def _outcome(work: Callable[[], int], board: Board) -> int:
 
 
 def _dead_rank(board: Board) -> tuple[int, int] | None:
-    """Another rank of this machine that has ended badly, or whose guard was killed; and its status."""
+    """Another rank of this machine that has ended badly, or whose watcher was killed; and its status."""
     for rank, entry in enumerate(board.entries):
         if rank != board.rank and entry.tick > board.mine.started:
             if entry.status > 0:
                 return rank, entry.status
-            if entry.status == RUNNING and not _lives(entry.guard):
+            if entry.status == RUNNING and not _lives(entry.watcher):
                 return rank, 128 + signal.SIGKILL
     return None
 
@@ -127,7 +127,7 @@ def _say(board: Board, message: str) -> None:
         print(f"hybrid-grpo [rank {board.rank}]: {message}", file=sys.stderr, flush=True)
 
 
-class _Guard:
+class _Watcher:
     def __init__(self, board: Board, pid: int, launchers: list[tuple[int, str]], stacks: int) -> None:
         self.board, self.mine, self.pid, self.launchers, self.stacks = board, board.mine, pid, launchers, stacks
         self.interrupts = 0
@@ -167,7 +167,7 @@ class _Guard:
     def look(self, now: float) -> None:
         """End the rank if it must not go on."""
         mine = self.mine
-        if mine.behind == _STOPPED_WITH_GUARD:
+        if mine.behind == _STOPPED_WITH_WATCHER:
             self.end(RESUME_STATUS, "was stopped for longer than run.stall_minutes: ended")
         if any(not _lives(*launcher) for launcher in self.launchers):
             self.board.ask(LAUNCHER_GONE)
@@ -216,10 +216,10 @@ class _Guard:
         time.sleep(max(0.0, since + _VERDICT_SECONDS - time.monotonic()))
         mine.tick = time.monotonic()
         for rank in ranks:
-            if entries[rank].tick < since:  # its guard is stopped as well
-                entries[rank].behind = _STOPPED_WITH_GUARD
+            if entries[rank].tick < since:  # its watcher is stopped as well
+                entries[rank].behind = _STOPPED_WITH_WATCHER
         worst = max(ranks, key=lambda rank: (entries[rank].behind, -entries[rank].beat))
-        if self.board.rank == min(rank for rank in ranks if entries[rank].behind < _STOPPED_WITH_GUARD):
+        if self.board.rank == min(rank for rank in ranks if entries[rank].behind < _STOPPED_WITH_WATCHER):
             _say(
                 self.board,
                 f"run.stall_minutes {mine.stall_s / 60:g}: no rank goes on; rank {worst} is behind, in"
@@ -228,9 +228,9 @@ class _Guard:
         else:
             time.sleep(_LOOK_SECONDS)  # so that the verdict is spoken before a launcher sees a rank end
         for rank in ranks:
-            if entries[rank].behind == _STOPPED_WITH_GUARD:
+            if entries[rank].behind == _STOPPED_WITH_WATCHER:
                 with suppress(OSError):
-                    os.kill(entries[rank].guard, signal.SIGCONT)
+                    os.kill(entries[rank].watcher, signal.SIGCONT)
         self.end(RESUME_STATUS, "")
 
     def stack(self, deadline: float) -> list[str]:
