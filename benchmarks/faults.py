@@ -17,6 +17,7 @@ the real one starts them.
     stalls       a rank that raises, exits, hangs or is stopped in each of six stages: all end, and are told why
     disk         a file system that is filled at points of a save, of rollouts and numbers, and of the export
     worlds       resumed on another number of ranks, or at another ZeRO stage: within 1e-5 of the whole one
+    cost         a run that goes on samples its first token within 1.5 times the seconds of one that begins
     poison       NaN in loss, gradient, reward or weights of one rank: all ranks stop, saved as they were before
 """
 
@@ -339,7 +340,7 @@ def poison(bench: Bench, number: int) -> Iterator[Case]:
 
 
 def _poisoned(bench: Bench, name: str, fault: Entry) -> Entry:
-    with bench.ranks(name, "--guard.nonfinite.patience=1", fault=fault) as ranks:
+    with bench.ranks(name, "--guard.patience=1", fault=fault) as ranks:
         gone_s = bench.gone_after(GRACE_S)
         statuses = [process.exitcode for process in ranks.processes]
     said = "".join(ranks.output)
@@ -347,9 +348,31 @@ def _poisoned(bench: Bench, name: str, fault: Entry) -> Entry:
     return {"said": said.strip().splitlines()[-1].replace(str(bench.folder), ""), **_resumed(bench, name, gone_s)}
 
 
+def cost(bench: Bench, number: int) -> Iterator[Case]:
+    """Seconds until the first token is sampled, of a run that begins and of one that goes on, in turn."""
+    bench.run("begun", fault=FOUR_STEPS)
+    for count in range(number):
+        yield f"cost: start and resume {count}", _started_and_resumed, ()
+
+
+def _started_and_resumed(bench: Bench, name: str) -> Entry:
+    shutil.copytree(bench.folder / "begun", bench.folder / name)
+    seconds = []
+    for folder in (f"{name}_anew", name):
+        start = time.monotonic()
+        # The journal has the completions of the step that was broken off: the next one is sampled.
+        nth = 1 if folder != name else 2
+        with bench.ranks(folder, fault={"point": "sampling", "nth": nth, "rank": "all", "action": "kill"}) as ranks:
+            started(ranks)
+            seconds.append(time.monotonic() - start)
+    shutil.rmtree(bench.folder / f"{name}_anew")
+    assert seconds[1] <= 1.5 * seconds[0], f"{seconds[1]:.2f} s against {seconds[0]:.2f} s"
+    return {"start_s": seconds[0], "resume_s": seconds[1]}
+
+
 PARTS: dict[str, tuple[Callable[[Bench, int], Iterator[Case]], int]] = {
     **{"kills": (kills, 60), "signals": (signals, 20), "corruptions": (corruptions, 999), "stalls": (stalls, 30)},
-    **{"disk": (disk, 10), "worlds": (worlds, 6), "poison": (poison, 4)},
+    **{"disk": (disk, 10), "worlds": (worlds, 6), "poison": (poison, 4), "cost": (cost, 5)},
 }
 
 

@@ -5,6 +5,10 @@ On one process the collectives are the identity, whether or not a process group 
 
 import os
 import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,6 +20,8 @@ from hybrid_grpo.config.errors import UserError
 T = TypeVar("T")
 
 _SHARED_MEMORY = Path("/dev/shm")
+_SILENT_SECONDS = 20.0
+"""For the ranks to meet; then one that still waits says so."""
 _BUFFER_BYTES = 66 * 2**20 + 4096
 """Shared memory that DeepSpeed's CPU backend uses for each rank."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -34,6 +40,29 @@ def world_size() -> int:
 def local_ranks() -> int:
     """Ranks on this machine: DeepSpeed's launcher sets LOCAL_SIZE, torchrun sets LOCAL_WORLD_SIZE."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+
+
+@contextmanager
+def meeting() -> Iterator[None]:
+    """Around the start of the process group: says whom this rank waits for, which nothing else would where the others
+    were never started. Raises UserError where the ranks do not meet."""
+    facts = ", ".join(f"{name} {os.environ[name]}" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+    def tell() -> None:
+        print(f"hybrid-grpo: waiting for the other ranks ({facts})", file=sys.stderr, flush=True)
+
+    told = threading.Timer(_SILENT_SECONDS, tell)
+    told.daemon = True
+    told.start()
+    try:
+        yield
+    except dist.DistError as error:
+        raise UserError(
+            f"the ranks of this run do not meet ({facts}): {str(error).splitlines()[0]}: start all of them within"
+            " engine.timeout_minutes, with the same MASTER_ADDR and a MASTER_PORT that is free"
+        ) from error
+    finally:
+        told.cancel()
 
 
 def check_shared_memory() -> None:

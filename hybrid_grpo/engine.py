@@ -35,7 +35,14 @@ from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_conf
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import RunInterrupted, UserError
-from hybrid_grpo.distributed import all_reduce, check_shared_memory, rank, release_shared_memory, world_size
+from hybrid_grpo.distributed import (
+    all_reduce,
+    check_shared_memory,
+    meeting,
+    rank,
+    release_shared_memory,
+    world_size,
+)
 from hybrid_grpo.model import shards
 from hybrid_grpo.model.kernels.compiling import compiling
 from hybrid_grpo.model.lora import Adapter
@@ -79,11 +86,9 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
         check_shared_memory()
     else:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed(
-        dist_backend=accelerator.communication_backend_name(),
-        verbose=False,
-        timeout=timedelta(minutes=timeout_minutes),
-    )
+    with meeting():
+        backend, timeout = accelerator.communication_backend_name(), timedelta(minutes=timeout_minutes)
+        deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
     if on_cpu:
         release_shared_memory()
     return torch.device(accelerator.current_device_name())

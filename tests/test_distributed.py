@@ -1,8 +1,11 @@
-"""What ranks of one machine share; tests on several ranks are in test_ranks.py."""
+"""What ranks of one machine share, and how they meet."""
 
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
+from forks import free_port
 
 from hybrid_grpo import distributed
 from hybrid_grpo.config.errors import UserError
@@ -49,3 +52,15 @@ def test_what_this_job_has_there_already_counts_as_free_and_only_its_own_is_remo
     distributed.release_shared_memory()
     left = sorted(path.name.removeprefix("deepspeed_allreduce_buffer_") for path in shared_memory.iterdir())
     assert left == sorted(names[1:]), "of rank 0, which this is"
+
+
+def test_a_rank_that_is_left_alone_says_whom_it_waits_for(monkeypatch, capfd):
+    address = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in address.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed, "_SILENT_SECONDS", 0.1)
+    with pytest.raises(UserError, match="the ranks of this run do not meet") as error, distributed.meeting():
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=2))
+    facts = ", ".join(f"{name} {value}" for name, value in address.items())
+    assert facts in str(error.value) and "engine.timeout_minutes" in str(error.value)
+    assert f"hybrid-grpo: waiting for the other ranks ({facts})\n" in capfd.readouterr().err
