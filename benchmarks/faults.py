@@ -291,8 +291,7 @@ def _full(bench: Bench, name: str, fault: Entry) -> Entry:
         told = [line for line in said.splitlines() if "No space left" in line]
         (folder / "junk").unlink()
         entry = {"status": status, "said": told[0].replace(str(bench.folder), ""), "steps_before": bench.lines(name)}
-        if status:
-            bench.same(name, *bench.run(name))
+        bench.same(name, *(bench.run(name) if status else (status, said)))
         return entry
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
@@ -341,6 +340,7 @@ def poison(bench: Bench, number: int) -> Iterator[Case]:
 
 def _poisoned(bench: Bench, name: str, fault: Entry) -> Entry:
     with bench.ranks(name, "--guard.patience=1", fault=fault) as ranks:
+        ranks.wait(300)
         gone_s = bench.gone_after(GRACE_S)
         statuses = [process.exitcode for process in ranks.processes]
     said = "".join(ranks.output)

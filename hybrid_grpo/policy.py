@@ -42,8 +42,14 @@ class Policy:
     `total_steps` are the optimizer steps of the whole run, for the learning-rate schedule. `decoder` will sample from
     it (see `RolloutConfig`). With a `lora` of rank above 0, adapters are trained instead of the weights, and `seed`
     initialises them. With a `workspace` the memory of decoding and of gathered weights is kept from rollout to rollout.
-    A `journal` that is set later keeps finished completions.
+
+    Attributes:
+        journal: keeps finished completions; set by the run.
+        lr_scale: what the schedule's learning rate is multiplied with; lower after the guard has rolled back.
     """
+
+    journal: Journal | None = None
+    lr_scale = 1.0
 
     def __init__(
         self,
@@ -58,10 +64,7 @@ class Policy:
     ) -> None:
         self.config, self.tokenizer, self.total_steps = policy, tokenizer, total_steps
         self.workspace = workspace
-        self.journal: Journal | None = None
         self.optimizer_steps = self.skipped_steps = 0
-        self.lr_scale = 1.0
-        """What the schedule's learning rate is multiplied with; lower after the guard has rolled back."""
         self.deepspeed_config = engines.policy_config(policy, engine)
         attention = training_attention(policy)
         self.packs = attention == ATTENTION

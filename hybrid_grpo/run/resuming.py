@@ -56,7 +56,7 @@ def find_start(
     changed. Raises UserError. Collective."""
     resume, name = config.run.resume, config.run.name
     numbers = folder / "metrics.jsonl"
-    has_numbers = numbers.is_file() and numbers.stat().st_size > 0
+    has_numbers = _has_steps(numbers)
     another = "another --run.name"
     if resume == "never":
         refuse(
@@ -159,6 +159,18 @@ def lines_before(path: Path, step: int) -> list[str]:
         " another --run.name",
     )
     return lines
+
+
+def _has_steps(path: Path) -> bool:
+    """Whether metrics.jsonl has more than what is measured before the first step. A line that a crash or a full disk
+    left incomplete is none; one that cannot be read is taken for a step."""
+    for line in path.read_bytes().split(b"\n")[:-1] if path.is_file() else ():
+        try:
+            if json.loads(line)["step"] != 0:
+                return True
+        except (ValueError, KeyError, TypeError):
+            return True
+    return False
 
 
 def _is_free(setting: str, config: TrainConfig | SftConfig) -> bool:

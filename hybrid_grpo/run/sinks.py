@@ -100,9 +100,10 @@ class Log:
 
     def close(self) -> None:
         """End the outputs; the numbers on disk are complete already."""
-        for sink in self._sinks:
-            sink.close()
-        self._sinks, self._wandb = [], None
+        sinks, self._sinks, self._wandb = self._sinks, [], None
+        with one_line(self._rollouts.parent):
+            for sink in sinks:
+                sink.close()
 
 
 class JsonlSink:

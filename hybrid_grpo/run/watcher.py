@@ -46,7 +46,8 @@ _LAUNCHERS = re.compile(
     r"(^|/)(deepspeed|torchrun|mpirun|mpiexec|prterun|orted|prted|hydra_pmi_proxy|slurmstepd)(:|$)"
     r"|^(deepspeed\.launcher|torch\.distributed)\.|deepspeed/launcher/\w+\.py$"
 )
-_COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/")
+_COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|/gloo/|NCCL")
+"""In the files of a stack, or in what an exchange that was waited for elsewhere says when it fails."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -96,7 +97,7 @@ def _outcome(work: Callable[[], int], board: Board) -> int:
         return work()
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[-_INNERMOST:]
-        if not any(_COLLECTIVE.search(frame.filename) for frame in frames):
+        if not any(_COLLECTIVE.search(text) for text in (str(error), *(frame.filename for frame in frames))):
             raise
         deadline = time.monotonic() + _FOLLOW_SECONDS
         while time.monotonic() < deadline:

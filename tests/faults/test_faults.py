@@ -15,7 +15,6 @@ pytestmark = pytest.mark.ranks
 CASES = {
     "killed while it saves": {"point": "saving", "nth": 3, "rank": 1, "action": "kill"},
     "killed in the export": {"point": "export", "nth": 1, "rank": "all", "action": "kill"},
-    "killed while it samples": {"point": "sampling", "nth": 30, "rank": 0, "action": "kill"},
 }
 
 

@@ -57,8 +57,8 @@ def test_when_a_run_is_stopped(section, steps, says):
 def test_what_only_says_so_says_it_once_for_every_time_that_it_begins():
     length = "completion/length_mean"
     assert judged(guard(limits=LIMITS), {length: 6.0}, {length: 7.0}, {length: 3.0}, {length: 1.0}) == [
-        "completion/length_mean 6, above 5 (guard.limits.length), in 1 steps up to step 1",
-        "completion/length_mean 1, below 2 (guard.limits.length), in 1 steps up to step 4",
+        "completion/length_mean 6, above 5 (guard.limits.length), in 1 step up to step 1",
+        "completion/length_mean 1, below 2 (guard.limits.length), in 1 step up to step 4",
     ]
     said = judged(guard(non_finite="say"), *[NAN] * 9)
     assert len(said) == 1 and "policy/grad_norm not finite" in said[0]

@@ -74,6 +74,9 @@ def test_an_empty_folder_is_a_new_run(place):
     place.numbers([])
     (place.folder / "run" / "config.yaml").write_text("")
     assert place.start().step == 0
+    # The disk was full: there is what was measured before the first step, and part of a line.
+    place.numbers([0], tail='{"step": 1, "rew')
+    assert place.start().step == 0
 
 
 def test_a_run_is_never_begun_over(place):

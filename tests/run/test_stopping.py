@@ -14,6 +14,8 @@ from paths import ROOT, SUPPORT
 from workshop import Workshop
 
 from hybrid_grpo.config.fields import duration_seconds
+from hybrid_grpo.run import watcher
+from hybrid_grpo.run.board import Board
 from hybrid_grpo.run.files import read_jsonl
 
 TRAIN = ("train", "--config", "train.yaml", "--run.resume", "auto")
@@ -153,6 +155,27 @@ def test_the_recipes_pass_signals_on_and_end_with_the_status_of_the_run(tmp_path
     recipe.send_signal(signal.Signals[sent])
     assert recipe.wait(LIMIT_S) == 75
     assert (tmp_path / "heard").read_text() == heard
+
+
+@pytest.mark.parametrize("says, status", [
+    ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection reset by peer", 75),
+    ("a mistake of our own", None),
+])  # fmt: skip
+def test_an_exchange_that_a_dead_rank_breaks_is_not_a_fault_of_this_one(says, status, capfd):
+    """Outside of the collectives' own code: where a gather that was begun before is waited for."""
+    board = Board(0, 2)
+    other = board.entries[1]
+    other.status, other.tick = 75, time.monotonic()
+
+    def work():
+        raise RuntimeError(says)
+
+    if status is None:
+        with pytest.raises(RuntimeError, match=says):
+            watcher._outcome(work, board)
+    else:
+        assert watcher._outcome(work, board) == status
+        assert "ended in starting, because rank 1 has ended with status 75" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("text, seconds", [
