@@ -87,7 +87,7 @@ def arm(point: str, nth: int, rank: int | str, action: str) -> None:
 
 
 def poison(what: str, step: int, rank: int) -> None:
-    """Make numbers of one rank NaN at a step: the `loss`, a `gradient`, a `reward` or a `weight`."""
+    """Make numbers of one rank NaN at a step: the `loss`, a `gradient` or a `weight`."""
     import torch
 
     from hybrid_grpo import policy, trainer
@@ -113,16 +113,6 @@ def poison(what: str, step: int, rank: int) -> None:
         step_of(self, number)
 
     trainer.Trainer.step = counted  # type: ignore[method-assign]
-    if what == "reward":
-        collect = trainer.Trainer.sample_and_score
-
-        def scored(self: trainer.Trainer, *arguments: Any) -> Any:
-            rollout, scores = collect(self, *arguments)
-            if now == step:
-                scores.reward_B[0] = math.nan
-            return rollout, scores
-
-        trainer.Trainer.sample_and_score = scored  # type: ignore[method-assign]
     if what in ("loss", "gradient"):
         backward = policy.engines.Engine.backward
 

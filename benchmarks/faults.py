@@ -18,7 +18,7 @@ the real one starts them.
     disk         a file system that is filled at points of a save, of rollouts and numbers, and of the export
     worlds       resumed on another number of ranks, or at another ZeRO stage: within 1e-5 of the whole one
     cost         a run that goes on samples its first token within 1.5 times the seconds of one that begins
-    poison       NaN in loss, gradient, reward or weights of one rank: all ranks stop, saved as they were before
+    poison       NaN in loss, gradient or weights of one rank: all ranks stop, saved as they were before
 """
 
 import argparse
@@ -170,7 +170,7 @@ def _signal(bench: Bench, name: str, number: str, target: str, moment: float) ->
             if target in (f"rank {rank}", "all ranks") and process.is_alive():
                 os.kill(process.pid, getattr(signal, number))
         gone_s = bench.gone_after(GRACE_S)
-        statuses = [process.exitcode for process in ranks.processes]
+        statuses = ranks.statuses()
     said = "".join(ranks.output)
     finished = (bench.folder / name / "run" / "model").exists() and statuses == [0, 0]
     assert finished or statuses == [RESUME_ME] * 2, f"statuses {statuses}: {said[-600:]}"
@@ -191,6 +191,8 @@ def corruptions(bench: Bench, number: int) -> Iterator[Case]:
             (f"{file} cut", lambda c, f=file: os.truncate(c / f, (c / f).stat().st_size // 2)),
             (f"{file} empty", lambda c, f=file: os.truncate(c / f, 0)),
             (f"{file} with a flipped bit", lambda c, f=file: _overwrite(c / f, 0.6, None)),
+            (f"{file} with another first byte", lambda c, f=file: _overwrite(c / f, 0.0, None)),
+            (f"{file} with a byte more", lambda c, f=file: (c / f).write_bytes((c / f).read_bytes() + b"\0")),
             (f"{file} with zeros", lambda c, f=file: _overwrite(c / f, 0.3, 64)),
             (f"{file} deleted", lambda c, f=file: (c / f).unlink()),
             (f"{file} of another step", lambda c, f=file: shutil.copy(c.parent / before.name / f, c / f)),
@@ -259,10 +261,11 @@ def stalls(bench: Bench, number: int) -> Iterator[Case]:
 
 def _stall(bench: Bench, name: str, fault: Entry) -> Entry:
     limit = STALL_S + (0 if fault["action"] in ("raise", "exit") else 60 * STALL_MINUTES)
-    with bench.ranks(name, f"--run.stall_minutes={STALL_MINUTES}", fault=fault) as ranks:
+    settings = [f"--run.stall_minutes={STALL_MINUTES}", "--checkpoint.on_failure=stop"]
+    with bench.ranks(name, *settings, fault=fault) as ranks:
         started(ranks)
         gone_s = bench.gone_after(limit)
-        statuses = [process.exitcode for process in ranks.processes]
+        statuses = ranks.statuses()
     said = "".join(ranks.output)
     assert all(statuses), f"statuses {statuses}"
     assert re.search(rf"rank {fault['rank']}\b", said.partition("fault: ")[2].partition("\n")[2]), (
@@ -333,7 +336,7 @@ def _reshaped(bench: Bench, name: str, first: tuple[int, int], second: tuple[int
 
 def poison(bench: Bench, number: int) -> Iterator[Case]:
     """NaN on one rank, from the third step on."""
-    for what in ("loss", "gradient", "reward", "weight")[:number]:
+    for what in ("loss", "gradient", "weight")[:number]:
         fault = {"poison": what, "step": 3, "rank": 1}
         yield (f"poison: NaN in the {what} of rank 1", _poisoned, (fault,))
 
@@ -342,7 +345,7 @@ def _poisoned(bench: Bench, name: str, fault: Entry) -> Entry:
     with bench.ranks(name, "--guard.patience=1", fault=fault) as ranks:
         ranks.wait(300)
         gone_s = bench.gone_after(GRACE_S)
-        statuses = [process.exitcode for process in ranks.processes]
+        statuses = ranks.statuses()
     said = "".join(ranks.output)
     assert all(statuses) and "Traceback" not in said, f"{statuses}: {said[-900:]}"
     return {"said": said.strip().splitlines()[-1].replace(str(bench.folder), ""), **_resumed(bench, name, gone_s)}
@@ -372,7 +375,7 @@ def _started_and_resumed(bench: Bench, name: str) -> Entry:
 
 PARTS: dict[str, tuple[Callable[[Bench, int], Iterator[Case]], int]] = {
     **{"kills": (kills, 60), "signals": (signals, 20), "corruptions": (corruptions, 999), "stalls": (stalls, 30)},
-    **{"disk": (disk, 10), "worlds": (worlds, 6), "poison": (poison, 4), "cost": (cost, 5)},
+    **{"disk": (disk, 10), "worlds": (worlds, 6), "poison": (poison, 3), "cost": (cost, 5)},
 }
 
 

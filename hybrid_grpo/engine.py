@@ -28,7 +28,9 @@ import deepspeed
 import deepspeed.runtime.hybrid_engine
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops import __compatible_ops__
 from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from torch import Tensor, nn
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
@@ -86,6 +88,9 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
         check_shared_memory()
     else:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    if on_cpu and __compatible_ops__.get(ShareMemCommBuilder.NAME):
+        # DeepSpeed would compile it while the ranks meet.
+        ShareMemCommBuilder().load(verbose=False)
     with meeting():
         backend, timeout = accelerator.communication_backend_name(), timedelta(minutes=timeout_minutes)
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)

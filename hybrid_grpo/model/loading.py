@@ -6,16 +6,17 @@ The weights load sharded inside `engine.sharded_loading`; nothing here knows the
 from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import logging as transformers_logging
 
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.distributed import all_reduce
+from hybrid_grpo.distributed import all_reduce, rank
 from hybrid_grpo.model.architectures import unsupported
 from hybrid_grpo.model.attention import ATTENTION
 
@@ -188,16 +189,20 @@ def load_weights(auto: Any, name: str, config: Any, setting: str, **options: Any
 @torch.no_grad()
 def _refuse_broken_weights(model: Any, start: str) -> None:
     """Raise `UserError`, on all ranks, where weights are not finite. Under ZeRO-3 every rank looks at its shards."""
-    broken = [
-        name
-        for name, parameter in model.named_parameters()
-        if not bool(torch.isfinite(getattr(parameter, "ds_tensor", parameter)).all())
-    ]
+    broken = [name for name, parameter in model.named_parameters() if not bool(torch.isfinite(_held(parameter)).all())]
     device = next(model.parameters()).device
     count = int(all_reduce(torch.tensor(float(len(broken)), device=device), "max"))
     if count:
         first = f", {broken[0]} among them" if broken else ""
         raise UserError(f"{start}: {count} of its weights hold NaN or infinity{first}: take one that was not broken")
+
+
+def _held(parameter: Any) -> Tensor:
+    """What this rank holds of a weight, without the end of a shard that is padding and may hold anything."""
+    if not hasattr(parameter, "ds_tensor"):
+        return cast(Tensor, parameter)
+    shard: Tensor = parameter.ds_tensor.view(-1)
+    return shard[: max(0, parameter.ds_numel - rank() * shard.numel())]
 
 
 def stop_ids(name: str, tokenizer: Any, more: list[int], config: Any) -> tuple[int, ...]:

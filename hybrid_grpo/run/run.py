@@ -233,8 +233,7 @@ class Run:
                 # Numbers before the checkpoint: a checkpoint without them would resume behind a gap, while lines
                 # without a checkpoint are cut again.
                 log.write(k, values := self.watched(k, stage.meter.reduce()))
-                for message in self._guard.judge(k, values):
-                    self.say(f"GUARD: {message}")
+                self._judge(k, values)
                 # After the last step the model is exported, which would be wanted of a resumed run too.
                 stops = k < self.config.run.steps and stage.progress.stops()
                 if (saves or stops) and not self._guard.doubts:
@@ -246,6 +245,17 @@ class Run:
             stage.progress.enter("export")
             self._export(stage)
             stage.policy.engine.tell_communication()
+
+    def _judge(self, step: int, values: dict[str, float]) -> None:
+        """Show the numbers of a step to the guard. Raises RunStopped or RollBack."""
+        try:
+            for message in self._guard.judge(step, values):
+                self.say(f"GUARD: {message}")
+        except (RunStopped, RollBack):
+            # What a policy that has diverged sampled is not to be learned from when the step is made again.
+            if rank() == 0:
+                self.journal.clear()
+            raise
 
     def _roll_back(self, stage: Stage, diverged: RollBack) -> int:
         """Go back to the newest checkpoint before the run diverged, and lower the learning rate; return its step."""
@@ -262,8 +272,6 @@ class Run:
         self._load(stage, checkpoint)
         stage.policy.lr_scale = lr_scale
         step = checkpoint.manifest.step
-        if rank() == 0:
-            self.journal.clear()
         self.checkpoints.forget_after(step)
         self._saved = self._back_to = step
         self._guard = Guard(config, self.config.run.steps)

@@ -5,6 +5,7 @@ from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneratio
 
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.model import loading
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import load_model, training_attention
 
@@ -44,3 +45,15 @@ def test_other_models_are_trained_by_transformers_attention_and_not_packed(archi
     for setting, value in (("attn_implementation", "packed"), ("shared_prefix", "on")):
         with pytest.raises(UserError, match=rf"^policy\.{setting} {value} does not fit [^\n]*: set it to auto$"):
             training_attention(PolicyConfig(model=str(tmp_path), **{setting: value}))
+
+
+def test_the_padding_of_a_shard_is_no_weight(monkeypatch):
+    """It is memory that nobody has written: a model on three ranks was refused for NaN in it, now and then."""
+    monkeypatch.setattr(loading, "rank", lambda: 2)
+    model = torch.nn.Linear(2, 5, bias=False)
+    model.weight.ds_tensor = torch.tensor([1.0, 2.0, float("nan"), float("inf")])
+    model.weight.ds_numel = 10
+    loading._refuse_broken_weights(model, "policy.model here")
+    model.weight.ds_tensor[1] = float("nan")
+    with pytest.raises(UserError, match="1 of its weights hold NaN or infinity, weight among them"):
+        loading._refuse_broken_weights(model, "policy.model here")

@@ -116,6 +116,8 @@ def test_nan_on_one_rank_stops_all_ranks(workshop: Workshop, what, says):
     folder = workshop.folder / "runs" / what
     assert max(path.name for path in folder.glob("checkpoints/step_*")) == "step_000001"
     assert not (folder / "model").exists()
+    # A reward that is mended is asked about the same completions; those of a broken policy are thrown away.
+    assert (folder / "journal").exists() is (what == "reward")
 
 
 @pytest.mark.ranks

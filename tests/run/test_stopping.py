@@ -147,7 +147,9 @@ def test_the_recipes_pass_signals_on_and_end_with_the_status_of_the_run(tmp_path
     """With something in the launcher's place that ends with status 1 whatever its rank says."""
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     script = f". {ROOT}/training_scripts/launch.sh; stoppable {sys.executable} launcher.py deepspeed"
-    recipe = subprocess.Popen(["bash", "-c", script], cwd=tmp_path)
+    # Bash cannot hear a signal that was ignored when it started.
+    heeded = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    recipe = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, preexec_fn=heeded)
     deadline = time.monotonic() + LIMIT_S
     while not (tmp_path / "ready").exists():
         assert recipe.poll() is None and time.monotonic() < deadline

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from rank_programs import build, main, two_steps
 
-from hybrid_grpo.distributed import all_reduce, rank, world_size
+from hybrid_grpo.distributed import all_reduce, barrier, rank, world_size
 
 _ALL_SHARDED = {"stage3_param_persistence_threshold": 0}
 _FROM_HOST = {"offload_param": {"device": "cpu"}, **_ALL_SHARDED}
@@ -108,6 +108,7 @@ def losses(folder: Path) -> dict[str, Any]:
     batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
     initial = folder / f"initial.{world_size()}"
     trainer.policy.engine.save(initial, "start", {})
+    barrier()
     for name in ("without", "with"):
         trainer.policy.engine.load(initial, "start")
         seen[name] = []

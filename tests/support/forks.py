@@ -125,6 +125,12 @@ class Ranks:
             out, err = self.so_far()
         self.output = (out, err)
 
+    def statuses(self) -> list[int | None]:
+        """Exit status of every rank, once all have ended."""
+        for process in self.processes:
+            process.join(10)
+        return [process.exitcode for process in self.processes]
+
     def so_far(self) -> tuple[str, str]:
         """What all have written until now, as in `output`."""
         streams = [[path for path in paths if path.exists()] for paths in zip(*self._outputs, strict=True)]
@@ -156,6 +162,8 @@ def free_port() -> str:
 def _main(arguments: list[str], cwd: Path, environment: dict[str, str], outputs: tuple[Path, Path]) -> None:
     """Be the program: called in the fork."""
     os.setpgid(0, 0)
+    # It is ignored where the tests were started in the background of a script, and that is inherited.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, path in enumerate(outputs, 1):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, number)
