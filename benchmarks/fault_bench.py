@@ -32,7 +32,15 @@ RECIPE: dict[str, Any] = {
     "log": {"wandb": "disabled"},
 }
 REWARD = """
-def early_letters(completions, **columns):
+import json, os
+
+fault = json.loads(os.environ.get("FAULT", "null")) or {}
+spoilt = fault.get("poison") == "reward" and int(os.environ["RANK"]) == fault["rank"]
+
+
+def early_letters(completions, trainer_state, **columns):
+    if spoilt and trainer_state.global_step == fault["step"]:
+        return [float("nan")] * len(completions)
     return [sum("a" <= letter <= "m" for letter in text) / max(len(text), 1) for text in completions]
 """
 

@@ -87,7 +87,8 @@ def arm(point: str, nth: int, rank: int | str, action: str) -> None:
 
 
 def poison(what: str, step: int, rank: int) -> None:
-    """Make numbers of one rank NaN at a step: the `loss`, a `gradient` or a `weight`."""
+    """Make numbers of one rank NaN at a step: the `loss`, a `gradient` or a `weight`. A `reward` is one already, by the
+    bench's own function."""
     import torch
 
     from hybrid_grpo import policy, trainer

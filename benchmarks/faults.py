@@ -18,7 +18,7 @@ the real one starts them.
     disk         a file system that is filled at points of a save, of rollouts and numbers, and of the export
     worlds       resumed on another number of ranks, or at another ZeRO stage: within 1e-5 of the whole one
     cost         a run that goes on samples its first token within 1.5 times the seconds of one that begins
-    poison       NaN in loss, gradient or weights of one rank: all ranks stop, saved as they were before
+    poison       NaN in loss, gradient, reward or weights of one rank: all ranks stop, saved as they were before
 """
 
 import argparse
@@ -80,24 +80,10 @@ def kills(bench: Bench, number: int) -> Iterator[Case]:
         if count % 6 == 5:
             program = ("the launcher", "the launcher's helper")[count // 6 % 2]
             moment = bench.random.uniform(10.0, 14.0 + bench.seconds)
-            yield (
-                f"kill {count}: {program} after {moment:.1f} s",
-                _kill_launcher,
-                (
-                    program,
-                    moment,
-                ),
-            )
+            yield f"kill {count}: {program} after {moment:.1f} s", _kill_launcher, (program, moment)
         elif count % 2:
             moment = bench.random.uniform(0.0, bench.seconds)
-            yield (
-                f"kill {count}: {target} after {moment:.2f} s",
-                _kill_later,
-                (
-                    target,
-                    moment,
-                ),
-            )
+            yield f"kill {count}: {target} after {moment:.2f} s", _kill_later, (target, moment)
         else:
             stage, nth = points[count // 2 % len(points)]
             if stage in ("start", "export"):
@@ -152,15 +138,7 @@ def signals(bench: Bench, number: int) -> Iterator[Case]:
         name = ("SIGTERM", "SIGTERM", "SIGINT", "SIGUSR1")[count % 4]
         target = ("rank 0", "rank 1", "all ranks")[count % 3]
         moment = bench.random.uniform(0.3 * bench.seconds, 0.95 * bench.seconds)
-        yield (
-            f"{name} {count} to {target} after {moment:.2f} s",
-            _signal,
-            (
-                name,
-                target,
-                moment,
-            ),
-        )
+        yield f"{name} {count} to {target} after {moment:.2f} s", _signal, (name, target, moment)
 
 
 def _signal(bench: Bench, name: str, number: str, target: str, moment: float) -> Entry:
@@ -211,15 +189,7 @@ def corruptions(bench: Bench, number: int) -> Iterator[Case]:
     bench.random.shuffle(cases)
     for case, damage in cases[:number]:
         harmless = case.startswith(("latest", "a draft", "both", "all"))
-        yield (
-            f"corruption: {case}",
-            _damage,
-            (
-                newest.name,
-                damage,
-                harmless,
-            ),
-        )
+        yield f"corruption: {case}", _damage, (newest.name, damage, harmless)
 
 
 def _overwrite(path: Path, where: float, count: int | None) -> None:
@@ -302,24 +272,10 @@ def _full(bench: Bench, name: str, fault: Entry) -> Entry:
 
 def worlds(bench: Bench, number: int) -> Iterator[Case]:
     """Another number of ranks, another ZeRO stage."""
-    cases: list[tuple[int, int, int, int]] = [
-        (2, 3, 1, 3),
-        (1, 3, 2, 3),
-        (2, 3, 3, 3),
-        (2, 3, 2, 2),
-        (2, 3, 1, 1),
-        (2, 2, 2, 3),
-    ]
+    cases = [(2, 3, 1, 3), (1, 3, 2, 3), (2, 3, 3, 3), (2, 3, 2, 2), (2, 3, 1, 1), (2, 2, 2, 3)]
     for before, stage, after, new_stage in cases[:number]:
         case = f"worlds: {before} ranks at stage {stage} to {after} at stage {new_stage}"
-        yield (
-            case,
-            _reshaped,
-            (
-                (before, stage),
-                (after, new_stage),
-            ),
-        )
+        yield case, _reshaped, ((before, stage), (after, new_stage))
 
 
 def _reshaped(bench: Bench, name: str, first: tuple[int, int], second: tuple[int, int]) -> Entry:
@@ -336,13 +292,13 @@ def _reshaped(bench: Bench, name: str, first: tuple[int, int], second: tuple[int
 
 def poison(bench: Bench, number: int) -> Iterator[Case]:
     """NaN on one rank, from the third step on."""
-    for what in ("loss", "gradient", "weight")[:number]:
+    for what in ("loss", "gradient", "reward", "weight")[:number]:
         fault = {"poison": what, "step": 3, "rank": 1}
         yield (f"poison: NaN in the {what} of rank 1", _poisoned, (fault,))
 
 
 def _poisoned(bench: Bench, name: str, fault: Entry) -> Entry:
-    with bench.ranks(name, "--guard.patience=1", fault=fault) as ranks:
+    with bench.ranks(name, "--guard.patience=1", "--scoring.max_failed_frac=0.25", fault=fault) as ranks:
         ranks.wait(300)
         gone_s = bench.gone_after(GRACE_S)
         statuses = ranks.statuses()
@@ -375,7 +331,7 @@ def _started_and_resumed(bench: Bench, name: str) -> Entry:
 
 PARTS: dict[str, tuple[Callable[[Bench, int], Iterator[Case]], int]] = {
     **{"kills": (kills, 60), "signals": (signals, 20), "corruptions": (corruptions, 999), "stalls": (stalls, 30)},
-    **{"disk": (disk, 10), "worlds": (worlds, 6), "poison": (poison, 3), "cost": (cost, 5)},
+    **{"disk": (disk, 10), "worlds": (worlds, 6), "poison": (poison, 4), "cost": (cost, 5)},
 }
 
 
