@@ -310,7 +310,8 @@ class Run:
         return bool(all_reduce(torch.tensor(float(late), device=stage.policy.engine.device), "max"))
 
     def _save(self, stage: Stage, step: int, states: dict[str, Any]) -> None:
-        """Write the checkpoint of a step. Raises RunStopped where that fails and `checkpoint.on_failure` is stop."""
+        """Write the checkpoint of a step. Raises RunStopped where that fails and `checkpoint.on_failure` is stop, or
+        the step is 0: without the first one there is nothing to go on from."""
         try:
             # A checkpoint is of no use without the numbers before it.
             write_together(self._sync_numbers, self.folder)
@@ -321,7 +322,7 @@ class Run:
                 self.journal.forget(step)
         except WriteFailed as failure:
             before = "there is none before it" if self._saved is None else f"the newest is that of step {self._saved}"
-            if self.config.checkpoint.on_failure == "stop":
+            if self.config.checkpoint.on_failure == "stop" or step == 0:
                 raise RunStopped(
                     f"{failure}; {before}: make room or mend it, and go on with --run.resume auto"
                 ) from None
