@@ -25,7 +25,7 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.policy import Policy
     from hybrid_grpo.run.run import Run
-    from hybrid_grpo.sft import SftTrainer
+    from hybrid_grpo.stages.sft import SftTrainer
 
     device = engine.start(config.engine.timeout_minutes)
     engine.check_config(config.policy, config.engine)

@@ -26,7 +26,7 @@ from unittest import mock
 from paths import ROOT
 
 _IMPORTED = [
-    *("hybrid_grpo.trainer", "hybrid_grpo.sft", "datasets", "peft", "transformers.models.qwen2.modeling_qwen2"),
+    *("hybrid_grpo.trainer", "hybrid_grpo.stages.sft", "datasets", "peft", "transformers.models.qwen2.modeling_qwen2"),
     # It imports the compiler of torch, which takes as long as all of DeepSpeed.
     "deepspeed.runtime.zero.muon.muon_optimizer",
 ]
