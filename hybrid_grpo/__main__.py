@@ -18,6 +18,7 @@ from hybrid_grpo.run.watcher import watched
 COMMANDS = {
     "train": "GRPO training",
     "sft": "supervised fine-tuning on prompt and completion pairs",
+    "reward": "a reward model, trained on pairs of a better and a worse answer",
     "eval": "greedy accuracy and mean reward on the held-out prompts",
     "plan": "memory and time of a training run, without loading weights",
     "report": "write report.html of a run again",
@@ -74,7 +75,7 @@ def entry() -> NoReturn:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started the process
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process ends
-    if sys.argv[1:2] in (["train"], ["sft"], ["eval"]) and sys.platform == "linux":
+    if sys.argv[1:2] in (["train"], ["sft"], ["reward"], ["eval"]) and sys.platform == "linux":
         with suppress(UserError):
             adopt_rank()
         watched(main)

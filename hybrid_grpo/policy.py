@@ -1,5 +1,7 @@
-"""The policy: one set of weights that samples, scores and is trained; and the frozen reference beside it."""
+"""The models of a run: the policy, one set of weights that samples, scores and is trained; the frozen reference beside
+it; and the scorer, which gives one number a token and is trained alike."""
 
+import functools
 import math
 import shutil
 from collections.abc import Callable, Sequence
@@ -7,13 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import cached_file
 
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
-from hybrid_grpo.data.packing import pack, pad, token_budget
+from hybrid_grpo.data.packing import pack, pack_pairs, pad, pad_pairs, token_budget
 from hybrid_grpo.distributed import rank
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Stats, Workspace
@@ -22,6 +24,7 @@ from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.lora import Adapters
+from hybrid_grpo.model.scalar import ScalarModel, load_scalar_model, scalar_config
 from hybrid_grpo.model.view import meta_copy
 
 _COUNTERS = ("optimizer_steps", "skipped_steps", "lr_scale")
@@ -36,20 +39,103 @@ def learning_rate(config: PolicyConfig, step: int, total: int) -> float:
     return config.lr * shape[config.lr_schedule]
 
 
-class Policy:
-    """A causal language model inside one DeepSpeed engine.
+class TrainedModel:
+    """A transformers model inside one DeepSpeed engine: its optimizer steps, their counts, and its export.
 
-    `total_steps` are the optimizer steps of the whole run, for the learning-rate schedule. `decoder` will sample from
-    it (see `RolloutConfig`). With a `lora` of rank above 0, adapters are trained instead of the weights, and `seed`
-    initialises them. With a `workspace` the memory of decoding and of gathered weights is kept from rollout to rollout.
+    `load` reads the weights for a training forward with the attention that it is given; `wrap` puts around them what is
+    trained. `total_steps` are the optimizer steps of the whole run, for the learning-rate schedule. With a `lora` of
+    rank above 0, adapters are trained instead of the weights, and `seed` initialises them. The engine's view has the
+    attention `view_attention` (default: transformers' own); `keep_view`: see `View`.
 
     Attributes:
-        journal: keeps finished completions; set by the run.
         lr_scale: what the schedule's learning rate is multiplied with; lower after the guard has rolled back.
     """
 
-    journal: Journal | None = None
     lr_scale = 1.0
+
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        engine: EngineConfig,
+        tokenizer: Any,
+        total_steps: int,
+        lora: LoraConfig | None,
+        seed: int,
+        *,
+        load: Callable[[str], Any],
+        wrap: Callable[[Any], nn.Module],
+        view_attention: str | None = None,
+        keep_view: bool = False,
+    ) -> None:
+        self.config, self.tokenizer, self.total_steps = policy, tokenizer, total_steps
+        self.optimizer_steps = self.skipped_steps = 0
+        self.deepspeed_config = engines.policy_config(policy, engine)
+        attention = training_attention(policy)
+        self.packs = attention == ATTENTION
+        with engines.sharded_loading(self.deepspeed_config):
+            model = load(attention)
+        view = meta_copy(model, view_attention or plain_attention(model.config, policy.attn_implementation))
+        self.adapters = Adapters(model, lora, seed) if lora is not None and lora.rank else None
+        by_layer = self.adapters.by_layer if self.adapters else None
+        self.engine = engines.Engine(wrap(model), model, view, self.deepspeed_config, by_layer, keep_view=keep_view)
+
+    def budget(self, gradients: bool) -> int:
+        """Tokens of one micro-batch; see `token_budget`."""
+        return token_budget(self.config, on_gpu=self.engine.device.type != "cpu", gradients=gradients)
+
+    def step(self) -> StepResult:
+        """One optimizer step with the gradients of `engine.backward`. If they are not finite, all ranks skip the step
+        and count it."""
+        result = self.engine.step(self.lr)
+        self.optimizer_steps += 1
+        self.skipped_steps += not result.applied
+        return result
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next optimizer step."""
+        return self.lr_scale * learning_rate(self.config, self.optimizer_steps, self.total_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that the engine's checkpoint does not contain."""
+        return {name: getattr(self, name) for name in _COUNTERS}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        for name in _COUNTERS:
+            setattr(self, name, state[name])
+
+    def export(self, folder: Path) -> None:
+        """Write weights, configuration and tokenizer in Hugging Face format. Adapters are merged into the weights, and
+        also written separately, in peft's format, to the folder `adapter/`. Collective."""
+        with self.engine.generation() as view:
+            if rank() == 0:
+                view.save_pretrained(folder, state_dict=_untangled(view.state_dict()))
+                config = self.exported_config()
+                config.dtype = getattr(torch, self.config.dtype)
+                config.save_pretrained(folder)
+                save_tokenizer(self.tokenizer, folder)
+        if self.adapters is not None:
+            whole = self.engine.whole(self.adapters.parameters)
+            if rank() == 0:
+                self.adapters.save(folder / "adapter", whole)
+
+    def exported_config(self) -> Any:
+        """The model's configuration as it was loaded, dropout included."""
+        return load_config(self.config.model)
+
+
+class Policy(TrainedModel):
+    """A causal language model inside one DeepSpeed engine, which samples and is trained.
+
+    `decoder` will sample from it (see `RolloutConfig`). With a `workspace` the memory of decoding and of gathered
+    weights is kept from rollout to rollout. The other arguments are those of `TrainedModel`.
+
+    Attributes:
+        journal: keeps finished completions; set by the run.
+    """
+
+    journal: Journal | None = None
 
     def __init__(
         self,
@@ -62,19 +148,18 @@ class Policy:
         seed: int = 0,
         workspace: Workspace | None = None,
     ) -> None:
-        self.config, self.tokenizer, self.total_steps = policy, tokenizer, total_steps
         self.workspace = workspace
-        self.optimizer_steps = self.skipped_steps = 0
-        self.deepspeed_config = engines.policy_config(policy, engine)
-        attention = training_attention(policy)
-        self.packs = attention == ATTENTION
-        with engines.sharded_loading(self.deepspeed_config):
-            model = load_model(policy, attention)
-        view = meta_copy(model, attention_of(decoder) or plain_attention(model.config, policy.attn_implementation))
-        self.adapters = Adapters(model, lora, seed) if lora is not None and lora.rank else None
-        by_layer = self.adapters.by_layer if self.adapters else None
-        self.engine = engines.Engine(
-            LogprobModel(model), model, view, self.deepspeed_config, by_layer, keep_view=workspace is not None
+        super().__init__(
+            policy,
+            engine,
+            tokenizer,
+            total_steps,
+            lora,
+            seed,
+            load=functools.partial(load_model, policy),
+            wrap=LogprobModel,
+            view_attention=attention_of(decoder),
+            keep_view=workspace is not None,
         )
 
     def rollout(
@@ -128,7 +213,7 @@ class Policy:
     ) -> list[MicroBatch]:
         """Rows (default: all) in micro-batches within `token_budget`, equally many on every rank. Collective."""
         rows = range(len(prompt_ids)) if rows is None else rows
-        budget = token_budget(self.config, on_gpu=self.engine.device.type != "cpu", gradients=gradients)
+        budget = self.budget(gradients)
         if self.packs:
             return pack(prompt_ids, completion_ids, rows, budget, self.engine.device, share=self.config.shared_prefix)
         return pad(prompt_ids, completion_ids, rows, budget, self.engine.device)
@@ -142,43 +227,43 @@ class Policy:
         """logp_BT of all rows; see `scored`. Collective."""
         return scored(self.engine, batches, shape, temperature)
 
-    def step(self) -> StepResult:
-        """One optimizer step with the gradients of `engine.backward`. If they are not finite, all ranks skip the step
-        and count it."""
-        result = self.engine.step(self.lr)
-        self.optimizer_steps += 1
-        self.skipped_steps += not result.applied
-        return result
 
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next optimizer step."""
-        return self.lr_scale * learning_rate(self.config, self.optimizer_steps, self.total_steps)
+class Scorer(TrainedModel):
+    """A model of one number a token (`ScalarModel`) inside one DeepSpeed engine, which only scores and is trained.
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state that the engine's checkpoint does not contain."""
-        return {name: getattr(self, name) for name in _COUNTERS}
+    `padding` is the token that the exported classifier takes for padding, and `seed` starts a head that is new. The
+    other arguments are those of `TrainedModel`.
+    """
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
-        for name in _COUNTERS:
-            setattr(self, name, state[name])
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        engine: EngineConfig,
+        tokenizer: Any,
+        total_steps: int,
+        padding: int,
+        lora: LoraConfig | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._padding = padding
+        load = functools.partial(load_scalar_model, policy, seed=seed)
+        super().__init__(policy, engine, tokenizer, total_steps, lora, seed, load=load, wrap=ScalarModel)
 
-    def export(self, folder: Path) -> None:
-        """Write weights, configuration and tokenizer in Hugging Face format. Adapters are merged into the weights, and
-        also written separately, in peft's format, to the folder `adapter/`. Collective."""
-        with self.engine.generation() as view:
-            if rank() == 0:
-                view.save_pretrained(folder, state_dict=_untangled(view.state_dict()))
-                # The configuration as it was loaded, dropout included, except for the type of the weights.
-                config = load_config(self.config.model)
-                config.dtype = getattr(torch, self.config.dtype)
-                config.save_pretrained(folder)
-                save_tokenizer(self.tokenizer, folder)
-        if self.adapters is not None:
-            whole = self.engine.whole(self.adapters.parameters)
-            if rank() == 0:
-                self.adapters.save(folder / "adapter", whole)
+    def pair_batches(self, pairs: Sequence[tuple[list[int], list[int]]], *, gradients: bool = True) -> list[MicroBatch]:
+        """Pairs of texts in micro-batches, equally many on every rank; see `pack_pairs`. Collective."""
+        if self.packs:
+            share = self.config.shared_prefix
+            return pack_pairs(pairs, self.budget(gradients), self.engine.device, share=share)
+        return pad_pairs(pairs, self.budget(gradients), self.engine.device)
+
+    def forward(self, micro: MicroBatch) -> Tensor:
+        """The numbers at the tokens that `micro.source` selects, float32 [N] (differentiable). Collective."""
+        value_N: Tensor = self.engine(micro.input_ids_bS, micro.position_ids_bS, micro.source, micro.segments)
+        return value_N
+
+    def exported_config(self) -> Any:
+        """See `scalar_config`."""
+        return scalar_config(self.config.model, self._padding)
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:

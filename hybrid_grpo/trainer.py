@@ -45,8 +45,8 @@ class Trainer(Stage):
         inputs: RunInputs,
         device: torch.device,
     ) -> None:
-        self.config, self.plan, self.device = config, plan, device
-        self.policy, self.reference, self.inputs = policy, reference, inputs
+        self.config, self.plan, self.device, self.reference, self.inputs = config, plan, device, reference, inputs
+        self.policy: Policy = policy
         self.eval_prompts = rank_share(inputs.eval_prompts, rank(), world_size())
         self.meter = Meter(inputs.rewards.names, [config.eval.name], device)
         self.loader = Curriculum(

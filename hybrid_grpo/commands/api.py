@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_grpo.config import GenerateConfig, SftConfig, TrainConfig
+from hybrid_grpo.config import GenerateConfig, RewardStageConfig, SftConfig, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.launching import adopt_rank
 from hybrid_grpo.config.parsing import ConfigT, Parsed, configure
@@ -25,7 +25,7 @@ from hybrid_grpo.config.recipes import overlay, read_recipe
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["FinishedRun", "UserError", "evaluate", "generate", "sft", "train"]
+__all__ = ["FinishedRun", "UserError", "evaluate", "generate", "reward", "sft", "train"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,13 @@ def sft(model: Any = None, data: Any = None, *, config: Any = None, **sections: 
     from hybrid_grpo.commands.sft import sft as run
 
     return FinishedRun(run(_configure(SftConfig, model, data, None, config, sections)))
+
+
+def reward(model: Any = None, data: Any = None, *, config: Any = None, **sections: Any) -> FinishedRun:
+    """Train a reward model on pairs of answers, as `hybrid-grpo reward` does; for the arguments see `train`."""
+    from hybrid_grpo.commands.reward import reward as run
+
+    return FinishedRun(run(_configure(RewardStageConfig, model, data, None, config, sections)))
 
 
 def evaluate(

@@ -10,7 +10,9 @@ from hybrid_grpo.config.building import build, dump, to_dict
 from hybrid_grpo.config.checks import BatchPlan
 from hybrid_grpo.config.commands import (
     GenerateConfig,
+    ModelRunConfig,
     PlanConfig,
+    RewardStageConfig,
     ScoreConfig,
     ServeRewardConfig,
     SftConfig,
@@ -20,6 +22,7 @@ from hybrid_grpo.config.data import CurriculumConfig, DataConfig
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
+from hybrid_grpo.config.preferences import RewardLoopConfig
 from hybrid_grpo.config.rewards import RewardConfig, ScoringConfig, ServeOptionsConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig
 from hybrid_grpo.config.run import EvalConfig, LogConfig, RunConfig

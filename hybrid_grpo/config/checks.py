@@ -13,7 +13,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hybrid_grpo.config.commands import GenerateConfig, ScoreConfig, ServeRewardConfig, SftConfig, TrainConfig
+from hybrid_grpo.config.commands import (
+    GenerateConfig,
+    ModelRunConfig,
+    RewardStageConfig,
+    ScoreConfig,
+    ServeRewardConfig,
+    SftConfig,
+    TrainConfig,
+)
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.network import bearer_token, is_loopback
@@ -83,11 +91,20 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
 
 def check_sft(config: SftConfig, world_size: int) -> None:
     """Refuse a supervised run that cannot work here."""
+    _check_stage(config, "sft.batch_size", config.sft.batch_size, world_size)
+
+
+def check_reward(config: RewardStageConfig, world_size: int) -> None:
+    """Refuse to train a reward model where it cannot work."""
+    _check_stage(config, "reward.batch_size", config.reward.batch_size, world_size)
+
+
+def _check_stage(config: ModelRunConfig, setting: str, batch_size: int, world_size: int) -> None:
     _check_model(config)
     config.engine.check(world_size)
     _check_data(config.data)
     _check_resume(config.run.resume)
-    _refuse_indivisible("sft.batch_size", config.sft.batch_size, world_size, "ranks")
+    _refuse_indivisible(setting, batch_size, world_size, "ranks")
 
 
 def _check_resume(resume: str) -> None:
@@ -154,7 +171,7 @@ def _refuse_indivisible(name: str, value: int, divisor: int, why: str) -> None:
     refuse(value % divisor != 0, f"{name} {value} does not divide by {why} = {divisor}: the nearest value is {nearest}")
 
 
-def _check_model(config: TrainConfig | SftConfig) -> None:
+def _check_model(config: ModelRunConfig) -> None:
     model, rank, folder = config.policy.model, config.lora.rank, config.run.dir
     refuse(not model, "policy.model is not set: give a model folder or a hub name")
     if _looks_like_path(model):

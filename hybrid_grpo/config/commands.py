@@ -14,13 +14,14 @@ from hybrid_grpo.config.fields import SECTION, Count, Text
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
+from hybrid_grpo.config.preferences import PairEvalConfig, RewardLoopConfig
 from hybrid_grpo.config.rewards import RewardList, ScoringConfig, ServeOptionsConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig
 from hybrid_grpo.config.run import CheckpointConfig, EvalConfig, LogConfig, RunConfig
 
 
 @dataclass(frozen=True, config=SECTION)
-class _RunsModel:
+class ModelRunConfig:
     """What every command with a model has."""
 
     run: RunConfig = field(default_factory=RunConfig)
@@ -33,7 +34,7 @@ class _RunsModel:
     guard: GuardConfig = field(default_factory=GuardConfig)
 
     @model_validator(mode="after")
-    def _check_engine(self) -> _RunsModel:
+    def _check_engine(self) -> ModelRunConfig:
         refuse(
             self.policy.dtype == "bfloat16" and self.engine.zero_stage == 0,
             "policy.dtype bfloat16 needs engine.zero_stage 1 or higher (at stage 0 DeepSpeed keeps no float32 weights):"
@@ -43,7 +44,7 @@ class _RunsModel:
 
 
 @dataclass(frozen=True, config=SECTION)
-class TrainConfig(_RunsModel):
+class TrainConfig(ModelRunConfig):
     """GRPO training."""
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -113,7 +114,7 @@ class SftLoopConfig:
 
 
 @dataclass(frozen=True, config=SECTION)
-class SftConfig(_RunsModel):
+class SftConfig(ModelRunConfig):
     """Supervised fine-tuning, on the same engine."""
 
     sft: SftLoopConfig = field(default_factory=SftLoopConfig)
@@ -125,6 +126,34 @@ class SftConfig(_RunsModel):
                 getattr(self.data, name) is not None,
                 f"data.{name} is set, but sft does not evaluate: take it out, and use `hybrid-grpo eval` on the result",
             )
+        return self
+
+
+@dataclass(frozen=True, config=SECTION)
+class RewardStageConfig(ModelRunConfig):
+    """A reward model, trained on pairs of answers."""
+
+    reward: RewardLoopConfig = field(default_factory=RewardLoopConfig)
+    eval: PairEvalConfig = field(default_factory=PairEvalConfig)
+
+    @model_validator(mode="after")
+    def _check_sections(self) -> RewardStageConfig:
+        data, default = self.data, DataConfig()
+        for name, instead in (("max_prompt_tokens", "max_tokens"), ("completion_column", "chosen_column")):
+            refuse(
+                getattr(data, name) != getattr(default, name),
+                f"data.{name} {getattr(data, name)} is not for pairs of texts: take it out, and set reward.{instead}",
+            )
+        columns = [data.prompt_column, *(getattr(self.reward, f"{name}_column") for name in ("chosen", "rejected"))]
+        twice = next((name for name in columns if columns.count(name) > 1), None)
+        refuse(
+            twice is not None,
+            f"reward.chosen_column {columns[1]}, reward.rejected_column {columns[2]} and data.prompt_column"
+            f" {columns[0]} are not three columns: change one",
+        )
+        if data.eval_path is None and data.eval_split is None:
+            for setting, value in (("eval.every", self.eval.every), ("data.eval_limit", data.eval_limit)):
+                refuse(bool(value), f"{setting} {value} needs held-out pairs: set data.eval_path or data.eval_split")
         return self
 
 

@@ -10,6 +10,7 @@ from hybrid_grpo.config.building import build, dump, plain_types, sections, take
 from hybrid_grpo.config.commands import (
     GenerateConfig,
     PlanConfig,
+    RewardStageConfig,
     ScoreConfig,
     ServeRewardConfig,
     SftConfig,
@@ -20,14 +21,17 @@ from hybrid_grpo.config.help import help_text
 from hybrid_grpo.config.recipes import GivenTwice, Settings, check_text, overlay, read_recipe, read_value
 from hybrid_grpo.config.tasks import with_task
 
-ConfigT = TypeVar("ConfigT", TrainConfig, SftConfig, GenerateConfig, PlanConfig, ScoreConfig, ServeRewardConfig)
+ConfigT = TypeVar(
+    "ConfigT", TrainConfig, SftConfig, RewardStageConfig, GenerateConfig, PlanConfig, ScoreConfig, ServeRewardConfig
+)
+AnyConfigT = TypeVar("AnyConfigT", covariant=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class Parsed(Generic[ConfigT]):
+class Parsed(Generic[AnyConfigT]):
     """A parsed command line: the configuration, and the same as YAML."""
 
-    config: ConfigT
+    config: AnyConfigT
     yaml: str
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.config.building import sections
-from hybrid_grpo.config.commands import ScoreConfig
+from hybrid_grpo.config.commands import ScoreConfig, TrainConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.importing import functions_of, import_place
 from hybrid_grpo.config.recipes import Settings, overlay, read_recipe
@@ -91,7 +91,13 @@ def with_task(cls: Any, given: Settings) -> Settings:
     if not isinstance(name, str) or "data" not in sections(cls):
         return given
     task = ready_made_settings(name) if name in READY_MADE else own_task(name).settings
-    below = {section: values for section, values in task.items() if section in sections(cls)}
+    own, usual = sections(cls), sections(TrainConfig)
+    # A command may have settings of its own in a section that `train` has too.
+    below = {
+        section: values
+        for section, values in task.items()
+        if section in own and own[section] == usual.get(section, own[section])
+    }
     source = below.get("data", {}).get("path", "")
     replaced: tuple[str, ...] = ()
     if cls is ScoreConfig or (data.get("path") or source) != source:  # `score` reads its SOURCE

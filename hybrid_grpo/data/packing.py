@@ -7,6 +7,7 @@ runs dummy micro-batches of one token and no rows.
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -31,6 +32,8 @@ class _Row:
     index: int
     prompt: list[int]
     completion: list[int]
+    first: int = 0
+    """Number of the first completion token that is a target."""
 
     @property
     def tokens(self) -> int:
@@ -40,11 +43,15 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows of one prompt that go into the same micro-batch."""
+    """Rows that go into the same micro-batch."""
 
-    rows: list[_Row]
-    tokens: int
-    """Number of tokens to compute."""
+    parts: list[list[_Row]]
+    """The rows of a part have the same prompt, and share its forward."""
+
+    @cached_property
+    def tokens(self) -> int:
+        """Number of tokens to compute."""
+        return sum(len(part[0].prompt) + sum(len(row.completion) - 1 for row in part) for part in self.parts)
 
 
 def token_budget(policy: PolicyConfig, *, on_gpu: bool, gradients: bool) -> int:
@@ -75,11 +82,54 @@ def pack(
         share: whether neighbouring rows of the same prompt share its forward; `auto`: if that saves enough.
     """
     chosen = [_Row(row, prompt_ids[row], completion_ids[row]) for row in rows]
-    alone = [_Group([row], row.tokens) for row in chosen]
-    groups = _groups(chosen, budget)
-    every, shared = (sum(group.tokens for group in way) for way in (alone, groups))
-    if share == "off" or (share == "auto" and every - shared < _WORTH_SHARING * every):
-        groups = alone
+    alone = [_Group([[row]]) for row in chosen]
+    return _balanced(_worth_it(alone, _groups(chosen, budget), share), budget, device)
+
+
+def pack_pairs(
+    pairs: Sequence[tuple[list[int], list[int]]],
+    budget: int,
+    device: torch.device,
+    *,
+    share: Literal["auto", "on", "off"],
+) -> list[MicroBatch]:
+    """As `pack`, for pairs of texts: the only target of a text stands behind its last token, which is so the one that
+    `MicroBatch.source` selects. Collective.
+
+    Args:
+        pairs: tokens of both texts; neither is empty. The texts of pair k are the rows 2 k and 2 k + 1, which stand in
+            the same micro-batch, one after the other.
+        share: whether the two compute the beginning that they have in common once.
+    """
+    alone = [_Group([[row] for row in _pair(number, pair)]) for number, pair in enumerate(pairs)]
+    shared = [
+        _Group([_pair(number, pair, common)]) if (common := _common(*pair)) else alone[number]
+        for number, pair in enumerate(pairs)
+    ]
+    return _balanced(_worth_it(alone, shared, share), budget, device)
+
+
+def _pair(number: int, texts: tuple[list[int], list[int]], common: int = 0) -> list[_Row]:
+    """The rows of a pair, whose prompt are the first `common` tokens; the target may be any token."""
+    return [
+        _Row(2 * number + k, text[:common], [*text[common:], 0], len(text) - common) for k, text in enumerate(texts)
+    ]
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """Number of tokens that two texts have in common at their beginning."""
+    shorter = min(len(one), len(other))
+    return next((place for place in range(shorter) if one[place] != other[place]), shorter)
+
+
+def _worth_it(alone: list[_Group], shared: list[_Group], share: Literal["auto", "on", "off"]) -> list[_Group]:
+    """The groups that share prompts, where that is asked for or saves enough, else those that do not."""
+    every, fewer = (sum(group.tokens for group in way) for way in (alone, shared))
+    return alone if share == "off" or (share == "auto" and every - fewer < _WORTH_SHARING * every) else shared
+
+
+def _balanced(groups: list[_Group], budget: int, device: torch.device) -> list[MicroBatch]:
+    """Micro-batches of whole groups; see `pack`. Collective."""
     # A row longer than the budget counts as one that fills it.
     count = -(-sum(min(group.tokens, budget) for group in groups) // budget)
     # No two groups of more than half the budget fit into one micro-batch.
@@ -96,10 +146,10 @@ def _groups(rows: list[_Row], budget: int) -> list[_Group]:
     groups: list[_Group] = []
     for row in rows:
         last, more = groups[-1] if groups else None, len(row.completion) - 1
-        if last and last.rows[0].prompt == row.prompt and last.tokens + more <= budget:
-            groups[-1] = _Group([*last.rows, row], last.tokens + more)
+        if last and last.parts[0][0].prompt == row.prompt and last.tokens + more <= budget:
+            groups[-1] = _Group([[*last.parts[0], row]])
         else:
-            groups.append(_Group([row], row.tokens))
+            groups.append(_Group([[row]]))
     return groups
 
 
@@ -121,25 +171,26 @@ def _packed(groups: list[_Group], device: torch.device) -> MicroBatch:
     source: list[int] = []
     own: list[tuple[int, int]] = []
     prefix: list[tuple[int, int]] = []
-    for group in groups:
-        prompt, start, shared = group.rows[0].prompt, len(tokens), len(group.rows) > 1
+    parts = [part for group in groups for part in group.parts]
+    for part in parts:
+        prompt, start, shared = part[0].prompt, len(tokens), len(part) > 1
         tokens += prompt
         positions += range(len(prompt))
         if shared:
             own.append((start, len(prompt)))
             prefix.append((start, 0))
-        for row in group.rows:
+        for row in part:
             completion, begin = row.completion[:-1], len(tokens)
             tokens += completion
             positions += range(len(prompt), len(prompt) + len(completion))
-            source += [start + len(prompt) - 1, *range(begin, len(tokens))]
+            source += [start + len(prompt) - 1, *range(begin, len(tokens))][row.first :]
             if not shared:
                 own.append((start, len(tokens) - start))
                 prefix.append((start, 0))
             elif completion:
                 own.append((begin, len(completion)))
                 prefix.append((start, len(prompt)))
-    rows, segments = [row for group in groups for row in group.rows], Segments(own, prefix, device)
+    rows, segments = [row for part in parts for row in part], Segments(own, prefix, device)
     return _micro_batch(rows, [tokens], [positions], source, segments, device)
 
 
@@ -153,7 +204,17 @@ def pad(
     """Micro-batches of rows padded to the longest, for models that cannot be packed; see `pack`. Collective."""
     chosen = [_Row(row, prompt_ids[row], completion_ids[row]) for row in rows]
     parts = plan_rows([row.tokens for row in chosen], budget)
-    batches = [_padded([chosen[i] for i in part], device) for part in parts]
+    return _filled([_padded([chosen[i] for i in part], device) for part in parts], device)
+
+
+def pad_pairs(pairs: Sequence[tuple[list[int], list[int]]], budget: int, device: torch.device) -> list[MicroBatch]:
+    """As `pack_pairs`, of rows padded to the longest. Collective."""
+    parts = plan_rows([2 * max(map(len, pair)) for pair in pairs], budget)
+    return _filled([_padded([row for k in part for row in _pair(k, pairs[k])], device) for part in parts], device)
+
+
+def _filled(batches: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
+    """Padded micro-batches, and dummy ones where another rank has more. Collective."""
     most = int(all_reduce(torch.tensor(len(batches), device=device), "max"))
     return batches + _fillers(most - len(batches), device, packed=False)
 
@@ -176,7 +237,7 @@ def plan_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def _padded(rows: list[_Row], device: torch.device) -> MicroBatch:
     width = max(row.tokens for row in rows)
     texts = [(row.prompt + row.completion)[:-1] for row in rows]
-    source = [i * width + t for i, row in enumerate(rows) for t in range(len(row.prompt) - 1, row.tokens)]
+    source = [i * width + t for i, row in enumerate(rows) for t in range(len(row.prompt) - 1 + row.first, row.tokens)]
     tokens, positions = [text + [0] * (width - len(text)) for text in texts], [list(range(width))] * len(rows)
     return _micro_batch(rows, tokens, positions, source, None, device)
 
@@ -189,7 +250,8 @@ def _micro_batch(
     segments: Segments | None,
     device: torch.device,
 ) -> MicroBatch:
-    lengths, indices = np.array([len(row.completion) for row in rows]), [row.index for row in rows]
+    lengths = np.array([len(row.completion) - row.first for row in rows])
+    indices = [row.index for row in rows]
     mask_bT = np.arange(lengths.max()) < lengths[:, None]
     return MicroBatch(
         indices,
@@ -197,7 +259,7 @@ def _micro_batch(
         upload(tokens, device),
         upload(positions, device),
         Selection(np.array(source), device),
-        upload([token for row in rows for token in row.completion], device),
+        upload([token for row in rows for token in row.completion[row.first :]], device),
         upload(mask_bT, device),
         upload(np.flatnonzero(mask_bT), device),
         segments,

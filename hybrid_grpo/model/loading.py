@@ -3,7 +3,7 @@
 The weights load sharded inside `engine.sharded_loading`; nothing here knows the engine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, cast
@@ -22,6 +22,9 @@ from hybrid_grpo.model.attention import ATTENTION
 
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
+
+Start = Callable[[Any], None]
+"""Gives a weight, which may be sharded, its first values."""
 
 
 def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
@@ -142,15 +145,22 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> 
     """
     config = load_config(policy.model)
     attention = attn_implementation or plain_attention(config, policy.attn_implementation)
-    without_dropout(config)
-    dtype = getattr(torch, policy.dtype)
+    return load_for_training(AutoModelForCausalLM, policy, config, attention)
+
+
+def load_for_training(
+    auto: Any, policy: PolicyConfig, config: Any, attn_implementation: str, fresh: Mapping[str, Start] | None = None
+) -> Any:
+    """A model of one of transformers' AutoModel classes by the settings of `policy`, without dropout; `config` is
+    changed. For `fresh` and errors see `load_weights`."""
     model = load_weights(
-        AutoModelForCausalLM,
+        auto,
         policy.model,
-        config,
+        without_dropout(config),
         "policy.model",
-        dtype=dtype,
-        attn_implementation=attention,
+        fresh,
+        dtype=getattr(torch, policy.dtype),
+        attn_implementation=attn_implementation,
         use_safetensors=None if policy.pickled_weights else True,
     )
     if policy.gradient_checkpointing:
@@ -158,9 +168,11 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> 
     return model
 
 
-def load_weights(auto: Any, name: str, config: Any, setting: str, **options: Any) -> Any:
+def load_weights(
+    auto: Any, name: str, config: Any, setting: str, fresh: Mapping[str, Start] | None = None, **options: Any
+) -> Any:
     """A model of one of transformers' AutoModel classes, with all of its weights; raises UserError where
-    weights do not load or are missing."""
+    weights do not load or are missing. `fresh` starts weights that may be missing, by their names."""
     try:
         # Mismatched weights are reported below, by name.
         model, loaded = auto.from_pretrained(
@@ -174,8 +186,14 @@ def load_weights(auto: Any, name: str, config: Any, setting: str, **options: Any
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, UnpicklingError) as error:
         raise UserError(f"{setting} {name} does not load: {first_line(error)}") from error
+    fresh = fresh or {}
+    for weight in fresh.keys() & set(loaded["missing_keys"]):
+        fresh[weight](model.get_parameter(weight))
     # transformers would start missing weights at random and only warn.
-    for what, names in (("lacks", loaded["missing_keys"]), ("has the wrong shape for", loaded["mismatched_keys"])):
+    for what, names in (
+        ("lacks", set(loaded["missing_keys"]) - fresh.keys()),
+        ("has the wrong shape for", loaded["mismatched_keys"]),
+    ):
         if names:
             first = min(name if isinstance(name, str) else name[0] for name in names)
             raise UserError(
@@ -203,6 +221,16 @@ def _held(parameter: Any) -> Tensor:
         return cast(Tensor, parameter)
     shard: Tensor = parameter.ds_tensor.view(-1)
     return shard[: max(0, parameter.ds_numel - rank() * shard.numel())]
+
+
+@torch.no_grad()
+def draw_normal(parameter: Any, std: float, seed: int) -> None:
+    """Give a weight normal numbers of this standard deviation, the same on any number of ranks."""
+    count = getattr(parameter, "ds_numel", parameter.numel())
+    whole = torch.empty(count).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
+    held = _held(parameter).view(-1)
+    first = rank() * parameter.ds_tensor.numel() if hasattr(parameter, "ds_tensor") else 0
+    held.copy_(whole[first : first + len(held)])
 
 
 def stop_ids(name: str, tokenizer: Any, more: list[int], config: Any) -> tuple[int, ...]:

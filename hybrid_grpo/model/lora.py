@@ -7,6 +7,7 @@ Decoding and export use weights with the adapters merged in; the adapters are al
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,8 @@ class Adapter:
 
 
 class Adapters:
-    """Puts adapters into a transformers causal language model, sharded or not, and freezes everything else.
+    """Puts adapters into a transformers causal language model, sharded or not, and freezes everything else. The head of
+    a sequence classifier, which is new, is trained whole.
 
     `seed` initialises the matrices A, the same on every rank. Raises UserError where a layer that `lora` names does not
     exist or cannot have an adapter.
@@ -67,8 +69,9 @@ class Adapters:
     def __init__(self, model: Any, lora: LoraConfig, seed: int) -> None:
         import peft
 
+        classifies = model.get_output_embeddings() is None
         config = peft.LoraConfig(
-            task_type="CAUSAL_LM",
+            task_type="SEQ_CLS" if classifies else "CAUSAL_LM",
             base_model_name_or_path=model.config.name_or_path,
             r=lora.rank,
             lora_alpha=lora.alpha,
@@ -82,6 +85,8 @@ class Adapters:
             except ValueError as error:
                 raise UserError(f"lora.target_modules: peft cannot adapt policy.model: {error}") from error
         self._config = model.peft_config[_NAME]
+        self._head = {"score": model.score.weight.requires_grad_()} if classifies else {}
+        """Weights that are trained whole, by the path of their layer."""
         self.by_layer: dict[str, Adapter] = {
             path: Adapter.of(layer)
             for path, layer in model.named_modules()
@@ -99,12 +104,16 @@ class Adapters:
     def __str__(self) -> str:
         layers = [adapter.layer for adapter in self.by_layer.values()]
         count = sum(layer.r[_NAME] * (layer.in_features + layer.out_features) for layer in layers)
-        return f"{count:,} weights are trained, in adapters of rank {self._config.r} beside {len(layers)} linear layers"
+        head = f", and the head ({', '.join(self._head)})" if self._head else ""
+        return (
+            f"{count:,} weights are trained, in adapters of rank {self._config.r} beside {len(layers)} linear layers"
+            f"{head}"
+        )
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The trained matrices, A and B of every layer."""
-        return [p for adapter in self.by_layer.values() for p in (adapter.down, adapter.up)]
+        """The trained matrices, A and B of every layer, and the head of a classifier."""
+        return [*(p for adapter in self.by_layer.values() for p in (adapter.down, adapter.up)), *self._head.values()]
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -130,10 +139,13 @@ class Adapters:
             for path, adapter in self.by_layer.items()
             for name, parameter in (("lora_A", adapter.down), ("lora_B", adapter.up))
         }
+        for path, parameter in self._head.items():
+            state[f"base_model.model.{path}.weight"] = whole[parameter].detach().to("cpu", copy=True)
         save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        inference_mode, self._config.inference_mode = self._config.inference_mode, True
-        self._config.save_pretrained(str(folder))
-        self._config.inference_mode = inference_mode
+        config = copy.copy(self._config)
+        config.inference_mode = True
+        config.modules_to_save = list(self._head) or None
+        config.save_pretrained(str(folder))
 
 
 def check_lora(lora: LoraConfig, config: Any) -> None:
@@ -145,7 +157,7 @@ def check_lora(lora: LoraConfig, config: Any) -> None:
 
 def _targets(model: Any, lora: LoraConfig) -> list[str]:
     """Names of the layers to adapt, each of which matches linear layers only."""
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings() or model.score
     layers = dict(model.named_modules())
     linear = [path for path, layer in layers.items() if isinstance(layer, _LINEAR) and layer is not head]
     if lora.target_modules == "all-linear":

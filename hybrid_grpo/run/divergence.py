@@ -12,7 +12,10 @@ _WATCHED = {
     "length": "completion/length_mean",
     "parity": "parity/logp_abs_diff_mean",
 }
-_FINITE = ("policy/loss", "policy/grad_norm", "sft/loss", *(name for key, name in _WATCHED.items() if key != "length"))
+_FINITE = (
+    *("policy/loss", "policy/grad_norm", "sft/loss", "reward_model/loss"),
+    *(name for key, name in _WATCHED.items() if key != "length"),
+)
 
 
 class RollBack(Exception):

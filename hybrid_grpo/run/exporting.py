@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from hybrid_grpo.distributed import rank
-from hybrid_grpo.policy import Policy
+from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.run.files import replace_text, sync, sync_tree
 from hybrid_grpo.run.writing import WriteFailed, write_together
 
@@ -13,7 +13,7 @@ _STEP = "run.json"
 """File of `model/` that tells which step it is of."""
 
 
-def export(policy: Policy, folder: Path, step: int) -> None:
+def export(policy: TrainedModel, folder: Path, step: int) -> None:
     """Write `folder/model`, of a step, whole or not at all. Raises WriteFailed on all ranks. Collective."""
     draft, old, model = folder / ".model_draft", folder / ".model_old", folder / "model"
 

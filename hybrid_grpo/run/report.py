@@ -38,6 +38,10 @@ PARTS = ("generate", "reward_wait", "reference", "train", "switch")
 """What a step's time is spent on, by metric `time/<part>_s`; the rest of `time/step_s` is `other`."""
 
 
+_IMPROVED = ("reward/mean", "sft/loss", "reward_model/loss", "reward_model/heldout_accuracy")
+"""What a run is about where it has no accuracy of completions."""
+
+
 def write_report(run_dir: Path) -> Path:
     """Make `report.html` in the folder of a run, and return its path; raises UserError where it has no metrics."""
     lines = read_jsonl(run_dir / "metrics.jsonl")
@@ -166,7 +170,7 @@ def key_numbers(lines: list[Line]) -> list[dict[str, str]]:
             if value is not None:
                 series.setdefault(name, []).append((line["step"], value))
     improved = [name for name in series if re.fullmatch(r"eval/[^/]+/accuracy", name)]
-    improved = improved or [name for name in ("reward/mean", "sft/loss") if name in series]
+    improved = improved or [name for name in _IMPROVED if name in series]
     spent = {"steps": f"{lines[-1]['step']:,}"}
     if "progress/completions" in series:
         spent["completions"] = f"{series['progress/completions'][-1][1]:,.0f}"
@@ -183,7 +187,7 @@ def key_numbers(lines: list[Line]) -> list[dict[str, str]]:
 
 
 def _change(name: str, points: list[tuple[int, float]]) -> dict[str, str]:
-    step, best = (min if name == "sft/loss" else max)(points, key=lambda point: point[1])
+    step, best = (min if name.endswith("/loss") else max)(points, key=lambda point: point[1])
     return {
         "label": f"{name.split('/')[1]} accuracy" if name.startswith("eval/") else name.replace("/", " "),
         "before": f"{points[0][1]:.3f}" if len(points) > 1 else "",
@@ -206,6 +210,7 @@ def facts(config_text: str) -> list[tuple[str, str]]:
         ("loss", "grpo.loss_type"),
         ("KL weight", "grpo.beta"),
         ("batch size", "sft.batch_size"),
+        ("pairs a step", "reward.batch_size"),
         ("seed", "run.seed"),
     ):
         section, setting = path.split(".")

@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.config import SftConfig, TrainConfig, to_dict
+from hybrid_grpo.config import ModelRunConfig, to_dict
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints
 from hybrid_grpo.run.manifest import Damaged
@@ -49,9 +49,7 @@ class Start:
         return self.checkpoint.manifest.step if self.checkpoint else 0
 
 
-def find_start(
-    config: TrainConfig | SftConfig, folder: Path, checkpoints: Checkpoints, say: Callable[[str], None]
-) -> Start:
+def find_start(config: ModelRunConfig, folder: Path, checkpoints: Checkpoints, say: Callable[[str], None]) -> Start:
     """Where the run of `folder` starts, by its setting `run.resume`; `say` is told what was passed over and what has
     changed. Raises UserError. Collective."""
     resume, name = config.run.resume, config.run.name
@@ -110,7 +108,7 @@ def find_start(
     return Start(checkpoint, tuple(lines_before(numbers, step)), forks, repeats=not (bound or forks))
 
 
-def settings_of(config: TrainConfig | SftConfig) -> dict[str, Any]:
+def settings_of(config: ModelRunConfig) -> dict[str, Any]:
     """The settings by their dotted names, as a manifest holds them."""
     settings: dict[str, Any] = {}
     for section, values in to_dict(config).items():
@@ -126,7 +124,7 @@ def settings_of(config: TrainConfig | SftConfig) -> dict[str, Any]:
     return dict(json.loads(json.dumps(settings, default=str)))
 
 
-def changes(saved: dict[str, Any], config: TrainConfig | SftConfig) -> dict[str, str]:
+def changes(saved: dict[str, Any], config: ModelRunConfig) -> dict[str, str]:
     """Settings that differ from a checkpoint's, by name, with both values. One that the checkpoint does not know had
     its default."""
     before, now = {**settings_of(type(config)()), **saved}, settings_of(config)
@@ -173,7 +171,7 @@ def _has_steps(path: Path) -> bool:
     return False
 
 
-def _is_free(setting: str, config: TrainConfig | SftConfig) -> bool:
+def _is_free(setting: str, config: ModelRunConfig) -> bool:
     if setting == "run.steps" and config.policy.lr_schedule != "constant":
         # The schedule ends with the last step.
         return False

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybrid_grpo.config import SftConfig, TrainConfig, to_dict
+from hybrid_grpo.config import ModelRunConfig, to_dict
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, rank
 from hybrid_grpo.generation import Journal
-from hybrid_grpo.policy import Policy
+from hybrid_grpo.policy import Policy, TrainedModel
 from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints, Shards
 from hybrid_grpo.run.divergence import Guard, RollBack
@@ -55,7 +55,7 @@ class Stage:
         eval_every: steps between evaluations, 0: before the first and after the last; None: the stage has none.
     """
 
-    policy: Policy
+    policy: TrainedModel
     meter: Meter
     parts: dict[str, Stateful]
     shards: Shards | None = None
@@ -82,7 +82,7 @@ class Run:
     `facts` are lines for the head of config.yaml: the batch equation, what the data held.
     """
 
-    def __init__(self, parsed: Parsed[TrainConfig] | Parsed[SftConfig], facts: dict[str, str]) -> None:
+    def __init__(self, parsed: Parsed[ModelRunConfig], facts: dict[str, str]) -> None:
         self.config = parsed.config
         run = parsed.config.run
         self.folder = Path(run.dir) / run.name
@@ -181,7 +181,8 @@ class Run:
         check_space(self.folder, self.config.checkpoint, stage.policy, stage.shards)
         done = self.restore(stage)
         settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
-        stage.policy.journal = self.journal
+        if isinstance(stage.policy, Policy):
+            stage.policy.journal = self.journal
         while True:
             try:
                 self._advance(stage, done, settings)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from contextlib import suppress
@@ -161,6 +162,9 @@ _TELLING = (
     ("reward/mean", "reward {:.3f}"),
     ("accuracy", "accuracy {:.3f}"),
     ("sft/loss", "loss {:.4f}"),
+    ("reward_model/loss", "loss {:.4f}"),
+    ("reward_model/accuracy", "accuracy {:.3f}"),
+    ("reward_model/heldout_accuracy", "held out {:.3f}"),
     ("completion/length_mean", "length {:.1f}"),
     ("policy/entropy", "entropy {:.3f}"),
     ("policy/kl", "kl {:.4f}"),
@@ -187,7 +191,7 @@ class ConsoleSink:
             self._live.start()
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        evaluated = {name: value for name, value in values.items() if name.endswith("/accuracy")}
+        evaluated = {name: value for name, value in values.items() if re.fullmatch(r"eval/.*/accuracy", name)}
         self._accuracy = {"accuracy": next(iter(evaluated.values()))} if evaluated else self._accuracy
         shown = {**values, **self._accuracy}
         numbers = "  ".join(text.format(shown[name]) for name, text in _TELLING if name in shown)

@@ -6,13 +6,13 @@ from typing import Any
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.run import CheckpointConfig
-from hybrid_grpo.policy import Policy
+from hybrid_grpo.policy import TrainedModel
 
 _STATE_BYTES = 12
 """Of a trained weight in a checkpoint: its float32 value and the two moments of Adam."""
 
 
-def check_space(folder: Path, config: CheckpointConfig, policy: Policy, shards: Any) -> None:
+def check_space(folder: Path, config: CheckpointConfig, policy: TrainedModel, shards: Any) -> None:
     """Raise UserError where the checkpoints that are kept, one more while it is written, and the model do not fit.
 
     `shards` are tensors as large as the policy that checkpoints hold beside it, or None. Rollouts and metrics, which

@@ -19,7 +19,7 @@ class SftTrainer(Stage):
 
     def __init__(self, config: SftConfig, policy: Policy, pairs: list[Pair], device: torch.device) -> None:
         self.config = config
-        self.policy = policy
+        self.policy: Policy = policy
         self.device = device
         self.meter = Meter(device=device)
         self.loader = PromptLoader(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hybrid_grpo.config.fields import Count, Switch, Text, checked_settings
 from hybrid_grpo.config.importing import describe
+from hybrid_grpo.data.reward_text import chat_tokens, text_tokens
 from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall
 from hybrid_grpo.rewards.rules import Completions, completion_texts
 
@@ -142,7 +143,7 @@ class RewardModel:
         Raises:
             ValueError: the prompt is a chat and there is no chat template, or there is no token at all.
         """
-        ids = self._chat(prompt, completion) if self._is_chat(prompt) else self._text(prompt, completion)
+        ids = (chat_tokens if self._is_chat(prompt) else text_tokens)(self._tokenizer, prompt, completion)
         if not ids:
             raise ValueError("prompt and completion are empty: there is nothing to score")
         cut = len(ids) - (self._max_tokens or len(ids))
@@ -159,23 +160,6 @@ class RewardModel:
                 f"the prompt is a chat and model {self.settings.model} has no chat template: set template to text"
             )
         return isinstance(prompt, list)
-
-    def _chat(self, prompt: Prompt, completion: str) -> list[int]:
-        """Tokens of a chat by the chat template, which writes the special tokens itself."""
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        messages = [*messages, {"role": "assistant", "content": completion}]
-        return list(self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
-
-    def _text(self, prompt: Prompt, completion: str) -> list[int]:
-        """Tokens of prompt and completion as one text, with the tokenizer's special tokens unless the text has them."""
-        tokenizer = self._tokenizer
-        text = (prompt if isinstance(prompt, str) else "".join(map(_line, prompt))) + completion
-        ids = list(tokenizer(text)["input_ids"])
-        if tokenizer.bos_token and text.startswith(tokenizer.bos_token) and ids[:2] == [tokenizer.bos_token_id] * 2:
-            del ids[0]
-        if tokenizer.eos_token and text.endswith(tokenizer.eos_token) and ids[-2:] == [tokenizer.eos_token_id] * 2:
-            del ids[-1]
-        return ids
 
     def scores(self, ids_B: Sequence[list[int]]) -> list[float]:
         """The scores of rows of tokens. Collective where the model is sharded; ranks may have any number of rows.
@@ -359,9 +343,3 @@ def _device(name: str) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ValueError(f"device {name}: there are {torch.cuda.device_count()} GPUs, counted from 0")
     return torch.device("cuda", index)
-
-
-def _line(message: dict[str, Any]) -> str:
-    if not isinstance(message["content"], str):
-        raise ValueError(f"a message has content {message['content']!r:.40}, which is no text: set template to chat")
-    return message["content"] + "\n"

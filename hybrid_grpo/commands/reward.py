@@ -1,0 +1,55 @@
+"""`reward`: a reward model from pairs of answers."""
+
+import os
+from pathlib import Path
+
+from hybrid_grpo.config import RewardStageConfig
+from hybrid_grpo.config.checks import check_reward
+from hybrid_grpo.config.parsing import Parsed, parse
+
+
+def run(arguments: list[str]) -> None:
+    """Parse, build and train."""
+    reward(parse(RewardStageConfig, arguments, "reward"))
+
+
+def reward(parsed: Parsed[RewardStageConfig]) -> Path:
+    """Train as the configuration says; return the folder of the run. Raises UserError."""
+    config = parsed.config
+    check_reward(config, int(os.environ.get("WORLD_SIZE", "1")))
+
+    from hybrid_grpo import engine
+    from hybrid_grpo.data.preferences import Preference, read_preferences
+    from hybrid_grpo.data.sources import evaluation_source
+    from hybrid_grpo.model.files import check_files
+    from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_tokenizer
+    from hybrid_grpo.model.lora import check_lora
+    from hybrid_grpo.model.scalar import padding_token, scalar_config
+    from hybrid_grpo.policy import Scorer
+    from hybrid_grpo.run.run import Run
+    from hybrid_grpo.stages.reward import RewardTrainer
+
+    device = engine.start(config.engine.timeout_minutes)
+    engine.check_config(config.policy, config.engine)
+    model_config = scalar_config(config.policy.model)
+    check_lora(config.lora, model_config)
+    check_files(config.policy.model, model_config, pickled=config.policy.pickled_weights)
+    tokenizer = load_tokenizer(config.policy.model)
+    pairs, report = read_preferences(config.data, config.reward, tokenizer)
+    facts, source = {"data": report}, evaluation_source(config.data)
+    held_out: list[Preference] = []
+    if source is not None:
+        held_out, facts["held out"] = read_preferences(config.data, config.reward, tokenizer, source)
+    texts = [text for pair in pairs + held_out for text in pair.texts]
+    check_lengths(model_config, max(map(len, texts)))
+    check_prompt_ids(texts, model_config)
+    training = Run(parsed, facts)
+    if training.finished:
+        return training.folder
+    padding = padding_token(tokenizer, {text[-1] for text in texts})
+    scorer = Scorer(
+        config.policy, config.engine, tokenizer, config.run.steps, padding, lora=config.lora, seed=config.run.seed
+    )
+    training.train(RewardTrainer(config, scorer, pairs, held_out, device))
+    training.say(f"reward model: {training.folder / 'model'}")
+    return training.folder

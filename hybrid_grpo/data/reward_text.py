@@ -1,0 +1,33 @@
+"""How a reward model reads a prompt and an answer: the same when it is trained and when it is asked for a reward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybrid_grpo.data.batch import Message
+
+
+def chat_tokens(tokenizer: Any, prompt: str | list[Message], answer: str) -> list[int]:
+    """Tokens of a chat by the chat template, which writes the special tokens itself; a text prompt is the user's
+    message, and the answer the assistant's."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = [*messages, {"role": "assistant", "content": answer}]
+    return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+
+
+def text_tokens(tokenizer: Any, prompt: str | list[Message], answer: str) -> list[int]:
+    """Tokens of prompt and answer as one text, with the tokenizer's special tokens unless the text has them; each
+    message of a chat prompt is a line."""
+    text = (prompt if isinstance(prompt, str) else "".join(map(_line, prompt))) + answer
+    ids = list(tokenizer(text)["input_ids"])
+    if tokenizer.bos_token and text.startswith(tokenizer.bos_token) and ids[:2] == [tokenizer.bos_token_id] * 2:
+        del ids[0]
+    if tokenizer.eos_token and text.endswith(tokenizer.eos_token) and ids[-2:] == [tokenizer.eos_token_id] * 2:
+        del ids[-1]
+    return ids
+
+
+def _line(message: Message) -> str:
+    if not isinstance(message["content"], str):
+        raise ValueError(f"a message has content {message['content']!r:.40}, which is no text: set template to chat")
+    return str(message["content"]) + "\n"

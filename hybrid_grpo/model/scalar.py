@@ -1,0 +1,104 @@
+"""A causal language model whose head gives one number for a token: what a reward model and a critic are.
+
+It is a sequence classifier of transformers with one label (`AutoModelForSequenceClassification`), whose head is called
+at chosen tokens only. Nothing here knows what the numbers mean, or how they are trained.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
+
+from hybrid_grpo.config import PolicyConfig
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.model.architectures import undecodable
+from hybrid_grpo.model.attention import Segments, Selection
+from hybrid_grpo.model.loading import draw_normal, load_config, load_for_training
+
+_HEAD = "score"
+"""transformers' name for the head of a decoder that classifies."""
+
+
+class ScalarModel(nn.Module):
+    """A sequence classifier whose forward returns one number for each selected token.
+
+    As in `LogprobModel`, only the forward of the head is replaced, so that an engine's hooks around it still run.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model: Any = model
+        head = model.score
+
+        def scored(hidden_ND: Tensor) -> Tensor:
+            # In float32: bfloat16 has two to three digits, and numbers are compared with each other.
+            bias = None if head.bias is None else head.bias.float()
+            return nn.functional.linear(hidden_ND.float(), head.weight.float(), bias).squeeze(-1)
+
+        head.forward = scored
+
+    def forward(
+        self, input_ids_bS: Tensor, position_ids_bS: Tensor, source: Selection, segments: Segments | None
+    ) -> Tensor:
+        """The numbers of the tokens that `source` selects, float32 [N]; arguments: see `LogprobModel.forward`."""
+        packed = {} if segments is None else {"batch": segments}
+        out = self.model.base_model(input_ids=input_ids_bS, position_ids=position_ids_bS, use_cache=False, **packed)
+        value_N: Tensor = self.model.score(source(out.last_hidden_state.flatten(0, 1)))
+        return value_N
+
+
+def scalar_config(name: str, padding: int | None = None) -> Any:
+    """The configuration of a model folder or hub name as a classifier of one label, with a `padding` token.
+
+    Raises UserError where transformers has no such classifier for a causal language model of this kind, or where it is
+    a classifier of several labels already.
+    """
+    config = load_config(name)
+    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    reason = undecodable(config)
+    if reason is None and (kind is None or not isinstance(_head_of(kind, config), nn.Linear)):
+        reason = "transformers has no sequence classifier of this kind that reads its last token"
+    refuse(reason is not None, f"policy.model {name}: {config.model_type}: {reason}: take another model")
+    is_classifier = any("ForSequenceClassification" in name for name in config.architectures or [])
+    refuse(
+        is_classifier and config.num_labels != 1,
+        f"policy.model {name} is a classifier of {config.num_labels} labels, and a reward model has 1: take a causal"
+        " language model, or a reward model",
+    )
+    config.num_labels = 1
+    config.architectures = [kind.__name__]
+    if padding is not None:
+        config.pad_token_id = config.get_text_config().pad_token_id = padding
+    return config
+
+
+def _head_of(kind: Any, config: Any) -> Any:
+    with torch.device("meta"):
+        return getattr(kind._from_config(config), _HEAD, None)
+
+
+def load_scalar_model(policy: PolicyConfig, attn_implementation: str, seed: int) -> Any:
+    """The classifier of one label that `policy` names, without dropout.
+
+    From a causal language model the trunk is taken, and the head is new: normal with the model's `initializer_range`,
+    as transformers starts it, drawn with `seed`. Raises UserError as `load_model` and `scalar_config` do.
+    """
+    config = scalar_config(policy.model)
+    std = getattr(config.get_text_config(), "initializer_range", 0.02)
+    fresh = {f"{_HEAD}.weight": functools.partial(draw_normal, std=std, seed=seed)}
+    return load_for_training(AutoModelForSequenceClassification, policy, config, attn_implementation, fresh)
+
+
+def padding_token(tokenizer: Any, ends: Collection[int]) -> int:
+    """The token that a classifier is told to take for padding: the tokenizer's, if no text ends with it.
+
+    transformers reads the score at the last token that is not padding. So where `ends`, the last tokens of the texts,
+    have the tokenizer's padding, it is another special token; texts are then read at their end all the same.
+    """
+    asked = [tokenizer.pad_token_id, tokenizer.eos_token_id, *tokenizer.all_special_ids, *range(len(ends) + 1)]
+    return next(token for token in asked if token is not None and token not in ends)

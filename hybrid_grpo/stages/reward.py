@@ -1,0 +1,122 @@
+"""A reward model from pairs of a better and a worse text, on the same engine."""
+
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybrid_grpo.config import RewardStageConfig
+from hybrid_grpo.data.batch import MicroBatch, Numbers
+from hybrid_grpo.data.loader import PromptLoader, rank_share
+from hybrid_grpo.data.preferences import Preference
+from hybrid_grpo.distributed import all_reduce, rank, world_size
+from hybrid_grpo.policy import Scorer
+from hybrid_grpo.run.measure import measure_memory
+from hybrid_grpo.run.metrics import Meter
+from hybrid_grpo.run.run import Stage
+
+_BINS = 10
+
+
+def pair_losses(chosen_p: Tensor, rejected_p: Tensor, margin_p: Tensor, center: float) -> Tensor:
+    """Loss of every pair of rewards, float32 [p], in nats.
+
+    It is -log sigmoid(chosen - rejected - margin), the likelihood of the preference by Bradley and Terry (Biometrika
+    39, 1952; margins as in Llama 2, arXiv:2307.09288, equation 2), plus `center` * (chosen + rejected)^2
+    (arXiv:2312.09244, equation 2), since differences alone leave the level of rewards open.
+    """
+    return -F.logsigmoid(chosen_p - rejected_p - margin_p) + center * (chosen_p + rejected_p).square()
+
+
+def calibration_bins(difference_p: Tensor) -> Tensor:
+    """Pairs, right pairs and summed confidence in each of 10 bins of the confidence from 0.5 to 1, float64 [10, 3].
+
+    A pair is right where the better text has the higher reward; the confidence is the sigmoid of the difference.
+    """
+    confidence_p = difference_p.double().abs().sigmoid()
+    bin_p = ((confidence_p - 0.5) * 2 * _BINS).long().clamp(max=_BINS - 1)
+    facts_p3 = torch.stack([torch.ones_like(confidence_p), (difference_p > 0).double(), confidence_p], 1)
+    return torch.zeros(_BINS, 3, dtype=torch.float64, device=difference_p.device).index_add(0, bin_p, facts_p3)
+
+
+def calibration_error(bins_K3: Tensor) -> float:
+    """Expected calibration error (arXiv:1706.04599, equation 3) of what `calibration_bins` counted."""
+    pairs, right_K, confidence_K = bins_K3[:, 0].sum(), bins_K3[:, 1], bins_K3[:, 2]
+    return float((right_K - confidence_K).abs().sum() / pairs)
+
+
+class RewardTrainer(Stage):
+    """One rank's part of training a reward model; `pairs` and `held_out` are the same on every rank."""
+
+    def __init__(
+        self,
+        config: RewardStageConfig,
+        scorer: Scorer,
+        pairs: list[Preference],
+        held_out: list[Preference],
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.policy: Scorer = scorer
+        self.device = device
+        self.meter = Meter(device=device)
+        self.loader = PromptLoader(
+            pairs, config.reward.batch_size, rank(), world_size(), config.run.seed, config.data.shuffle
+        )
+        self.held_out = rank_share(held_out, rank(), world_size())
+        self.parts = {"loader": self.loader}
+        self.eval_every = config.eval.every if held_out else None
+
+    def step(self, step: int) -> None:
+        """One optimizer step."""
+        self.progress.enter("update", step)
+        start = time.perf_counter()
+        pairs = [pair for pair, _ in self.loader.next_batch()]
+        for micro in self.policy.pair_batches([pair.texts for pair in pairs]):
+            self.progress.beat()
+            loss_p, chosen_p, rejected_p = self.compare(micro, pairs)
+            self.policy.engine.backward(loss_p.sum() / self.config.reward.batch_size)
+            self.meter.update(measure_pairs(loss_p, chosen_p, rejected_p))
+        self.meter.add("policy/lr", self.policy.lr)
+        self.meter.add("policy/grad_norm", self.policy.step().grad_norm)
+        self.meter.add("policy/skipped_steps", self.policy.skipped_steps)
+        step_s = time.perf_counter() - start
+        self.meter.add("time/step_s", step_s)
+        tokens = sum(len(text) for pair in pairs for text in pair.texts)
+        self.meter.add("throughput/trained_tokens_per_s", tokens / step_s)
+        self.meter.update(measure_memory())
+
+    def compare(self, micro: MicroBatch, pairs: list[Preference]) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss and both rewards of the pairs of a micro-batch, float32 [p]. Collective."""
+        # A filler has a token, but no pair.
+        score_N = self.policy.forward(micro)[: len(micro.rows)]
+        chosen_p, rejected_p = score_N.view(-1, 2).unbind(1)
+        margin_p = torch.tensor([pairs[row // 2].margin for row in micro.rows[::2]], device=score_N.device)
+        return pair_losses(chosen_p, rejected_p, margin_p, self.config.reward.center_coefficient), chosen_p, rejected_p
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> None:
+        """Loss, accuracy and calibration on the held-out pairs."""
+        bins_K3 = torch.zeros(_BINS, 3, dtype=torch.float64, device=self.device)
+        with self.meter.time("time/eval_s"):
+            for micro in self.policy.pair_batches([pair.texts for pair in self.held_out], gradients=False):
+                self.progress.beat()
+                loss_p, chosen_p, rejected_p = self.compare(micro, self.held_out)
+                bins_K3 += calibration_bins(chosen_p - rejected_p)
+                numbers = measure_pairs(loss_p, chosen_p, rejected_p)
+                for name in ("loss", "accuracy"):
+                    self.meter.add(f"reward_model/heldout_{name}", *numbers[f"reward_model/{name}"])
+            self.meter.add("reward_model/heldout_calibration", calibration_error(all_reduce(bins_K3)))
+
+
+def measure_pairs(loss_p: Tensor, chosen_p: Tensor, rejected_p: Tensor) -> Numbers:
+    """The numbers of a micro-batch of pairs."""
+    count = len(loss_p)
+    return {
+        "reward_model/loss": (loss_p.detach().mean(), count),
+        "reward_model/accuracy": ((chosen_p > rejected_p).double().mean(), count),
+        "reward_model/margin_mean": ((chosen_p - rejected_p).detach().mean(), count),
+        "reward_model/chosen_mean": (chosen_p.detach().mean(), count),
+        "reward_model/rejected_mean": (rejected_p.detach().mean(), count),
+    }
