@@ -24,14 +24,14 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     from hybrid_grpo.model.files import check_files
     from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_tokenizer
     from hybrid_grpo.model.lora import check_lora
-    from hybrid_grpo.model.scalar import padding_token, scalar_config
+    from hybrid_grpo.model.scalar import check_scalar, padding_token
     from hybrid_grpo.policy import Scorer
     from hybrid_grpo.run.run import Run
     from hybrid_grpo.stages.reward import RewardTrainer
 
     device = engine.start(config.engine.timeout_minutes)
     engine.check_config(config.policy, config.engine)
-    model_config = scalar_config(config.policy.model)
+    model_config = check_scalar(config.policy.model)
     check_lora(config.lora, model_config)
     check_files(config.policy.model, model_config, pickled=config.policy.pickled_weights)
     tokenizer = load_tokenizer(config.policy.model)

@@ -23,6 +23,8 @@ from hybrid_grpo.model.loading import draw_normal, load_config, load_for_trainin
 _HEAD = "score"
 """transformers' name for the head of a decoder that classifies."""
 
+_NO_CLASSIFIER = "transformers has no sequence classifier of this kind that reads its last token"
+
 
 class ScalarModel(nn.Module):
     """A sequence classifier whose forward returns one number for each selected token.
@@ -60,9 +62,7 @@ def scalar_config(name: str, padding: int | None = None) -> Any:
     """
     config = load_config(name)
     kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    reason = undecodable(config)
-    if reason is None and (kind is None or not isinstance(_head_of(kind, config), nn.Linear)):
-        reason = "transformers has no sequence classifier of this kind that reads its last token"
+    reason = undecodable(config) or (None if kind else _NO_CLASSIFIER)
     refuse(reason is not None, f"policy.model {name}: {config.model_type}: {reason}: take another model")
     is_classifier = any("ForSequenceClassification" in name for name in config.architectures or [])
     refuse(
@@ -77,9 +77,14 @@ def scalar_config(name: str, padding: int | None = None) -> Any:
     return config
 
 
-def _head_of(kind: Any, config: Any) -> Any:
+def check_scalar(name: str) -> Any:
+    """`scalar_config`, for a classifier that reads its last token by a linear head; raises UserError for another."""
+    config = scalar_config(name)
     with torch.device("meta"):
-        return getattr(kind._from_config(config), _HEAD, None)
+        head = getattr(AutoModelForSequenceClassification.from_config(config), _HEAD, None)
+    is_linear = isinstance(head, nn.Linear)
+    refuse(not is_linear, f"policy.model {name}: {config.model_type}: {_NO_CLASSIFIER}: take another model")
+    return config
 
 
 def load_scalar_model(policy: PolicyConfig, attn_implementation: str, seed: int) -> Any:

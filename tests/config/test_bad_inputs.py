@@ -28,7 +28,7 @@ from hybrid_grpo import __main__ as program
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SETTINGS = [
     # Commands and options
-    ("trian", "there is no command trian", "train, sft, eval, plan, report"),
+    ("trian", "there is no command trian", "train, sft, reward, eval, plan, report"),
     ("report", "usage: hybrid-grpo report RUN_FOLDER"),
     ("report nomodel", "nomodel is not the folder of a run"),
     ("report emptyrun", "emptyrun has no metrics.jsonl with a step in it"),

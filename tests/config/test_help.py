@@ -10,6 +10,7 @@ from user import User
 
 from hybrid_grpo.config import (
     GenerateConfig,
+    RewardStageConfig,
     ServeRewardConfig,
     SftConfig,
     TrainConfig,
@@ -25,7 +26,7 @@ def help_of(cls: Any, capsys: pytest.CaptureFixture[str], *section: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("cls", [TrainConfig, SftConfig, GenerateConfig, ServeRewardConfig])
+@pytest.mark.parametrize("cls", [TrainConfig, SftConfig, RewardStageConfig, GenerateConfig, ServeRewardConfig])
 def test_help_of_sections_has_every_setting_with_its_documentation(
     cls: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,12 +17,14 @@ from hybrid_grpo.__main__ import main
 from hybrid_grpo.config import (
     GenerateConfig,
     RewardConfig,
+    RewardStageConfig,
     TrainConfig,
     build,
     dump,
     reward_name,
 )
 from hybrid_grpo.config.building import setting_names
+from hybrid_grpo.config.checks import check_reward
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 
@@ -336,6 +338,24 @@ def test_settings_of_a_reward(user: User) -> None:
 def test_sft_refuses_to_be_asked_for_an_evaluation(user: User) -> None:
     for arguments in (["--data.eval_split", "x"], ["--data.eval_path", "x/y"], ["--data.eval_limit", "3"]):
         assert user.refused(*arguments, sft=True).startswith(arguments[0].lstrip("-"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data.max_prompt_tokens=9"], "data.max_prompt_tokens 9 is not for pairs of texts: take it out, and set"),
+        (["--data.completion_column=x"], "data.completion_column x is not for pairs of texts: take it out"),
+        (["--eval.every=5"], "eval.every 5 needs held-out pairs: set data.eval_path or data.eval_split"),
+        (["--data.eval_limit=5"], "data.eval_limit 5 needs held-out pairs"),
+        (["--reward.rejected_column=prompt"], "reward.chosen_column chosen, reward.rejected_column prompt and data."),
+        (["--eval.threshold=0.5"], "there is no setting eval.threshold"),
+        (["--data.task=gsm8k", "--reward.batch_size=3"], "reward.batch_size 3 does not divide by ranks = 2"),
+    ],
+)
+def test_a_reward_model_refuses_settings_that_are_not_for_pairs(user: User, arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_reward(parse(RewardStageConfig, [*user.sound, *arguments], "reward").config, 2)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
 def test_nothing_changes_a_configuration_after_parsing(user: User) -> None:

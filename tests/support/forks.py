@@ -26,7 +26,8 @@ from unittest import mock
 from paths import ROOT
 
 _IMPORTED = [
-    *("hybrid_grpo.trainer", "hybrid_grpo.stages.sft", "datasets", "peft", "transformers.models.qwen2.modeling_qwen2"),
+    *("hybrid_grpo.trainer", "hybrid_grpo.stages.sft", "hybrid_grpo.stages.reward", "datasets", "peft"),
+    "transformers.models.qwen2.modeling_qwen2",
     # It imports the compiler of torch, which takes as long as all of DeepSpeed.
     "deepspeed.runtime.zero.muon.muon_optimizer",
 ]
