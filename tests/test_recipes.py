@@ -10,8 +10,8 @@ import pytest
 import yaml
 from paths import ROOT
 
-from hybrid_grpo.config import GrpoConfig, RewardConfig, SftConfig, TrainConfig, build
-from hybrid_grpo.config.checks import batch_plan, check_train
+from hybrid_grpo.config import GrpoConfig, RewardConfig, RewardStageConfig, SftConfig, TrainConfig, build
+from hybrid_grpo.config.checks import batch_plan, check_reward, check_train
 from hybrid_grpo.config.parsing import parse
 
 SCRIPTS = ROOT / "training_scripts"
@@ -55,6 +55,14 @@ def test_a_recipe_parses_and_its_last_word_is_the_user_s(script, tmp_path, monke
     assert config.data.path == "openai/gsm8k" and config.rewards == [RewardConfig("numeric_answer")]
     if ranks == 8:
         assert config.engine.zero_stage == 3 and config.engine.offload_optimizer and config.grpo.beta > 0
+
+
+@pytest.mark.process
+def test_the_reward_model_s_recipe_parses(tmp_path):
+    (call,) = handed_over("reward_model_qwen2.5_0.5b.sh", tmp_path, "--run.steps", "7")
+    config = parse(RewardStageConfig, call[call.index("reward") + 1 :], "reward").config
+    check_reward(config, 1)
+    assert config.run.steps == 7 and config.data.eval_split == "test" and config.eval.every == 100
 
 
 @pytest.mark.parametrize("name", ["cispo", "dapo", "dr_grpo", "gspo"])
