@@ -35,7 +35,8 @@ def calibration_bins(difference_p: Tensor) -> Tensor:
     A pair is right where the better text has the higher reward; the confidence is the sigmoid of the difference.
     """
     confidence_p = difference_p.double().abs().sigmoid()
-    bin_p = ((confidence_p - 0.5) * 2 * _BINS).long().clamp(max=_BINS - 1)
+    # NaN, of a model that has diverged, is counted too: the error is then NaN.
+    bin_p = ((confidence_p - 0.5) * 2 * _BINS).nan_to_num(0.0).long().clamp(max=_BINS - 1)
     facts_p3 = torch.stack([torch.ones_like(confidence_p), (difference_p > 0).double(), confidence_p], 1)
     return torch.zeros(_BINS, 3, dtype=torch.float64, device=difference_p.device).index_add(0, bin_p, facts_p3)
 

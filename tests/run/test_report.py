@@ -134,7 +134,7 @@ def test_the_parts_of_a_step_add_up_to_it():
     assert shares == {"generate": 0.5, "switch": 0.125, "other": 0.375}
 
 
-def test_key_numbers_of_grpo_and_of_sft():
+def test_key_numbers_of_every_stage():
     numbers = {number["label"]: number for number in key_numbers(list(grpo_lines(4)))}
     accuracy = numbers["heldout accuracy"]
     assert (accuracy["before"], accuracy["value"]) == ("0.250", "0.750")
@@ -142,6 +142,9 @@ def test_key_numbers_of_grpo_and_of_sft():
     assert [numbers[name]["value"] for name in ("steps", "completions", "wall time")] == ["4", "32", "6.0 s"]
     loss = key_numbers([{"step": 1, "sft/loss": 3.0}, {"step": 2, "sft/loss": 1.0}, {"step": 3, "sft/loss": 2.0}])[0]
     assert (loss["before"], loss["value"], loss["note"]) == ("3.000", "2.000", "best 1.000 at step 2")
+    name = "reward_model/heldout_accuracy"
+    pairs = key_numbers([{"step": 0, name: 0.5}, {"step": 1, "reward_model/loss": 0.6}, {"step": 2, name: 0.75}])[0]
+    assert (pairs["label"], pairs["note"]) == ("reward_model heldout_accuracy", "best 0.750 at step 2")
 
 
 def test_samples_are_of_the_first_middle_and_last_step_and_of_the_groups_that_differ_most(tmp_path):

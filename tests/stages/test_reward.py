@@ -87,18 +87,22 @@ def test_the_calibration_error_is_its_definition_and_small_for_a_model_that_is_r
     # Nature prefers the first text with the probability that the model says: where not, the second one was chosen.
     flipped = rng.random(20_000) > 1 / (1 + np.exp(-difference))
     honest = torch.tensor(np.where(flipped, -difference, difference))
+    errors = []
     for measured in (honest, 3 * honest):
-        confidence = np.exp(np.abs(measured)) / (1 + np.exp(np.abs(measured)))
-        expected = 0.0
-        for low in np.arange(10) / 20 + 0.5:
-            here = (confidence.numpy() >= low) & (confidence.numpy() < low + 0.05 + 1e-9 * (low > 0.94))
-            if here.any():
-                right = float((measured.numpy()[here] > 0).mean())
-                expected += here.mean() * abs(right - float(confidence.numpy()[here].mean()))
+        right, confidence = (measured > 0).numpy(), 1 / (1 + np.exp(-measured.abs().numpy()))
+        number = np.minimum(((confidence - 0.5) * 20).astype(int), 9)
+        expected = sum(
+            (number == k).mean() * abs(right[number == k].mean() - confidence[number == k].mean()) for k in range(10)
+        )
         bins = sum(calibration_bins(part) for part in measured.split(7_000))
-        assert calibration_error(bins) == pytest.approx(expected, abs=2e-3)
-    error = calibration_error(calibration_bins(honest))
-    assert error < 0.015 and calibration_error(calibration_bins(3 * honest)) > 0.08
+        errors.append(calibration_error(bins))
+        assert errors[-1] == pytest.approx(expected, abs=1e-9)
+    assert errors[0] < 0.015 and errors[1] > 0.08
+
+
+def test_a_model_that_has_diverged_is_measured_too_so_that_the_guard_can_say_so():
+    """The NaN of a difference was taken for the number of a bin."""
+    assert np.isnan(calibration_error(calibration_bins(torch.tensor([1.0, torch.nan, -torch.inf]))))
 
 
 def make(folder: Path) -> None:
