@@ -38,7 +38,7 @@ PARTS = ("generate", "reward_wait", "reference", "train", "switch")
 """What a step's time is spent on, by metric `time/<part>_s`; the rest of `time/step_s` is `other`."""
 
 
-_IMPROVED = ("reward/mean", "sft/loss", "reward_model/loss", "reward_model/heldout_accuracy")
+_IMPROVED = ("reward/mean", "sft/loss", "reward_model/heldout_accuracy", "reward_model/loss")
 """What a run is about where it has no accuracy of completions."""
 
 
