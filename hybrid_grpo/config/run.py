@@ -33,7 +33,7 @@ class RunConfig:
     seed: Whole = 0
     """Seed of the data order and of every sampled token."""
     steps: Count = 100
-    """Steps to train: rollouts for `train`, optimizer steps for `sft`."""
+    """Steps to train: rollouts for `train`, optimizer steps for `sft` and `reward`."""
     resume: Text = "never"
     """`auto` goes on from the newest whole checkpoint of this run, or starts where the folder is empty; the folder of
     a checkpoint, of this run or another, goes on from that one."""

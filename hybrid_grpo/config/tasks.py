@@ -91,13 +91,11 @@ def with_task(cls: Any, given: Settings) -> Settings:
     if not isinstance(name, str) or "data" not in sections(cls):
         return given
     task = ready_made_settings(name) if name in READY_MADE else own_task(name).settings
-    own, usual = sections(cls), sections(TrainConfig)
-    # A command may have settings of its own in a section that `train` has too.
-    below = {
-        section: values
-        for section, values in task.items()
-        if section in own and own[section] == usual.get(section, own[section])
-    }
+    below = {section: values for section, values in task.items() if section in sections(cls)}
+    if "eval" in below:
+        # Commands that evaluate no completions have fewer settings there.
+        foreign = sections(sections(TrainConfig)["eval"]).keys() - sections(sections(cls)["eval"]).keys()
+        below["eval"] = {key: value for key, value in below["eval"].items() if key not in foreign}
     source = below.get("data", {}).get("path", "")
     replaced: tuple[str, ...] = ()
     if cls is ScoreConfig or (data.get("path") or source) != source:  # `score` reads its SOURCE

@@ -4,12 +4,9 @@ An alarm is also a number (`health/alarm`, `parity/alarm`), which is added to th
 """
 
 import math
-import re
 from statistics import fmean
 
 from hybrid_grpo.config import LogConfig
-
-_EVALUATED = re.compile(r"eval/.*/accuracy")
 
 
 class Alarms:
@@ -56,7 +53,7 @@ class Alarms:
             self._rewards.append(reward)
             if self._best and math.isnan(self._best[2]):
                 self._best = (*self._best[:2], reward)
-        stage = next((name.removesuffix("/accuracy") for name in values if _EVALUATED.fullmatch(name)), None)
+        stage = next((name.removesuffix("/accuracy") for name in values if name.endswith("/accuracy")), None)
         if stage is None:
             return None
         accuracy, trained = values[f"{stage}/accuracy"], fmean(self._rewards) if self._rewards else math.nan

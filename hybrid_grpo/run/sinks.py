@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from contextlib import suppress
@@ -163,7 +162,7 @@ _TELLING = (
     ("accuracy", "accuracy {:.3f}"),
     ("sft/loss", "loss {:.4f}"),
     ("reward_model/loss", "loss {:.4f}"),
-    ("reward_model/accuracy", "accuracy {:.3f}"),
+    ("reward_model/train_accuracy", "accuracy {:.3f}"),
     ("reward_model/heldout_accuracy", "held out {:.3f}"),
     ("completion/length_mean", "length {:.1f}"),
     ("policy/entropy", "entropy {:.3f}"),
@@ -191,7 +190,7 @@ class ConsoleSink:
             self._live.start()
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        evaluated = {name: value for name, value in values.items() if re.fullmatch(r"eval/.*/accuracy", name)}
+        evaluated = {name: value for name, value in values.items() if name.endswith("/accuracy")}
         self._accuracy = {"accuracy": next(iter(evaluated.values()))} if evaluated else self._accuracy
         shown = {**values, **self._accuracy}
         numbers = "  ".join(text.format(shown[name]) for name, text in _TELLING if name in shown)

@@ -106,8 +106,8 @@ class RewardTrainer(Stage):
                 loss_p, chosen_p, rejected_p = self.compare(micro, self.held_out)
                 bins_K3 += calibration_bins(chosen_p - rejected_p)
                 numbers = measure_pairs(loss_p, chosen_p, rejected_p)
-                for name in ("loss", "accuracy"):
-                    self.meter.add(f"reward_model/heldout_{name}", *numbers[f"reward_model/{name}"])
+                self.meter.add("reward_model/heldout_loss", *numbers["reward_model/loss"])
+                self.meter.add("reward_model/heldout_accuracy", *numbers["reward_model/train_accuracy"])
             self.meter.add("reward_model/heldout_calibration", calibration_error(all_reduce(bins_K3)))
 
 
@@ -116,7 +116,7 @@ def measure_pairs(loss_p: Tensor, chosen_p: Tensor, rejected_p: Tensor) -> Numbe
     count = len(loss_p)
     return {
         "reward_model/loss": (loss_p.detach().mean(), count),
-        "reward_model/accuracy": ((chosen_p > rejected_p).double().mean(), count),
+        "reward_model/train_accuracy": ((chosen_p > rejected_p).double().mean(), count),
         "reward_model/margin_mean": ((chosen_p - rejected_p).detach().mean(), count),
         "reward_model/chosen_mean": (chosen_p.detach().mean(), count),
         "reward_model/rejected_mean": (rejected_p.detach().mean(), count),

@@ -47,11 +47,6 @@ def test_no_alarm_without_both(steps):
     assert played(steps) == [None] * len(steps)
 
 
-def test_the_accuracy_of_a_reward_model_on_pairs_is_no_evaluation_of_completions():
-    values = {"reward_model/accuracy": 0.9, "reward_model/heldout_accuracy": 0.9}
-    assert Alarms(LogConfig()).watch(1, values) == [] and "health/alarm" not in values
-
-
 def test_accuracy_that_falls_below_that_of_the_start_is_an_alarm():
     assert played([line(None, 0.5), line(0.2), line(0.4, 0.4)])[-1].startswith("held-out accuracy is 0.400 after 0.500")
 
