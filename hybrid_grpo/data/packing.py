@@ -110,7 +110,7 @@ def pack_pairs(
 
 
 def _pair(number: int, texts: tuple[list[int], list[int]], common: int = 0) -> list[_Row]:
-    """The rows of a pair, whose prompt are the first `common` tokens; the target may be any token."""
+    """The rows of a pair; the first `common` tokens are their prompt, and the target may be any token."""
     return [
         _Row(2 * number + k, text[:common], [*text[common:], 0], len(text) - common) for k, text in enumerate(texts)
     ]

@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,6 +12,7 @@ from hybrid_grpo.data.batch import MicroBatch, Numbers
 from hybrid_grpo.data.loader import PromptLoader, rank_share
 from hybrid_grpo.data.preferences import Preference
 from hybrid_grpo.distributed import all_reduce, rank, world_size
+from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Scorer
 from hybrid_grpo.run.measure import measure_memory
 from hybrid_grpo.run.metrics import Meter
@@ -93,7 +95,7 @@ class RewardTrainer(Stage):
         # A filler has a token, but no pair.
         score_N = self.policy.forward(micro)[: len(micro.rows)]
         chosen_p, rejected_p = score_N.view(-1, 2).unbind(1)
-        margin_p = torch.tensor([pairs[row // 2].margin for row in micro.rows[::2]], device=score_N.device)
+        margin_p = upload(np.array([pairs[row // 2].margin for row in micro.rows[::2]], np.float32), score_N.device)
         return pair_losses(chosen_p, rejected_p, margin_p, self.config.reward.center_coefficient), chosen_p, rejected_p
 
     @torch.no_grad()
