@@ -8,7 +8,9 @@ neither torch nor transformers: a mistake costs a moment, not a model load. What
 
 from hybrid_grpo.config.building import build, dump, to_dict
 from hybrid_grpo.config.checks import BatchPlan
+from hybrid_grpo.config.cleaning import CleanConfig
 from hybrid_grpo.config.commands import (
+    CheckDataConfig,
     GenerateConfig,
     PlanConfig,
     ScoreConfig,

@@ -13,7 +13,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hybrid_grpo.config.commands import GenerateConfig, ScoreConfig, ServeRewardConfig, SftConfig, TrainConfig
+from hybrid_grpo.config.commands import (
+    CheckDataConfig,
+    GenerateConfig,
+    ScoreConfig,
+    ServeRewardConfig,
+    SftConfig,
+    TrainConfig,
+)
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.network import bearer_token, is_loopback
@@ -128,6 +135,27 @@ def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
         refuse(score.steps is not None, f"score.steps {score.steps}: {source} is not the folder of a run: take it out")
         if source != "-":
             _check_source("SOURCE", source)
+
+
+def check_clean(config: CheckDataConfig) -> None:
+    """Refuse to look for faults in rows where it cannot work."""
+    data, clean = config.data, config.clean
+    _check_data(data)
+    for setting, package in (("near_duplicates", "rensa"), ("encoding", "ftfy")):
+        refuse(
+            getattr(clean, setting) != "off" and find_spec(package) is None,
+            f"clean.{setting} needs {package}, which is not installed: pip install 'hybrid_grpo[clean]', or set"
+            f" clean.{setting} to off",
+        )
+    for name in ("output", "report"):
+        file = getattr(clean, name)
+        if file is not None:
+            _check_output(f"clean.{name}", file, "the rows of data.path", data.path)
+            _check_output(f"clean.{name}", file, "the held-out rows of data.eval_path", data.eval_path)
+    refuse(
+        clean.output is not None and clean.output == clean.report,
+        f"clean.output and clean.report are both {clean.output}: give two files",
+    )
 
 
 def check_serve(config: ServeRewardConfig) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
+from hybrid_grpo.config.cleaning import CleanConfig
 from hybrid_grpo.config.data import CurriculumConfig, DataConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import SECTION, Count, Text
@@ -211,6 +212,19 @@ class ScoreConfig(TrainConfig):
     @model_validator(mode="after")
     def _check_sections(self) -> ScoreConfig:
         return self  # of the recipe only the rewards, the columns and the making of advantages count
+
+
+@dataclass(frozen=True, config=SECTION)
+class CheckDataConfig(TrainConfig):
+    """Look for faults in the rows to train on, print what was found, and write the rows that are kept. Loads no model.
+    Takes the recipe of any run; of its sections only `data` and the tokenizer of `policy.model` count."""
+
+    clean: CleanConfig = field(default_factory=CleanConfig)
+    sft: SftLoopConfig = field(default_factory=SftLoopConfig)
+
+    @model_validator(mode="after")
+    def _check_sections(self) -> CheckDataConfig:
+        return self  # nothing is trained
 
 
 @dataclass(frozen=True, config=SECTION)

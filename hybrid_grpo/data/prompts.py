@@ -71,7 +71,8 @@ def prompts_of(rows: list[Row], source: Source, config: DataConfig, tokenizer: P
         " data.system_prompt out",
     )
     prompts = [
-        _prompt(number, row, f"row {number} (from 0) of {source}", config, tokenizer) for number, row in enumerate(rows)
+        read_prompt(number, row, f"row {number} (from 0) of {source}", config, tokenizer)
+        for number, row in enumerate(rows)
     ]
     limit = config.max_prompt_tokens
     over_long = [prompt for prompt in prompts if len(prompt.token_ids) > limit]
@@ -105,7 +106,9 @@ def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]
     return [{"role": "system", "content": config.system_prompt}, *chat]
 
 
-def _prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def read_prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """The prompt of a row in tokens; of one that is far too long only as many as show that it is. Raises UserError as
+    `prompts_of` does; `where` names the row in messages."""
     text = prompt_text(row, where, config)
     if isinstance(text, list) or config.chat_template == "always":
         written = _apply_template(_as_chat(text), where, tokenizer)

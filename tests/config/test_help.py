@@ -9,6 +9,7 @@ from paths import ROOT
 from user import User
 
 from hybrid_grpo.config import (
+    CheckDataConfig,
     GenerateConfig,
     ServeRewardConfig,
     SftConfig,
@@ -25,7 +26,7 @@ def help_of(cls: Any, capsys: pytest.CaptureFixture[str], *section: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("cls", [TrainConfig, SftConfig, GenerateConfig, ServeRewardConfig])
+@pytest.mark.parametrize("cls", [TrainConfig, SftConfig, GenerateConfig, CheckDataConfig, ServeRewardConfig])
 def test_help_of_sections_has_every_setting_with_its_documentation(
     cls: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

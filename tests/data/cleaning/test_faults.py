@@ -1,0 +1,42 @@
+import math
+
+import pytest
+
+from hybrid_grpo.data.cleaning.faults import answer_fault, encoding_fault
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("naïve café, 3 ≤ x², 数学, Größe 🙂\n\tnext", None),
+        ("half \ufffd a letter", "U+FFFD"),
+        ("a\x00b", "control character U+0000"),
+        ("a\x85b", "control character U+0085"),
+        ("a \ud83d b", "half of a surrogate pair, U+D83D"),
+        ("CafÃ© au lait", "'Café au lait'"),
+        ("It\u00e2\u20ac\u2122s new", "wrong encoding"),
+    ],
+)
+def test_letters_that_were_decoded_wrongly_are_told_from_those_of_other_languages(text, fault):
+    found = encoding_fault(text)
+    assert found is None if fault is None else fault in found
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        *[
+            (answer, None)
+            for answer in ("42", 0, 0.0, False, "None of these", "so x = 2\n#### 2", r"\boxed{\frac{1}{2}}")
+        ],
+        *[(answer, None) for answer in (["assert f(1) == 2"], {"inputs": ["1"]}, "nano", r"it is \boxed 5")],
+        *[(answer, "is missing") for answer in (None, math.nan)],
+        *[(answer, "is empty") for answer in ("", " \n", [], {})],
+        *[(answer, "stands for none") for answer in ("N/A", "nan", " null ", "?", "TBD")],
+        ("so it is\n#### ", "####"),
+        *[(answer, "boxed") for answer in (r"\boxed{}", r"thus \boxed{ }.", r"\boxed{12", r"\boxed")],
+    ],
+)
+def test_answers_that_are_none(answer, fault):
+    found = answer_fault(answer)
+    assert found is None if fault is None else fault in found
