@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import field
+from typing import Any, Literal
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
@@ -36,6 +37,9 @@ class DataConfig:
     """System message put before every prompt; makes text prompts into chats."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """`auto` applies the tokenizer's template to message lists, `always` also to text (as a user message)."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the tokenizer's template, as in `{enable_thinking: false}`. One that the template does not
+    read is refused."""
     max_prompt_tokens: Count = 512
     """Longest prompt that is kept."""
     over_long: Literal["drop", "refuse"] = "drop"
@@ -53,6 +57,11 @@ class DataConfig:
             self.task is not None and self.prompt_column != "prompt",
             f"data.prompt_column {self.prompt_column}: data.task {self.task} makes the prompts, of other columns: take"
             " out one of them",
+        )
+        refuse(
+            bool(self.chat_template_kwargs) and self.chat_template == "never",
+            f"data.chat_template_kwargs {self.chat_template_kwargs} needs a chat template, and data.chat_template is"
+            " never: set it to auto, or take out data.chat_template_kwargs",
         )
         return self
 

@@ -4,8 +4,9 @@ appendix C)."""
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.cleaning.duplicates import is_common
-from hybrid_grpo.data.cleaning.text import without_punctuation, words
+from hybrid_grpo.data.cleaning.text import plain_text, without_punctuation, words
 
 Run = tuple[str, ...]
 """Words that follow each other."""
@@ -73,6 +74,12 @@ class HeldOut:
             else:
                 parts[-1].append(word)
         return parts
+
+
+def count_equal(training: Iterable[Prompt], held_out: Iterable[Prompt]) -> int:
+    """How many held-out prompts are prompts to train on too, but for punctuation, capital letters and white space."""
+    trained = {without_punctuation(plain_text(prompt.text)) for prompt in training}
+    return sum(without_punctuation(plain_text(prompt.text)) in trained for prompt in held_out)
 
 
 def _runs(of_text: Sequence[str], length: int) -> Iterator[Run]:
