@@ -48,10 +48,8 @@ class Trainer(Stage):
         self.config, self.plan, self.device = config, plan, device
         self.policy, self.reference, self.inputs = policy, reference, inputs
         self.eval_prompts = rank_share(inputs.eval_prompts, rank(), world_size())
-        self.meter = Meter(inputs.rewards.names, [config.eval.name], device)
-        self.loader = Curriculum(
-            inputs.prompts, plan, rank(), config.curriculum, config.run.seed, config.data.shuffle, device
-        )
+        self.meter = Meter(inputs.rewards.names, [config.eval.name], device, config.data.source_names)
+        self.loader = Curriculum(inputs.prompts, plan, rank(), config.curriculum, config.run.seed, config.data, device)
         self.kl = KlController(config.grpo, plan.rows, device)
         grpo, filtered = config.grpo, config.rollout.logprobs == "sampling"
         auto = filtered or grpo.sampler_correction != "none"

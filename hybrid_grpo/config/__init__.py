@@ -18,7 +18,7 @@ from hybrid_grpo.config.commands import (
     SftConfig,
     TrainConfig,
 )
-from hybrid_grpo.config.data import CurriculumConfig, DataConfig
+from hybrid_grpo.config.data import CurriculumConfig, DataConfig, MixtureConfig
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig

@@ -208,7 +208,10 @@ def _check_model(config: TrainConfig | SftConfig) -> None:
 
 def _check_data(data: DataConfig) -> None:
     """The sources that are given; a task may make its rows itself."""
-    if data.task is None or data.path != "":
+    for source in data.mixture:
+        if source.task is None or source.path != "":
+            _check_source(f"data.mixture {source.name}: path", source.path)
+    if (not data.mixture and data.task is None) or data.path != "":
         _check_source("data.path", data.path)
     if data.eval_path is not None:
         _check_source("data.eval_path", data.eval_path)

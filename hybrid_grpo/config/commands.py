@@ -97,10 +97,28 @@ class TrainConfig(_RunsModel):
             "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
             " the settings of curriculum",
         )
+        refuse(
+            bool(self.data.mixture) and self.curriculum.follows,
+            "data.mixture draws every source by its weight, and curriculum by success: take out one of them",
+        )
+        for reward in self.rewards:
+            for source in reward.sources:
+                refuse(
+                    source not in self.data.source_names,
+                    f"rewards: {reward_name(reward)} is for source {source}, which data.mixture does not have:"
+                    f" {did_you_mean(source, self.data.source_names)}",
+                )
         if self.data.eval_path is None and self.data.eval_split is None:
             for setting, value in (("eval.every", self.eval.every), ("data.eval_limit", self.data.eval_limit)):
                 refuse(bool(value), f"{setting} {value} needs held-out prompts: set data.eval_path or data.eval_split")
         return self
+
+
+def _refuse_mixture(data: DataConfig, command: str) -> None:
+    refuse(
+        bool(data.mixture),
+        f"data.mixture is for train: {command} reads one source: take it out, and set data.path or data.task",
+    )
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -121,6 +139,7 @@ class SftConfig(_RunsModel):
 
     @model_validator(mode="after")
     def _check_sections(self) -> SftConfig:
+        _refuse_mixture(self.data, "sft")
         for name in ("eval_path", "eval_split", "eval_limit"):
             refuse(
                 getattr(self.data, name) is not None,
@@ -157,6 +176,7 @@ class GenerateConfig(TrainConfig):
 
     @model_validator(mode="after")
     def _check_sections(self) -> GenerateConfig:
+        _refuse_mixture(self.data, "generate")
         rollout = self.rollout
         refuse(
             rollout.temperature == 0 and rollout.num_generations > 1,
@@ -224,6 +244,7 @@ class CheckDataConfig(TrainConfig):
 
     @model_validator(mode="after")
     def _check_sections(self) -> CheckDataConfig:
+        _refuse_mixture(self.data, "data")
         return self  # nothing is trained
 
 

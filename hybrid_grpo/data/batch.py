@@ -50,6 +50,8 @@ class Prompt:
     """All other columns of the row, for the reward functions."""
     epoch: int = 0
     """Pass over the data in which the prompt was drawn: tells two draws of one row in the same step apart."""
+    source: str = ""
+    """Name of its source in `data.mixture`; empty without one."""
 
 
 @dataclass(frozen=True)

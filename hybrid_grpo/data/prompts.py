@@ -10,12 +10,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.batch import Message, Prompt
-from hybrid_grpo.data.sources import Row, Source, read_rows, training_source
+from hybrid_grpo.data.sources import Row, Source, mixture_source, read_rows, training_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,10 +41,29 @@ def read_prompts(
 ) -> tuple[list[Prompt], str]:
     """The prompts of a source, by default of the rows to train on, and a line that says what was read and dropped.
     Raises UserError as `read_rows` and `prompts_of` do."""
+    if source is None and config.mixture:
+        return _read_mixture(config, tokenizer)
     source = source or training_source(config)
     rows = read_rows(source)
     kept = prompts_of(rows, source, config, tokenizer)
     return kept, data_line(source, rows, kept)
+
+
+def _read_mixture(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], str]:
+    """The prompts of all sources, source after source, and a line. Rows are numbered through, and have the columns of
+    all sources; a column that a source lacks is None. The column data_source has the name of the source, unless the
+    rows have one of their own."""
+    prompts: list[Prompt] = []
+    lines, start = [], 0
+    for of_mixture in config.mixture:
+        source, name = mixture_source(of_mixture), of_mixture.name
+        rows = read_rows(source)
+        kept = prompts_of(rows, source, config, tokenizer)
+        lines.append(f"{name} (weight {of_mixture.weight:g}) is {data_line(source, rows, kept)}")
+        prompts += [replace(p, id=start + p.id, source=name, columns={"data_source": name, **p.columns}) for p in kept]
+        start += len(rows)
+    columns = dict.fromkeys(column for prompt in prompts for column in prompt.columns)
+    return [replace(p, columns={**dict.fromkeys(columns), **p.columns}) for p in prompts], " | ".join(lines)
 
 
 def data_line(source: Source, rows: list[Row], kept: list[Prompt], over_long_completions: int = 0) -> str:

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.config import DataConfig
+from hybrid_grpo.config import DataConfig, MixtureConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.tasks import Row, make_rows, map_rows
 
@@ -63,6 +63,12 @@ class Source:
 def training_source(config: DataConfig) -> Source:
     """The rows to train on."""
     return Source(config.path, config.split, config.subset, config.limit, task=config.task)
+
+
+def mixture_source(config: MixtureConfig) -> Source:
+    """The rows of one source of a mixture."""
+    path, split = (f"data.mixture {config.name}: {name}" for name in ("path", "split"))
+    return Source(config.path, config.split, config.subset, config.limit, path, split, task=config.task)
 
 
 def evaluation_source(config: DataConfig) -> Source | None:
