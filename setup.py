@@ -42,7 +42,7 @@ setup(
         "wandb>=0.19",
     ],
     extras_require={
-        "clean": ["ftfy>=6.3", "rensa>=0.5"],
+        "clean": ["ftfy>=6.3", "py3langid>=0.3", "rensa>=0.5"],
         "flash": ["flash-attn>=2.7"],
         "lora": ["peft>=0.19"],
         # No requirement of all: its antlr conflicts with that of hydra and omegaconf, in one environment with them.
@@ -54,6 +54,7 @@ setup(
             "math-verify[antlr4_13_2]>=0.9",
             "mypy>=1.15",
             "peft>=0.19",
+            "py3langid>=0.3",
             "pytest>=8.2",
             "pytest-xdist>=3.8",
             "rensa>=0.5",

@@ -141,7 +141,7 @@ def check_clean(config: CheckDataConfig) -> None:
     """Refuse to look for faults in rows where it cannot work."""
     data, clean = config.data, config.clean
     _check_data(data)
-    for setting, package in (("near_duplicates", "rensa"), ("encoding", "ftfy")):
+    for setting, package in (("near_duplicates", "rensa"), ("encoding", "ftfy"), ("languages", "py3langid")):
         refuse(
             getattr(clean, setting) != "off" and find_spec(package) is None,
             f"clean.{setting} needs {package}, which is not installed: pip install 'hybrid_grpo[clean]', or set"

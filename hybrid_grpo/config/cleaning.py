@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
@@ -35,6 +36,11 @@ class CleanConfig:
     answer_column: Text | None = None
     """Column with the answer. Default: the first of answer, tests, target and `data.completion_column` that there
     is."""
+    languages: Action = "off"
+    """Prompts in none of `expected_languages`, as py3langid tells by their words. Prompts of fewer than 8 words,
+    numbers and formulas not counted, are too short to tell."""
+    expected_languages: list[Text] = field(default_factory=lambda: ["en"])
+    """Languages of the prompts, by their ISO 639-1 codes such as en, de, zh."""
     lengths: Action = "drop"
     """Prompts of more than `data.max_prompt_tokens`. They are counted in tokens of `policy.model`; without a model,
     lengths are only reported, in words."""

@@ -68,6 +68,7 @@ def test_faults_of_every_kind_are_told_and_left_out(there: Path, capsys: pytest.
     assert (report["rows"], report["kept"], report["not_looked_for"]) == (11, 2, [])
     assert report["lengths"]["unit"] == "tokens" and report["lengths"]["longest"] == 160
     told = capsys.readouterr().out
+    assert "languages" not in told  # it is off
     for kind, rows in FOUND.items():
         assert re.search(rf"^{kind} +{len(rows)} .* dropped *$", told, re.M) and f"{kind}: row {rows[0]} " in told
     assert "row 1 has the prompt of row 0, with another answer: 'How many" in told
@@ -98,6 +99,15 @@ def test_rows_are_written_as_the_task_reads_them_again(there: Path, capsys: pyte
     told = capsys.readouterr().out
     assert "unreadable: row 21 cannot be read: data.task gsm8k: row 21 (from 0) of" in told
     assert "answers: row 20 has an answer (answer) that has nothing behind" in told
+
+
+def test_languages_are_told_apart_where_this_is_asked_for(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    german = {"prompt": "Wie viele Beine haben zwei Katzen und eine Spinne zusammen?", "answer": "16"}
+    write("both.jsonl", [ROWS[0], german])
+    given = ["data", "--data.path", "both.jsonl", "--clean.languages", "drop", "--clean.output", "kept.jsonl"]
+    assert main(given) == 0 and read("kept.jsonl") == [ROWS[0]]
+    assert "languages: row 1 is in de: 'Wie viele" in capsys.readouterr().out
+    assert main([*given, "--clean.expected_languages", "[en, de]"]) == 0 and read("kept.jsonl") == [ROWS[0], german]
 
 
 @pytest.mark.parametrize(

@@ -219,13 +219,16 @@ def test_a_run_of_a_mixture_tells_the_numbers_of_every_source(tmp_path):
     """Quotas, rewards of one source, numbers of each, and its name in the rollouts, which `score` reads again."""
     make_task(tmp_path)
     (tmp_path / "sums.jsonl").write_text('{"prompt": "one and two", "answer": "three"}\n' * 5)
+    (tmp_path / "held_out.jsonl").write_text(
+        '{"prompt": "One and  two!", "answer": "three"}\n{"prompt": "ba=", "answer": "ab"}\n'
+    )
     data = "[{task: letters, limit: 6, weight: 2}, {path: sums.jsonl}]"
     rewards = "[{function: letters_in_place, sources: [letters]}, {function: exact_match, sources: [sums]}]"
     arguments = [
         *("--policy.model=model", "--policy.dtype=float32", "--engine.zero_stage=0", "--engine.adam=torch"),
         *("--log.wandb=disabled", "--log.rollouts_every=1", "--run.steps=2", f"--data.mixture={data}"),
         *(f"--rewards={rewards}", "--rollout.prompts_per_step=6", "--rollout.num_generations=2"),
-        "--rollout.max_completion_tokens=6",
+        *("--rollout.max_completion_tokens=6", "--data.eval_path=held_out.jsonl", "--eval.every=2"),
     ]
     done = forks.run("-m", "hybrid_grpo", "train", *arguments, cwd=tmp_path)
     assert done.status == 0, done.err
@@ -237,6 +240,9 @@ def test_a_run_of_a_mixture_tells_the_numbers_of_every_source(tmp_path):
         assert 0.0 <= row["source/sums/accuracy"] <= row["source/sums/reward"]
         assert row["reward/letters_in_place/none_frac"] == pytest.approx(1 / 3)
     assert len([row for row in rows if "policy/loss" in row]) == 2
+    # Held-out prompts are of no source, so every function scores them; one is a prompt to train on.
+    assert all(0.0 <= row["eval/heldout/accuracy"] <= 1.0 for row in (rows[0], rows[-1]))
+    assert "; 1 of them are prompts to train on too: see hybrid-grpo data" in done.out
     saved = [json.loads(line) for line in (tmp_path / "runs/run/rollouts/step_000001.jsonl").read_text().splitlines()]
     assert [row["source"] for row in saved].count("sums") == 4
     assert {(row["source"], row["columns"]["data_source"]) for row in saved} == {(n, n) for n in ("letters", "sums")}

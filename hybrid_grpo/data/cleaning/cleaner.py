@@ -12,7 +12,7 @@ import numpy as np
 from hybrid_grpo.config import CleanConfig, DataConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.cleaning.duplicates import NearTexts, Sketches, first_of_equals
-from hybrid_grpo.data.cleaning.faults import answer_fault, encoding_fault
+from hybrid_grpo.data.cleaning.faults import answer_fault, encoding_fault, language
 from hybrid_grpo.data.cleaning.overlap import HeldOut
 from hybrid_grpo.data.cleaning.text import normalized, plain_text, words
 from hybrid_grpo.data.prompts import prompt_text, read_prompt
@@ -143,8 +143,9 @@ class _Cleaner:
     def kinds(self) -> dict[str, Callable[[list[_Entry]], list[Finding]]]:
         """The kinds that are looked for, by their settings, in their order."""
         every = {
-            "encoding": self._encoding, "answers": self._answers, "lengths": self._over_long,
-            "duplicates": self._equal, "near_duplicates": self._near, "overlap": self._overlaps,
+            "encoding": self._encoding, "answers": self._answers, "languages": self._foreign,
+            "lengths": self._over_long, "duplicates": self._equal, "near_duplicates": self._near,
+            "overlap": self._overlaps,
         }  # fmt: skip
         cannot = {
             "answers": "" if self._column else "answers: there is no column of answers: set clean.answer_column",
@@ -185,6 +186,11 @@ class _Cleaner:
             for entry, why in faults
             if why
         ]
+
+    def _foreign(self, entries: list[_Entry]) -> list[Finding]:
+        codes = ((entry, language(entry.text)) for entry in entries)
+        expected = {None, *self._config.expected_languages}
+        return [Finding(entry.number, f"is in {code}", entry.text) for entry, code in codes if code not in expected]
 
     def _over_long(self, entries: list[_Entry]) -> list[Finding]:
         limit = self._data.max_prompt_tokens

@@ -4,9 +4,10 @@ import re
 import unicodedata
 from typing import Any
 
-from hybrid_grpo.data.cleaning.text import normalized
+from hybrid_grpo.data.cleaning.text import normalized, words
 
 _STAND_INS = {"nan", "none", "null", "n/a", "na", "#n/a", "tbd", "todo", "unknown", "undefined", "?", "-", "...", "…"}
+_LEAST_WORDS = 8
 _OPEN_BOX = re.compile(r"\\boxed\s*(\{\s*\}|\s*$|\{[^{}]*$)")
 
 
@@ -25,6 +26,15 @@ def encoding_fault(text: str) -> str | None:
     if not text.isascii() and ftfy.is_bad(text):
         return f"was decoded with a wrong encoding: it is likely to have been {ftfy.fix_encoding(text)!r:.60}"
     return None
+
+
+def language(text: str) -> str | None:
+    """ISO 639-1 code of the language that a text is most likely in; None where it has too few words to tell. Formulas
+    and numbers are left out."""
+    import py3langid
+
+    of_letters = [word for word in words(text) if word.isalpha()]
+    return str(py3langid.classify(" ".join(of_letters))[0]) if len(of_letters) >= _LEAST_WORDS else None
 
 
 def answer_fault(answer: Any) -> str | None:

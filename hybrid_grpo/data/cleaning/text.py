@@ -9,7 +9,7 @@ _UNSPACED = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 """Letters of languages that put no spaces between words; each counts as a word."""
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+|[-+*/=<>^%]")
 """Signs of arithmetic count as words. Brackets and punctuation do not, or a formula would be of many words."""
-_PUNCTUATION = re.compile(r"""[\s.,;:!?"'`\u2018-\u201f\u2026\u3001\u3002]+""")
+_PUNCTUATION = re.compile(r"""[\s.,;:!?"'`\u2018-\u201f\u2026\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f]+""")
 
 
 def plain_text(prompt: str | list[Message]) -> str:

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from hybrid_grpo.data.cleaning.faults import answer_fault, encoding_fault
+from hybrid_grpo.data.cleaning.faults import answer_fault, encoding_fault, language
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,19 @@ def test_letters_that_were_decoded_wrongly_are_told_from_those_of_other_language
 def test_answers_that_are_none(answer, fault):
     found = answer_fault(answer)
     assert found is None if fault is None else fault in found
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("How many apples does Tom have, if he buys 3 and then gives 2 of them away?", "en"),
+        (r"Find all values of $x$ for which the function $\frac{x^2+3}{x-1}$ is not defined on the line.", "en"),
+        ("Wie viele Äpfel hat Tom, wenn er 3 kauft und davon 2 an seine Schwester verschenkt?", "de"),
+        ("Combien de pommes possède Tom s'il en achète 3 et en donne 2 à sa sœur ?", "fr"),
+        ("汤姆买了3个苹果 又送给妹妹2个 他还剩下几个苹果", "zh"),
+        ("Hvad er x + 1?", None),
+        (r"\frac{1}{2} + 3 * 4 - 5 + 6 + 7 + 8", None),
+    ],
+)
+def test_the_language_of_a_text_that_is_long_enough(text, code):
+    assert language(text) == code
