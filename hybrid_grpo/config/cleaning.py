@@ -28,11 +28,11 @@ class CleanConfig:
     """Rows that cannot be read: `data.task` refuses them, or the prompt is missing, empty, neither text nor a chat, or
     refused by the chat template of `policy.model`. Nothing else is looked for in them."""
     encoding: Action = "drop"
-    """Prompts and answers with the mark of an undecodable letter (U+FFFD), control characters, halves of surrogate
-    pairs, or letters decoded with another encoding than they were written in (found by ftfy)."""
+    """Prompts and answers with letters that were decoded wrongly: U+FFFD, which stands for an undecodable one, control
+    characters, halves of surrogate pairs, or text of another encoding (found by ftfy)."""
     answers: Action = "drop"
-    """Answers that are missing, empty, a stand-in such as `N/A` or `nan`, or have nothing behind their `####` or in
-    their `\\boxed{}`."""
+    """Answers that are none: missing, empty, a stand-in such as `N/A` or `nan`, or with nothing behind their `####` or
+    in their `\\boxed{}`."""
     answer_column: Text | None = None
     """Column with the answer. Default: the first of answer, tests, target and `data.completion_column` that there
     is."""

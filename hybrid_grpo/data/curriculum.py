@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, CurriculumConfig, DataConfig
+from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Numbers, Prompt
 from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.data.mixture import Mixture
@@ -156,6 +157,11 @@ class Curriculum(PromptLoader[Prompt]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; see `PromptLoader`."""
         super().load_state_dict(state)
+        refuse(
+            self._mixture is None and "mixture" in state,
+            "data.mixture: the checkpoint was made with one, this run has none: resume with the same, or start anew with"
+            " another run.name",
+        )
         if self._mixture is not None:
             self._mixture.load_state_dict(state.get("mixture"))
         self._count_N2[:], self._recent_N2[:] = 0, 0.0

@@ -53,6 +53,9 @@ def test_help_begins_with_the_command_s_own_and_the_usual_settings(capsys: pytes
     text = help_of(GenerateConfig, capsys)
     order = ["usage: hybrid-grpo train", "--config FILE", "--generate.output", "--policy.model", "sections, each shown"]
     assert sorted(order, key=text.index) == order
+    # `data` takes recipes of sft too, whose settings are none of its own.
+    assert "--clean.output" in help_of(CheckDataConfig, capsys) and "--sft." not in help_of(CheckDataConfig, capsys)
+    assert "--sft.batch_size" in help_of(SftConfig, capsys)
     lines = help_of(TrainConfig, capsys).splitlines()
     # The colon between the backticks once ended the line.
     assert any(line.endswith("Functions, as `exact_match,mine.py:f`") for line in lines)

@@ -119,6 +119,12 @@ def test_a_checkpoint_of_other_sources_is_refused():
             UserError, match="^data.mixture: .* with shares a 1/3, b 1/6, c 1/2, " if shown else "^data.path"
         ):
             other.load_state_dict(saved.state_dict())
+    without = Curriculum(
+        [Prompt(n, "p", [1], {}) for n in range(52)], BatchPlan(1, 12, 2, 1, 1), 0, CurriculumConfig(), 0, DataConfig(),
+        torch.device("cpu"),
+    )  # fmt: skip
+    with pytest.raises(UserError, match="^data.mixture: the checkpoint was made with one, this run has none"):
+        without.load_state_dict(saved.state_dict())
     (one,) = streams(mixture(2, 1, 3))
     state = {name: value for name, value in one.state_dict().items() if name != "mixture"}
     with pytest.raises(

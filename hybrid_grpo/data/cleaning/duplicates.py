@@ -55,7 +55,7 @@ class Sketches:
         from rensa import RMinHash
 
         self.shingles_N = shingles(texts)
-        tokens = [list(map(str, own.tolist())) for own in self.shingles_N]
+        tokens = (map(str, own.tolist()) for own in self.shingles_N)
         self.sketch_N = RMinHash.from_token_sets(tokens, _PERMUTATIONS, _SEED)
 
 
