@@ -159,8 +159,8 @@ class Curriculum(PromptLoader[Prompt]):
         super().load_state_dict(state)
         refuse(
             self._mixture is None and "mixture" in state,
-            "data.mixture: the checkpoint was made with one, this run has none: resume with the same, or start anew with"
-            " another run.name",
+            "data.mixture: the checkpoint was made with one, this run has none: resume with the same, or start anew"
+            " with another run.name",
         )
         if self._mixture is not None:
             self._mixture.load_state_dict(state.get("mixture"))
