@@ -104,7 +104,7 @@ class Trainer(Stage):
                 # Most functions have given their scores during sampling.
                 scores = stream.scores(gives_up=self.progress.asked)
             self.meter.add("time/reward_s", stream.seconds)
-        self.loader.note(prompts, scores.by_function[self.inputs.outcome], self.config.eval.threshold)
+        self.loader.note(prompts, scores.right_B(self.inputs.outcome, prompts), self.config.eval.threshold)
         return rollout, scores
 
     def draw_prompts(self) -> list[Prompt]:

@@ -165,6 +165,9 @@ def test_a_reward_is_called_for_its_sources_alone():
     prompts = [Prompt(0, "p", [1], {}, source="a"), Prompt(1, "p", [1], {}, source="b"), Prompt(2, "p", [1], {})]
     scores = rewards.score(prompts, [Completion([1], [0.0], "stop", "abc")] * 3)
     assert scores.by_function["length"].isnan().tolist() == [True, False, False]
+    # What tells right from wrong: the function that is named, or the first that applies to a prompt of a source.
+    assert scores.right_B("length", prompts).tolist() == [1.0, 3.0, 3.0]
+    assert scores.right_B("one", prompts).tolist() == [1.0, 1.0, 1.0]
     assert scores.reward_B.tolist() == [1.0, 4.0, 4.0] and (scores.status["length"] >= 2).sum() == 0
 
 
