@@ -40,6 +40,7 @@ FOUND = {
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write("rows.jsonl", ROWS)
+    write("q.jsonl", [{"question": "What?"}])
     write("held_out.jsonl", [{"prompt": "name a prime number"}])
     char_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}").save_pretrained(tmp_path / "model")
     (tmp_path / "model/config.json").write_text('{"model_type": "qwen2"}')
@@ -119,6 +120,7 @@ def test_languages_are_told_apart_where_this_is_asked_for(there: Path, capsys: p
         (["--clean.output=a", "--clean.report=a"], "clean.output and clean.report are both a: give two files"),
         (["--clean.answer_column=anser"], "clean.answer_column anser: there is no such column: did you mean answer?"),
         (["--data.prompt_column=promt"], "data.prompt_column promt: row 0 (from 0) of rows.jsonl [train] has none"),
+        (["--data.eval_path=q.jsonl"], "data.prompt_column prompt: q.jsonl has no such column: known are question"),
         (["--clean.similarity=0"], "clean.similarity 0 must be in (0, 1]"),
     ],
 )

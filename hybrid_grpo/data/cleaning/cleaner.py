@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from hybrid_grpo.data.cleaning.duplicates import NearTexts, Sketches, first_of_e
 from hybrid_grpo.data.cleaning.faults import answer_fault, encoding_fault, language
 from hybrid_grpo.data.cleaning.overlap import HeldOut
 from hybrid_grpo.data.cleaning.text import normalized, plain_text, words
-from hybrid_grpo.data.prompts import prompt_text, read_prompt
+from hybrid_grpo.data.prompts import prompt_text, read_prompt, require_column
 from hybrid_grpo.data.sources import Row, evaluation_source, read_rows, source_rows, training_source
 from hybrid_grpo.data.tasks import row_reader
 
@@ -136,8 +136,7 @@ class _Cleaner:
         self._entries, self._data, self._config = entries, data, config
         self.not_looked: list[str] = []
         self._column = self._answer_column()
-        held_out = evaluation_source(data) if config.overlap != "off" else None
-        self._held_out = [] if held_out is None else self._texts(read_rows(held_out), str(held_out))
+        self._held_out = self._held_out_texts() if config.overlap != "off" else []
         self._counts_tokens = tokenizer is not None
 
     def kinds(self) -> dict[str, Callable[[list[_Entry]], list[Finding]]]:
@@ -163,11 +162,14 @@ class _Cleaner:
         found = (name for name in (*_ANSWERS, self._data.completion_column) if name in known)
         return column or next(found, None)
 
-    def _texts(self, rows: Iterable[Row], source: str) -> list[str]:
-        return [
-            plain_text(prompt_text(row, f"row {number} (from 0) of {source}", self._data))
-            for number, row in enumerate(rows)
-        ]
+    def _held_out_texts(self) -> list[str]:
+        source = evaluation_source(self._data)
+        if source is None:
+            return []
+        rows = read_rows(source)
+        require_column("data.prompt_column", self._data.prompt_column, rows, source)
+        where = (f"row {number} (from 0) of {source}" for number in range(len(rows)))
+        return [plain_text(prompt_text(row, of_row, self._data)) for row, of_row in zip(rows, where, strict=True)]
 
     def _encoding(self, entries: list[_Entry]) -> list[Finding]:
         found = []
