@@ -42,18 +42,22 @@ setup(
         "wandb>=0.19",
     ],
     extras_require={
+        "clean": ["ftfy>=6.3", "py3langid>=0.3", "rensa>=0.5"],
         "flash": ["flash-attn>=2.7"],
         "lora": ["peft>=0.19"],
         # No requirement of all: its antlr conflicts with that of hydra and omegaconf, in one environment with them.
         "math": ["math-verify[antlr4_13_2]>=0.9"],
         "dev": [
+            "ftfy>=6.3",
             "hypothesis>=6.100",
             "import-linter>=2.1",
             "math-verify[antlr4_13_2]>=0.9",
             "mypy>=1.15",
             "peft>=0.19",
+            "py3langid>=0.3",
             "pytest>=8.2",
             "pytest-xdist>=3.8",
+            "rensa>=0.5",
             "ruff>=0.11",
             # torch's builds for GPUs bring it; elsewhere its interpreter runs the kernels.
             "triton>=3.5; sys_platform == 'linux'",

@@ -48,10 +48,8 @@ class Trainer(Stage):
         self.config, self.plan, self.device, self.reference, self.inputs = config, plan, device, reference, inputs
         self.policy: Policy = policy
         self.eval_prompts = rank_share(inputs.eval_prompts, rank(), world_size())
-        self.meter = Meter(inputs.rewards.names, [config.eval.name], device)
-        self.loader = Curriculum(
-            inputs.prompts, plan, rank(), config.curriculum, config.run.seed, config.data.shuffle, device
-        )
+        self.meter = Meter(inputs.rewards.names, [config.eval.name], device, config.data.source_names)
+        self.loader = Curriculum(inputs.prompts, plan, rank(), config.curriculum, config.run.seed, config.data, device)
         self.kl = KlController(config.grpo, plan.rows, device)
         grpo, filtered = config.grpo, config.rollout.logprobs == "sampling"
         auto = filtered or grpo.sampler_correction != "none"
@@ -106,7 +104,7 @@ class Trainer(Stage):
                 # Most functions have given their scores during sampling.
                 scores = stream.scores(gives_up=self.progress.asked)
             self.meter.add("time/reward_s", stream.seconds)
-        self.loader.note(prompts, scores.by_function[self.inputs.outcome], self.config.eval.threshold)
+        self.loader.note(prompts, scores.right_B(self.inputs.outcome, prompts), self.config.eval.threshold)
         return rollout, scores
 
     def draw_prompts(self) -> list[Prompt]:

@@ -8,7 +8,9 @@ neither torch nor transformers: a mistake costs a moment, not a model load. What
 
 from hybrid_grpo.config.building import build, dump, to_dict
 from hybrid_grpo.config.checks import BatchPlan
+from hybrid_grpo.config.cleaning import CleanConfig
 from hybrid_grpo.config.commands import (
+    CheckDataConfig,
     GenerateConfig,
     ModelRunConfig,
     PlanConfig,
@@ -18,7 +20,7 @@ from hybrid_grpo.config.commands import (
     SftConfig,
     TrainConfig,
 )
-from hybrid_grpo.config.data import CurriculumConfig, DataConfig
+from hybrid_grpo.config.data import CurriculumConfig, DataConfig, MixtureConfig
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig

@@ -132,6 +132,13 @@ def _one_line(error: ValidationError, cls: Any) -> str:
     if path and dataclasses.is_dataclass(hint):
         key = str(path.pop(0))
         name, hint = f"{name}.{key}", sections(hint).get(key)
+    if path and get_origin(hint) is list and dataclasses.is_dataclass(get_args(hint)[0]):
+        name, hint = f"{name}[{path.pop(0)}]", get_args(hint)[0]
+        if path:
+            key, known = str(path.pop(0)), sections(hint)
+            name, hint = f"{name}.{key}", known.get(key)
+            if hint is None:
+                return f"there is no setting {name}: {did_you_mean(key, known)}"
     if path and takes_mapping(hint):
         name = f"{name} {path[0]}"
     kind, value = first["type"], first["input"]

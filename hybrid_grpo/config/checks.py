@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hybrid_grpo.config.commands import (
+    CheckDataConfig,
     GenerateConfig,
     ModelRunConfig,
     RewardStageConfig,
@@ -147,6 +148,27 @@ def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
             _check_source("SOURCE", source)
 
 
+def check_clean(config: CheckDataConfig) -> None:
+    """Refuse to look for faults in rows where it cannot work."""
+    data, clean = config.data, config.clean
+    _check_data(data)
+    for setting, package in (("near_duplicates", "rensa"), ("encoding", "ftfy"), ("languages", "py3langid")):
+        refuse(
+            getattr(clean, setting) != "off" and find_spec(package) is None,
+            f"clean.{setting} needs {package}, which is not installed: pip install 'hybrid_grpo[clean]', or set"
+            f" clean.{setting} to off",
+        )
+    for name in ("output", "report"):
+        file = getattr(clean, name)
+        if file is not None:
+            _check_output(f"clean.{name}", file, "the rows of data.path", data.path)
+            _check_output(f"clean.{name}", file, "the held-out rows of data.eval_path", data.eval_path)
+    refuse(
+        clean.output is not None and clean.output == clean.report,
+        f"clean.output and clean.report are both {clean.output}: give two files",
+    )
+
+
 def check_serve(config: ServeRewardConfig) -> None:
     """Refuse to serve rewards where it cannot work."""
     _check_rewards(config.rewards)
@@ -197,7 +219,10 @@ def _check_model(config: ModelRunConfig) -> None:
 
 def _check_data(data: DataConfig) -> None:
     """The sources that are given; a task may make its rows itself."""
-    if data.task is None or data.path != "":
+    for source in data.mixture:
+        if source.task is None or source.path != "":
+            _check_source(f"data.mixture {source.name}: path", source.path)
+    if (not data.mixture and data.task is None) or data.path != "":
         _check_source("data.path", data.path)
     if data.eval_path is not None:
         _check_source("data.eval_path", data.eval_path)

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
+from hybrid_grpo.config.cleaning import CleanConfig
 from hybrid_grpo.config.data import CurriculumConfig, DataConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import SECTION, Count, Text
@@ -97,10 +98,28 @@ class TrainConfig(ModelRunConfig):
             "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
             " the settings of curriculum",
         )
+        refuse(
+            bool(self.data.mixture) and self.curriculum.follows,
+            "data.mixture draws every source by its weight, and curriculum by success: take out one of them",
+        )
+        for reward in self.rewards:
+            for source in reward.sources:
+                refuse(
+                    source not in self.data.source_names,
+                    f"rewards: {reward_name(reward)} is for source {source}, which data.mixture does not have:"
+                    f" {did_you_mean(source, self.data.source_names)}",
+                )
         if self.data.eval_path is None and self.data.eval_split is None:
             for setting, value in (("eval.every", self.eval.every), ("data.eval_limit", self.data.eval_limit)):
                 refuse(bool(value), f"{setting} {value} needs held-out prompts: set data.eval_path or data.eval_split")
         return self
+
+
+def _refuse_mixture(data: DataConfig, command: str) -> None:
+    refuse(
+        bool(data.mixture),
+        f"data.mixture is for train: {command} reads one source: take it out, and set data.path or data.task",
+    )
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -121,6 +140,7 @@ class SftConfig(ModelRunConfig):
 
     @model_validator(mode="after")
     def _check_sections(self) -> SftConfig:
+        _refuse_mixture(self.data, "sft")
         for name in ("eval_path", "eval_split", "eval_limit"):
             refuse(
                 getattr(self.data, name) is not None,
@@ -185,6 +205,7 @@ class GenerateConfig(TrainConfig):
 
     @model_validator(mode="after")
     def _check_sections(self) -> GenerateConfig:
+        _refuse_mixture(self.data, "generate")
         rollout = self.rollout
         refuse(
             rollout.temperature == 0 and rollout.num_generations > 1,
@@ -240,6 +261,20 @@ class ScoreConfig(TrainConfig):
     @model_validator(mode="after")
     def _check_sections(self) -> ScoreConfig:
         return self  # of the recipe only the rewards, the columns and the making of advantages count
+
+
+@dataclass(frozen=True, config=SECTION)
+class CheckDataConfig(TrainConfig):
+    """Look for faults in the rows to train on, print what was found, and write the rows that are kept. Loads no model.
+    Takes the recipe of any run; of its sections only `data` and the tokenizer of `policy.model` count."""
+
+    clean: CleanConfig = field(default_factory=CleanConfig)
+    sft: SftLoopConfig = field(default_factory=SftLoopConfig)
+
+    @model_validator(mode="after")
+    def _check_sections(self) -> CheckDataConfig:
+        _refuse_mixture(self.data, "data")
+        return self  # nothing is trained
 
 
 @dataclass(frozen=True, config=SECTION)

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from dataclasses import field
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.config.fields import SECTION, Count, Share, Source, Switch, Text
+from hybrid_grpo.config.fields import SECTION, Count, Name, Positive, Share, Source, Switch, Text
+
+
+@dataclass(frozen=True, config=SECTION)
+class MixtureConfig:
+    """One source of a mixture."""
+
+    path: Source = ""
+    """JSONL or parquet file, folder of a saved dataset, or hub name."""
+    task: Text | None = None
+    """Ready-made source and prompts, as in `data.task`; its rewards are not taken over."""
+    subset: Text | None = None
+    """Configuration name of a hub dataset."""
+    split: Text = "train"
+    """Split to train on, where the source has splits."""
+    limit: Count | None = None
+    """Read only this many rows from the start."""
+    weight: Positive = 1.0
+    """Share of the prompts, compared with the weights of the other sources."""
+    name: Name = ""
+    """Name in the metrics and for the rewards. Default: that of the task, or of the file or folder."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            origin = self.task or (self.path if isinstance(self.path, str) else "")
+            name = re.sub(r"[^\w.\-]+", "_", Path(origin.rpartition(":")[2]).stem).lstrip("-")
+            refuse(not name, "data.mixture: a source has neither a name, nor a path or task to be named by: set name")
+            object.__setattr__(self, "name", name)
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -28,6 +58,10 @@ class DataConfig:
     """Source of the held-out prompts. Default: the same as `path`."""
     eval_split: Text | None = None
     """Split to evaluate on; with neither this nor `eval_path` there is no evaluation."""
+    mixture: list[MixtureConfig] = field(default_factory=list)
+    """Several sources in place of `path`, `task`, `subset`, `split` and `limit`, as
+    `[{task: gsm8k, weight: 3}, {path: mine.jsonl}]`. Every step draws of each its share by weight: exactly that
+    where it is a whole number of prompts, else one of the whole numbers next to it."""
     prompt_column: Text = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     completion_column: Text = "completion"
@@ -36,6 +70,9 @@ class DataConfig:
     """System message put before every prompt; makes text prompts into chats."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """`auto` applies the tokenizer's template to message lists, `always` also to text (as a user message)."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the tokenizer's template, as in `{enable_thinking: false}`. One that the template does not
+    read is refused."""
     max_prompt_tokens: Count = 512
     """Longest prompt that is kept."""
     over_long: Literal["drop", "refuse"] = "drop"
@@ -54,7 +91,34 @@ class DataConfig:
             f"data.prompt_column {self.prompt_column}: data.task {self.task} makes the prompts, of other columns: take"
             " out one of them",
         )
+        self._check_mixture()
+        refuse(
+            bool(self.chat_template_kwargs) and self.chat_template == "never",
+            f"data.chat_template_kwargs {self.chat_template_kwargs} needs a chat template, and data.chat_template is"
+            " never: set it to auto, or take out data.chat_template_kwargs",
+        )
         return self
+
+    @property
+    def source_names(self) -> list[str]:
+        """Names of the sources of a mixture; none without one."""
+        return [source.name for source in self.mixture]
+
+    def _check_mixture(self) -> None:
+        if not self.mixture:
+            return
+        names = self.source_names
+        twice = next((name for name in names if names.count(name) > 1), None)
+        refuse(twice is not None, f"data.mixture: two sources are named {twice}: set another name for one of them")
+        for name, default in (("path", ""), ("task", None), ("subset", None), ("split", "train"), ("limit", None)):
+            value = getattr(self, name)
+            given = value is not default and value != default
+            refuse(given, f"data.{name} and data.mixture are both set: move {name} into a source of the mixture")
+        refuse(
+            self.eval_split is not None and self.eval_path is None,
+            f"data.eval_split {self.eval_split} is a split of data.path, and data.mixture has several sources: set"
+            " data.eval_path",
+        )
 
 
 @dataclass(frozen=True, config=SECTION)

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar, get_origin
 
 from hybrid_grpo.config.building import build, dump, plain_types, sections, takes_mapping, unknown_setting
 from hybrid_grpo.config.commands import (
+    CheckDataConfig,
     GenerateConfig,
     PlanConfig,
     RewardStageConfig,
@@ -22,7 +23,15 @@ from hybrid_grpo.config.recipes import GivenTwice, Settings, check_text, overlay
 from hybrid_grpo.config.tasks import with_task
 
 ConfigT = TypeVar(
-    "ConfigT", TrainConfig, SftConfig, RewardStageConfig, GenerateConfig, PlanConfig, ScoreConfig, ServeRewardConfig
+    "ConfigT",
+    TrainConfig,
+    SftConfig,
+    RewardStageConfig,
+    GenerateConfig,
+    PlanConfig,
+    ScoreConfig,
+    CheckDataConfig,
+    ServeRewardConfig,
 )
 AnyConfigT = TypeVar("AnyConfigT", covariant=True)
 

@@ -46,6 +46,9 @@ class RewardConfig:
     batch_size: Count | Literal["auto", "group"] = "auto"
     """Completions of one call; `group` is all of one prompt; `auto` is what the function asks for by an attribute
     `batch_size`, else 1."""
+    sources: list[Name] = field(default_factory=list)
+    """Sources of `data.mixture` whose prompts the function is for; it is not called for those of others, and does not
+    apply to them. Held-out prompts are of no source: it is called for all of them. Default: all."""
     isolation: Literal["auto", "process", "none"] = "auto"
     """`process` calls the function in worker processes. `none` calls it in a thread of the rank, for functions that
     hold a GPU; a crash then ends the rank. `auto` is `process` but for simple built-ins."""

@@ -87,10 +87,12 @@ def with_task(cls: Any, given: Settings) -> Settings:
     `data.path` is another, and its evaluation where the rewards are others.
     """
     data: Any = given.get("data")
+    if isinstance(data, Mapping) and isinstance(data.get("mixture"), list):
+        return {**given, "data": _with_sources(data)}
     name = data.get("task") if isinstance(data, Mapping) else None
     if not isinstance(name, str) or "data" not in sections(cls):
         return given
-    task = ready_made_settings(name) if name in READY_MADE else own_task(name).settings
+    task = _settings(name)
     below = {section: values for section, values in task.items() if section in sections(cls)}
     if "eval" in below:
         # Commands that evaluate no completions have fewer settings there.
@@ -106,3 +108,26 @@ def with_task(cls: Any, given: Settings) -> Settings:
     if given.get("rewards"):
         below["eval"] = {key: value for key, value in below.get("eval", {}).items() if key not in _OUTCOME}
     return overlay(below, given)
+
+
+def _settings(name: str) -> Mapping[str, Any]:
+    return ready_made_settings(name) if name in READY_MADE else own_task(name).settings
+
+
+def _with_sources(data: Mapping[str, Any]) -> Settings:
+    """The section `data` with the source of every task that its mixture names, and with the `chat_template` of these
+    tasks, where all sources are tasks that have the same."""
+    mixture, templates = [], set()
+    for entry in data["mixture"]:
+        name = entry.get("task") if isinstance(entry, Mapping) else None
+        below = _settings(name).get("data", {}) if isinstance(name, str) else {}
+        templates.add(below.get("chat_template") if below else "of no task")
+        if isinstance(entry, Mapping):
+            same = (entry.get("path") or below.get("path", "")) == below.get("path", "")
+            entry = {
+                **{key: below[key] for key in ("path", "subset", "split", "limit") if same and key in below},
+                **entry,
+            }
+        mixture.append(entry)
+    template = templates.pop() if len(templates) == 1 else None
+    return {**({"chat_template": template} if template not in (None, "of no task") else {}), **data, "mixture": mixture}

@@ -50,6 +50,8 @@ class Prompt:
     """All other columns of the row, for the reward functions."""
     epoch: int = 0
     """Pass over the data in which the prompt was drawn: tells two draws of one row in the same step apart."""
+    source: str = ""
+    """Name of its source in `data.mixture`; empty without one."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,20 @@ class Scores:
     def outcome_B(self) -> Tensor:
         """float64 [B], what completions earn as wholes, without the rewards of steps."""
         return self.reward_B if self.whole_B is None else self.whole_B
+
+    def right_B(self, name: str, prompts: Sequence[Prompt]) -> Tensor:
+        """float64 [B], the reward that tells right from wrong, for completions of these prompts, [P]: that of function
+        `name`. Where it does not apply to a prompt of a mixture, it is that of the first function that does."""
+        value_B = self.by_function[name]
+        of_source = [bool(prompt.source) for prompt in prompts]
+        if not any(of_source):
+            return value_B
+        open_B = torch.tensor(of_source).repeat_interleave(len(value_B) // len(prompts))
+        for function in (name, *self.by_function):
+            applies_B = open_B & (self.status[function] != RewardStatus.NOT_APPLICABLE)
+            value_B = torch.where(applies_B, self.by_function[function], value_B)
+            open_B = open_B & ~applies_B
+        return value_B
 
     def groups(self, chosen: Sequence[int], num_generations: int) -> Scores:
         """The scores of the chosen groups, in the order given."""

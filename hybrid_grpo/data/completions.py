@@ -119,7 +119,10 @@ def read_step(path: Path, tokenizer: Any = None) -> tuple[Rollout, list[Row]]:
     size = 1 + max((row["sample"] for row in rows), default=0)
     complete = [row["sample"] for row in rows] == [*range(size)] * (len(rows) // size)
     refuse(not rows or not complete, f"{path} has groups of different sizes, or lacks lines: remove it")
-    prompts = [Prompt(row["group"], row["prompt"], [], row["columns"]) for row in rows[::size]]
+    prompts = [
+        Prompt(row["group"], row["prompt"], [], row["columns"], source=str(row.get("source", "")))
+        for row in rows[::size]
+    ]
     completions = [Completion(_saved_tokens(row, tokenizer), [], row["finish"], row["completion"]) for row in rows]
     return Rollout(prompts, completions, size), rows
 

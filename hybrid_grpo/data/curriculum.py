@@ -13,9 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybrid_grpo.config import BatchPlan, CurriculumConfig
+from hybrid_grpo.config import BatchPlan, CurriculumConfig, DataConfig
+from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Numbers, Prompt
 from hybrid_grpo.data.loader import PromptLoader
+from hybrid_grpo.data.mixture import Mixture
 from hybrid_grpo.distributed import all_reduce
 
 Floats = NDArray[np.float64]
@@ -42,7 +44,8 @@ class Curriculum(PromptLoader[Prompt]):
         plan: the batch equation; a batch is a minibatch, so that its prompts do not depend on the number of ranks.
         rank: number of this rank.
         config: whether and how the stream follows the success rates.
-        seed, shuffle: see `PromptLoader`.
+        seed: see `PromptLoader`.
+        data: whether the stream is shuffled, and from which sources it is mixed.
         device: where collectives take place.
     """
 
@@ -53,11 +56,12 @@ class Curriculum(PromptLoader[Prompt]):
         rank: int,
         config: CurriculumConfig,
         seed: int,
-        shuffle: bool,
+        data: DataConfig,
         device: torch.device,
     ) -> None:
         batch_size = plan.world_size * plan.prompts_per_rank // plan.num_minibatches
-        super().__init__(prompts, batch_size, rank, plan.world_size, seed, shuffle)
+        super().__init__(prompts, batch_size, rank, plan.world_size, seed, data.shuffle)
+        self._mixture = Mixture(data.mixture, prompts, seed, data.shuffle) if data.mixture else None
         self._config = config
         self._num_generations = plan.num_generations
         self._device = device
@@ -70,6 +74,11 @@ class Curriculum(PromptLoader[Prompt]):
 
     def next_prompts(self, batches: int) -> list[Prompt]:
         """This rank's prompts of the next global batches, batch after batch, each with the epoch it was drawn in."""
+        if self._mixture is not None:  # its quotas are those of a whole step
+            share = self._batch_size // self._world_size
+            starts = (batch * self._batch_size + self._rank * share for batch in range(batches))
+            wanted = [number for start in starts for number in range(start, start + share)]
+            return self.more_prompts(batches * self._batch_size, wanted)
         return [replace(prompt, epoch=epoch) for _ in range(batches) for prompt, epoch in self.next_batch()]
 
     def more_prompts(self, count: int, wanted: list[int]) -> list[Prompt]:
@@ -142,11 +151,19 @@ class Curriculum(PromptLoader[Prompt]):
         index = np.flatnonzero(self._count_N2[:, 0])
         counts = {"index": index, "counts": self._count_N2[index], "recent": self._recent_N2[index]}
         # Plain numbers, since a checkpoint holds no types but those of torch and Python.
-        return {**super().state_dict(), **{name: values.tolist() for name, values in counts.items()}}
+        mixture = {} if self._mixture is None else {"mixture": self._mixture.state_dict()}
+        return {**super().state_dict(), **{name: values.tolist() for name, values in counts.items()}, **mixture}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; see `PromptLoader`."""
         super().load_state_dict(state)
+        refuse(
+            self._mixture is None and "mixture" in state,
+            "data.mixture: the checkpoint was made with one, this run has none: resume with the same, or start anew"
+            " with another run.name",
+        )
+        if self._mixture is not None:
+            self._mixture.load_state_dict(state.get("mixture"))
         self._count_N2[:], self._recent_N2[:] = 0, 0.0
         if index := state["index"]:
             self._count_N2[index], self._recent_N2[index] = state["counts"], state["recent"]
@@ -174,7 +191,11 @@ class Curriculum(PromptLoader[Prompt]):
         return np.asarray(outside_N & (tries_N >= MIN_TRIES))
 
     def _take(self, count: int) -> list[tuple[int, int]]:
-        drawn = self._weighted(count) if self._config.follows else super()._take(count)
+        if self._mixture is not None:
+            drawn = self._mixture.take(count)
+            self._position += count
+        else:
+            drawn = self._weighted(count) if self._config.follows else super()._take(count)
         self._drawn += drawn
         return drawn
 

@@ -5,16 +5,18 @@ Files are read in `sources`, and the order of prompts is decided in `loader`.
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.batch import Message, Prompt
-from hybrid_grpo.data.sources import Row, Source, read_rows, training_source
+from hybrid_grpo.data.sources import Row, Source, mixture_source, read_rows, training_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
 _LETTERS_OF_A_TOKEN = 256
 _TEMPLATE_SECONDS = 3.0
 """Processor time for one prompt; templates take milliseconds."""
+
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""Marks of what the assistant wrote, which are no part of jinja."""
+_GIVEN_TO_TEMPLATES = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 
 class _TookTooLong(Exception):
@@ -34,10 +41,29 @@ def read_prompts(
 ) -> tuple[list[Prompt], str]:
     """The prompts of a source, by default of the rows to train on, and a line that says what was read and dropped.
     Raises UserError as `read_rows` and `prompts_of` do."""
+    if source is None and config.mixture:
+        return _read_mixture(config, tokenizer)
     source = source or training_source(config)
     rows = read_rows(source)
     kept = prompts_of(rows, source, config, tokenizer)
     return kept, data_line(source, rows, kept)
+
+
+def _read_mixture(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], str]:
+    """The prompts of all sources, source after source, and a line. Rows are numbered through, and have the columns of
+    all sources; a column that a source lacks is None. The column data_source has the name of the source, unless the
+    rows have one of their own."""
+    prompts: list[Prompt] = []
+    lines, start = [], 0
+    for of_mixture in config.mixture:
+        source, name = mixture_source(of_mixture), of_mixture.name
+        rows = read_rows(source)
+        kept = prompts_of(rows, source, config, tokenizer)
+        lines.append(f"{name} (weight {of_mixture.weight:g}) is {data_line(source, rows, kept)}")
+        prompts += [replace(p, id=start + p.id, source=name, columns={"data_source": name, **p.columns}) for p in kept]
+        start += len(rows)
+    columns = dict.fromkeys(column for prompt in prompts for column in prompt.columns)
+    return [replace(p, columns={**dict.fromkeys(columns), **p.columns}) for p in prompts], " | ".join(lines)
 
 
 def data_line(source: Source, rows: list[Row], kept: list[Prompt], over_long_completions: int = 0) -> str:
@@ -70,9 +96,18 @@ def prompts_of(rows: list[Row], source: Source, config: DataConfig, tokenizer: P
         "data.system_prompt needs a chat template, and data.chat_template is never: set it to auto, or leave"
         " data.system_prompt out",
     )
+    if config.chat_template_kwargs:
+        _check_template_kwargs(config.chat_template_kwargs, tokenizer)
     prompts = [
-        _prompt(number, row, f"row {number} (from 0) of {source}", config, tokenizer) for number, row in enumerate(rows)
+        read_prompt(number, row, f"row {number} (from 0) of {source}", config, tokenizer)
+        for number, row in enumerate(rows)
     ]
+    templated = config.chat_template == "always" or any(isinstance(prompt.text, list) for prompt in prompts)
+    refuse(
+        bool(config.chat_template_kwargs) and not templated,
+        f"data.chat_template_kwargs {config.chat_template_kwargs}: no prompt of {source} is a chat, so no template is"
+        " applied: set data.chat_template to always, or take out data.chat_template_kwargs",
+    )
     limit = config.max_prompt_tokens
     over_long = [prompt for prompt in prompts if len(prompt.token_ids) > limit]
     if over_long and config.over_long == "refuse":
@@ -105,10 +140,12 @@ def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]
     return [{"role": "system", "content": config.system_prompt}, *chat]
 
 
-def _prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def read_prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """The prompt of a row in tokens; of one that is far too long only as many as show that it is. Raises UserError as
+    `prompts_of` does; `where` names the row in messages."""
     text = prompt_text(row, where, config)
     if isinstance(text, list) or config.chat_template == "always":
-        written = _apply_template(_as_chat(text), where, tokenizer)
+        written = _apply_template(_as_chat(text), where, config, tokenizer)
         token_ids = _tokenized(written, where, config, tokenizer, add_special_tokens=False)
     else:
         token_ids = _tokenized(text, where, config, tokenizer)
@@ -186,7 +223,27 @@ def _as_chat(text: str | list[Message]) -> list[Message]:
     return [{"role": "user", "content": text}] if isinstance(text, str) else text
 
 
-def _apply_template(chat: list[Message], where: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def _check_template_kwargs(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse variables that the template does not read, and those that it is given in any case."""
+    from jinja2 import Environment, TemplateError, meta
+
+    if tokenizer.chat_template is None:
+        return  # which is refused where a prompt needs one
+    template = _GENERATION_TAG.sub("", str(tokenizer.get_chat_template()))
+    try:
+        syntax = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except TemplateError:
+        return  # which is told where it is applied
+    known = meta.find_undeclared_variables(syntax) - _GIVEN_TO_TEMPLATES - set(tokenizer.special_tokens_map)
+    for name in given:
+        refuse(
+            name not in known,
+            f"data.chat_template_kwargs {name}: the tokenizer's chat template reads no such variable:"
+            f" {did_you_mean(name, sorted(known))}",
+        )
+
+
+def _apply_template(chat: list[Message], where: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     from jinja2 import TemplateError
 
     if tokenizer.chat_template is None:
@@ -197,7 +254,9 @@ def _apply_template(chat: list[Message], where: str, tokenizer: PreTrainedTokeni
     try:
         # The template writes the special tokens itself; transformers adds none to it.
         with _at_most(_TEMPLATE_SECONDS):
-            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            text = tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, tokenize=False, **config.chat_template_kwargs
+            )
     except _TookTooLong as error:
         raise UserError(
             f"data.chat_template: the tokenizer's template takes more than {_TEMPLATE_SECONDS:g} s for {where}: correct"

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.config import DataConfig
+from hybrid_grpo.config import DataConfig, MixtureConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.tasks import Row, make_rows, map_rows
 
@@ -40,6 +40,8 @@ class Source:
     """Lines of standard input, which are read in place of `path`."""
     text_column: str | None = None
     """Such lines that do not begin with `{` are text in this column. Default: every line is JSON."""
+    any_letters: bool = False
+    """Also read lines of JSON with halves of surrogate pairs, which no tokenizer reads."""
 
     @property
     def origin(self) -> str:
@@ -63,6 +65,12 @@ def training_source(config: DataConfig) -> Source:
     return Source(config.path, config.split, config.subset, config.limit, task=config.task)
 
 
+def mixture_source(config: MixtureConfig) -> Source:
+    """The rows of one source of a mixture."""
+    path, split = (f"data.mixture {config.name}: {name}" for name in ("path", "split"))
+    return Source(config.path, config.split, config.subset, config.limit, path, split, task=config.task)
+
+
 def evaluation_source(config: DataConfig) -> Source | None:
     """The held-out rows; None if neither `eval_path` nor `eval_split` is set. `subset` applies to `path` only."""
     held_out = replace(
@@ -84,14 +92,16 @@ def read_rows(source: Source) -> list[Row]:
     A task hands over the rows that it makes, or makes of the rows of the source. Raises UserError where the source
     cannot be reached or read, has no such split or no rows, or where the task cannot read a row.
     """
-    if source.task is not None and source.path == "":
-        refuse(
-            source.subset is not None, f"data.subset {source.subset}: data.task {source.task} has none: leave it out"
-        )
-        rows = make_rows(source.task, source.split, source.limit, source.split_setting)
-    else:
-        rows = _same_columns(_read(source))
+    rows = source_rows(source)
     return rows if source.task is None else _same_columns(map_rows(source.task, rows, str(source)))
+
+
+def source_rows(source: Source) -> list[Row]:
+    """All rows of the source as they are written, or made by its task, before the task reads them; see `read_rows`."""
+    if source.task is None or source.path != "":
+        return _same_columns(_read(source))
+    refuse(source.subset is not None, f"data.subset {source.subset}: data.task {source.task} has none: leave it out")
+    return make_rows(source.task, source.split, source.limit, source.split_setting)
 
 
 def _same_columns(rows: list[Row]) -> list[Row]:
@@ -203,7 +213,8 @@ def _file_rows(paths: list[Path], source: Source) -> Iterator[Row]:
     for path in paths:
         if path.suffix in _JSONL:
             with path.open("rb") as lines:
-                yield from (row for _, row in json_rows(lines, f"{source.path_setting} {path}"))
+                where = f"{source.path_setting} {path}"
+                yield from (row for _, row in json_rows(lines, where, any_letters=source.any_letters))
         elif path.suffix == ".parquet":
             # Dataset decodes the column types that `datasets` adds to Arrow, for example mixed JSON.
             with ParquetFile(path) as file:
@@ -212,9 +223,11 @@ def _file_rows(paths: list[Path], source: Source) -> Iterator[Row]:
             raise UserError(f"{source.path_setting} {path} is neither JSONL nor parquet: convert it to one of them")
 
 
-def json_rows(lines: Iterable[bytes], where: str, text_column: str | None = None) -> Iterator[tuple[int, Row]]:
-    """The object of every line that is not blank, with the number of the line, from 1; see `Source.text_column`. Raises
-    UserError, which names `where` and the number, where a line holds no object."""
+def json_rows(
+    lines: Iterable[bytes], where: str, text_column: str | None = None, *, any_letters: bool = False
+) -> Iterator[tuple[int, Row]]:
+    """The object of every line that is not blank, with the number of the line, from 1; see `Source`. Raises UserError,
+    which names `where` and the number, where a line holds no object."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -222,7 +235,7 @@ def json_rows(lines: Iterable[bytes], where: str, text_column: str | None = None
             text = line.decode("utf-8-sig")
             is_json = text_column is None or text.startswith("{")
             row = json.loads(text) if is_json else {text_column: text.rstrip("\r\n")}
-            if "\\ud" in text or "\\uD" in text:
+            if not any_letters and ("\\ud" in text or "\\uD" in text):
                 json.dumps(row, ensure_ascii=False).encode()  # raises for one half of a surrogate pair
         except (ValueError, RecursionError) as error:
             way_out = "write one object a line"

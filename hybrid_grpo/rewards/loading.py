@@ -11,6 +11,7 @@ import torch
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig, reward_name
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.distributed import local_ranks
 from hybrid_grpo.rewards.functions import BUILTINS, Interface, load_function
 from hybrid_grpo.rewards.models.reward import RewardModel, held
@@ -31,6 +32,12 @@ class Reward:
     """How it is called."""
     model: RewardModel | None = None
     """The model that the rank holds for it."""
+    sources: frozenset[str] = frozenset()
+    """Sources whose prompts it is for; empty for all."""
+
+    def applies(self, prompt: Prompt) -> bool:
+        """Whether it is called for completions of this prompt. Held-out prompts are of no source."""
+        return not self.sources or not prompt.source or prompt.source in self.sources
 
 
 def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None = None) -> list[Reward]:
@@ -60,7 +67,10 @@ def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None 
                 interface, caller = replace(interface, batch_size="all"), partial(call_inline, model.reply)
             else:
                 caller = pool.threaded(function, config.timeout_s, _enter_gpu())
-        rewards.append(Reward(reward_name(config), config.weight, frozenset(config.kwargs), interface, caller, model))
+        sources = frozenset(config.sources)
+        rewards.append(
+            Reward(reward_name(config), config.weight, frozenset(config.kwargs), interface, caller, model, sources)
+        )
     return rewards
 
 

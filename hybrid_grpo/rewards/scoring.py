@@ -181,6 +181,8 @@ class Stream:
         assert row not in self._completions, f"completion {sample} of prompt {prompt} came twice"
         self._completions[row] = completion
         for reward in self._rewards.functions:
+            if not reward.applies(self._prompts[prompt]):
+                continue
             size = reward.interface.batch_size
             group, size = (prompt, self._num_generations) if size == "group" else (None, size)
             self._waiting[reward.name, group].append(row)

@@ -8,6 +8,7 @@ from typing import Any
 from hybrid_grpo.config import RolloutConfig, TrainConfig, reward_name
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.data.cleaning.overlap import count_equal
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import evaluation_source
 from hybrid_grpo.grpo.loss import Objective, load_objective
@@ -72,6 +73,8 @@ class RunInputs:
         held_out = evaluation_source(config.data)
         if held_out is not None:
             eval_prompts, facts["held out"] = read_prompts(config.data, tokenizer, held_out)
+            if shared := count_equal(prompts, eval_prompts):
+                facts["held out"] += f"; {shared} of them are prompts to train on too: see hybrid-grpo data"
             rewards.check_columns(eval_prompts[0].columns)
         rewards.check_columns(prompts[0].columns)
         longest = max(len(prompt.token_ids) for prompt in prompts + eval_prompts)

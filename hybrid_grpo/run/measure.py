@@ -21,11 +21,13 @@ _NGRAM = 3
 def measure_rollout(rollout: Rollout, scores: Scores, outcome: str, threshold: float) -> Numbers:
     """Rewards, groups and completions of a rollout."""
     rows, group_size = len(rollout.completions), rollout.num_generations
-    stats = group_stats(scores.reward_B, scores.by_function[outcome], group_size, threshold, scores.steps)
+    outcome_B = scores.right_B(outcome, rollout.prompts)
+    stats = group_stats(scores.reward_B, outcome_B, group_size, threshold, scores.steps)
     tokens = [tuple(c.token_ids) for c in rollout.completions]
     groups = [tokens[i : i + group_size] for i in range(0, rows, group_size)]
     return {
         **measure_rewards(scores, group_size),
+        **measure_sources(rollout, scores, outcome_B, threshold),
         "group/count": (stats.groups, 1),
         "group/zero_std_frac": (stats.zero_std / stats.groups, stats.groups),
         "group/all_right_frac": (stats.all_right / stats.groups, stats.groups),
@@ -58,6 +60,20 @@ def measure_rewards(scores: Scores, group_size: int) -> Numbers:
             ("timeout", status_B == RewardStatus.TIMED_OUT),
         ):
             numbers[f"reward/{name}/{what}_frac"] = counts_B.double().mean(), len(status_B)
+    return numbers
+
+
+def measure_sources(rollout: Rollout, scores: Scores, outcome_B: Tensor, threshold: float) -> Numbers:
+    """Prompts, reward and accuracy of every source of a mixture; nothing without one. `outcome_B` tells right from
+    wrong; NaN is not counted."""
+    numbers: Numbers = {}
+    of_row = [prompt.source for prompt in rollout.row_prompts]
+    for source in dict.fromkeys(filter(None, of_row)):
+        own_B = torch.tensor([name == source for name in of_row])
+        reward_N, right_N = (value_B[own_B & ~value_B.isnan()] for value_B in (scores.reward_B, outcome_B))
+        numbers[f"source/{source}/count"] = sum(prompt.source == source for prompt in rollout.prompts), 1
+        numbers[f"source/{source}/reward"] = reward_N.mean(), len(reward_N)
+        numbers[f"source/{source}/accuracy"] = (right_N >= threshold).double().mean(), len(right_N)
     return numbers
 
 

@@ -71,15 +71,19 @@ class Meter:
     """Collects the numbers of one step on this rank and reduces them over all ranks.
 
     The layout of the reduction is fixed when the meter is made, from the catalogue and from the names of the
-    reward functions and evaluation sets, which every rank has from the same configuration. So a rank may leave
+    reward functions, evaluation sets and sources, which every rank has from the same configuration. So a rank may leave
     out a metric that the others have, and no set of `add` calls can misalign or hang the collectives.
     """
 
     def __init__(
-        self, rewards: Sequence[str] = (), evals: Sequence[str] = (), device: torch.device | str = "cpu"
+        self,
+        rewards: Sequence[str] = (),
+        evals: Sequence[str] = (),
+        device: torch.device | str = "cpu",
+        sources: Sequence[str] = (),
     ) -> None:
         """`device` is where collectives take place: the rank's GPU with NCCL."""
-        names = {"<function>": rewards, "<set>": evals}
+        names = {"<function>": rewards, "<set>": evals, "<source>": sources}
         self._reductions = {name: metric.reduction for name, metric in _FIXED.items()}
         for _, metric in _PATTERNS:
             placeholder = metric.name.split("/")[1]
@@ -95,7 +99,7 @@ class Meter:
         """
         if name not in self._reductions:
             describe(name)
-            raise KeyError(f"{name} is of a reward or evaluation set that this meter was not made for")
+            raise KeyError(f"{name} is of a reward, evaluation set or source that this meter was not made for")
         if isinstance(count, Tensor) or count:
             kept = value.detach().clone() if isinstance(value, Tensor) else value
             self._added.setdefault(name, []).append((kept, count))

@@ -138,6 +138,7 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
                     "group": first_group + row // rollout.num_generations,
                     "sample": row % rollout.num_generations,
                     "prompt_id": prompt.id,
+                    **({"source": prompt.source} if prompt.source else {}),
                     "prompt": prompt.text,
                     "completion": completion.text,
                     "reward": reward,

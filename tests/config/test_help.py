@@ -9,6 +9,7 @@ from paths import ROOT
 from user import User
 
 from hybrid_grpo.config import (
+    CheckDataConfig,
     GenerateConfig,
     RewardStageConfig,
     ServeRewardConfig,
@@ -26,7 +27,10 @@ def help_of(cls: Any, capsys: pytest.CaptureFixture[str], *section: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("cls", [TrainConfig, SftConfig, RewardStageConfig, GenerateConfig, ServeRewardConfig])
+CLASSES = [TrainConfig, SftConfig, RewardStageConfig, GenerateConfig, CheckDataConfig, ServeRewardConfig]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
 def test_help_of_sections_has_every_setting_with_its_documentation(
     cls: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,6 +57,9 @@ def test_help_begins_with_the_command_s_own_and_the_usual_settings(capsys: pytes
     text = help_of(GenerateConfig, capsys)
     order = ["usage: hybrid-grpo train", "--config FILE", "--generate.output", "--policy.model", "sections, each shown"]
     assert sorted(order, key=text.index) == order
+    # `data` takes recipes of sft too, whose settings are none of its own.
+    assert "--clean.output" in help_of(CheckDataConfig, capsys) and "--sft." not in help_of(CheckDataConfig, capsys)
+    assert "--sft.batch_size" in help_of(SftConfig, capsys)
     lines = help_of(TrainConfig, capsys).splitlines()
     # The colon between the backticks once ended the line.
     assert any(line.endswith("Functions, as `exact_match,mine.py:f`") for line in lines)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from launching import make_task, ranks
 
-from hybrid_grpo.config import BatchPlan, CurriculumConfig
+from hybrid_grpo.config import BatchPlan, CurriculumConfig, DataConfig
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.curriculum import Curriculum, draw_weighted, expected_gain, length_classes
 from hybrid_grpo.data.loader import PromptLoader
@@ -34,7 +34,7 @@ def prompts_of(levels: list) -> list[Prompt]:
 
 
 def stream(prompts, config=DIFFICULTY, batch=6, rank=0, world=1, seed=0) -> Curriculum:
-    return Curriculum(prompts, BatchPlan(world, batch // world, G, 1, 1), rank, config, seed, True, CPU)
+    return Curriculum(prompts, BatchPlan(world, batch // world, G, 1, 1), rank, config, seed, DataConfig(), CPU)
 
 
 def play(curriculum: Curriculum, rate_of, rng=None) -> list[Prompt]:

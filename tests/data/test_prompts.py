@@ -178,3 +178,46 @@ def test_what_the_template_itself_refuses_is_named_with_the_row(data):
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     with pytest.raises(UserError, match=r"^data.chat_template: the tokenizer's template refuses row 0 .*concatenate"):
         read_prompts(data([{"prompt": parts}]), char_tokenizer("{{ 'user: ' + messages[0].content }}"))
+
+
+THINKING = TEMPLATE.replace(
+    "{% if add_generation",
+    "{% generation %}{% if enable_thinking is false %}{{ mark }}no{% endif %}{% endgeneration %}{% if add_generation",
+)
+
+
+def test_variables_of_the_template_reach_it(data):
+    tokenizer = char_tokenizer(THINKING)
+    config = data([{"prompt": CHAT}, {"prompt": "ab"}], chat_template_kwargs={"enable_thinking": False, "mark": ":"})
+    prompts, _ = read_prompts(config, tokenizer)
+    assert [p.token_ids for p in prompts] == [ids("<bos>", "<user>", "Hi?", ":no", "<assistant>"), ids("ab")]
+    assert read_prompts(data([{"prompt": CHAT}]), tokenizer)[0][0].token_ids == ids(
+        "<bos>", "<user>", "Hi?", "<assistant>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given", "message"),
+    [
+        (
+            CHAT,
+            {"enable_thinkng": False},
+            r"enable_thinkng: the tokenizer's .* reads no such variable: did you mean ena",
+        ),
+        (CHAT, {"tokenize": True}, "tokenize: the tokenizer's chat template reads no such variable: known are enable_"),
+        (CHAT, {"bos_token": "x"}, "bos_token: the tokenizer's chat template reads no such variable"),
+        (
+            "ab",
+            {"mark": ":"},
+            r"{'mark': ':'}: no prompt of .* is a chat, so no template is applied: set data.chat_temp",
+        ),
+    ],
+)
+def test_variables_that_would_change_nothing_are_refused(data, prompt, given, message):
+    with pytest.raises(UserError, match=f"^data.chat_template_kwargs {message}"):
+        read_prompts(data([{"prompt": prompt}], chat_template_kwargs=given), char_tokenizer(THINKING))
+
+
+def test_variables_need_a_template(data):
+    with pytest.raises(ValueError, match=r"data.chat_template_kwargs {'a': 1} needs a chat template, .* never: set"):
+        data([{"prompt": "a"}], chat_template="never", chat_template_kwargs={"a": 1})

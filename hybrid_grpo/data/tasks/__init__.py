@@ -5,6 +5,6 @@ The settings are stacked below those of the user while these are read. Imports n
 
 from hybrid_grpo.config.tasks import Row, TaskRecipe
 from hybrid_grpo.data.tasks.columns import column, text
-from hybrid_grpo.data.tasks.registry import TASKS, load_task, make_rows, map_rows
+from hybrid_grpo.data.tasks.registry import TASKS, load_task, make_rows, map_rows, row_reader
 
-__all__ = ["TASKS", "Row", "TaskRecipe", "column", "load_task", "make_rows", "map_rows", "text"]
+__all__ = ["TASKS", "Row", "TaskRecipe", "column", "load_task", "make_rows", "map_rows", "row_reader", "text"]

@@ -1,6 +1,6 @@
 """The rows of tasks: which functions read and make those of the ready-made ones."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from hybrid_grpo.config.errors import UserError, refuse
@@ -36,10 +36,16 @@ def make_rows(name: str, split: str | None, limit: int | None, split_setting: st
 def map_rows(name: str, rows: Iterable[Row], source: str) -> list[Row]:
     """Rows of a source with what the task makes of them; columns that it does not make stay as they are. Raises
     UserError, which names the row, where the task cannot read one."""
+    read = row_reader(name, source)
+    return [read(number, row) for number, row in enumerate(rows)]
+
+
+def row_reader(name: str, source: str) -> Callable[[int, Row], Row]:
+    """Reads a row, given with its number in the source; see `map_rows`."""
     task = load_task(name)
     file = getattr(getattr(task.row, "__code__", None), "co_filename", None)  # not every callable has code
-    mapped: list[Row] = []
-    for number, row in enumerate(rows):
+
+    def read(number: int, row: Row) -> Row:
         where = f"data.task {name}: row {number} (from 0) of {source}"
         try:
             made = task.row(row)
@@ -48,5 +54,6 @@ def map_rows(name: str, rows: Iterable[Row], source: str) -> list[Row]:
         except Exception as error:
             raise UserError(f"{where}: reading it raised {describe(error, file)}") from error
         refuse(not isinstance(made, dict), f"{where} became {made!r:.40}: return a dict with a prompt")
-        mapped.append({**row, **made})
-    return mapped
+        return {**row, **made}
+
+    return read

@@ -1,0 +1,84 @@
+"""Several sources in one stream of prompts: how many of each a step draws, and which.
+
+How many is decided by weights alone, so it depends neither on chance nor on the number of ranks. Which ones is decided
+by every source for itself, by its own seeded epochs.
+"""
+
+import math
+import zlib
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from hybrid_grpo.config import MixtureConfig
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.data.loader import PromptLoader
+
+
+class Mixture:
+    """The streams of the sources that prompts come from, and what was drawn of each.
+
+    Args:
+        sources: the sources with their weights; the prompts of each stand next to each other in `prompts`.
+        prompts: prompts of all sources.
+        seed, shuffle: see `PromptLoader`. The order within a source depends on its name and on none of the others.
+    """
+
+    def __init__(self, sources: Sequence[MixtureConfig], prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
+        total = sum(Fraction(str(source.weight)) for source in sources)
+        self._weights = [Fraction(str(source.weight)) / total for source in sources]
+        self._streams: dict[str, PromptLoader[int]] = {}
+        for source in sources:
+            own = [number for number, prompt in enumerate(prompts) if prompt.source == source.name]
+            of_source = zlib.crc32(f"{seed} {source.name}".encode())
+            self._streams[source.name] = PromptLoader(own, 1, 0, 1, of_source, shuffle)
+
+    def take(self, count: int) -> list[tuple[int, int]]:
+        """Indices and epochs of the next prompts, so spread that each part of them has about the same shares."""
+        drawn = [stream.position for stream in self._streams.values()]
+        placed = []
+        for own, stream in zip(quotas(self._weights, drawn, count), self._streams.values(), strict=True):
+            placed += [((place + 0.5) / own, item) for place, item in enumerate(stream.draw(own, range(own)))]
+        return [item for _, item in sorted(placed, key=lambda pair: pair[0])]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of every stream by the name of its source, what identifies it, and its weight."""
+        return {
+            name: {**stream.state_dict(), "weight": str(weight)}
+            for (name, stream), weight in zip(self._streams.items(), self._weights, strict=True)
+        }
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue from a saved position; raises UserError where that is of other sources or weights."""
+        saved, here = ({name: s["weight"] for name, s in of.items()} for of in (state or {}, self.state_dict()))
+        shown = [", ".join(f"{name} {weight}" for name, weight in of.items()) or "none" for of in (saved, here)]
+        refuse(
+            saved != here,
+            f"data.mixture: the checkpoint was made with shares {shown[0]}, this run has {shown[1]}: resume with the"
+            " same, or start anew with another run.name",
+        )
+        for name, stream in self._streams.items():
+            stream.load_state_dict((state or {})[name])
+
+
+def quotas(weights: Sequence[Fraction], drawn: Sequence[int], count: int) -> list[int]:
+    """How many of the next `count` items come from every source.
+
+    That is a source's weight times `count` where this is a whole number, else one of the two whole numbers next to it:
+    the higher one for sources of which least was drawn so far, compared with their weights (largest remainder).
+
+    Args:
+        weights: of the sources, 1 in total.
+        drawn: how many items were drawn of each so far.
+    """
+    exact = [weight * count for weight in weights]
+    numbers = [math.floor(share) for share in exact]
+    owed = [
+        weight * (sum(drawn) + count) - had - number
+        for weight, had, number in zip(weights, drawn, numbers, strict=True)
+    ]
+    between = [i for i, share in enumerate(exact) if share != numbers[i]]
+    for i in sorted(between, key=lambda i: (-owed[i], i))[: count - sum(numbers)]:
+        numbers[i] += 1
+    return numbers

@@ -1,0 +1,90 @@
+"""Held-out prompts in prompts to train on: every way to plant one is found, and nothing else is."""
+
+import random
+
+import pytest
+
+from hybrid_grpo.config import CleanConfig, DataConfig
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.data.cleaning.cleaner import clean
+from hybrid_grpo.data.cleaning.overlap import HeldOut, count_equal
+
+ASK = 'Think step by step, then give the final answer as a number behind the sign "####", with nothing after it.'
+
+
+def question(rng, words):
+    return " ".join(rng.choice(["ka", "lo", "mi", "nu", "re"]) + str(rng.randint(0, 999)) for _ in range(words))
+
+
+def shouted(text, rng):
+    return f"  {text.upper().replace(' ', ',   ')}!! "
+
+
+def inside(text, rng):
+    return f"{question(rng, 20)}. {text} {question(rng, 9)}?"
+
+
+def part(text, rng):
+    words = text.split()
+    start = rng.randint(0, len(words) - 13)
+    return f"{question(rng, 40)} {' '.join(words[start : start + 13])} {question(rng, 40)}"
+
+
+def reworded(text, rng):
+    words = text.split()
+    for at in range(3, len(words), 8):
+        words[at] = "other"
+    return " ".join(words)
+
+
+def chat(text, rng):
+    return [{"role": "system", "content": question(rng, 30)}, {"role": "user", "content": [{"text": text}]}]
+
+
+def equal(text, rng):
+    return text
+
+
+PLANTS = [
+    *[(plant, words) for plant in (equal, shouted, chat) for words in (5, 10, 40)],
+    # Part of a short prompt would be found by chance in others.
+    *[(inside, 10), (inside, 40), (part, 40), (reworded, 40)],
+]
+
+
+@pytest.mark.parametrize(("plant", "words"), PLANTS)
+def test_every_planted_prompt_is_found_and_nothing_else(plant, words):
+    """All prompts but the chats end with the instruction of a task, which is longer than what makes an overlap."""
+    rng = random.Random(0)
+    held_out = [question(rng, words) for _ in range(100)]
+    planted = [plant(text, rng) for text in held_out[::4]]
+    rows = [question(rng, rng.choice([5, 10, 40])) for _ in range(200)] + planted
+    prompts = [f"{row}\n{ASK}" if isinstance(row, str) else row for row in rows]
+    ask = "" if plant is chat else f"\n{ASK}"
+    data = DataConfig(path=[{"prompt": p} for p in prompts], eval_path=[{"prompt": t + ask} for t in held_out])
+    _, report = clean(data, CleanConfig(answers="off"))
+    assert [finding.row for finding in report.found["overlap"]] == list(range(200, 225))
+    assert all(f"held-out row {4 * number}" in finding.why for number, finding in enumerate(report.found["overlap"]))
+
+
+def test_signs_make_a_question_another_and_punctuation_does_not():
+    held_out = HeldOut(["What is (2 + 3) * 4?"], [], 13)
+    assert held_out.inside("what is (2 + 3) * 4") == (0, "is equal to")
+    assert held_out.inside("What is 2 + 3 * 4?") is None and held_out.inside("What is (2 - 3) * 4?") is None
+
+
+def test_a_run_counts_the_held_out_prompts_that_it_trains_on():
+    chat = [{"role": "system", "content": "x"}, {"role": "user", "content": "b  c"}]
+    training = [Prompt(number, text, [], {}) for number, text in enumerate(["a", chat, "d + 1"])]
+    assert count_equal(training, [Prompt(0, text, [], {}) for text in ("A!", "B c.", "d - 1", "e")]) == 2
+
+
+def test_an_overlap_can_be_refused():
+    data = DataConfig(path=[{"prompt": "a"}, {"prompt": "What now?"}], eval_path=[{"prompt": "what now"}])
+    with pytest.raises(
+        UserError, match=r"^clean.overlap: 1 rows of a list .* first is row 1, which is equal to held-out"
+    ):
+        clean(data, CleanConfig(overlap="refuse"))
+    assert clean(data, CleanConfig(overlap="report"))[1].kept == [0, 1]
+    assert clean(data, CleanConfig(overlap="drop"))[1].kept == [0]
