@@ -175,7 +175,7 @@ LOADED = [
     ("--rewards dies.py:f", "the process that imports the functions died"),
     ("--rewards raises.py:f", "importing raises.py raised OSError: x y (raises.py:1)"),
     ("--rewards syntax.py:f", "importing syntax.py raised SyntaxError"),
-    ("--rewards binary.py:f", "importing binary.py raised SyntaxError"),
+    ("--rewards binary.py:f", "importing binary.py raised"),
     ("--rewards functions.py:f", "f is not a function in functions.py: known are needs"),
     ("--rewards functions.py:needs", "needs needs nothere, which is neither a column"),
     # DeepSpeed
