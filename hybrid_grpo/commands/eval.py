@@ -11,6 +11,7 @@ from pathlib import Path
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.held_out import held_out_sets
 from hybrid_grpo.config.parsing import parse
 
 
@@ -25,33 +26,28 @@ def run(arguments: list[str]) -> None:
 def evaluate(config: TrainConfig) -> dict[str, float]:
     """The numbers of the evaluation by name, the same on every rank. Raises UserError."""
     check_train(config, int(os.environ.get("WORLD_SIZE", "1")))
-    if config.data.eval_path is None and config.data.eval_split is None:
-        raise UserError("data.eval_path and data.eval_split are not set: name the prompts to evaluate on")
+    if not held_out_sets(config):
+        raise UserError(
+            "data.eval_path and data.eval_split are not set, and eval.sets is empty: name the prompts to evaluate on"
+        )
 
     from hybrid_grpo import engine
-    from hybrid_grpo.data.loader import rank_share
-    from hybrid_grpo.distributed import rank, world_size
-    from hybrid_grpo.generation import Request
-    from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
+    from hybrid_grpo.distributed import rank
+    from hybrid_grpo.generation.rollout import attention_of, complete
     from hybrid_grpo.model.loading import load_model
     from hybrid_grpo.run.inputs import RunInputs
-    from hybrid_grpo.run.measure import measure_eval
-    from hybrid_grpo.run.metrics import Meter
 
     device = engine.start()
     if rank() == 0:
         print(f"model: {config.policy.model}", file=sys.stderr, flush=True)
-    task = RunInputs.read(config)
-    task.rewards.load_models(engine.Frozen)
+    inputs = RunInputs.read(config)
+    inputs.load_models(engine.Frozen)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()
-    prompts = rank_share(task.eval_prompts, rank(), world_size())
-    requests = [Request(prompt.token_ids, [0]) for prompt in prompts]
-    sampling = sampling_of(config.rollout, task.stop_ids, greedy=True)
-    groups, _ = complete(model, task.tokenizer, requests, sampling, config.rollout)
-    completions = [group[0] for group in groups]
-    meter = Meter(task.rewards.names, [config.eval.name], device)
-    scores = task.rewards.score(prompts, completions)
-    meter.update(measure_eval(config.eval, task.outcome, completions, scores))
+    meter = inputs.meter(device)
+    for held_out in inputs.eval_sets:
+        rollout = held_out.settings.rollout
+        groups, _ = complete(model, inputs.tokenizer, held_out.requests, held_out.sampling, rollout)
+        meter.update(held_out.results(groups).numbers())
     return meter.reduce()
 
 

@@ -29,8 +29,7 @@ def run(arguments: list[str]) -> None:
     engine.check_config(config.policy, config.engine)
     inputs = RunInputs.read(config)
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
-    held_out = len(inputs.eval_prompts)
-    plan = estimate(config, batch, inputs.longest_prompt, hardware, inputs.rewards.models, held_out)
+    plan = estimate(config, batch, inputs.longest_prompt, hardware, inputs.reward_models, inputs.held_out_rows)
     if plan is None:
         raise UserError(f"policy.model {config.policy.model} cannot be planned: its code cannot run without data")
     if rank() == 0:

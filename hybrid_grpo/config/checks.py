@@ -16,6 +16,7 @@ from typing import Any
 from hybrid_grpo.config.commands import GenerateConfig, ScoreConfig, ServeRewardConfig, SftConfig, TrainConfig
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.held_out import held_out_sets
 from hybrid_grpo.config.network import bearer_token, is_loopback
 from hybrid_grpo.config.rewards import RewardConfig
 
@@ -77,6 +78,9 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     config.engine.check(world_size)
     _check_data(config.data)
     _check_rewards(config.rewards)
+    for held_out in held_out_sets(config):
+        if held_out.rows is not None and (held_out.rows.path != "" or held_out.data.task is None):
+            _check_source(f"{held_out.setting}.path", held_out.rows.path)
     _check_resume(config.run.resume)
     return batch_plan(config, world_size)
 

@@ -10,13 +10,14 @@ from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.data import CurriculumConfig, DataConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
+from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.fields import SECTION, Count, Text
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.rewards import RewardList, ScoringConfig, ServeOptionsConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig
-from hybrid_grpo.config.run import CheckpointConfig, EvalConfig, LogConfig, RunConfig
+from hybrid_grpo.config.run import CheckpointConfig, LogConfig, RunConfig
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -97,7 +98,8 @@ class TrainConfig(_RunsModel):
             " the settings of curriculum",
         )
         if self.data.eval_path is None and self.data.eval_split is None:
-            for setting, value in (("eval.every", self.eval.every), ("data.eval_limit", self.data.eval_limit)):
+            every = 0 if self.eval.sets else self.eval.every
+            for setting, value in (("eval.every", every), ("data.eval_limit", self.data.eval_limit)):
                 refuse(bool(value), f"{setting} {value} needs held-out prompts: set data.eval_path or data.eval_split")
         return self
 

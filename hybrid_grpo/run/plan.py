@@ -113,7 +113,7 @@ class Plan:
     models: Sequence[RewardModel] = ()
     """Reward models, not loaded yet. Their weights are counted, their activations are not."""
     held_out: int = 0
-    """Prompts of an evaluation, over all ranks."""
+    """Completions of an evaluation, over all ranks."""
 
     def __post_init__(self) -> None:
         config = self.config

@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints, Shards
 from hybrid_grpo.run.divergence import Guard, RollBack
+from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.exporting import export, exported_step
 from hybrid_grpo.run.files import read_jsonl, replace_text, sync
 from hybrid_grpo.run.lock import FolderLock
@@ -52,7 +54,7 @@ class Stage:
         shards: tensors beside the policy's that a checkpoint holds.
         last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
         progress: where the stage says what it does, and hears that it shall stop.
-        eval_every: steps between evaluations, 0: before the first and after the last; None: the stage has none.
+        eval_sets: what the policy is measured on, each after steps of its own.
     """
 
     policy: Policy
@@ -61,14 +63,14 @@ class Stage:
     shards: Shards | None = None
     progress = Progress()
     last_rollout: tuple[Rollout, Scores, Tensor] | None = None
-    eval_every: int | None = None
+    eval_sets: Sequence[EvalSet] = ()
 
     def step(self, step: int) -> None:
         """Make step k, counted from 1."""
         raise NotImplementedError
 
-    def evaluate(self, step: int) -> None:
-        """Measure the policy on held-out data after a step; step 0 is before the first."""
+    def evaluate(self, step: int, sets: Sequence[EvalSet]) -> None:
+        """Measure the policy on held-out sets after a step; step 0 is before the first."""
         raise NotImplementedError
 
     def tried_prompts(self) -> list[dict[str, Any]]:
@@ -200,9 +202,9 @@ class Run:
                 stage.progress.enter("saving", done)
                 with stage.meter.time("time/checkpoint_s"):
                     self._save(stage, done, _states(stage))
-            if stage.eval_every is not None and done == 0:
+            if stage.eval_sets and done == 0:
                 stage.progress.enter("evaluation", 0)
-                stage.evaluate(0)
+                stage.evaluate(0, stage.eval_sets)
                 log.write(0, self.watched(0, stage.meter.reduce()))
             for k in range(done + 1, self.config.run.steps + 1):
                 before = copy.deepcopy(_states(stage))
@@ -227,9 +229,10 @@ class Run:
                 saves = self._saves_after(k, stage)
                 if saves or k == self.config.run.steps:
                     self._write_prompts(stage.tried_prompts())
-                if stage.eval_every is not None and self._is_due(k, stage.eval_every):
+                due = [held_out for held_out in stage.eval_sets if self._is_due(k, held_out.settings.every)]
+                if due:
                     stage.progress.enter("evaluation")
-                    stage.evaluate(k)
+                    stage.evaluate(k, due)
                 # Numbers before the checkpoint: a checkpoint without them would resume behind a gap, while lines
                 # without a checkpoint are cut again.
                 log.write(k, values := self.watched(k, stage.meter.reduce()))

@@ -6,7 +6,6 @@ the mean over prompts (clustered by prompt: arXiv:2411.00640).
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -51,35 +50,33 @@ def majority_at_k(answers: Sequence[Any], right: Sequence[bool], k: int) -> floa
     """The probability that the answer most of k completions give is right.
 
     It is the exact mean over all choices of k of the completions of one prompt; where several answers are given equally
-    often, one of them is taken at random. Of completions with the same answer, one that is right makes it right.
+    often, one of them is taken at random. An answer is as right as the share of its completions that is right.
 
     Args:
         answers: [G], what each completion answers; anything that can be compared. None is an answer of its own each
-            time, and wrong.
+            time.
         right: [G]
     """
     assert 1 <= k <= len(answers)
-    named = [(index,) if answer is None else answer for index, answer in enumerate(answers)]
-    is_right: dict[Any, bool] = {}
-    for answer, value in zip(named, right, strict=True):
-        is_right[answer] = is_right.get(answer, False) or value
-    counts = Counter(named)
-    right_counts = tuple(sorted(count for answer, count in counts.items() if is_right[answer]))
-    wrong_counts = tuple(sorted(count for answer, count in counts.items() if not is_right[answer]))
-    return _majority(right_counts, wrong_counts, k)
+    counts: dict[Any, list[int]] = {}
+    for index, (answer, value) in enumerate(zip(answers, right, strict=True)):
+        found = counts.setdefault((index,) if answer is None else answer, [0, 0])
+        found[0] += 1
+        found[1] += value
+    return _majority(tuple(sorted((given, rights) for given, rights in counts.values())), k)
 
 
 @lru_cache(maxsize=2**14)
-def _majority(right_counts: tuple[int, ...], wrong_counts: tuple[int, ...], k: int) -> float:
-    """`majority_at_k` from how often each right and each wrong answer is given."""
-    counts = (*right_counts, *wrong_counts)
-    wins = Fraction(0)
-    for index, own in enumerate(right_counts):
-        others = counts[:index] + counts[index + 1 :]
-        for given in range(max(1, k - sum(others)), min(own, k) + 1):
-            ways = _ways(others, given, k - given)
-            wins += math.comb(own, given) * sum(Fraction(number, 1 + ties) for ties, number in enumerate(ways))
-    return float(wins / math.comb(sum(counts), k))
+def _majority(counts: tuple[tuple[int, int], ...], k: int) -> float:
+    """`majority_at_k` from how often each answer is given, and how often it is right."""
+    wins, given = Fraction(0), [count for count, _ in counts]
+    for index, (own, rights) in enumerate(counts):
+        others = (*given[:index], *given[index + 1 :])
+        for chosen in range(max(1, k - sum(others)), min(own, k) + 1) if rights else ():
+            ways = _ways(others, chosen, k - chosen)
+            shared = sum(Fraction(number, 1 + ties) for ties, number in enumerate(ways))
+            wins += Fraction(rights, own) * math.comb(own, chosen) * shared
+    return float(wins / math.comb(sum(given), k))
 
 
 def _ways(counts: tuple[int, ...], most: int, total: int) -> list[int]:
