@@ -9,6 +9,7 @@ neither torch nor transformers: a mistake costs a moment, not a model load. What
 from hybrid_grpo.config.building import build, dump, to_dict
 from hybrid_grpo.config.checks import BatchPlan
 from hybrid_grpo.config.commands import (
+    EvaluateConfig,
     GenerateConfig,
     PlanConfig,
     ScoreConfig,

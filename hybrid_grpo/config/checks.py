@@ -13,7 +13,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hybrid_grpo.config.commands import GenerateConfig, ScoreConfig, ServeRewardConfig, SftConfig, TrainConfig
+from hybrid_grpo.config.commands import (
+    EvaluateConfig,
+    GenerateConfig,
+    ScoreConfig,
+    ServeRewardConfig,
+    SftConfig,
+    TrainConfig,
+)
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.held_out import held_out_sets
@@ -83,6 +90,24 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
             _check_source(f"{held_out.setting}.path", held_out.rows.path)
     _check_resume(config.run.resume)
     return batch_plan(config, world_size)
+
+
+def check_eval(config: EvaluateConfig, world_size: int) -> None:
+    """Refuse an evaluation that cannot work here."""
+    check_sets(config, world_size)
+    if config.eval.output is not None:
+        for held_out in held_out_sets(config):
+            path = held_out.data.eval_path if held_out.rows is None else held_out.rows.path
+            _check_output("eval.output", config.eval.output, f"the prompts of {held_out.name}", path)
+
+
+def check_sets(config: TrainConfig, world_size: int) -> None:
+    """Refuse to evaluate where there is nothing to evaluate on."""
+    check_train(config, world_size)
+    refuse(
+        not held_out_sets(config),
+        "data.eval_path and data.eval_split are not set, and eval.sets is empty: name the prompts to evaluate on",
+    )
 
 
 def check_sft(config: SftConfig, world_size: int) -> None:

@@ -131,6 +131,26 @@ class SftConfig(_RunsModel):
 
 
 @dataclass(frozen=True, config=SECTION)
+class EvalOptionsConfig(EvalConfig):
+    """Evaluation on held-out prompts, greedy unless a temperature is given; and what becomes of it."""
+
+    against: Text | None = None
+    """Model or folder of a run to compare with: it completes the same prompts, and the two are tested in pairs."""
+    output: Text | None = None
+    """File of JSON lines, written anew, one for each prompt of each set: its completions, their rewards and which are
+    right. Default: none."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class EvaluateConfig(TrainConfig):
+    """Accuracy of a model on the held-out sets of a recipe, with intervals: that of `policy.model`, else the one that
+    the run of `--config RUN/config.yaml` has trained. The numbers go to standard output as one JSON object, and to
+    standard error as a table. The sections that only training has are without effect."""
+
+    eval: EvalOptionsConfig = field(default_factory=EvalOptionsConfig)
+
+
+@dataclass(frozen=True, config=SECTION)
 class OutputConfig:
     """Where completions go."""
 

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar, get_origin
 
 from hybrid_grpo.config.building import build, dump, plain_types, sections, takes_mapping, unknown_setting
 from hybrid_grpo.config.commands import (
+    EvaluateConfig,
     GenerateConfig,
     PlanConfig,
     ScoreConfig,
@@ -20,7 +21,9 @@ from hybrid_grpo.config.help import help_text
 from hybrid_grpo.config.recipes import GivenTwice, Settings, check_text, overlay, read_recipe, read_value
 from hybrid_grpo.config.tasks import with_task
 
-ConfigT = TypeVar("ConfigT", TrainConfig, SftConfig, GenerateConfig, PlanConfig, ScoreConfig, ServeRewardConfig)
+ConfigT = TypeVar(
+    "ConfigT", TrainConfig, SftConfig, EvaluateConfig, GenerateConfig, PlanConfig, ScoreConfig, ServeRewardConfig
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,9 @@ run can be compared, and not on ranks. How numbers are estimated is in statistic
 """
 
 import json
+import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,6 +119,32 @@ class EvalResults:
             ]
             values[f"maj@{k}"] = np.array(majorities, dtype=np.float64)
         return values
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What came of each prompt, for people and programs that look at single answers."""
+        count = self.settings.rollout.num_generations
+        rewards, rights = self.scores.reward_B.tolist(), self.right_PG.flatten().tolist()
+        rows = [
+            {
+                "completion": c.text,
+                "answer": answer,
+                "right": right,
+                "reward": None if math.isnan(reward) else reward,
+                "finish": c.finish,
+                "tokens": len(c.token_ids),
+            }
+            for c, answer, right, reward in zip(self.completions, self.answers, rights, rewards, strict=True)
+        ]
+        return [
+            {
+                "set": self.settings.name,
+                "id": prompt.id,
+                "prompt": prompt.text,
+                "samples": rows[at : at + count],
+                **({"columns": prompt.columns} if prompt.columns else {}),
+            }
+            for at, prompt in zip(range(0, len(rows), count), self.prompts[::count], strict=True)
+        ]
 
     def numbers(self) -> Numbers:
         """The metrics of the set. Collective."""

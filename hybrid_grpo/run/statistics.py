@@ -161,6 +161,8 @@ class Comparison:
     low: float
     high: float
     """Its interval at 95 %; NaN where all prompts differ alike."""
+    prompts: int
+    """Prompts that both models have."""
     p: float
     """Probability of a difference of this size or larger if both models were equally good."""
 
@@ -172,7 +174,9 @@ def compare(one_P: Any, other_P: Any, seed: int = 0) -> Comparison:
     prompt by prompt (Fisher, 1935): over all exchanges where there are few, else over RESAMPLES of them.
     """
     gap_P = np.asarray(one_P, dtype=np.float64) - np.asarray(other_P, dtype=np.float64)
-    return Comparison(float(gap_P.mean()), *interval(gap_P, seed=seed), _exchange_p(gap_P[gap_P != 0], seed))
+    return Comparison(
+        float(gap_P.mean()), *interval(gap_P, seed=seed), len(gap_P), _exchange_p(gap_P[gap_P != 0], seed)
+    )
 
 
 def _exchange_p(gap_P: Floats, seed: int) -> float:
