@@ -57,7 +57,8 @@ def run(arguments: list[str]) -> None:
                 for line in measured.lines:
                     write({"model": measured.model, **line})
     one, *others = found
-    said, console = _facts(one), Console(stderr=True)
+    # Where nobody looks, lines are as long as they need to be.
+    said, console = _facts(one), Console(stderr=True, width=None if sys.stderr.isatty() else 160)
     console.print(_table(one, said["intervals"]))
     for against in others:
         compared = _compared(one, against)
@@ -113,15 +114,19 @@ def measure(config: TrainConfig) -> Measured:
 
 
 def _model_of(name: str) -> str:
-    """The model that a run trained, by the run's folder or its config.yaml; any other name is that of a model."""
+    """The model that a run trained, by the run's folder or its config.yaml; any other name is that of a model. Raises
+    UserError where there is none, before the first model is measured."""
+    from hybrid_grpo.model.loading import load_config
+
     folder = Path(name).parent if Path(name).name == "config.yaml" else Path(name)
-    if not (folder / "metrics.jsonl").is_file():
-        return name
+    is_run = (folder / "metrics.jsonl").is_file()
     refuse(
-        not (folder / "model" / "config.json").is_file(),
+        is_run and not (folder / "model" / "config.json").is_file(),
         f"eval.against {name}: the run has no trained model yet: give a model, or a run that is finished",
     )
-    return str(folder / "model")
+    model = str(folder / "model") if is_run else name
+    load_config(model, "eval.against")
+    return model
 
 
 def _facts(measured: Measured) -> dict[str, Any]:
@@ -177,7 +182,7 @@ def _table(measured: Measured, intervals: dict[str, list[float] | None]) -> Tabl
 
 
 def _comparison_table(one: Measured, other: Measured, compared: dict[str, Comparison]) -> Table:
-    table = _columns("number", one.model, other.model, "difference", "95 % interval", "p", "prompts")
+    table = _columns("number", "model", "against", "difference", "95 % interval", "p", "prompts")
     for name, c in compared.items():
         values = (f"{measured.values[name]:.3f}" for measured in (one, other))
         cells = f"{c.difference:+.3f}", _bounds(_plain(c.low, c.high)), f"{c.p:.4f}", f"{c.prompts:,}"

@@ -154,7 +154,7 @@ MOVING = (
     *("--grpo.ref_every=1", "--grpo.ref_mix=0.5"),
     "--eval.sets.sampled={limit: 4, num_generations: 4, temperature: 1.0, every: 4}",
 )
-"""An objective with a state of its own: a reference that follows the policy, and a weight of the KL that is adapted. And
+"""An objective with a state of its own, a reference that follows the policy and a weight of the KL that is adapted; and
 a second held-out set, of samples."""
 
 

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_grpo.config import TrainConfig
+from hybrid_grpo.config import RewardConfig, TrainConfig
 from hybrid_grpo.config.building import build
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.data.batch import Completion, Prompt, Scores
 from hybrid_grpo.generation import Sampling
+from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.evaluation import EvalResults, EvalSet
 from hybrid_grpo.run.metrics import Meter
@@ -70,6 +71,19 @@ def test_answers_are_those_that_the_outcome_function_has_read(name):
     for stored, majority in (([2, 2, 3, None], 1.0), ([4, 5, 6, 6], 0.5)):
         found = results(held_out(**SAMPLED), values, texts, extra={f"f/{name}": stored, "g/answer": [0] * 4})
         assert found.by_prompt()["maj@4"].tolist() == [majority]
+
+
+@pytest.mark.parametrize("function, texts, answers", [
+    ("numeric_answer", ["#### 1,000", "so #### 1000.0", "none"], ["1000", "1000", None]),
+    ("multiple_choice", ["The answer is (B).", "Answer: b", "neither"], ["B", None, None]),
+    pytest.param("math_answer", [r"\boxed{2}", "#### 2", "2"], ["2", "2", None], marks=pytest.mark.process),
+])  # fmt: skip
+def test_built_in_outcomes_store_what_they_have_read(function, texts, answers):
+    gold = "B" if function == "multiple_choice" else "2"
+    prompts = [Prompt(0, "", [1], {"answer": gold})] * len(texts)
+    rewards = Rewards(load_rewards([RewardConfig(function)]))
+    scores = rewards.score(prompts, [Completion([1], [0.0], "stop", text) for text in texts], len(texts))
+    assert scores.extra == {f"{function}/answer": answers}
 
 
 def eval_set(settings: HeldOut, ids: list[int], seed: int = 0) -> EvalSet:
