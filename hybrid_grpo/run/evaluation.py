@@ -113,6 +113,8 @@ class EvalResults:
         answers = self.answers
         for k in sample_counts(count):
             values[f"pass@{k}"] = pass_at_k(right_PG, k)
+            if k == 2:  # two answers agree or tie: the accuracy
+                continue
             majorities = [
                 majority_at_k(answers[p * count : (p + 1) * count], right_G.tolist(), k)
                 for p, right_G in enumerate(right_PG)

@@ -7,6 +7,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
+from hybrid_grpo.run import statistics
 from hybrid_grpo.run.statistics import (
     compare,
     interval,
@@ -60,8 +61,9 @@ def test_completions_without_an_answer_agree_with_nothing():
 
 
 @pytest.mark.parametrize("prompts, samples, ability", [(50, 2, 1.0), (400, 1, 8.0)])
-def test_intervals_hold_as_often_as_they_say(prompts, samples, ability):
+def test_intervals_hold_as_often_as_they_say(prompts, samples, ability, monkeypatch):
     """2,000 evaluations of a model whose rate on a prompt is drawn from Beta(ability, 1)."""
+    monkeypatch.setattr(statistics, "RESAMPLES", 2000)
     random = np.random.default_rng(0)
     rate_rP = random.beta(ability, 1.0, size=(2000, prompts))
     accuracy_rP = random.binomial(samples, rate_rP) / samples
