@@ -82,6 +82,7 @@ def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None
         "trained tokens a second": _median(steps, "throughput/trained_tokens_per_s"),
         "peak memory of a rank": f"{peak_gb:.2f} GB{planned}",
         "model": str(folder / "model"),
+        "best model": _best(folder / "model_best"),
         "report": str(folder / "report.html"),
         "metrics": str(folder / "metrics.jsonl"),
     }
@@ -93,6 +94,15 @@ def _change(rows: list[dict[str, float]], name: str) -> str:
     """The first and the last accuracy on a held-out set."""
     accuracies = [row[metric] for row in rows if (metric := f"eval/{name}/accuracy") in row]
     return f"{accuracies[0]:.3f} -> {accuracies[-1]:.3f}" if accuracies else ""
+
+
+def _best(model: Path) -> str:
+    """The folder of the best model, where there is one, with its step and its number."""
+    from hybrid_grpo.run.exporting import exported
+
+    facts = exported(model)
+    number = ", ".join(f"{name} {value:.3f}" for name, value in facts.items() if name != "step")
+    return f"{model} (step {facts['step']}, {number})" if facts else ""
 
 
 def _median(rows: list[dict[str, float]], name: str) -> str:

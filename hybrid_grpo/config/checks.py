@@ -7,7 +7,7 @@ UserError of one line, which names the settings and the way out.
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +23,7 @@ from hybrid_grpo.config.commands import (
 )
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.config.held_out import held_out_sets
+from hybrid_grpo.config.held_out import check_best, held_out_sets
 from hybrid_grpo.config.network import bearer_token, is_loopback
 from hybrid_grpo.config.rewards import RewardConfig
 
@@ -85,7 +85,9 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     config.engine.check(world_size)
     _check_data(config.data)
     _check_rewards(config.rewards)
-    for held_out in held_out_sets(config):
+    sets = held_out_sets(config)
+    check_best(config, sets)
+    for held_out in sets:
         if held_out.rows is not None and (held_out.rows.path != "" or held_out.data.task is None):
             _check_source(f"{held_out.setting}.path", held_out.rows.path)
     _check_resume(config.run.resume)
@@ -103,7 +105,8 @@ def check_eval(config: EvaluateConfig, world_size: int) -> None:
 
 def check_sets(config: TrainConfig, world_size: int) -> None:
     """Refuse to evaluate where there is nothing to evaluate on."""
-    check_train(config, world_size)
+    # The best of a run is none of one evaluation.
+    check_train(replace(config, eval=replace(config.eval, best=None, patience=None)), world_size)
     refuse(
         not held_out_sets(config),
         "data.eval_path and data.eval_split are not set, and eval.sets is empty: name the prompts to evaluate on",

@@ -76,6 +76,11 @@ class EvalConfig:
     """Nucleus, with a temperature. No other filter of `rollout` counts here."""
     max_completion_tokens: Count | None = None
     """Longest completion. Default: `rollout.max_completion_tokens`."""
+    best: Text | None = None
+    """Name of a number, such as eval/heldout/accuracy. The weights of the evaluation at which it is highest are kept in
+    `model_best/` of the run, beside `model/`. Default: none are kept."""
+    patience: Count | None = None
+    """Evaluations in a row without a new best after which the run ends well. Default: it goes on."""
     sets: dict[Name, EvalSetConfig] = field(default_factory=dict)
     """Further sets by name, as in `{math: {task: math, limit: 200}, hard: {path: hard.jsonl, num_generations: 16,
     temperature: 0.6}}`. Settings of a set: path, task, subset, split, limit, system_prompt, rewards, outcome,

@@ -47,6 +47,19 @@ class HeldOut:
     rollout: RolloutConfig
     """How prompts are completed; of its filters only temperature and `top_p` count."""
 
+    @property
+    def sample_counts(self) -> list[int]:
+        """The k of pass@k: 2, 4, 8 and so on up to the number of completions of a prompt, and that number."""
+        count = self.rollout.num_generations
+        return sorted({*(2**exponent for exponent in range(1, count.bit_length())), count} - {1})
+
+    @property
+    def better_higher(self) -> list[str]:
+        """Names of the metrics of which a higher value is better."""
+        pass_at = [f"pass@{k}" for k in self.sample_counts]
+        maj_at = [f"maj@{k}" for k in self.sample_counts if k > 2]
+        return [f"eval/{self.name}/{number}" for number in ("accuracy", "reward_mean", *pass_at, *maj_at)]
+
 
 def held_out_sets(config: TrainConfig) -> list[HeldOut]:
     """The set that `data.eval_path` or `data.eval_split` names, if there is one, and those of `eval.sets`.
@@ -64,6 +77,24 @@ def held_out_sets(config: TrainConfig) -> list[HeldOut]:
         own = HeldOut(name, "eval", None, config.data, None, outcome, threshold, config.eval.every, rollout)
         sets.insert(0, own)
     return sets
+
+
+def check_best(config: TrainConfig, sets: list[HeldOut]) -> None:
+    """Refuse a number to keep the best weights by that no set has, or that patience would wait for in vain."""
+    best, patience = config.eval.best, config.eval.patience
+    if best is None:
+        refuse(patience is not None, f"eval.patience {patience} waits for a better number: name it in eval.best")
+        return
+    every = {name: of_set.every for of_set in sets for name in of_set.better_higher}
+    refuse(
+        best not in every,
+        f"eval.best {best} is not measured, or not better where it is higher: {did_you_mean(best, every)}",
+    )
+    refuse(
+        patience is not None and not every[best],
+        f"eval.patience {patience} counts evaluations, and {best} is measured at the start and the end only: set"
+        " eval.every",
+    )
 
 
 def _has_default(data: DataConfig) -> bool:

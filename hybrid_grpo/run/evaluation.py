@@ -20,7 +20,7 @@ from hybrid_grpo.generation import Request, Sampling, stream_key
 from hybrid_grpo.generation.rollout import sampling_of
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.measure import measure_lengths
-from hybrid_grpo.run.statistics import Floats, majority_at_k, pass_at_k, sample_counts, standard_error
+from hybrid_grpo.run.statistics import Floats, majority_at_k, pass_at_k, standard_error
 
 _ANSWERS = ("answer", "pred")
 """What a reward function stores with completions as the answer that it has read: ours, and verl's `pred`."""
@@ -111,7 +111,7 @@ class EvalResults:
             "reward_mean": reward_PG.nanmean(1).numpy(),
         }
         answers = self.answers
-        for k in sample_counts(count):
+        for k in self.settings.sample_counts:
             values[f"pass@{k}"] = pass_at_k(right_PG, k)
             if k == 2:  # two answers agree or tie: the accuracy
                 continue

@@ -20,10 +20,11 @@ from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, ran
 from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.alarms import Alarms
+from hybrid_grpo.run.best import Best
 from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints, Shards
 from hybrid_grpo.run.divergence import Guard, RollBack
 from hybrid_grpo.run.evaluation import EvalSet
-from hybrid_grpo.run.exporting import export, exported_step
+from hybrid_grpo.run.exporting import export, exported
 from hybrid_grpo.run.files import read_jsonl, replace_text, sync
 from hybrid_grpo.run.lock import FolderLock
 from hybrid_grpo.run.metrics import Meter
@@ -100,6 +101,8 @@ class Run:
         except UserError:
             self._leave()
             raise
+        self._best = Best(self.config.eval if isinstance(self.config, TrainConfig) else None, self.folder)
+        self._best.remember(self.start.lines)
         self._saved: int | None = None
         """Step of the newest checkpoint."""
         self._saved_at = time.monotonic()
@@ -120,14 +123,15 @@ class Run:
         for name, fact in facts.items():
             self.say(f"{name}: {fact}")
         if self.finished:
-            self.say(f"{self.folder} is finished after {run.steps} steps: raise run.steps to go on")
+            setting = "run.steps" if self.start.step == run.steps else "eval.patience"
+            self.say(f"{self.folder} is finished after {self.start.step} steps: raise {setting} to go on")
 
     @property
     def finished(self) -> bool:
-        """Whether the run has made all its steps already, and its model is written."""
-        return (
-            self.start.checkpoint is not None and exported_step(self.folder) == self.start.step == self.config.run.steps
-        )
+        """Whether the run has made all its steps already, or lost its patience, and its model is written."""
+        step, made = self.start.step, exported(self.folder / "model").get("step")
+        ended = step == self.config.run.steps or self._best.exhausted
+        return self.start.checkpoint is not None and made == step and ended
 
     def _take(self) -> FolderLock | None:
         """Rank 0 makes the folder and locks it, before anything in it changes; raises UserError on all ranks."""
@@ -180,7 +184,7 @@ class Run:
                 replace_text(self.folder / "deepspeed.json", json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
         if stage.policy.adapters is not None:
             self.say(f"lora: {stage.policy.adapters}")
-        check_space(self.folder, self.config.checkpoint, stage.policy, stage.shards)
+        check_space(self.folder, self.config.checkpoint, stage.policy, stage.shards, self._best.models)
         done = self.restore(stage)
         settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
         stage.policy.journal = self.journal
@@ -205,8 +209,10 @@ class Run:
             if stage.eval_sets and done == 0:
                 stage.progress.enter("evaluation", 0)
                 stage.evaluate(0, stage.eval_sets)
-                log.write(0, self.watched(0, stage.meter.reduce()))
-            for k in range(done + 1, self.config.run.steps + 1):
+                log.write(0, values := self.watched(0, stage.meter.reduce()))
+                self._keep_best(stage, 0, values)
+            k = done
+            for k in () if self._best.exhausted else range(done + 1, self.config.run.steps + 1):
                 before = copy.deepcopy(_states(stage))
                 try:
                     stage.step(k)
@@ -237,16 +243,22 @@ class Run:
                 # without a checkpoint are cut again.
                 log.write(k, values := self.watched(k, stage.meter.reduce()))
                 self._judge(k, values)
+                self._keep_best(stage, k, values)
+                ends = k < self.config.run.steps and self._best.exhausted
                 # After the last step the model is exported, which would be wanted of a resumed run too.
-                stops = k < self.config.run.steps and stage.progress.stops()
-                if (saves or stops) and not self._guard.doubts:
+                stops = k < self.config.run.steps and not ends and stage.progress.stops()
+                if (saves or stops or (ends and self._saves)) and not self._guard.doubts:
                     stage.progress.enter("saving")
                     with stage.meter.time("time/checkpoint_s"):
                         self._save(stage, k, _states(stage))
                 if stops:
                     raise self._interrupted(stage)
+                if ends:
+                    self._write_prompts(stage.tried_prompts())
+                    self.say(f"stopped after step {k}: eval.patience evaluations without a better {self._best}")
+                    break
             stage.progress.enter("export")
-            self._export(stage)
+            self._export(stage, k)
             stage.policy.engine.tell_communication()
 
     def _judge(self, step: int, values: dict[str, float]) -> None:
@@ -278,6 +290,7 @@ class Run:
         self.checkpoints.forget_after(step)
         self._saved = self._back_to = step
         self._guard = Guard(config, self.config.run.steps)
+        self._best.remember(())
         self._alarms = Alarms(self.config.log)
         self._remember(step)
         self.say(f"GUARD: {diverged}: back to step {step}, the learning rate times {lr_scale:g}")
@@ -337,13 +350,18 @@ class Run:
             if path.exists():
                 sync(path)
 
-    def _export(self, stage: Stage) -> None:
+    def _keep_best(self, stage: Stage, step: int, values: dict[str, float]) -> None:
+        """Keep the weights of a step in `model_best/` where they are the best, and not in doubt. Collective."""
+        if not self._guard.doubts and (warning := self._best.take(stage.policy, step, values)):
+            self.say(warning)
+
+    def _export(self, stage: Stage, step: int) -> None:
         """Write `model/`, whole or not at all. Raises UserError where that fails."""
         try:
-            export(stage.policy, self.folder, self.config.run.steps)
+            export(stage.policy, self.folder / "model", {"step": step})
         except WriteFailed as failure:
-            if self._saved != self.config.run.steps:
-                self._save(stage, self.config.run.steps, _states(stage))
+            if self._saved != step:
+                self._save(stage, step, _states(stage))
             raise UserError(
                 f"{self.folder / 'model'} could not be written: {failure}; the newest checkpoint, of step"
                 f" {self._saved}, has the weights: make room or mend it, and --run.resume auto writes the model again"

@@ -26,12 +26,6 @@ _DRAWN_AT_ONCE = 2**22
 """Random numbers that are held in memory."""
 
 
-def sample_counts(num_generations: int) -> list[int]:
-    """The k of pass@k and maj@k: 2, 4, 8 and so on up to the number of completions, and that number."""
-    powers = [2**exponent for exponent in range(1, num_generations.bit_length())]
-    return sorted({*powers, num_generations} - {1})
-
-
 def pass_at_k(right_PG: Any, k: int) -> Floats:
     """float64 [P]: the probability that at least one of k completions of a prompt is right.
 

@@ -7,7 +7,7 @@ import yaml
 
 from hybrid_grpo.config import TrainConfig, build, dump
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.held_out import HeldOut, Rows, held_out_sets
+from hybrid_grpo.config.held_out import HeldOut, Rows, check_best, held_out_sets
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.data.sources import Source, held_out_source
 
@@ -53,6 +53,14 @@ def test_a_set_is_as_the_run_but_for_what_it_says() -> None:
     assert held_out_source(seen).split_setting == "eval.sets.seen.split"
 
 
+@pytest.mark.parametrize("count, k", [(1, []), (2, [2]), (8, [2, 4, 8]), (12, [2, 4, 8, 12])])
+def test_the_k_are_powers_of_two_and_the_number_of_completions(count: int, k: list[int]) -> None:
+    arguments = ("--data.eval_split=test", f"--eval.num_generations={count}", "--eval.temperature=1")
+    found = sets(*PLAIN, *arguments)["heldout"]
+    assert found.sample_counts == k
+    assert [name for name in found.better_higher if "maj" in name] == [f"eval/heldout/maj@{n}" for n in k if n > 2]
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -73,4 +81,21 @@ def test_a_set_is_as_the_run_but_for_what_it_says() -> None:
 def test_what_a_set_may_not_say(arguments: list[str], words: Any) -> None:
     with pytest.raises(UserError) as refused:
         sets(*PLAIN, *arguments)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--eval.patience=3"], "eval.patience 3 waits for a better number: name it in eval.best"),
+        (["--eval.best=eval/heldout/acuracy"], "eval.best eval/heldout/acuracy is not measured, or not better"),
+        (["--eval.best=eval/heldout/length_mean"], "eval.best eval/heldout/length_mean is not measured, or not better"),
+        (["--eval.best=eval/heldout/pass@2"], "did you mean eval/heldout/a"),
+        (["--eval.best=eval/heldout/accuracy", "--eval.patience=3"], "is measured at the start and the end only"),
+    ],
+)  # fmt: skip
+def test_the_best_is_of_a_number_that_is_measured(arguments: list[str], words: str) -> None:
+    config = parse(TrainConfig, [*PLAIN, "--data.eval_split=test", *arguments], "train").config
+    with pytest.raises(UserError) as refused:
+        check_best(config, held_out_sets(config))
     assert words in str(refused.value)

@@ -13,7 +13,6 @@ from hybrid_grpo.run.statistics import (
     interval,
     majority_at_k,
     pass_at_k,
-    sample_counts,
     share_interval,
     standard_error,
 )
@@ -27,7 +26,6 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_completion():
             assert pass_at_k(right_PG, k) == pytest.approx(exact, abs=1e-12)
     # As sums of logarithms or quotients of factorials it would overflow or lose its digits.
     assert pass_at_k([[True] + [False] * 9999], 5000) == pytest.approx([0.5], abs=1e-12)
-    assert sample_counts(1) == [] and sample_counts(8) == [2, 4, 8] and sample_counts(12) == [2, 4, 8, 12]
 
 
 def majority_by_enumeration(answers: list[str], right: set[str], k: int) -> float:
