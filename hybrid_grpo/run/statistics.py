@@ -6,6 +6,7 @@ the mean over prompts (clustered by prompt: arXiv:2411.00640).
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -64,27 +65,29 @@ def majority_at_k(answers: Sequence[Any], right: Sequence[bool], k: int) -> floa
 def _majority(counts: tuple[tuple[int, int], ...], k: int) -> float:
     """`majority_at_k` from how often each answer is given, and how often it is right."""
     wins, given = Fraction(0), [count for count, _ in counts]
-    for index, (own, rights) in enumerate(counts):
-        others = (*given[:index], *given[index + 1 :])
+    for (own, rights), alike in Counter(counts).items():
+        others = list(given)
+        others.remove(own)
         for chosen in range(max(1, k - sum(others)), min(own, k) + 1) if rights else ():
             ways = _ways(others, chosen, k - chosen)
             shared = sum(Fraction(number, 1 + ties) for ties, number in enumerate(ways))
-            wins += Fraction(rights, own) * math.comb(own, chosen) * shared
+            wins += alike * Fraction(rights, own) * math.comb(own, chosen) * shared
     return float(wins / math.comb(sum(given), k))
 
 
-def _ways(counts: tuple[int, ...], most: int, total: int) -> list[int]:
+def _ways(counts: list[int], most: int, total: int) -> list[int]:
     """In how many ways `total` completions are chosen so that no answer is chosen more than `most` times; by the number
     of answers that are chosen exactly so often."""
     rare = sum(count for count in counts if count < most)
     ties = total // most
     # ways[t][s]: choices of s completions among the answers so far, with t answers chosen `most` times.
     ways = [[math.comb(rare, size) for size in range(total + 1)], *([0] * (total + 1) for _ in range(ties))]
-    for count in counts:
-        if count < most:
-            continue
-        for tied in reversed(range(ties + 1)):
-            for size in reversed(range(tied * most, total + 1)):
+    frequent = [count for count in counts if count >= most]
+    for seen, count in enumerate(frequent, start=1):
+        # Beside those that are tied, all that the others have at most.
+        loose = rare + seen * (most - 1)
+        for tied in reversed(range(min(seen, ties) + 1)):
+            for size in reversed(range(tied * most, min(total, tied * most + loose) + 1)):
                 fewer = range(min(most - 1, size) + 1)
                 number = sum(math.comb(count, taken) * ways[tied][size - taken] for taken in fewer)
                 if tied:
