@@ -34,7 +34,8 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     engine.check_config(config.policy, config.engine)
     inputs = RunInputs.read(config)
     hardware = of_device(device, config.policy.dtype)
-    memory = estimate(config, plan, inputs.longest_prompt, hardware, inputs.reward_models, inputs.held_out_rows)
+    held_out = inputs.held_out_rows, inputs.held_out_longest
+    memory = estimate(config, plan, inputs.longest_prompt, hardware, inputs.reward_models, *held_out)
     warning = shortage(memory) if memory else None
     estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"
     training = Run(parsed, {"batch": str(plan), "memory": estimated, **inputs.facts})

@@ -47,6 +47,12 @@ class EvalSet:
         return len(self.prompts) * self.settings.rollout.num_generations
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its completion."""
+        longest = max(len(prompt.token_ids) for prompt in self.prompts)
+        return longest + self.settings.rollout.max_completion_tokens
+
+    @property
     def own_prompts(self) -> list[Prompt]:
         """This rank's share of the prompts."""
         return rank_share(self.prompts, rank(), world_size())

@@ -62,6 +62,11 @@ class RunInputs:
         return max((held_out.rows for held_out in self.eval_sets), default=0)
 
     @property
+    def held_out_longest(self) -> int:
+        """Tokens of the longest prompt of an evaluation with the longest completion of its set."""
+        return max((held_out.longest for held_out in self.eval_sets), default=0)
+
+    @property
     def reward_models(self) -> list[RewardModel]:
         """Models that reward functions hold, those of held-out sets included."""
         return list({id(model): model for rewards in self._all_rewards for model in rewards.models}.values())
