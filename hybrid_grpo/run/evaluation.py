@@ -36,9 +36,11 @@ class EvalSet:
     rewards: Rewards
     stop_ids: tuple[int, ...]
     seed: int
+    """Seed of the run."""
 
     @property
     def name(self) -> str:
+        """Name in the metrics."""
         return self.settings.name
 
     @property
@@ -99,12 +101,12 @@ class EvalResults:
         return right_B.view(-1, self.settings.rollout.num_generations)
 
     @property
-    def answers(self) -> list[str | None]:
+    def answers(self) -> list[Any]:
         """[B], what completions answer: what the outcome function stores as `answer` or `pred`, else their text."""
         for name in _ANSWERS:
             stored = self.scores.extra.get(f"{self.settings.outcome}/{name}")
             if stored is not None:
-                return [None if answer is None else json.dumps(answer) for answer in stored]
+                return stored
         return [completion.text.strip() for completion in self.completions]
 
     def by_prompt(self) -> dict[str, Floats]:
@@ -116,7 +118,8 @@ class EvalResults:
             "accuracy": right_PG.mean(1, dtype=np.float64),
             "reward_mean": reward_PG.nanmean(1).numpy(),
         }
-        answers = self.answers
+        # As text, since a function may store a list.
+        answers = [None if answer is None else json.dumps(answer, sort_keys=True) for answer in self.answers]
         for k in self.settings.sample_counts:
             values[f"pass@{k}"] = pass_at_k(right_PG, k)
             if k == 2:  # two answers agree or tie: the accuracy
