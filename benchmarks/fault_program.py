@@ -16,6 +16,7 @@ from typing import Any
 
 POINTS = {
     "start": ("hybrid_grpo.engine", "start"),
+    "meeting": ("hybrid_grpo.engine", "release_shared_memory"),
     "sampling": ("hybrid_grpo.generation.loop", "_Loop._step"),
     "scoring": ("hybrid_grpo.rewards.scoring", "Stream.scores"),
     "update": ("hybrid_grpo.policy", "Policy.step"),

@@ -65,7 +65,8 @@ class CheckpointConfig:
     keep: Count = 2
     """How many of the newest checkpoints are kept."""
     on_failure: Literal["say", "stop"] = "say"
-    """What to do when a checkpoint cannot be written: say so and go on, or stop the run. The one before it stays."""
+    """What to do when a checkpoint cannot be written: say so and go on, or stop the run. The one before it stays. A run
+    that cannot write its first one stops."""
 
 
 @dataclass(frozen=True, config=SECTION)

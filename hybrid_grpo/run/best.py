@@ -19,9 +19,12 @@ FOLDER = "model_best"
 
 
 class Best:
-    """The best evaluation by `eval.best` in the folder of a run; without that setting there is none. Collective."""
+    """The best evaluation by `eval.best` in the folder of a run; without that setting there is none. Collective.
 
-    def __init__(self, config: EvalConfig | None, folder: Path) -> None:
+    `lines` are those of metrics.jsonl up to where the run goes on.
+    """
+
+    def __init__(self, config: EvalConfig | None, folder: Path, lines: Iterable[str] = ()) -> None:
         self._metric, self._patience = (config.best, config.patience) if config else (None, None)
         self._model = folder / FOLDER
         facts = all_gather_objects(exported(self._model))[0] if self._metric else {}
@@ -29,6 +32,7 @@ class Best:
         self._value = facts.get(self._metric or "", -math.inf)
         self._since = 0
         """Evaluations after the best one."""
+        self.remember(lines)
 
     @property
     def exhausted(self) -> bool:

@@ -101,8 +101,8 @@ class Run:
         except UserError:
             self._leave()
             raise
-        self._best = Best(self.config.eval if isinstance(self.config, TrainConfig) else None, self.folder)
-        self._best.remember(self.start.lines)
+        evaluation = self.config.eval if isinstance(self.config, TrainConfig) else None
+        self._best = Best(evaluation, self.folder, self.start.lines)
         self._saved: int | None = None
         """Step of the newest checkpoint."""
         self._saved_at = time.monotonic()
@@ -129,9 +129,8 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether the run has made all its steps already, or lost its patience, and its model is written."""
-        step, made = self.start.step, exported(self.folder / "model").get("step")
-        ended = step == self.config.run.steps or self._best.exhausted
-        return self.start.checkpoint is not None and made == step and ended
+        step, ended = self.start.step, self.start.step == self.config.run.steps or self._best.exhausted
+        return self.start.checkpoint is not None and exported(self.folder / "model").get("step") == step and ended
 
     def _take(self) -> FolderLock | None:
         """Rank 0 makes the folder and locks it, before anything in it changes; raises UserError on all ranks."""
@@ -326,7 +325,8 @@ class Run:
         return bool(all_reduce(torch.tensor(float(late), device=stage.policy.engine.device), "max"))
 
     def _save(self, stage: Stage, step: int, states: dict[str, Any]) -> None:
-        """Write the checkpoint of a step. Raises RunStopped where that fails and `checkpoint.on_failure` is stop."""
+        """Write the checkpoint of a step. Raises RunStopped where that fails and `checkpoint.on_failure` is stop, or
+        the step is 0: without the first one there is nothing to go on from."""
         try:
             # A checkpoint is of no use without the numbers before it.
             write_together(self._sync_numbers, self.folder)
@@ -337,7 +337,7 @@ class Run:
                 self.journal.forget(step)
         except WriteFailed as failure:
             before = "there is none before it" if self._saved is None else f"the newest is that of step {self._saved}"
-            if self.config.checkpoint.on_failure == "stop":
+            if self.config.checkpoint.on_failure == "stop" or step == 0:
                 raise RunStopped(
                     f"{failure}; {before}: make room or mend it, and go on with --run.resume auto"
                 ) from None
@@ -351,7 +351,7 @@ class Run:
                 sync(path)
 
     def _keep_best(self, stage: Stage, step: int, values: dict[str, float]) -> None:
-        """Keep the weights of a step in `model_best/` where they are the best, and not in doubt. Collective."""
+        """Keep the weights of a step in `model_best/` where they are the best, and not in doubt."""
         if not self._guard.doubts and (warning := self._best.take(stage.policy, step, values)):
             self.say(warning)
 

@@ -260,6 +260,7 @@ class _Watcher:
         self.mine.status = status
         _end_descendants(time.monotonic() + (_LEFTOVER_SECONDS if status == 0 else 0.0))
         self.board.forget_file()
+        _unlink_buffer()
         if self.board.rank == 0:
             _tell(str(status))
         os._exit(status)
@@ -288,6 +289,14 @@ def _end_descendants(patience: float) -> None:
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+
+
+def _unlink_buffer() -> None:
+    """Unlink the 66 MiB that a rank killed at its start has left: see `distributed.release_shared_memory`."""
+    place = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK")]
+    if all(place):
+        name = "_".join(["deepspeed_allreduce_buffer", str(os.getuid()), *place])
+        Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def _descendants(pid: int) -> list[int]:

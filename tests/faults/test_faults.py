@@ -13,6 +13,7 @@ from fault_bench import Bench
 
 pytestmark = pytest.mark.ranks
 CASES = {
+    "killed where the ranks meet": {"point": "meeting", "nth": 1, "rank": 0, "action": "kill"},
     "killed while it saves": {"point": "saving", "nth": 3, "rank": 1, "action": "kill"},
     "killed in the export": {"point": "export", "nth": 1, "rank": "all", "action": "kill"},
 }

@@ -62,17 +62,13 @@ def test_what_was_best_is_known_when_the_run_goes_on(tmp_path: Path) -> None:
     config, values = EvalConfig(best=METRIC, patience=3), [0.5, 0.9, 0.6, 0.7]
     played(Best(config, tmp_path), Weights(), values)
     lines = [json.dumps({"step": step, METRIC: value}) for step, value in enumerate(values)]
-    again = Best(config, tmp_path)
-    again.remember([*lines, json.dumps({"step": 4, METRIC: None})])
+    again = Best(config, tmp_path, [*lines, json.dumps({"step": 4, METRIC: None})])
     assert played(again, Weights(), [0.8], first=5) == [True]
-    before = Best(config, tmp_path)
-    before.remember(lines[:1])
+    before = Best(config, tmp_path, lines[:1])
     assert played(before, Weights(), [0.9, 0.6, 0.7, 0.8], first=1) == [False, False, False, True]
     assert kept(tmp_path) == ("1", {"step": 1, METRIC: 0.9})
     # A run that branches off has the lines of the other, and none of its weights.
-    branch = Best(config, tmp_path / "branch")
-    branch.remember(lines)
-    assert not branch.exhausted
+    assert not Best(config, tmp_path / "branch", lines).exhausted
     other = Best(EvalConfig(best="eval/other/accuracy"), tmp_path)
     policy: Any = Weights()
     other.take(policy, 6, {"eval/other/accuracy": 0.1})
