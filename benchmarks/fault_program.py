@@ -20,7 +20,7 @@ POINTS = {
     "sampling": ("hybrid_grpo.generation.loop", "_Loop._step"),
     "scoring": ("hybrid_grpo.rewards.scoring", "Stream.scores"),
     "update": ("hybrid_grpo.policy", "Policy.step"),
-    "evaluation": ("hybrid_grpo.policy", "Policy.greedy"),
+    "evaluation": ("hybrid_grpo.policy", "Policy.complete"),
     "logging": ("hybrid_grpo.run.sinks", "Log.write"),
     "saving": ("hybrid_grpo.engine", "Engine.save"),
     "export": ("hybrid_grpo.policy", "Policy.export"),

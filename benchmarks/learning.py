@@ -54,18 +54,13 @@ class Evaluation:
         """Of the model in a folder."""
         from dataclasses import replace
 
-        from hybrid_grpo.generation import Request
-        from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
+        from hybrid_grpo.generation.rollout import attention_of, complete
         from hybrid_grpo.model.loading import load_model
 
-        rollout, task = self.config.rollout, self.task
+        rollout, task, held_out = self.config.rollout, self.task, self.task.eval_sets[0]
         model = load_model(replace(self.config.policy, model=str(weights)), attention_of(rollout.decoder)).eval()
-        requests = [Request(prompt.token_ids, [0]) for prompt in task.eval_prompts]
-        sampling = sampling_of(rollout, task.stop_ids, greedy=True)
-        groups, _ = complete(model, task.tokenizer, requests, sampling, rollout)
-        scores = task.rewards.score(task.eval_prompts, [group[0] for group in groups])
-        right = scores.by_function[task.outcome] >= self.config.eval.threshold
-        return float(right.double().mean())
+        groups, _ = complete(model, task.tokenizer, held_out.requests, held_out.sampling, rollout)
+        return float(held_out.results(groups).right_PG.double().mean())
 
 
 def learning_rates(config: dict[str, Any]) -> list[float]:

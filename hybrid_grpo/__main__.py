@@ -19,7 +19,7 @@ COMMANDS = {
     "train": "GRPO training",
     "sft": "supervised fine-tuning on prompt and completion pairs",
     "reward": "a reward model, trained on pairs of a better and a worse answer",
-    "eval": "greedy accuracy and mean reward on the held-out prompts",
+    "eval": "accuracy on held-out sets, with intervals; two models compared",
     "plan": "memory and time of a training run, without loading weights",
     "report": "write report.html of a run again",
     "generate": "completions of prompts from a file, a pipe or the terminal, as JSON lines",

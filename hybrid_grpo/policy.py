@@ -18,7 +18,7 @@ from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.packing import pack, pack_pairs, pad, pad_pairs, token_budget
 from hybrid_grpo.distributed import rank
 from hybrid_grpo.engine import StepResult
-from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Stats, Workspace
+from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling, Stats, Workspace
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import load_config, load_model, plain_attention, training_attention
@@ -188,20 +188,15 @@ class Policy(TrainedModel):
                 groups, stats = self.journal.complete(step, requests, on_finish, sample)
         return Rollout(prompts, [c for group in groups for c in group], config.num_generations), stats
 
-    def greedy(
-        self,
-        prompts: list[Prompt],
-        config: RolloutConfig,
-        stop_ids: tuple[int, ...],
-        on_step: OnStep | None = None,
-    ) -> list[Completion]:
-        """The most probable continuation of every prompt. Ranks enter and leave together."""
-        requests, sampling = [Request(p.token_ids, [0]) for p in prompts], sampling_of(config, stop_ids, greedy=True)
+    def complete(
+        self, requests: list[Request], sampling: Sampling, config: RolloutConfig, on_step: OnStep | None = None
+    ) -> list[list[Completion]]:
+        """Completions of requests by the policy as it is, which no journal keeps. Ranks enter and leave together."""
         with self.engine.generation() as view:
             groups, _ = complete(
                 view, self.tokenizer, requests, sampling, config, on_step=on_step, workspace=self.workspace
             )
-        return [group[0] for group in groups]
+        return groups
 
     def micro_batches(
         self,

@@ -1,7 +1,7 @@
 """GRPO, step by step: sample groups, score them, compare within the group, improve the policy."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.data.curriculum import Curriculum
-from hybrid_grpo.data.loader import rank_share
-from hybrid_grpo.distributed import rank, world_size
+from hybrid_grpo.distributed import rank
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
 from hybrid_grpo.grpo.kl import KlController
@@ -19,9 +18,9 @@ from hybrid_grpo.grpo.loss import micro_batch_loss, reward_kl
 from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
 from hybrid_grpo.grpo.resampling import group_slots, resample
 from hybrid_grpo.policy import Policy, Reference
+from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.run.measure import measure_eval, measure_health, measure_memory, measure_parity, measure_rollout
-from hybrid_grpo.run.metrics import Meter
+from hybrid_grpo.run.measure import measure_health, measure_memory, measure_parity, measure_rollout
 from hybrid_grpo.run.run import Stage
 
 
@@ -47,8 +46,8 @@ class Trainer(Stage):
     ) -> None:
         self.config, self.plan, self.device, self.reference, self.inputs = config, plan, device, reference, inputs
         self.policy: Policy = policy
-        self.eval_prompts = rank_share(inputs.eval_prompts, rank(), world_size())
-        self.meter = Meter(inputs.rewards.names, [config.eval.name], device, config.data.source_names)
+        self.eval_sets = inputs.eval_sets
+        self.meter = inputs.meter(device, config.data.source_names)
         self.loader = Curriculum(inputs.prompts, plan, rank(), config.curriculum, config.run.seed, config.data, device)
         self.kl = KlController(config.grpo, plan.rows, device)
         grpo, filtered = config.grpo, config.rollout.logprobs == "sampling"
@@ -59,7 +58,6 @@ class Trainer(Stage):
         self.kl_in_reward = grpo.beta != 0 and grpo.kl_in == "reward"
         self.parts = {"loader": self.loader, "kl": self.kl}
         self.shards = reference if grpo.ref_every else None
-        self.eval_every = config.eval.every if inputs.eval_prompts else None
 
     def step(self, step: int) -> None:
         """One GRPO step (DeepSeekMath, arXiv:2402.03300, algorithm 1, inner loop)."""
@@ -219,19 +217,20 @@ class Trainer(Stage):
             with self.meter.time("time/reference_s"):
                 self.reference.refresh(self.policy.engine, grpo.ref_mix)
 
-    def evaluate(self, step: int) -> None:
-        """Greedy completions of the held-out prompts after a step: accuracy and mean reward.
+    def evaluate(self, step: int, sets: Sequence[EvalSet]) -> None:
+        """Complete and score held-out sets after a step.
 
         Raises:
             RunStopped: a reward function fails too often before the first step.
         """
-        with self.meter.time("time/eval_s"):
-            rules = self.config.rollout, self.inputs.stop_ids
-            completions = self.policy.greedy(self.eval_prompts, *rules, on_step=self.progress.beat)
-            scores = self.inputs.rewards.score(self.eval_prompts, completions, step=step)
-        self.meter.update(measure_eval(self.config.eval, self.inputs.outcome, completions, scores))
-        if step == 0:
-            self.inputs.rewards.refuse_failures(scores, self.device)
+        for held_out in sets:
+            with self.meter.time("time/eval_s"):
+                rollout, beat = held_out.settings.rollout, self.progress.beat
+                groups = self.policy.complete(held_out.requests, held_out.sampling, rollout, on_step=beat)
+                results = held_out.results(groups, step)
+            self.meter.update(results.numbers())
+            if step == 0:
+                held_out.rewards.refuse_failures(results.scores, self.device)
 
     def tried_prompts(self) -> list[dict[str, Any]]:
         """How often each prompt was solved, hardest first."""

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.generation import GREEDY, Sampling
+from hybrid_grpo.generation import GREEDY, Request, Sampling
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import load_tokenizer
 from hybrid_grpo.policy import Policy, learning_rate, sampling_of, save_tokenizer
@@ -83,7 +83,8 @@ def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(dec
     rollout, _ = policy.rollout(prompts, config, (), seed=0, step=1, on_finish=lambda *args: seen.append(args))
     assert {(i, k) for i, k, _ in seen} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert all(completion is rollout.completions[2 * i + k] for i, k, completion in seen)
-    greedy = policy.greedy(prompts, config, ())
+    requests = [Request(prompt.token_ids, [0]) for prompt in prompts]
+    greedy = [group[0] for group in policy.complete(requests, sampling_of(config, (), greedy=True), config)]
     for completion in [*rollout.completions, *greedy]:
         assert completion.text == "".join(chr(96 + token) for token in completion.token_ids if token)
     assert [completion.text for completion in rollout.completions] != [c.text for c in greedy for _ in range(2)]

@@ -25,6 +25,7 @@ from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.trainer import Trainer
 
 P, G = 8, 2
@@ -74,7 +75,8 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
         rewards=Rewards([inline(slow)]),
         outcome="slow",
         prompts=[Prompt(i, f"p{i}", [1], {}) for i in range(P)],
-        eval_prompts=[],
+        eval_sets=[],
+        meter=lambda device: Meter(["slow"], device=device),
         stop_ids=(),
         objective=None,
     )

@@ -83,7 +83,7 @@ def reward(model: Any = None, data: Any = None, *, config: Any = None, **section
 def evaluate(
     model: Any = None, data: Any = None, rewards: Any = None, *, config: Any = None, **sections: Any
 ) -> dict[str, float]:
-    """Greedy accuracy and mean reward on held-out prompts, as `hybrid-grpo eval` measures them.
+    """Accuracy, reward and more on held-out sets, as `hybrid-grpo eval` measures them.
 
     The arguments are those of `train`; `data` has the held-out prompts, and a section `data` is taken as it is. Returns
     the numbers by their metric names, such as `eval/heldout/accuracy`; they are the same on every rank.

@@ -1,58 +1,205 @@
-"""`eval`: greedy accuracy and mean reward on the held-out prompts. No engine: every rank holds the whole model.
+"""`eval`: accuracy and more on the held-out sets, with intervals; two models compared on the same prompts.
 
-With the config.yaml of a run it measures the model that the run trained, unless `--policy.model` names another.
+No engine: every rank holds the whole model. With the config.yaml of a run it measures the model that the run trained,
+unless `--policy.model` names another.
 """
 
+from __future__ import annotations
+
 import json
+import math
 import os
 import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from hybrid_grpo.config import TrainConfig
-from hybrid_grpo.config.checks import check_train
-from hybrid_grpo.config.errors import UserError
+from rich.console import Console
+from rich.table import Table
+
+from hybrid_grpo.config import EvaluateConfig, TrainConfig
+from hybrid_grpo.config.checks import check_eval, check_sets
+from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.run.files import json_lines
+
+if TYPE_CHECKING:
+    from hybrid_grpo.run.statistics import Comparison, Floats
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a model."""
+
+    model: str
+    values: dict[str, float]
+    """By metric."""
+    by_prompt: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Numbers of single prompts by metric, and by the prompt's row in its source."""
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """Completions, prompt by prompt."""
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, load, complete and score; print one JSON object with the model that was measured and its numbers."""
-    config = parse(TrainConfig, with_trained_models(arguments), "eval").config
-    values = evaluate(config)
-    if os.environ.get("RANK", "0") == "0":
-        print(json.dumps({"model": config.policy.model, **values}))
+    """Parse, load, complete and score. Prints a table on standard error and one JSON object on standard output: the
+    model, its numbers and their intervals; with `eval.against` also those of the other model, and the differences."""
+    config = parse(EvaluateConfig, with_trained_models(arguments), "eval").config
+    check_eval(config, int(os.environ.get("WORLD_SIZE", "1")))
+    other = _model_of(config.eval.against) if config.eval.against else None
+    found = [measure(config)]
+    if other is not None:
+        found.append(measure(replace(config, policy=replace(config.policy, model=other))))
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if config.eval.output is not None:
+        with json_lines(config.eval.output, "eval.output") as write:
+            for measured in found:
+                for line in measured.lines:
+                    write({"model": measured.model, **line})
+    one, *others = found
+    # Where nobody looks, lines are as long as they need to be.
+    said, console = _facts(one), Console(stderr=True, width=None if sys.stderr.isatty() else 160)
+    console.print(_table(one, said["intervals"]))
+    for against in others:
+        compared = _compared(one, against)
+        said["against"] = _facts(against)
+        said["differences"] = {
+            name: {
+                "difference": c.difference,
+                "interval": _plain(c.low, c.high),
+                "p": c.p,
+                "prompts": c.prompts,
+            }
+            for name, c in compared.items()
+        }
+        console.print(_comparison_table(one, against, compared))
+    print(json.dumps(said))
 
 
 def evaluate(config: TrainConfig) -> dict[str, float]:
     """The numbers of the evaluation by name, the same on every rank. Raises UserError."""
-    check_train(config, int(os.environ.get("WORLD_SIZE", "1")))
-    if config.data.eval_path is None and config.data.eval_split is None:
-        raise UserError("data.eval_path and data.eval_split are not set: name the prompts to evaluate on")
+    check_sets(config, int(os.environ.get("WORLD_SIZE", "1")))
+    return measure(config).values
 
+
+def measure(config: TrainConfig) -> Measured:
+    """Complete and score the held-out sets with `policy.model`; single prompts are told on rank 0 only. Collective."""
     from hybrid_grpo import engine
-    from hybrid_grpo.data.loader import rank_share
-    from hybrid_grpo.distributed import rank, world_size
-    from hybrid_grpo.generation import Request
-    from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
+    from hybrid_grpo.distributed import gather_objects, rank
+    from hybrid_grpo.generation.rollout import attention_of, complete
     from hybrid_grpo.model.loading import load_model
     from hybrid_grpo.run.inputs import RunInputs
-    from hybrid_grpo.run.measure import measure_eval
-    from hybrid_grpo.run.metrics import Meter
 
     device = engine.start()
     if rank() == 0:
         print(f"model: {config.policy.model}", file=sys.stderr, flush=True)
-    task = RunInputs.read(config)
-    task.rewards.load_models(engine.Frozen)
+    inputs = RunInputs.read(config)
+    inputs.load_models(engine.Frozen)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()
-    prompts = rank_share(task.eval_prompts, rank(), world_size())
-    requests = [Request(prompt.token_ids, [0]) for prompt in prompts]
-    sampling = sampling_of(config.rollout, task.stop_ids, greedy=True)
-    groups, _ = complete(model, task.tokenizer, requests, sampling, config.rollout)
-    completions = [group[0] for group in groups]
-    meter = Meter(task.rewards.names, [config.eval.name], device)
-    scores = task.rewards.score(prompts, completions)
-    meter.update(measure_eval(config.eval, task.outcome, completions, scores))
-    return meter.reduce()
+    meter = inputs.meter(device)
+    measured = Measured(config.policy.model, {})
+    for held_out in inputs.eval_sets:
+        rollout = held_out.settings.rollout
+        groups, _ = complete(model, inputs.tokenizer, held_out.requests, held_out.sampling, rollout)
+        results = held_out.results(groups)
+        meter.update(results.numbers())
+        ids = [prompt.id for prompt in held_out.own_prompts]
+        for rank_ids, by_prompt, lines in gather_objects((ids, results.by_prompt(), results.lines())) or ():
+            for name, value_P in by_prompt.items():
+                of_set = measured.by_prompt.setdefault(f"eval/{held_out.name}/{name}", {})
+                of_set.update(zip(rank_ids, value_P.tolist(), strict=True))
+            measured.lines.extend(lines)
+    measured.values.update(meter.reduce())
+    return measured
+
+
+def _model_of(name: str) -> str:
+    """The model that a run trained, by the run's folder or its config.yaml; any other name is that of a model. Raises
+    UserError where there is none, before the first model is measured."""
+    from hybrid_grpo.model.loading import load_config
+
+    folder = Path(name).parent if Path(name).name == "config.yaml" else Path(name)
+    is_run = (folder / "metrics.jsonl").is_file()
+    refuse(
+        is_run and not (folder / "model" / "config.json").is_file(),
+        f"eval.against {name}: the run has no trained model yet: give a model, or a run that is finished",
+    )
+    model = str(folder / "model") if is_run else name
+    load_config(model, "eval.against")
+    return model
+
+
+def _facts(measured: Measured) -> dict[str, Any]:
+    return {"model": measured.model, **measured.values, "intervals": _intervals(measured)}
+
+
+def _intervals(measured: Measured) -> dict[str, list[float] | None]:
+    """Bounds at 95 % of the numbers that are means over prompts."""
+    from hybrid_grpo.run.statistics import interval, share_interval
+
+    bounds = {}
+    for name, of_prompts in measured.by_prompt.items():
+        values = [value for value in of_prompts.values() if not math.isnan(value)]
+        if values:
+            bounds[name] = _plain(*(interval if name.endswith("/reward_mean") else share_interval)(values))
+    return bounds
+
+
+def _compared(one: Measured, other: Measured) -> dict[str, Comparison]:
+    """The numbers of both models on the prompts that both have: where tokenizers differ, one may have dropped some."""
+    import numpy as np
+
+    from hybrid_grpo.run.statistics import compare
+
+    def values(of_prompts: dict[int, float], ids: list[int]) -> Floats:
+        return np.array([of_prompts[i] for i in ids])
+
+    compared = {}
+    for name, of_prompts in one.by_prompt.items():
+        theirs = other.by_prompt[name]
+        both = [i for i, value in of_prompts.items() if not math.isnan(value + theirs.get(i, math.nan))]
+        if both:
+            compared[name] = compare(values(of_prompts, both), values(theirs, both))
+    return compared
+
+
+def _plain(low: float, high: float) -> list[float] | None:
+    """Bounds as JSON has them; None where there are none."""
+    return None if math.isnan(low) else [low, high]
+
+
+def _table(measured: Measured, intervals: dict[str, list[float] | None]) -> Table:
+    table = _columns("number", "mean over prompts", "95 % interval", "standard error", "prompts")
+    for name, of_prompts in measured.by_prompt.items():
+        stage, _, number = name.rpartition("/")
+        error = measured.values.get(f"{stage}/stderr") if number == "accuracy" else None
+        cells = f"{measured.values[name]:.3f}", _bounds(intervals[name]), "" if error is None else f"{error:.3f}"
+        table.add_row(name.removeprefix("eval/"), *cells, f"{len(of_prompts):,}")
+    for name, value in measured.values.items():
+        if name.endswith(("/clipped_frac", "/failed_frac")) and value:
+            table.add_row(name.removeprefix("eval/"), f"{value:.3f}")
+    return table
+
+
+def _comparison_table(one: Measured, other: Measured, compared: dict[str, Comparison]) -> Table:
+    table = _columns("number", "model", "against", "difference", "95 % interval", "p", "prompts")
+    for name, c in compared.items():
+        values = (f"{measured.values[name]:.3f}" for measured in (one, other))
+        cells = f"{c.difference:+.3f}", _bounds(_plain(c.low, c.high)), f"{c.p:.4f}", f"{c.prompts:,}"
+        table.add_row(name.removeprefix("eval/"), *values, *cells)
+    return table
+
+
+def _columns(first: str, *others: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right", overflow="fold")
+    return table
+
+
+def _bounds(interval: list[float] | None) -> str:
+    return f"{interval[0]:.3f} to {interval[1]:.3f}" if interval else ""
 
 
 def with_trained_models(arguments: list[str]) -> list[str]:

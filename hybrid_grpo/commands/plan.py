@@ -29,8 +29,8 @@ def run(arguments: list[str]) -> None:
     engine.check_config(config.policy, config.engine)
     inputs = RunInputs.read(config)
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
-    held_out = len(inputs.eval_prompts)
-    plan = estimate(config, batch, inputs.longest_prompt, hardware, inputs.rewards.models, held_out)
+    held_out = inputs.held_out_rows, inputs.held_out_longest
+    plan = estimate(config, batch, inputs.longest_prompt, hardware, inputs.reward_models, *held_out)
     if plan is None:
         raise UserError(f"policy.model {config.policy.model} cannot be planned: its code cannot run without data")
     if rank() == 0:

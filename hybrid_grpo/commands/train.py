@@ -2,10 +2,12 @@
 
 import os
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.config.parsing import Parsed, parse
 from hybrid_grpo.run.files import read_jsonl
 
@@ -32,8 +34,8 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     engine.check_config(config.policy, config.engine)
     inputs = RunInputs.read(config)
     hardware = of_device(device, config.policy.dtype)
-    held_out = len(inputs.eval_prompts)
-    memory = estimate(config, plan, inputs.longest_prompt, hardware, inputs.rewards.models, held_out)
+    held_out = inputs.held_out_rows, inputs.held_out_longest
+    memory = estimate(config, plan, inputs.longest_prompt, hardware, inputs.reward_models, *held_out)
     warning = shortage(memory) if memory else None
     estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"
     training = Run(parsed, {"batch": str(plan), "memory": estimated, **inputs.facts})
@@ -41,7 +43,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
         return training.folder
     if warning:
         training.say(f"WARNING: it may not fit: {warning}")
-    inputs.rewards.load_models(engine.Frozen)
+    inputs.load_models(engine.Frozen)
     policy = Policy(
         config.policy,
         config.engine,
@@ -58,32 +60,50 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     elif config.grpo.beta:
         reference = Reference(config.policy, config.engine)
     training.train(Trainer(config, plan, policy, reference, inputs, device))
-    training.say(summary(training.folder, config.eval.name, memory.measurable if memory else None))
+    training.say(summary(training.folder, held_out_sets(config), memory.measurable if memory else None))
     return training.folder
 
 
-def summary(folder: Path, eval_name: str, planned_bytes: int | None = None) -> str:
+def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None = None) -> str:
     """What a finished run achieved, in a few lines, from its metrics; and its memory beside the plan's."""
     rows = read_jsonl(folder / "metrics.jsonl")
     steps = [row for row in rows if "time/step_s" in row]
     seconds = sum(row["time/step_s"] for row in steps)
-    accuracies = [row[name] for row in rows if (name := f"eval/{eval_name}/accuracy") in row]
     peaks = [row["memory/peak_gb"] for row in rows if "memory/peak_gb" in row]
     # The most on the GPU, or of this process on a CPU.
     peak_gb = max(peaks, default=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)
     planned = "" if planned_bytes is None else f", {planned_bytes / 1e9:.2f} GB estimated"
     facts = {
-        f"greedy accuracy on {eval_name}": f"{accuracies[0]:.3f} -> {accuracies[-1]:.3f}" if accuracies else "",
+        **{
+            f"{'' if of_set.rollout.temperature else 'greedy '}accuracy on {of_set.name}": _change(rows, of_set.name)
+            for of_set in held_out
+        },
         "completions": f"{steps[-1]['progress/completions']:,.0f} in {seconds:.1f} s of training" if steps else "",
         "generated tokens a second": _median(steps, "throughput/generated_tokens_per_s"),
         "trained tokens a second": _median(steps, "throughput/trained_tokens_per_s"),
         "peak memory of a rank": f"{peak_gb:.2f} GB{planned}",
         "model": str(folder / "model"),
+        "best model": _best(folder / "model_best"),
         "report": str(folder / "report.html"),
         "metrics": str(folder / "metrics.jsonl"),
     }
     width = max(map(len, facts))
     return "\n".join(["", *(f"  {name:{width}}  {fact}" for name, fact in facts.items() if fact), ""])
+
+
+def _change(rows: list[dict[str, float]], name: str) -> str:
+    """The first and the last accuracy on a held-out set."""
+    accuracies = [row[metric] for row in rows if (metric := f"eval/{name}/accuracy") in row]
+    return f"{accuracies[0]:.3f} -> {accuracies[-1]:.3f}" if accuracies else ""
+
+
+def _best(model: Path) -> str:
+    """The folder of the best model, where there is one, with its step and its number."""
+    from hybrid_grpo.run.exporting import exported
+
+    facts = exported(model)
+    number = ", ".join(f"{name} {value:.3f}" for name, value in facts.items() if name != "step")
+    return f"{model} (step {facts['step']}, {number})" if facts else ""
 
 
 def _median(rows: list[dict[str, float]], name: str) -> str:

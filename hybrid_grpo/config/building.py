@@ -10,7 +10,8 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import TypeAdapter, ValidationError
 
-from hybrid_grpo.config.errors import UserError, did_you_mean
+from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
+from hybrid_grpo.config.evaluation import EvalSetConfig
 from hybrid_grpo.config.fields import LIMITS
 from hybrid_grpo.config.recipes import Dumper
 from hybrid_grpo.config.rewards import RewardConfig
@@ -48,6 +49,9 @@ def dump(config: Any) -> str:
     if "rewards" in settings:
         rewards = _adapter(list[RewardConfig])
         settings["rewards"] = rewards.dump_python(config.rewards, mode="json", fallback=repr, exclude_defaults=True)
+    if "eval" in settings:
+        sets = _adapter(dict[str, EvalSetConfig])
+        settings["eval"]["sets"] = sets.dump_python(config.eval.sets, mode="json", fallback=repr, exclude_defaults=True)
     return yaml.dump(settings, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -140,7 +144,19 @@ def _one_line(error: ValidationError, cls: Any) -> str:
             if hint is None:
                 return f"there is no setting {name}: {did_you_mean(key, known)}"
     if path and takes_mapping(hint):
-        name = f"{name} {path[0]}"
+        entry = get_args(next(plain for plain in plain_types(hint) if get_origin(plain) is dict))[1]
+        if dataclasses.is_dataclass(entry) and path[1:] != ["[key]"]:
+            name, hint = f"{name}.{path.pop(0)}", entry
+            if path:
+                key = str(path.pop(0))
+                name, hint = f"{name}.{key}", sections(entry).get(key)
+                refuse(hint is None, f"there is no setting {name}: {did_you_mean(key, sections(entry))}")
+            if len(path) > 1 and key == "rewards":
+                name, key = f"{name}[{path.pop(0)}]", str(path.pop(0))
+                name, hint = f"{name}.{key}", sections(RewardConfig).get(key)
+                refuse(hint is None, f"there is no setting {name}: {did_you_mean(key, sections(RewardConfig))}")
+        else:
+            name = f"{name} {path[0]}"
     kind, value = first["type"], first["input"]
     if hint is None and isinstance(value, Mapping) and value:  # a section that there is not, with its first setting
         name = f"{name}.{next(iter(value))}"

@@ -7,7 +7,7 @@ UserError of one line, which names the settings and the way out.
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +15,7 @@ from typing import Any
 
 from hybrid_grpo.config.commands import (
     CheckDataConfig,
+    EvaluateConfig,
     GenerateConfig,
     ModelRunConfig,
     RewardStageConfig,
@@ -25,6 +26,7 @@ from hybrid_grpo.config.commands import (
 )
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.held_out import check_best, held_out_sets
 from hybrid_grpo.config.network import bearer_token, is_loopback
 from hybrid_grpo.config.rewards import RewardConfig
 
@@ -86,8 +88,32 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     config.engine.check(world_size)
     _check_data(config.data)
     _check_rewards(config.rewards)
+    sets = held_out_sets(config)
+    check_best(config, sets)
+    for held_out in sets:
+        if held_out.rows is not None and (held_out.rows.path != "" or held_out.data.task is None):
+            _check_source(f"{held_out.setting}.path", held_out.rows.path)
     _check_resume(config.run.resume)
     return batch_plan(config, world_size)
+
+
+def check_eval(config: EvaluateConfig, world_size: int) -> None:
+    """Refuse an evaluation that cannot work here."""
+    check_sets(config, world_size)
+    if config.eval.output is not None:
+        for held_out in held_out_sets(config):
+            path = held_out.data.eval_path if held_out.rows is None else held_out.rows.path
+            _check_output("eval.output", config.eval.output, f"the prompts of {held_out.name}", path)
+
+
+def check_sets(config: TrainConfig, world_size: int) -> None:
+    """Refuse to evaluate where there is nothing to evaluate on."""
+    # The best of a run is none of one evaluation.
+    check_train(replace(config, eval=replace(config.eval, best=None, patience=None)), world_size)
+    refuse(
+        not held_out_sets(config),
+        "data.eval_path and data.eval_split are not set, and eval.sets is empty: name the prompts to evaluate on",
+    )
 
 
 def check_sft(config: SftConfig, world_size: int) -> None:

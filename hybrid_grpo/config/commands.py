@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 from hybrid_grpo.config.cleaning import CleanConfig
 from hybrid_grpo.config.data import CurriculumConfig, DataConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
+from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.fields import SECTION, Count, Text
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
@@ -18,7 +19,7 @@ from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.preferences import PairEvalConfig, RewardLoopConfig
 from hybrid_grpo.config.rewards import RewardList, ScoringConfig, ServeOptionsConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig
-from hybrid_grpo.config.run import CheckpointConfig, EvalConfig, LogConfig, RunConfig
+from hybrid_grpo.config.run import CheckpointConfig, LogConfig, RunConfig
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -110,7 +111,8 @@ class TrainConfig(ModelRunConfig):
                     f" {did_you_mean(source, self.data.source_names)}",
                 )
         if self.data.eval_path is None and self.data.eval_split is None:
-            for setting, value in (("eval.every", self.eval.every), ("data.eval_limit", self.data.eval_limit)):
+            every = 0 if self.eval.sets else self.eval.every
+            for setting, value in (("eval.every", every), ("data.eval_limit", self.data.eval_limit)):
                 refuse(bool(value), f"{setting} {value} needs held-out prompts: set data.eval_path or data.eval_split")
         return self
 
@@ -175,6 +177,26 @@ class RewardStageConfig(ModelRunConfig):
             for setting, value in (("eval.every", self.eval.every), ("data.eval_limit", data.eval_limit)):
                 refuse(bool(value), f"{setting} {value} needs held-out pairs: set data.eval_path or data.eval_split")
         return self
+
+
+@dataclass(frozen=True, config=SECTION)
+class EvalOptionsConfig(EvalConfig):
+    """Evaluation on held-out prompts, greedy unless a temperature is given; and what becomes of it."""
+
+    against: Text | None = None
+    """Model or folder of a run to compare with: it completes the same prompts, and the two are tested in pairs."""
+    output: Text | None = None
+    """File of JSON lines, written anew, one for each prompt of each set: its completions, their rewards and which are
+    right. Default: none."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class EvaluateConfig(TrainConfig):
+    """Accuracy of a model on the held-out sets of a recipe, with intervals: that of `policy.model`, else the one that
+    the run of `--config RUN/config.yaml` has trained. The numbers go to standard output as one JSON object, and to
+    standard error as a table. The sections that only training has are without effect."""
+
+    eval: EvalOptionsConfig = field(default_factory=EvalOptionsConfig)
 
 
 @dataclass(frozen=True, config=SECTION)

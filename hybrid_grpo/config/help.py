@@ -66,7 +66,11 @@ def _brief(cls: Any, name: str) -> str:
 
 
 def _meaning(of: Any, name: str) -> str:
-    return " ".join((of.__pydantic_fields__[name].description or sections(of)[name].__doc__).split())
+    # The text below a field is that of the class which declares it.
+    told = (
+        cls.__pydantic_fields__[name].description for cls in of.__mro__ if name in vars(cls).get("__annotations__", ())
+    )
+    return " ".join((next(told) or sections(of)[name].__doc__).split())
 
 
 def _first_sentence(text: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar, get_origin
 from hybrid_grpo.config.building import build, dump, plain_types, sections, takes_mapping, unknown_setting
 from hybrid_grpo.config.commands import (
     CheckDataConfig,
+    EvaluateConfig,
     GenerateConfig,
     PlanConfig,
     RewardStageConfig,
@@ -27,6 +28,7 @@ ConfigT = TypeVar(
     TrainConfig,
     SftConfig,
     RewardStageConfig,
+    EvaluateConfig,
     GenerateConfig,
     PlanConfig,
     ScoreConfig,

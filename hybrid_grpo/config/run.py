@@ -1,4 +1,4 @@
-"""Settings of the run as a whole: its folder, its length, its evaluations, checkpoints and logs."""
+"""Settings of the run as a whole: its folder, its length, its checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hybrid_grpo.config.fields import (
     Duration,
     Name,
     NotNegative,
-    Number,
     Positive,
     Switch,
     Text,
@@ -52,20 +51,6 @@ class RunConfig:
             path = getattr(self, name)
             refuse(path.startswith("~"), f"run.{name} {path}: ~ is only known to shells: write the whole path")
         return self
-
-
-@dataclass(frozen=True, config=SECTION)
-class EvalConfig:
-    """Greedy evaluation on the held-out prompts."""
-
-    every: Whole = 0
-    """Steps between evaluations; 0 evaluates before the first and after the last step only."""
-    name: Name = "heldout"
-    """Name of the set in the metrics: eval/NAME/accuracy."""
-    outcome: str | None = None
-    """Name of the reward that tells right from wrong. Default: the first one."""
-    threshold: Number = 1.0
-    """A completion is right when its outcome reward is at least this."""
 
 
 @dataclass(frozen=True, config=SECTION)

@@ -45,26 +45,31 @@ def ready_made_settings(name: str) -> Settings:
     return read_recipe(_RECIPES / f"{name}.yaml")
 
 
-def own_task(name: str) -> TaskRecipe:
+def task_settings(name: str, setting: str = "data.task") -> Mapping[str, Any]:
+    """The settings of a task by its name, which `setting` has. Raises UserError where there is no such task."""
+    return ready_made_settings(name) if name in READY_MADE else own_task(name, setting).settings
+
+
+def own_task(name: str, setting: str = "data.task") -> TaskRecipe:
     """A task of the user's: a TaskRecipe, or just a function that reads rows, as `path/to/file.py:name`. Raises
-    UserError where the name is of neither."""
+    UserError where the name is of neither; `setting` begins the message."""
     place, colon, attribute = name.rpartition(":")
     refuse(
         not colon,
-        f"data.task {name}: there is no such task: {did_you_mean(name, READY_MADE)}; one of your own is given as"
+        f"{setting} {name}: there is no such task: {did_you_mean(name, READY_MADE)}; one of your own is given as"
         " path/to/file.py:name or package.module:name",
     )
-    module = import_place(place, f"data.task {name}")
+    module = import_place(place, f"{setting} {name}")
     known = [n for n, value in vars(module).items() if isinstance(value, TaskRecipe)] + functions_of(module)
     refuse(
         not hasattr(module, attribute),
-        f"data.task {name}: {place} has no {attribute}: {did_you_mean(attribute, known)}",
+        f"{setting} {name}: {place} has no {attribute}: {did_you_mean(attribute, known)}",
     )
     found = getattr(module, attribute)
     if not isinstance(found, TaskRecipe):
         refuse(
             not callable(found),
-            f"data.task {name} is a {type(found).__name__}: give a TaskRecipe of hybrid_grpo.data.tasks, or a function"
+            f"{setting} {name} is a {type(found).__name__}: give a TaskRecipe of hybrid_grpo.data.tasks, or a function"
             " that makes a row with a prompt of a row",
         )
         found = TaskRecipe(found)
@@ -92,7 +97,7 @@ def with_task(cls: Any, given: Settings) -> Settings:
     name = data.get("task") if isinstance(data, Mapping) else None
     if not isinstance(name, str) or "data" not in sections(cls):
         return given
-    task = _settings(name)
+    task = task_settings(name)
     below = {section: values for section, values in task.items() if section in sections(cls)}
     if "eval" in below:
         # Commands that evaluate no completions have fewer settings there.

@@ -14,6 +14,7 @@ from typing import Any
 
 from hybrid_grpo.config import DataConfig, MixtureConfig
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.held_out import HeldOut
 from hybrid_grpo.data.tasks import Row, make_rows, map_rows
 
 _JSONL = {".jsonl", ".json", ".ndjson"}
@@ -79,6 +80,17 @@ def evaluation_source(config: DataConfig) -> Source | None:
     if config.eval_path is not None:
         return replace(held_out, path=config.eval_path, subset=None, path_setting="data.eval_path")
     return None if config.eval_split is None else held_out
+
+
+def held_out_source(held_out: HeldOut) -> Source:
+    """The rows of a held-out set."""
+    rows, setting = held_out.rows, held_out.setting
+    if rows is None:
+        source = evaluation_source(held_out.data)
+        assert source is not None, "without rows of its own a set has those of the run"
+        return source
+    settings = f"{setting}.path", f"{setting}.split"
+    return Source(rows.path, rows.split, rows.subset, rows.limit, *settings, task=held_out.data.task)
 
 
 def standard_input(lines: Iterable[bytes], setting: str, limit: int | None, text_column: str | None = None) -> Source:

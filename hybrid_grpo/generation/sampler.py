@@ -50,8 +50,8 @@ GREEDY = 0.0
 """The temperature that selects the most probable token."""
 
 
-def stream_key(*parts: int) -> int:
-    """The 64-bit key of a completion's random stream, from the numbers that identify the completion."""
+def stream_key(*parts: int | str) -> int:
+    """The 64-bit key of a completion's random stream, from what identifies the completion."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 

@@ -2,7 +2,7 @@
 
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.machinery import PathFinder
@@ -41,12 +41,18 @@ class Reward:
 
 
 def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None = None) -> list[Reward]:
-    """Find the function of every entry and check its `kwargs`; raises UserError as `functions.load_function` does.
+    """Find the function of every entry of `rewards`; see `load_entries`."""
+    return load_entries({f"rewards[{index}]": config for index, config in enumerate(configs)}, scoring)
 
-    Functions that run in worker processes are imported there, and not in this process.
+
+def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | None = None) -> list[Reward]:
+    """Find the function of every entry, by the name of its setting, and check its `kwargs`; raises UserError as
+    `functions.load_function` does.
+
+    Functions that run in worker processes are imported there, and not in this process. All share the same workers.
     """
     scoring = scoring or ScoringConfig()
-    entries = {f"rewards[{index}]": _by_name(config) for index, config in enumerate(configs)}
+    entries = {entry: _by_name(config) for entry, config in configs.items()}
     isolated = [entry for entry, config in entries.items() if _isolated(config, entry)]
     pool = Pool([(entry, entries[entry]) for entry in isolated], scoring.workers or _workers(), scoring)
     rewards = []

@@ -6,12 +6,14 @@ configuration gives in `kwargs`, are keyword-only and are checked before any row
 """
 
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
 Completions = list[str] | list[list[dict[str, Any]]]
 """[B], texts; or, for chat prompts, lists that hold the assistant's message."""
+LogExtra = Callable[[str, list[Any]], None]
+"""Stores a list, with an element for each completion, beside the completions; `answer` is what evaluation compares."""
 
 
 def completion_texts(completions: Completions) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
-from hybrid_grpo.rewards.rules import Completions, completion_texts
+from hybrid_grpo.rewards.rules import Completions, LogExtra, completion_texts
 
 _LETTERS = string.ascii_uppercase
 
@@ -44,7 +44,11 @@ _ITEM = re.compile(r"^[ \t]{0,8}\(?([A-Z])[).:]{1,2}[ \t]", re.MULTILINE)
 
 
 def multiple_choice(
-    completions: Completions, answer: list[Any], choices: list[Any] | None = None
+    completions: Completions,
+    answer: list[Any],
+    choices: list[Any] | None = None,
+    *,
+    log_extra: LogExtra | None = None,
 ) -> list[float | None]:
     r"""1.0 where the completion chooses the letter of the column `answer`, else 0.0.
 
@@ -59,10 +63,10 @@ def multiple_choice(
     texts = completion_texts(completions)
     rows = [None] * len(texts) if choices is None else choices
     golds = [None if gold is None else choice_letter(gold, row) for gold, row in zip(answer, rows, strict=True)]
-    return [
-        None if gold is None else float(chosen_letter(text, row) == gold)
-        for text, gold, row in zip(texts, golds, rows, strict=True)
-    ]
+    chosen = [chosen_letter(text, row) for text, row in zip(texts, rows, strict=True)]
+    if log_extra is not None:
+        log_extra("answer", chosen)
+    return [None if gold is None else float(letter == gold) for letter, gold in zip(chosen, golds, strict=True)]
 
 
 def choice_letter(answer: Any, choices: Sequence[Any] | None = None) -> str:

@@ -16,10 +16,14 @@ class Alarms:
         self._config = config
         self._said: set[str] = set()
         self._rewards: list[float] = []
-        """Training rewards since the last evaluation."""
-        self._best: tuple[int, float, float] | None = None
-        """The best evaluation: its step, its accuracy, and the training reward before it (at step 0: of the first
-        step; NaN until then)."""
+        """Training rewards of all steps."""
+        self._first = ""
+        """The set that training is compared with: the first that was evaluated."""
+        self._best: dict[str, tuple[int, float, float]] = {}
+        """The best evaluation of each set: its step, its accuracy, and the training reward before it (at step 0: of the
+        first step; NaN until then)."""
+        self._seen: dict[str, int] = {}
+        """Training rewards before the latest evaluation of each set."""
 
     def watch(self, step: int, values: dict[str, float]) -> list[str]:
         """Add the alarms to the numbers of a step; return the messages of those that go off for the first time."""
@@ -51,24 +55,32 @@ class Alarms:
         reward = values.get("reward/mean")
         if reward is not None:
             self._rewards.append(reward)
-            if self._best and math.isnan(self._best[2]):
-                self._best = (*self._best[:2], reward)
-        stage = next((name.removesuffix("/accuracy") for name in values if name.endswith("/accuracy")), None)
-        if stage is None:
+            for stage, (best_step, accuracy, trained) in self._best.items():
+                if math.isnan(trained):
+                    self._best[stage] = best_step, accuracy, reward
+        stages = [name.removesuffix("/accuracy") for name in values if name.endswith("/accuracy")]
+        if not stages:
             return None
-        accuracy, trained = values[f"{stage}/accuracy"], fmean(self._rewards) if self._rewards else math.nan
-        self._rewards = []
-        if reward is not None and f"{stage}/reward_mean" in values:
-            values["health/heldout_gap"] = reward - values[f"{stage}/reward_mean"]
-        if self._best is None or accuracy >= self._best[1]:
-            self._best = (step, accuracy, trained)
-        best_step, best_accuracy, best_trained = self._best
-        alarm = best_accuracy - accuracy > self._config.heldout_alarm and trained > best_trained
-        values["health/alarm"] = float(alarm)
-        if not alarm:
+        self._first = self._first or stages[0]
+        if reward is not None and f"{self._first}/reward_mean" in values:
+            values["health/heldout_gap"] = reward - values[f"{self._first}/reward_mean"]
+        messages = [self._compare(step, stage, values[f"{stage}/accuracy"]) for stage in stages]
+        values["health/alarm"] = float(any(messages))
+        return next(filter(None, messages), None)
+
+    def _compare(self, step: int, stage: str, accuracy: float) -> str | None:
+        """Compare an evaluation of a set with the best one; return the message where it is an alarm."""
+        rewards = self._rewards[self._seen.get(stage, 0) :]
+        trained, self._seen[stage] = fmean(rewards) if rewards else math.nan, len(self._rewards)
+        if stage not in self._best or accuracy >= self._best[stage][1]:
+            self._best[stage] = step, accuracy, trained
+        best_step, best_accuracy, best_trained = self._best[stage]
+        if not (best_accuracy - accuracy > self._config.heldout_alarm and trained > best_trained):
             return None
+        of_set = "" if len(self._best) == 1 else f" of {stage.removeprefix('eval/')}"
         return (
-            f"held-out accuracy is {accuracy:.3f} after {best_accuracy:.3f} at step {best_step}, while the training"
-            f" reward rose from {best_trained:.3f} to {trained:.3f}: the policy may be learning the reward functions"
-            " instead of the task; look at health/* and at the best completions in rollouts/ (log.heldout_alarm)"
+            f"held-out accuracy{of_set} is {accuracy:.3f} after {best_accuracy:.3f} at step {best_step}, while the"
+            f" training reward rose from {best_trained:.3f} to {trained:.3f}: the policy may be learning the reward"
+            " functions instead of the task; look at health/* and at the best completions in rollouts/"
+            " (log.heldout_alarm)"
         )

@@ -9,13 +9,15 @@ from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.run.files import replace_text, sync, sync_tree
 from hybrid_grpo.run.writing import WriteFailed, write_together
 
-_STEP = "run.json"
-"""File of `model/` that tells which step it is of."""
+_FACTS = "run.json"
+"""File of the folder that tells which step it is of."""
 
 
-def export(policy: TrainedModel, folder: Path, step: int) -> None:
-    """Write `folder/model`, of a step, whole or not at all. Raises WriteFailed on all ranks. Collective."""
-    draft, old, model = folder / ".model_draft", folder / ".model_old", folder / "model"
+def export(policy: TrainedModel, model: Path, facts: dict[str, float]) -> None:
+    """Write the folder `model`, whole or not at all, with facts about it, such as its step. Raises WriteFailed on all
+    ranks. Collective."""
+    folder = model.parent
+    draft, old = (folder / f".{model.name}_{kind}" for kind in ("draft", "old"))
 
     def clear() -> None:
         for rest in (draft, old) if rank() == 0 else ():
@@ -23,7 +25,7 @@ def export(policy: TrainedModel, folder: Path, step: int) -> None:
 
     def publish() -> None:
         if rank() == 0:
-            replace_text(draft / _STEP, json.dumps({"step": step}) + "\n")
+            replace_text(draft / _FACTS, json.dumps(facts) + "\n")
             sync_tree(draft)
             if model.exists():
                 model.rename(old)
@@ -41,9 +43,10 @@ def export(policy: TrainedModel, folder: Path, step: int) -> None:
         raise
 
 
-def exported_step(folder: Path) -> int | None:
-    """The step whose weights `folder/model` has; None where there is none, or another program wrote it."""
+def exported(model: Path) -> dict[str, float]:
+    """The facts that were written with the folder `model`; empty where there is none, or another program wrote it."""
     try:
-        return int(json.loads((folder / "model" / _STEP).read_bytes())["step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        facts = json.loads((model / _FACTS).read_bytes())
+        return {name: float(value) for name, value in facts.items()} | {"step": int(facts["step"])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}

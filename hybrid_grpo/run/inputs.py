@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hybrid_grpo.config import RolloutConfig, TrainConfig, reward_name
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.cleaning.overlap import count_equal
 from hybrid_grpo.data.prompts import read_prompts
-from hybrid_grpo.data.sources import evaluation_source
+from hybrid_grpo.data.sources import held_out_source
 from hybrid_grpo.grpo.loss import Objective, load_objective
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.files import check_files
@@ -23,8 +27,11 @@ from hybrid_grpo.model.loading import (
     stop_ids,
 )
 from hybrid_grpo.model.lora import check_lora
-from hybrid_grpo.rewards.loading import load_rewards
+from hybrid_grpo.rewards.loading import Reward, load_entries
+from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.run.evaluation import EvalSet
+from hybrid_grpo.run.metrics import Meter
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class RunInputs:
     """Name of the reward that tells right from wrong."""
     prompts: list[Prompt]
     """To train on; the same on every rank."""
-    eval_prompts: list[Prompt]
+    eval_sets: list[EvalSet]
     """Held out; empty where there is no evaluation."""
     objective: Objective | None
     """The user's own loss; None where the built-in one is used."""
@@ -49,19 +56,56 @@ class RunInputs:
     @property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt, to train on or held out."""
-        return max(len(prompt.token_ids) for prompt in self.prompts + self.eval_prompts)
+        return max(len(prompt.token_ids) for prompts in self._all_prompts for prompt in prompts)
+
+    @property
+    def held_out_rows(self) -> int:
+        """Completions of the largest evaluation, over all ranks."""
+        return max((held_out.rows for held_out in self.eval_sets), default=0)
+
+    @property
+    def held_out_longest(self) -> int:
+        """Tokens of the longest prompt of an evaluation with the longest completion of its set."""
+        return max((held_out.longest for held_out in self.eval_sets), default=0)
+
+    @property
+    def reward_models(self) -> list[RewardModel]:
+        """Models that reward functions hold, those of held-out sets included."""
+        return list({id(model): model for rewards in self._all_rewards for model in rewards.models}.values())
+
+    def load_models(self, shard: Shard) -> None:
+        """Load the models of reward functions; see `Rewards.load_models`. Collective."""
+        for rewards in self._all_rewards:
+            rewards.load_models(shard)
+
+    def meter(self, device: torch.device, sources: Sequence[str] = ()) -> Meter:
+        """A meter for the numbers of the run's rewards, held-out sets and `sources` of prompts."""
+        samples = max((held_out.settings.rollout.num_generations for held_out in self.eval_sets), default=1)
+        names = [held_out.name for held_out in self.eval_sets]
+        return Meter(self.rewards.names, names, device, sources, samples)
+
+    @property
+    def _all_prompts(self) -> list[list[Prompt]]:
+        return [self.prompts, *(held_out.prompts for held_out in self.eval_sets)]
+
+    @property
+    def _all_rewards(self) -> list[Rewards]:
+        """Each once: sets without functions of their own share those of the run."""
+        return list({id(r): r for r in (self.rewards, *(held_out.rewards for held_out in self.eval_sets))}.values())
 
     @classmethod
     def read(cls, config: TrainConfig) -> RunInputs:
         """Read all that the configuration names; raises UserError where something is missing or does not fit."""
-        loaded = load_rewards(config.rewards, config.scoring)
+        sets = held_out_sets(config)
+        loaded = _load_rewards(config, sets)
         objective = load_objective(config.grpo.objective)
         model_config = load_config(config.policy.model)
         check_architecture(model_config, config.rollout.decoder)
         check_lora(config.lora, model_config)
         check_files(config.policy.model, model_config, pickled=config.policy.pickled_weights)
         tokenizer = load_tokenizer(config.policy.model)
-        rewards = Rewards(loaded, config.scoring, tokenizer)
+        rewards = {setting: Rewards(found, config.scoring, tokenizer) for setting, found in loaded.items()}
+        own = rewards["rewards"]
         prompts, report = read_prompts(config.data, tokenizer)
         if len(prompts) < config.rollout.prompts_per_step:
             raise UserError(
@@ -69,23 +113,45 @@ class RunInputs:
                 f" of data.path: set it to {len(prompts)} or lower"
             )
         facts = {"data": report}
-        eval_prompts: list[Prompt] = []
-        held_out = evaluation_source(config.data)
-        if held_out is not None:
-            eval_prompts, facts["held out"] = read_prompts(config.data, tokenizer, held_out)
-            if shared := count_equal(prompts, eval_prompts):
-                facts["held out"] += f"; {shared} of them are prompts to train on too: see hybrid-grpo data"
-            rewards.check_columns(eval_prompts[0].columns)
-        rewards.check_columns(prompts[0].columns)
-        longest = max(len(prompt.token_ids) for prompt in prompts + eval_prompts)
-        check_lengths(model_config, longest + config.rollout.max_completion_tokens)
-        check_prompt_ids([prompt.token_ids for prompt in prompts + eval_prompts], model_config)
+        own.check_columns(prompts[0].columns)
+        check_prompts(prompts, model_config, config.rollout)
         check_token_ids(config.rollout, model_config)
         ends = stop_ids(config.policy.model, tokenizer, config.rollout.stop_ids, model_config)
+        eval_sets: list[EvalSet] = []
+        for held_out in sets:
+            read, line = read_prompts(held_out.data, tokenizer, held_out_source(held_out))
+            if shared := count_equal(prompts, read):
+                line += f"; {shared} of them are prompts to train on too: see hybrid-grpo data"
+            facts["held out" if held_out.setting == "eval" else f"held out {held_out.name}"] = line
+            used = rewards[held_out.setting] if held_out.rewards else own
+            used.check_columns(read[0].columns)
+            check_prompts(read, model_config, held_out.rollout)
+            eval_sets.append(EvalSet(held_out, read, used, ends, config.run.seed))
         outcome = config.eval.outcome or reward_name(config.rewards[0])
         facts["sampling"] = sampling_line(config.rollout, ends, tokenizer)
         facts["rewards"] = ", ".join(f"{reward.weight:g} {reward_name(reward)}" for reward in config.rewards)
-        return cls(tokenizer, rewards, outcome, prompts, eval_prompts, objective, ends, facts)
+        return cls(tokenizer, own, outcome, prompts, eval_sets, objective, ends, facts)
+
+
+def _load_rewards(config: TrainConfig, sets: list[HeldOut]) -> dict[str, list[Reward]]:
+    """The run's functions, as `rewards`, and those of sets that have their own, by what their settings begin with."""
+    configs = {"rewards": config.rewards, **{held.setting: held.rewards for held in sets if held.rewards}}
+    entries = {
+        (setting, f"{setting if setting == 'rewards' else f'{setting}.rewards'}[{index}]"): reward
+        for setting, rewards in configs.items()
+        for index, reward in enumerate(rewards)
+    }
+    loaded = load_entries({entry: reward for (_, entry), reward in entries.items()}, config.scoring)
+    found: dict[str, list[Reward]] = {setting: [] for setting in configs}
+    for (setting, _), reward in zip(entries, loaded, strict=True):
+        found[setting].append(reward)
+    return found
+
+
+def check_prompts(prompts: list[Prompt], model_config: Any, rollout: RolloutConfig) -> None:
+    """Refuse prompts that the model cannot read, or complete at the length that is asked for."""
+    check_lengths(model_config, max(len(prompt.token_ids) for prompt in prompts) + rollout.max_completion_tokens)
+    check_prompt_ids([prompt.token_ids for prompt in prompts], model_config)
 
 
 _SAMPLING = ("temperature", "top_p", "top_k")

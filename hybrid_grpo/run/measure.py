@@ -9,7 +9,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from hybrid_grpo.config import EvalConfig
 from hybrid_grpo.data.batch import Completion, MicroBatch, Numbers, RewardStatus, Rollout, Scores
 from hybrid_grpo.grpo.advantages import group_stats
 from hybrid_grpo.rewards.rules import repeated_share
@@ -83,19 +82,6 @@ def measure_lengths(stage: str, completions: list[Completion]) -> Numbers:
     return {
         f"{stage}/length_mean": (sum(len(c.token_ids) for c in completions) / max(count, 1), count),
         f"{stage}/clipped_frac": (sum(c.finish == "length" for c in completions) / max(count, 1), count),
-    }
-
-
-def measure_eval(config: EvalConfig, outcome: str, completions: list[Completion], scores: Scores) -> Numbers:
-    """Accuracy and reward of the greedy completions of this rank's share of the held-out prompts."""
-    stage, count = f"eval/{config.name}", len(completions)
-    right_B = scores.by_function[outcome] >= config.threshold
-    failed_B = torch.stack([status_B >= RewardStatus.FAILED for status_B in scores.status.values()]).any(0)
-    return {
-        f"{stage}/accuracy": (right_B.double().mean(), count),
-        f"{stage}/reward_mean": (scores.reward_B.nanmean(), int((~scores.reward_B.isnan()).sum())),
-        f"{stage}/failed_frac": (failed_B.double().mean(), count),
-        **measure_lengths(stage, completions),
     }
 
 

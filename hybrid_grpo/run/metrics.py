@@ -81,13 +81,18 @@ class Meter:
         evals: Sequence[str] = (),
         device: torch.device | str = "cpu",
         sources: Sequence[str] = (),
+        samples: int = 1,
     ) -> None:
-        """`device` is where collectives take place: the rank's GPU with NCCL."""
-        names = {"<function>": rewards, "<set>": evals, "<source>": sources}
+        """`device` is where collectives take place: the rank's GPU with NCCL. `samples` are the most completions that
+        an evaluation set has of a prompt."""
+        ks = [str(k) for k in range(2, samples + 1)]
+        names = {"<function>": rewards, "<set>": evals, "<source>": sources, "<k>": ks}
         self._reductions = {name: metric.reduction for name, metric in _FIXED.items()}
         for _, metric in _PATTERNS:
-            placeholder = metric.name.split("/")[1]
-            self._reductions |= {metric.name.replace(placeholder, n): metric.reduction for n in names[placeholder]}
+            spelled = [metric.name]
+            for placeholder in re.findall(r"<\w+>", metric.name):
+                spelled = [name.replace(placeholder, n) for name in spelled for n in names[placeholder]]
+            self._reductions |= dict.fromkeys(spelled, metric.reduction)
         self._device = torch.device(device)
         self._added: dict[str, list[tuple[float | Tensor, float | Tensor]]] = {}
 

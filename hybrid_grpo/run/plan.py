@@ -84,6 +84,7 @@ def estimate(
     hardware: Hardware,
     models: Sequence[RewardModel] = (),
     held_out: int = 0,
+    held_out_longest: int = 0,
 ) -> Plan | None:
     """The plan of a run; None where the model cannot run without data. Raises UserError where the model has no
     configuration, or not the attention or adapters that are asked for."""
@@ -96,7 +97,7 @@ def estimate(
                 f" {config.policy.model} cannot run without data: set it to auto"
             ) from None
         return None
-    return Plan(config, sizes, batch, prompt, hardware, models, held_out)
+    return Plan(config, sizes, batch, prompt, hardware, models, held_out, held_out_longest)
 
 
 @dataclass
@@ -113,7 +114,9 @@ class Plan:
     models: Sequence[RewardModel] = ()
     """Reward models, not loaded yet. Their weights are counted, their activations are not."""
     held_out: int = 0
-    """Prompts of an evaluation, over all ranks."""
+    """Completions of an evaluation, over all ranks."""
+    held_out_longest: int = 0
+    """Tokens of the longest prompt of an evaluation with its completion."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -131,8 +134,10 @@ class Plan:
         self.export = Part("copy to write", self.dtype * self.n)
         self.slots = min(config.rollout.max_slots, self.rows)
         self.longest = self.prompt + config.rollout.max_completion_tokens
+        # The cache is that of rollouts and evaluations.
+        self.longest_cached = max(self.longest, self.held_out_longest)
         page = PAGE["cuda" if self.gpu else "cpu"]
-        self.pages, self.bytes_of_page = -(-self.longest // page), page * self.sizes.token_bytes
+        self.pages, self.bytes_of_page = -(-self.longest_cached // page), page * self.sizes.token_bytes
         # Evaluations use the slots that are kept too.
         self.kept_slots = min(config.rollout.max_slots, max(self.rows, -(-self.held_out // self.ranks)))
         wish = config.rollout.keep_cache if config.rollout.decoder == "paged" else "off"
@@ -143,7 +148,7 @@ class Plan:
 
     def workspace(self) -> Workspace | None:
         """Memory of decoding for the whole run; None where it is given back after each rollout."""
-        return Workspace(self.kept_slots, self.longest) if self.keeps else None
+        return Workspace(self.kept_slots, self.longest_cached) if self.keeps else None
 
     @property
     def peak(self) -> Phase:

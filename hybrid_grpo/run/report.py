@@ -117,7 +117,7 @@ def _curves(pattern: str, known: list[str], lines: list[Line]) -> Iterable[dict[
     expression = re.compile(re.sub(r"<\w+>", "([^/]+)", pattern))
     for match in filter(None, map(expression.fullmatch, known)):
         metric = describe(match[0])
-        label = match[1] if match.groups() else metric.name.split("/")[1].replace("_", " ")
+        label = " @".join(match.groups()) if match.groups() else metric.name.split("/")[1].replace("_", " ")
         values = _column(metric.name, lines)
         yield {"label": label, "meaning": metric.meaning, "noisy": _is_noisy(metric), "values": values}
 

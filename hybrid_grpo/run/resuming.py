@@ -18,7 +18,9 @@ from hybrid_grpo.run.manifest import Damaged
 FREE = (
     *("run.name", "run.dir", "run.steps", "run.resume", "run.allow_changes"),
     *("run.stop_after", "run.grace_s", "run.stall_minutes", "guard.*", "log.*", "checkpoint.*", "scoring.*"),
-    *("eval.every", "eval.name", "data.eval_path", "data.eval_split", "data.eval_limit"),
+    *("eval.every", "eval.name", "eval.num_generations", "eval.temperature", "eval.top_p"),
+    *("eval.max_completion_tokens", "eval.sets", "eval.best", "eval.patience"),
+    *("data.eval_path", "data.eval_split", "data.eval_limit"),
     *("engine.zero_stage", "engine.offload_optimizer", "engine.adam", "engine.timeout_minutes", "engine.deepspeed.*"),
     *("policy.attn_implementation", "policy.shared_prefix", "policy.gradient_checkpointing"),
     *("policy.micro_batch_tokens", "policy.pickled_weights"),

@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybrid_grpo.config import ModelRunConfig, to_dict
+from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.data.batch import Rollout, Scores
@@ -19,9 +20,10 @@ from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, ran
 from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import Policy, TrainedModel
 from hybrid_grpo.run.alarms import Alarms
+from hybrid_grpo.run.best import Best
 from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints, Shards
 from hybrid_grpo.run.divergence import Guard, RollBack
-from hybrid_grpo.run.exporting import export, exported_step
+from hybrid_grpo.run.exporting import export, exported
 from hybrid_grpo.run.files import read_jsonl, replace_text, sync
 from hybrid_grpo.run.lock import FolderLock
 from hybrid_grpo.run.metrics import Meter
@@ -42,6 +44,14 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> None: ...
 
 
+class HeldOutSet(Protocol):
+    """Held-out data that a stage measures its policy on."""
+
+    @property
+    def every(self) -> int:
+        """Steps between evaluations; 0: before the first and after the last."""
+
+
 class Stage:
     """A stage of training as a run sees it: something that makes steps, and has a state to save.
 
@@ -52,7 +62,7 @@ class Stage:
         shards: tensors beside the policy's that a checkpoint holds.
         last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
         progress: where the stage says what it does, and hears that it shall stop.
-        eval_every: steps between evaluations, 0: before the first and after the last; None: the stage has none.
+        eval_sets: what the policy is measured on, each after steps of its own.
     """
 
     policy: TrainedModel
@@ -61,14 +71,14 @@ class Stage:
     shards: Shards | None = None
     progress = Progress()
     last_rollout: tuple[Rollout, Scores, Tensor] | None = None
-    eval_every: int | None = None
+    eval_sets: Sequence[HeldOutSet] = ()
 
     def step(self, step: int) -> None:
         """Make step k, counted from 1."""
         raise NotImplementedError
 
-    def evaluate(self, step: int) -> None:
-        """Measure the policy on held-out data after a step; step 0 is before the first."""
+    def evaluate(self, step: int, sets: Sequence[Any]) -> None:
+        """Measure the policy on held-out sets after a step; step 0 is before the first."""
         raise NotImplementedError
 
     def tried_prompts(self) -> list[dict[str, Any]]:
@@ -98,6 +108,8 @@ class Run:
         except UserError:
             self._leave()
             raise
+        evaluation = self.config.eval if isinstance(self.config, TrainConfig) else None
+        self._best = Best(evaluation, self.folder, self.start.lines)
         self._saved: int | None = None
         """Step of the newest checkpoint."""
         self._saved_at = time.monotonic()
@@ -118,14 +130,14 @@ class Run:
         for name, fact in facts.items():
             self.say(f"{name}: {fact}")
         if self.finished:
-            self.say(f"{self.folder} is finished after {run.steps} steps: raise run.steps to go on")
+            setting = "run.steps" if self.start.step == run.steps else "eval.patience"
+            self.say(f"{self.folder} is finished after {self.start.step} steps: raise {setting} to go on")
 
     @property
     def finished(self) -> bool:
-        """Whether the run has made all its steps already, and its model is written."""
-        return (
-            self.start.checkpoint is not None and exported_step(self.folder) == self.start.step == self.config.run.steps
-        )
+        """Whether the run has made all its steps already, or lost its patience, and its model is written."""
+        step, ended = self.start.step, self.start.step == self.config.run.steps or self._best.exhausted
+        return self.start.checkpoint is not None and exported(self.folder / "model").get("step") == step and ended
 
     def _take(self) -> FolderLock | None:
         """Rank 0 makes the folder and locks it, before anything in it changes; raises UserError on all ranks."""
@@ -178,7 +190,7 @@ class Run:
                 replace_text(self.folder / "deepspeed.json", json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
         if stage.policy.adapters is not None:
             self.say(f"lora: {stage.policy.adapters}")
-        check_space(self.folder, self.config.checkpoint, stage.policy, stage.shards)
+        check_space(self.folder, self.config.checkpoint, stage.policy, stage.shards, self._best.models)
         done = self.restore(stage)
         settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
         if isinstance(stage.policy, Policy):
@@ -201,11 +213,13 @@ class Run:
                 stage.progress.enter("saving", done)
                 with stage.meter.time("time/checkpoint_s"):
                     self._save(stage, done, _states(stage))
-            if stage.eval_every is not None and done == 0:
+            if stage.eval_sets and done == 0:
                 stage.progress.enter("evaluation", 0)
-                stage.evaluate(0)
-                log.write(0, self.watched(0, stage.meter.reduce()))
-            for k in range(done + 1, self.config.run.steps + 1):
+                stage.evaluate(0, stage.eval_sets)
+                log.write(0, values := self.watched(0, stage.meter.reduce()))
+                self._keep_best(stage, 0, values)
+            k = done
+            for k in () if self._best.exhausted else range(done + 1, self.config.run.steps + 1):
                 before = copy.deepcopy(_states(stage))
                 try:
                     stage.step(k)
@@ -228,23 +242,30 @@ class Run:
                 saves = self._saves_after(k, stage)
                 if saves or k == self.config.run.steps:
                     self._write_prompts(stage.tried_prompts())
-                if stage.eval_every is not None and self._is_due(k, stage.eval_every):
+                due = [held_out for held_out in stage.eval_sets if self._is_due(k, held_out.every)]
+                if due:
                     stage.progress.enter("evaluation")
-                    stage.evaluate(k)
+                    stage.evaluate(k, due)
                 # Numbers before the checkpoint: a checkpoint without them would resume behind a gap, while lines
                 # without a checkpoint are cut again.
                 log.write(k, values := self.watched(k, stage.meter.reduce()))
                 self._judge(k, values)
+                self._keep_best(stage, k, values)
+                ends = k < self.config.run.steps and self._best.exhausted
                 # After the last step the model is exported, which would be wanted of a resumed run too.
-                stops = k < self.config.run.steps and stage.progress.stops()
-                if (saves or stops) and not self._guard.doubts:
+                stops = k < self.config.run.steps and not ends and stage.progress.stops()
+                if (saves or stops or (ends and self._saves)) and not self._guard.doubts:
                     stage.progress.enter("saving")
                     with stage.meter.time("time/checkpoint_s"):
                         self._save(stage, k, _states(stage))
                 if stops:
                     raise self._interrupted(stage)
+                if ends:
+                    self._write_prompts(stage.tried_prompts())
+                    self.say(f"stopped after step {k}: eval.patience evaluations without a better {self._best}")
+                    break
             stage.progress.enter("export")
-            self._export(stage)
+            self._export(stage, k)
             stage.policy.engine.tell_communication()
 
     def _judge(self, step: int, values: dict[str, float]) -> None:
@@ -276,6 +297,7 @@ class Run:
         self.checkpoints.forget_after(step)
         self._saved = self._back_to = step
         self._guard = Guard(config, self.config.run.steps)
+        self._best.remember(())
         self._alarms = Alarms(self.config.log)
         self._remember(step)
         self.say(f"GUARD: {diverged}: back to step {step}, the learning rate times {lr_scale:g}")
@@ -336,13 +358,18 @@ class Run:
             if path.exists():
                 sync(path)
 
-    def _export(self, stage: Stage) -> None:
+    def _keep_best(self, stage: Stage, step: int, values: dict[str, float]) -> None:
+        """Keep the weights of a step in `model_best/` where they are the best, and not in doubt."""
+        if not self._guard.doubts and (warning := self._best.take(stage.policy, step, values)):
+            self.say(warning)
+
+    def _export(self, stage: Stage, step: int) -> None:
         """Write `model/`, whole or not at all. Raises UserError where that fails."""
         try:
-            export(stage.policy, self.folder, self.config.run.steps)
+            export(stage.policy, self.folder / "model", {"step": step})
         except WriteFailed as failure:
-            if self._saved != self.config.run.steps:
-                self._save(stage, self.config.run.steps, _states(stage))
+            if self._saved != step:
+                self._save(stage, step, _states(stage))
             raise UserError(
                 f"{self.folder / 'model'} could not be written: {failure}; the newest checkpoint, of step"
                 f" {self._saved}, has the weights: make room or mend it, and --run.resume auto writes the model again"

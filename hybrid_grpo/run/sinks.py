@@ -172,7 +172,7 @@ _TELLING = (
     ("throughput/generated_tokens_per_s", "{:,.0f} tok/s"),
     ("time/step_s", "{:.2f} s"),
 )
-"""The numbers of the console line, in order; `accuracy` is the one of the latest evaluation."""
+"""The numbers of the console line, in order; `accuracy` is the latest one of the first held-out set."""
 
 
 class ConsoleSink:
@@ -180,6 +180,7 @@ class ConsoleSink:
 
     def __init__(self, steps: int, done: int = -1, stream: TextIO | None = None) -> None:
         self._steps, self._stream = steps, stream or sys.stdout
+        self._set = ""
         self._accuracy: dict[str, float] = {}
         self._first, self._start = max(done, 0), time.monotonic()
         self._live: Live | None = None
@@ -192,7 +193,8 @@ class ConsoleSink:
 
     def write(self, step: int, values: dict[str, float]) -> None:
         evaluated = {name: value for name, value in values.items() if name.endswith("/accuracy")}
-        self._accuracy = {"accuracy": next(iter(evaluated.values()))} if evaluated else self._accuracy
+        self._set = self._set or next(iter(evaluated), "")
+        self._accuracy = {"accuracy": evaluated[self._set]} if self._set in evaluated else self._accuracy
         shown = {**values, **self._accuracy}
         numbers = "  ".join(text.format(shown[name]) for name, text in _TELLING if name in shown)
         if self._live:

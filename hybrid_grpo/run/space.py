@@ -12,11 +12,11 @@ _STATE_BYTES = 12
 """Of a trained weight in a checkpoint: its float32 value and the two moments of Adam."""
 
 
-def check_space(folder: Path, config: CheckpointConfig, policy: TrainedModel, shards: Any) -> None:
-    """Raise UserError where the checkpoints that are kept, one more while it is written, and the model do not fit.
+def check_space(folder: Path, config: CheckpointConfig, policy: TrainedModel, shards: Any, models: int = 1) -> None:
+    """Raise UserError where the checkpoints that are kept, one more while it is written, and the models do not fit.
 
-    `shards` are tensors as large as the policy that checkpoints hold beside it, or None. Rollouts and metrics, which
-    are small beside these, are not counted.
+    `shards` are tensors as large as the policy that checkpoints hold beside it, or None; `models` is 2 where the best
+    model is kept as well. Rollouts and metrics, which are small beside these, are not counted.
     """
     parameters = list(policy.engine.engine.module.parameters())
     sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
@@ -26,10 +26,11 @@ def check_space(folder: Path, config: CheckpointConfig, policy: TrainedModel, sh
     count = config.keep + 1 if config.every or config.every_minutes else 0
     # What a run that goes on has written already is replaced, not added.
     here = sum(path.stat().st_size for path in (folder / "checkpoints").glob("*/*") if path.is_file())
-    needed, free = count * checkpoint + model, shutil.disk_usage(folder).free + here
+    needed, free = count * checkpoint + models * model, shutil.disk_usage(folder).free + here
     refuse(
         free < needed,
         f"run.dir: the disk of {folder} has {free / 1e9:.3g} GB free, and the run needs {needed / 1e9:.3g}:"
         f" {count} checkpoints of {checkpoint / 1e9:.3g} GB (checkpoint.keep {config.keep}, and one while it is"
-        f" written) and the model of {model / 1e9:.3g} GB: make room, lower checkpoint.keep, or take another run.dir",
+        f" written) and {'the model' if models == 1 else 'two models'} of {model / 1e9:.3g} GB: make room, lower"
+        " checkpoint.keep, or take another run.dir",
     )

@@ -1,6 +1,8 @@
 """A reward model from pairs of a better and a worse text, on the same engine."""
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -49,6 +51,14 @@ def calibration_error(bins_K3: Tensor) -> float:
     return float((right_K - confidence_K).abs().sum() / pairs)
 
 
+@dataclass(frozen=True)
+class HeldOutPairs:
+    """This rank's share of the held-out pairs, and the steps between evaluations on them."""
+
+    every: int
+    pairs: list[Preference]
+
+
 class RewardTrainer(Stage):
     """One rank's part of training a reward model; `pairs` and `held_out` are the same on every rank."""
 
@@ -67,9 +77,9 @@ class RewardTrainer(Stage):
         self.loader = PromptLoader(
             pairs, config.reward.batch_size, rank(), world_size(), config.run.seed, config.data.shuffle
         )
-        self.held_out = rank_share(held_out, rank(), world_size())
         self.parts = {"loader": self.loader}
-        self.eval_every = config.eval.every if held_out else None
+        mine = rank_share(held_out, rank(), world_size())
+        self.eval_sets = [HeldOutPairs(config.eval.every, mine)] if held_out else []
 
     def step(self, step: int) -> None:
         """One optimizer step."""
@@ -99,13 +109,14 @@ class RewardTrainer(Stage):
         return pair_losses(chosen_p, rejected_p, margin_p, self.config.reward.center_coefficient), chosen_p, rejected_p
 
     @torch.no_grad()
-    def evaluate(self, step: int) -> None:
+    def evaluate(self, step: int, sets: Sequence[HeldOutPairs]) -> None:
         """Loss, accuracy and calibration on the held-out pairs."""
+        (held_out,) = sets
         bins_K3 = torch.zeros(_BINS, 3, dtype=torch.float64, device=self.device)
         with self.meter.time("time/eval_s"):
-            for micro in self.policy.pair_batches([pair.texts for pair in self.held_out], gradients=False):
+            for micro in self.policy.pair_batches([pair.texts for pair in held_out.pairs], gradients=False):
                 self.progress.beat()
-                loss_p, chosen_p, rejected_p = self.compare(micro, self.held_out)
+                loss_p, chosen_p, rejected_p = self.compare(micro, held_out.pairs)
                 bins_K3 += calibration_bins(chosen_p - rejected_p)
                 numbers = measure_pairs(loss_p, chosen_p, rejected_p)
                 self.meter.add("reward_model/heldout_loss", *numbers["reward_model/loss"])

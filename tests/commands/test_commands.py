@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from workshop import Workshop
 
 from hybrid_grpo.run.metrics import describe
+from hybrid_grpo.run.statistics import compare
 
 pytestmark = pytest.mark.process
 
@@ -151,8 +152,10 @@ class Runs:
 MOVING = (
     *("--grpo.beta=0.1", "--grpo.kl_target=0.001"),
     *("--grpo.ref_every=1", "--grpo.ref_mix=0.5"),
+    "--eval.sets.sampled={limit: 4, num_generations: 4, temperature: 1.0, every: 4}",
 )
-"""An objective with a state of its own: a reference that follows the policy, and a weight of the KL that is adapted."""
+"""An objective with a state of its own, a reference that follows the policy and a weight of the KL that is adapted; and
+a second held-out set, of samples."""
 
 
 @pytest.fixture(scope="session")
@@ -193,7 +196,8 @@ def runs(workshop: Workshop) -> Runs:
     }
     folders = {key: future.result() for key, future in futures.items()}
     first = folders[whole, 0]
-    evaluation = workshop.later(lambda: workshop.run("eval", "--config", str(first / "config.yaml")))
+    compared = ("--eval.against=model", "--eval.output=answers.jsonl")
+    evaluation = workshop.later(lambda: workshop.run("eval", "--config", str(first / "config.yaml"), *compared))
     refusal = workshop.later(lambda: workshop.run(*_train("--run.name=whole0")))
     report_before = (first / "report.html").read_text()
     (first / "report.html").unlink()
@@ -240,6 +244,7 @@ def test_every_metric_of_a_run_is_in_the_catalogue(runs: Runs, stage: int) -> No
     for step in (1, 2, 3, 4):
         assert {"reward/mean", "policy/loss", "policy/grad_norm", "time/step_s"} <= rows[step].keys()
     assert [step for step, row in rows.items() if "eval/heldout/accuracy" in row] == [0, 2, 4]
+    assert [step for step, row in rows.items() if "eval/sampled/pass@4" in row] == [0, 4]
     assert any(rows[step]["policy/grad_norm"] > 0 for step in (1, 2, 3, 4))
 
 
@@ -279,6 +284,31 @@ def test_eval_of_the_exported_model_repeats_the_last_evaluation(runs: Runs) -> N
     for name in ("accuracy", "length_mean", "clipped_frac"):
         assert said[f"eval/heldout/{name}"] == last[f"eval/heldout/{name}"]
     assert said["eval/heldout/reward_mean"] == pytest.approx(last["eval/heldout/reward_mean"], rel=1e-6)
+    # Sampled completions are those of step 4, and of the starting model those of step 0.
+    first = rows_of(runs.whole[0])[0]
+    for name in [name for name in last if name.startswith("eval/sampled/")]:
+        assert said[name] == pytest.approx(last[name], rel=1e-6)
+        assert said["against"][name] == pytest.approx(first[name], rel=1e-6)
+
+
+def test_eval_says_how_sure_it_is_and_compares_two_models(workshop: Workshop, runs: Runs) -> None:
+    said = json.loads(runs.evaluation.out.strip().splitlines()[-1])
+    answers = [json.loads(line) for line in (workshop.folder / "answers.jsonl").read_text().splitlines()]
+    assert [(row["model"], row["set"]) for row in answers[::9]] == [(said["model"], "heldout"), ("model", "heldout")]
+    for number, value in (("accuracy", "right"), ("reward_mean", "reward")):
+        name, means = f"eval/sampled/{number}", {}
+        for model in (said["model"], "model"):
+            rows = [row for row in answers if row["model"] == model and row["set"] == "sampled"]
+            assert [row["id"] for row in rows] == [0, 1, 2, 3] and all(len(row["samples"]) == 4 for row in rows)
+            means[model] = [sum(sample[value] for sample in row["samples"]) / 4 for row in rows]
+        assert said[name] == pytest.approx(sum(means[said["model"]]) / 4)
+        compared = compare(means[said["model"]], means["model"])
+        assert said["differences"][name]["difference"] == pytest.approx(compared.difference)
+        assert said["differences"][name]["p"] == pytest.approx(compared.p) and said["differences"][name]["prompts"] == 4
+    low, high = said["intervals"]["eval/heldout/accuracy"]
+    assert 0 <= low <= said["eval/heldout/accuracy"] <= high <= 1
+    for shown in ("heldout/accuracy", "95 % interval", "sampled/pass@4", "sampled/maj@4", "difference"):
+        assert shown in runs.evaluation.err
 
 
 def test_report_writes_the_report_again(runs: Runs) -> None:

@@ -112,7 +112,7 @@ def test_wrong_types_name_the_setting_and_what_it_takes(user: User, wrong: str, 
     [
         ("polcy: {lr: 1}", "there is no setting polcy.lr: did you mean policy.lr?"),
         ("policy: {learning_rate: 1}", "there is no setting policy.learning_rate: did you mean policy.lr?"),
-        ("policy: {temperature: 1}", "there is no setting policy.temperature: did you mean rollout.temperature?"),
+        ("policy: {temperature: 1}", "there is no setting policy.temperature: did you mean rollout.temp"),
         ("lr: 1", "there is no setting lr: did you mean policy.lr?"),
         ("1: {lr: 1}", "there is no setting 1.lr: did you mean policy.lr?"),
         ("policy: {1: 1}", "there is no setting policy.1: did you mean "),

@@ -34,6 +34,21 @@ def test_a_training_reward_that_rises_while_accuracy_falls_is_an_alarm():
     assert steps[4]["health/heldout_gap"] == pytest.approx(0.35) and "health/heldout_gap" not in steps[0]
 
 
+def test_every_set_is_compared_with_its_own_best():
+    """One set is evaluated at steps 0, 2 and 4, the other at 0 and 4 only, by another level."""
+    often = [0.5, None, 0.6, None, 0.5]
+    steps = [line(None if step == 0 else 0.2 * step, accuracy) for step, accuracy in enumerate(often)]
+    for step in (0, 4):
+        steps[step] |= {"eval/rare/accuracy": 0.9, "eval/rare/reward_mean": 0.75}
+    said = played(steps)
+    assert said[:-1] == [None] * 4 and said[-1].startswith(
+        "held-out accuracy of heldout is 0.500 after 0.600 at step 2"
+    )
+    assert [s.get("health/heldout_gap") for s in steps[2::2]] == pytest.approx([0.15, 0.55])
+    steps[4]["eval/heldout/accuracy"], steps[4]["eval/rare/accuracy"] = 0.6, 0.8
+    assert played(steps)[-1].startswith("held-out accuracy of rare is 0.800 after 0.900 at step 0")
+
+
 @pytest.mark.parametrize(
     "steps",
     [

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_grpo.config import EvalConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
-from hybrid_grpo.run.measure import group_correlation, measure_eval, measure_health, measure_rewards
+from hybrid_grpo.run.measure import group_correlation, measure_health, measure_rewards
 from hybrid_grpo.run.metrics import Meter
 
 NAN = math.nan
@@ -42,16 +41,6 @@ def test_without_any_reward_the_shares_are_all_there_is():
     meter = Meter(["f"])
     meter.update(measure_rewards(scores_of([NAN] * 4, [2, 2, 3, 3]), 2))
     assert meter.reduce() == {"reward/f/none_frac": 0.0, "reward/f/failed_frac": 1.0, "reward/f/timeout_frac": 0.5}
-
-
-def test_a_failure_in_an_evaluation_counts_as_wrong():
-    meter = Meter(["f"], ["heldout"])
-    completions = [Completion([1], [0.0], "stop")] * 4
-    scores = scores_of([1.0, 0.25, NAN, NAN], [0, 0, 2, 1])
-    meter.update(measure_eval(EvalConfig(threshold=0.5), "f", completions, scores))
-    values = meter.reduce()
-    assert values["eval/heldout/accuracy"] == 0.25 and values["eval/heldout/failed_frac"] == 0.25
-    assert values["eval/heldout/reward_mean"] == pytest.approx(1.25 / 3)
 
 
 def measured(groups: list[list[tuple[float, list[int], str]]], meters: int = 1) -> dict[str, float]:

@@ -313,6 +313,10 @@ def test_the_memory_of_decoding_is_kept_where_training_has_room_beside_it():
         assert [held.get(name) for name in names] == [cache, graphs, 2 * N], phase.name
     kept = made.workspace()
     assert kept is not None and (kept.slots, kept.tokens) == (125, 1024)
+    # Evaluations with longer completions have their room too, and do not change what a step is.
+    longer = Plan(config, SIZES, batch, 512, GPU, held_out=1000, held_out_longest=2048)
+    kept = longer.workspace()
+    assert kept is not None and kept.tokens == 2048 and longer.longest == 1024 and longer.pages == 2 * made.pages
     assert "stays during training" in str(made) and "stay on the GPU" in "\n".join(lines(made))
 
     # Where free memory is short, decoding gives back what training needs: the run fits as if nothing could be kept.

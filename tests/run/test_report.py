@@ -68,7 +68,7 @@ def test_a_full_run(tmp_path):
     assert titles["Held-out accuracy"]["curves"][0]["values"] == [0.25, None, None, None, 0.75]
     assert titles["Reward"]["band"] == [None, 0.1, 0.1, 0.1, 0.1]
     assert titles["Reward functions"]["curves"][0]["label"] == "f"
-    assert "greedy completion is right" in titles["Held-out accuracy"]["curves"][0]["meaning"]
+    assert "completions that are right, greedy ones" in titles["Held-out accuracy"]["curves"][0]["meaning"]
     assert data["steps"] == [0, 1, 2, 3, 4]
     assert all(text in page for text in (tmp_path.name, "2.13.0", "abc1234", "my/model", "0.250 →", "0.750"))
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page

@@ -14,6 +14,8 @@ import pytest
 from launching import make_task, ranks
 from workshop import Workshop
 
+from hybrid_grpo.run.exporting import exported
+
 Runs = dict[str, list[dict[str, Any]]]
 
 pytestmark = pytest.mark.ranks
@@ -90,7 +92,8 @@ def test_a_rank_has_its_own_state_again_where_there_are_as_many(runs: Runs) -> N
 @pytest.mark.process
 def test_a_run_of_two_ranks_is_resumed_by_one_with_the_same_command(tmp_path: Path) -> None:
     shop = Workshop(tmp_path)
-    command = ["train", "--config=train.yaml", "--engine.zero_stage=2"]
+    best = "--eval.best=eval/heldout/reward_mean"
+    command = ["train", "--config=train.yaml", "--engine.zero_stage=2", "--eval.every=1", best]
     for arguments, world in (
         (["--run.name=whole"], 1),
         (["--run.name=parts", "--run.steps=2", "--checkpoint.every=2"], 2),
@@ -108,6 +111,8 @@ def test_a_run_of_two_ranks_is_resumed_by_one_with_the_same_command(tmp_path: Pa
     for ours, theirs in zip(parts[1:], whole[1:], strict=True):
         for name in ("policy/loss", "policy/grad_norm", "reward/mean", "completion/length_mean", "data/epoch"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), (ours["step"], name)
+    bests = [exported(tmp_path / "runs" / name / "model_best") for name in ("whole", "parts")]
+    assert bests[0]["step"] > 0 and bests[1] == pytest.approx(bests[0], rel=1e-6)
 
     refused = shop.run(*command, "--run.name=parts", "--run.resume=auto", ranks=3)
     assert refused.status == 2

@@ -55,3 +55,5 @@ def assert_same_steps(ours: list[dict], alone: dict, minibatches: int = 1) -> No
                 assert seen["metrics"][step][name] == pytest.approx(alone["metrics"][step][name], rel=1e-5)
     assert [tokens for seen in ours for tokens in seen["greedy"]] == alone["greedy"]
     assert all(seen["eval"] == ours[0]["eval"] for seen in ours)
+    evaluated = {name: value for name, value in alone["eval"].items() if name.startswith("eval/")}
+    assert {name: ours[0]["eval"][name] for name in evaluated} == pytest.approx(evaluated, rel=1e-12)

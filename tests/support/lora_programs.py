@@ -74,10 +74,11 @@ def adapted(folder: Path) -> dict[str, Any]:
         seen["metrics"].append(trainer.meter.reduce())
         if step == 1:
             checkpoints.save(trainer.policy.engine, 1, {"loader": trainer.loader.state_dict()})
-    trainer.evaluate(0)
+    trainer.evaluate(0, trainer.eval_sets)
     seen["eval"] = trainer.meter.reduce()
-    greedy = trainer.policy.greedy(trainer.eval_prompts, trainer.config.rollout, trainer.inputs.stop_ids)
-    seen["greedy"] = [c.token_ids for c in greedy]
+    held_out = trainer.eval_sets[0]
+    greedy = trainer.policy.complete(held_out.requests, held_out.sampling, trainer.config.rollout)
+    seen["greedy"] = [group[0].token_ids for group in greedy]
     trainer.policy.export(out / "exported")
     seen["optimizer"] = int(all_reduce(torch.tensor(_numbers(trainer.policy.engine.engine.optimizer.state_dict()))))
     seen["checkpoint_bytes"] = sum(p.stat().st_size for p in (out / "checkpoints").rglob("*") if p.is_file())

@@ -21,6 +21,7 @@ from hybrid_grpo.config import (
     BatchPlan,
     DataConfig,
     EngineConfig,
+    EvalConfig,
     GrpoConfig,
     PolicyConfig,
     RewardConfig,
@@ -28,6 +29,7 @@ from hybrid_grpo.config import (
     TrainConfig,
 )
 from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.config.evaluation import EvalSetConfig
 from hybrid_grpo.distributed import rank, world_size
 from hybrid_grpo.generation import Workspace
 from hybrid_grpo.policy import Policy, Reference
@@ -83,6 +85,9 @@ def counted(calls: Counter[str], name: str, function: Any) -> Any:
     return call
 
 
+SAMPLED = EvalSetConfig(limit=7, num_generations=4, temperature=1.0, outcome="letters_in_place", threshold=0.25)
+
+
 def build(
     folder: Path,
     *,
@@ -124,6 +129,7 @@ def build(
         ),
         grpo=GrpoConfig(beta=beta, num_minibatches=num_minibatches, num_iterations=num_iterations),
         rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
+        eval=EvalConfig(sets={"sampled": SAMPLED}),
     )
     device = engines.start()
     plan: BatchPlan = check_train(config, world_size())
@@ -153,9 +159,10 @@ def two_steps(trainer: Trainer) -> dict[str, Any]:
         rows = zip(rollout.row_prompts, rollout.completions, advantages_B.tolist(), strict=True)
         seen["rollouts"].append([(p.id, c.token_ids, c.logp, a) for p, c, a in rows])
         seen["metrics"].append(trainer.meter.reduce())
-    trainer.evaluate(0)
-    greedy = trainer.policy.greedy(trainer.eval_prompts, trainer.config.rollout, trainer.inputs.stop_ids)
-    seen["greedy"] = [c.token_ids for c in greedy]
+    trainer.evaluate(0, trainer.eval_sets)
+    held_out = trainer.eval_sets[0]
+    greedy = trainer.policy.complete(held_out.requests, held_out.sampling, trainer.config.rollout)
+    seen["greedy"] = [group[0].token_ids for group in greedy]
     seen["eval"] = trainer.meter.reduce()
     return seen
 
@@ -336,7 +343,7 @@ def kept(folder: Path) -> dict[str, Any]:
     kernels.load = lambda: None  # type: ignore[assignment]
     trainer = build(folder, workspace=Workspace(16, 40))
     policy, config, stop_ids = trainer.policy, trainer.config.rollout, trainer.inputs.stop_ids
-    prompts, captures = trainer.draw_prompts(), Captures()
+    prompts, captures, held_out = trainer.draw_prompts(), Captures(), trainer.eval_sets[0]
     seen: dict[str, Any] = {"captures": [], "same": [], "addresses": []}
 
     def rollout(step: int, capture: Any) -> tuple[list[list[int]], int]:
@@ -347,7 +354,7 @@ def kept(folder: Path) -> dict[str, Any]:
     for step in (1, 2, 3):
         tokens, count = rollout(step, captures)
         seen["captures"].append(count)
-        policy.greedy(trainer.eval_prompts, config, stop_ids)
+        policy.complete(held_out.requests, held_out.sampling, config)
         with policy.engine.generation() as view:
             seen["addresses"].append([p.data_ptr() for p in view.parameters()])
         seen["same"].append(rollout(step, None)[0] == tokens)

@@ -56,8 +56,10 @@ def unequal(folder: Path) -> dict[str, Any]:
 def steps(folder: Path, zero_stage: int) -> dict[str, Any]:
     """Two steps and an evaluation."""
     trainer: Trainer = build(folder)
-    trainer.inputs = replace(trainer.inputs, rewards=rewards(folder, zero_stage))
-    trainer.meter.__init__(trainer.inputs.rewards.names, [trainer.config.eval.name], trainer.device)  # type: ignore[misc]
+    made = rewards(folder, zero_stage)
+    trainer.eval_sets = [replace(held_out, rewards=made) for held_out in trainer.eval_sets[:1]]
+    trainer.inputs = replace(trainer.inputs, rewards=made, eval_sets=trainer.eval_sets)
+    trainer.meter = trainer.inputs.meter(trainer.device)
     seen: dict[str, Any] = {"scores": [], "rewards": [], "metrics": []}
     for step in (1, 2):
         trainer.step(step)
@@ -66,7 +68,7 @@ def steps(folder: Path, zero_stage: int) -> dict[str, Any]:
         seen["scores"].append(scores.by_function["reward_model"].tolist())
         seen["rewards"].append(scores.reward_B.tolist())
         seen["metrics"].append(trainer.meter.reduce())
-    trainer.evaluate(0)
+    trainer.evaluate(0, trainer.eval_sets)
     seen["eval"] = trainer.meter.reduce()
     return seen
 

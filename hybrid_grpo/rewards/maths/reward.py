@@ -9,12 +9,14 @@ from typing import Any
 from hybrid_grpo.rewards.maths.grading import is_mathematical, same_answer
 from hybrid_grpo.rewards.maths.notation import LONGEST
 from hybrid_grpo.rewards.maths.numeric import last_number_in, parse_number
-from hybrid_grpo.rewards.rules import Completions, completion_texts
+from hybrid_grpo.rewards.rules import Completions, LogExtra, completion_texts
 
 _HAS_MATH_VERIFY = find_spec("math_verify") is not None
 
 
-def math_answer(completions: Completions, answer: list[Any], *, boxed_only: bool = False) -> list[float | None]:
+def math_answer(
+    completions: Completions, answer: list[Any], *, boxed_only: bool = False, log_extra: LogExtra | None = None
+) -> list[float | None]:
     r"""1.0 where the final answer that a completion states is mathematically the column `answer`, else 0.0.
 
     **Where it is stated.** Only text after the last `</think>` counts. The answer stands in the last `\boxed{}`, or
@@ -33,6 +35,8 @@ def math_answer(completions: Completions, answer: list[Any], *, boxed_only: bool
         raise ValueError("math_answer needs math-verify: pip install 'hybrid_grpo[math]'")
     golds = [None if gold is None else gold_answer(gold) for gold in answer]
     stated = [stated_answer(text, boxed_only) for text in completion_texts(completions)]
+    if log_extra is not None:
+        log_extra("answer", stated)
     return [
         None if gold is None else float(text is not None and same_answer(text, gold))
         for text, gold in zip(stated, golds, strict=True)
@@ -55,7 +59,9 @@ def stated_answer(text: str, boxed_only: bool = False) -> str | None:
     return next((found for find in finders if (found := find(text)) is not None), None)
 
 
-def numeric_answer(completions: Completions, answer: list[Any], *, last_number: bool = False) -> list[float | None]:
+def numeric_answer(
+    completions: Completions, answer: list[Any], *, last_number: bool = False, log_extra: LogExtra | None = None
+) -> list[float | None]:
     r"""1.0 where the number that the completion states as its answer equals the column `answer`, else 0.0.
 
     A completion states it as for `math_answer`, after `####` (GSM8K, arXiv:2110.14168) or in `\boxed{}`. With
@@ -66,10 +72,10 @@ def numeric_answer(completions: Completions, answer: list[Any], *, last_number: 
     does not apply where it is None, and raises ValueError where it is no number.
     """
     golds = [None if gold is None else _gold_number(gold) for gold in answer]
-    return [
-        None if gold is None else float(stated_number(text, last_number) == gold)
-        for text, gold in zip(completion_texts(completions), golds, strict=True)
-    ]
+    stated = [stated_number(text, last_number) for text in completion_texts(completions)]
+    if log_extra is not None:
+        log_extra("answer", [None if number is None else str(number) for number in stated])
+    return [None if gold is None else float(number == gold) for number, gold in zip(stated, golds, strict=True)]
 
 
 def stated_number(text: str, last_number: bool = False) -> Fraction | None:

@@ -1,0 +1,87 @@
+"""Settings of evaluation: when the policy is measured, on which held-out prompts, and how completions are taken."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from pydantic.dataclasses import dataclass
+
+from hybrid_grpo.config.fields import (
+    SECTION,
+    Count,
+    Name,
+    NotNegative,
+    Number,
+    PositiveShare,
+    Source,
+    Text,
+    Whole,
+)
+from hybrid_grpo.config.rewards import RewardList
+
+
+@dataclass(frozen=True, config=SECTION)
+class EvalSetConfig:
+    """One held-out set."""
+
+    path: Source | None = None
+    """Source of the prompts. Default: that of the task, else that of the training prompts."""
+    task: Text | None = None
+    """Task whose held-out prompts and rewards the set has. Default: rows are read as the training rows are."""
+    subset: Text | None = None
+    """Configuration name of a hub dataset."""
+    split: Text | None = None
+    """Split to evaluate on."""
+    limit: Count | None = None
+    """Read only this many rows from the start."""
+    system_prompt: str | None = None
+    """System message put before every prompt."""
+    rewards: RewardList | None = None
+    """Functions in place of the run's or the task's."""
+    outcome: Text | None = None
+    """Name of the reward that tells right from wrong. Default: the task's, or the first of the set's own rewards, else
+    `eval.outcome`."""
+    threshold: Number | None = None
+    """A completion is right when its outcome reward is at least this. Default: the task's, else `eval.threshold`."""
+    every: Whole | None = None
+    """As `eval.every`, for this set."""
+    num_generations: Count | None = None
+    """As `eval.num_generations`."""
+    temperature: NotNegative | None = None
+    """As `eval.temperature`."""
+    top_p: PositiveShare | None = None
+    """As `eval.top_p`."""
+    max_completion_tokens: Count | None = None
+    """As `eval.max_completion_tokens`."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class EvalConfig:
+    """Evaluation on held-out prompts, greedy unless a temperature is given."""
+
+    every: Whole = 0
+    """Steps between evaluations; 0 evaluates before the first and after the last step only."""
+    name: Name = "heldout"
+    """Name in the metrics, eval/NAME/accuracy, of the set that `data.eval_path` or `data.eval_split` names."""
+    outcome: str | None = None
+    """Name of the reward that tells right from wrong. Default: the first one."""
+    threshold: Number = 1.0
+    """A completion is right when its outcome reward is at least this."""
+    num_generations: Count = 1
+    """Completions of each prompt. Several need a temperature, and give pass@k and maj@k beside the accuracy."""
+    temperature: NotNegative = 0.0
+    """Softmax temperature; 0 takes the most probable tokens. Completions depend on `run.seed`, the set, the prompt and
+    their number, not on the step, so that evaluations can be compared."""
+    top_p: PositiveShare = 1.0
+    """Nucleus, with a temperature. No other filter of `rollout` counts here."""
+    max_completion_tokens: Count | None = None
+    """Longest completion. Default: `rollout.max_completion_tokens`."""
+    best: Text | None = None
+    """Name of a number, such as eval/heldout/accuracy. The weights of the evaluation at which it is highest are kept in
+    `model_best/` of the run, beside `model/`. Default: none are kept."""
+    patience: Count | None = None
+    """Evaluations in a row without a new best after which the run ends well. Default: it goes on."""
+    sets: dict[Name, EvalSetConfig] = field(default_factory=dict)
+    """Further sets by name, as in `{math: {task: math, limit: 200}, hard: {path: hard.jsonl, num_generations: 16,
+    temperature: 0.6}}`. Settings of a set: path, task, subset, split, limit, system_prompt, rewards, outcome,
+    threshold, every, num_generations, temperature, top_p and max_completion_tokens."""

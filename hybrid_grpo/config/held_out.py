@@ -1,0 +1,188 @@
+"""The held-out sets of a run, each with all that is said of it: by itself, by its task, by `eval`, by `data`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybrid_grpo.config.building import build
+from hybrid_grpo.config.commands import ServeRewardConfig, TrainConfig
+from hybrid_grpo.config.data import DataConfig
+from hybrid_grpo.config.errors import did_you_mean, refuse
+from hybrid_grpo.config.evaluation import EvalSetConfig
+from hybrid_grpo.config.rewards import RewardConfig, reward_name
+from hybrid_grpo.config.rollout import RolloutConfig
+from hybrid_grpo.config.tasks import task_settings
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows of a set are; see the settings of the same names in `EvalSetConfig`."""
+
+    path: Any
+    split: str | None
+    subset: str | None
+    limit: int | None
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One held-out set, with nothing left to a default."""
+
+    name: str
+    """Name in the metrics."""
+    setting: str
+    """What the names of its settings begin with, for messages."""
+    rows: Rows | None
+    """None: where `data.eval_path` and `data.eval_split` say."""
+    data: DataConfig
+    """How rows become prompts."""
+    rewards: list[RewardConfig] | None
+    """Functions of its own; None: those of the run."""
+    outcome: str
+    """Name of the reward that tells right from wrong."""
+    threshold: float
+    every: int
+    rollout: RolloutConfig
+    """How prompts are completed; of its filters only temperature and `top_p` count."""
+
+    @property
+    def sample_counts(self) -> list[int]:
+        """The k of pass@k: 2, 4, 8 and so on up to the number of completions of a prompt, and that number."""
+        count = self.rollout.num_generations
+        return sorted({*(2**exponent for exponent in range(1, count.bit_length())), count} - {1})
+
+    @property
+    def better_higher(self) -> list[str]:
+        """Names of the metrics of which a higher value is better."""
+        pass_at = [f"pass@{k}" for k in self.sample_counts]
+        maj_at = [f"maj@{k}" for k in self.sample_counts if k > 2]
+        return [f"eval/{self.name}/{number}" for number in ("accuracy", "reward_mean", *pass_at, *maj_at)]
+
+
+def held_out_sets(config: TrainConfig) -> list[HeldOut]:
+    """The set that `data.eval_path` or `data.eval_split` names, if there is one, and those of `eval.sets`.
+
+    Raises UserError where a set names no prompts, has the name of another, or contradicts itself.
+    """
+    sets = [_named(config, name, given) for name, given in config.eval.sets.items()]
+    if _has_default(config.data):
+        name, rollout = config.eval.name, _rollout(config, EvalSetConfig(), "eval")
+        refuse(
+            name in config.eval.sets,
+            f"eval.sets.{name} has the name of the set of data.eval_path or data.eval_split: rename one of them",
+        )
+        outcome, threshold = _run_outcome(config), config.eval.threshold
+        own = HeldOut(name, "eval", None, config.data, None, outcome, threshold, config.eval.every, rollout)
+        sets.insert(0, own)
+    return sets
+
+
+def check_best(config: TrainConfig, sets: list[HeldOut]) -> None:
+    """Refuse a number to keep the best weights by that no set has, or that patience would wait for in vain."""
+    best, patience = config.eval.best, config.eval.patience
+    if best is None:
+        refuse(patience is not None, f"eval.patience {patience} waits for a better number: name it in eval.best")
+        return
+    every = {name: of_set.every for of_set in sets for name in of_set.better_higher}
+    refuse(
+        best not in every,
+        f"eval.best {best} is not measured, or not better where it is higher: {did_you_mean(best, every)}",
+    )
+    refuse(
+        patience is not None and not every[best],
+        f"eval.patience {patience} counts evaluations, and {best} is measured at the start and the end only: set"
+        " eval.every",
+    )
+
+
+def _has_default(data: DataConfig) -> bool:
+    return data.eval_path is not None or data.eval_split is not None
+
+
+def _named(config: TrainConfig, name: str, given: EvalSetConfig) -> HeldOut:
+    setting = f"eval.sets.{name}"
+    # The rows of the run's own task are read, and rewarded, as in training.
+    task = given.task if given.task != config.data.task else None
+    told = task_settings(task, f"{setting}.task") if task else {}
+    rewards = given.rewards or (_rewards(told.get("rewards")) if task else None)
+    names = [reward_name(reward) for reward in rewards or config.rewards]
+    # What a task says of right and wrong belongs to its own rewards.
+    evaluation = told.get("eval", {}) if not given.rewards else {}
+    outcome = given.outcome or evaluation.get("outcome") or (names[0] if rewards else _run_outcome(config))
+    refuse(
+        outcome not in names,
+        f"{setting}.outcome {outcome!r} is not a reward of this set: {did_you_mean(outcome, names)}",
+    )
+    threshold = evaluation.get("threshold", config.eval.threshold)
+    return HeldOut(
+        name=name,
+        setting=setting,
+        rows=_rows(config.data, given, told.get("data"), setting),
+        data=_reading(config.data, given, told.get("data", {}), task),
+        rewards=rewards,
+        outcome=outcome,
+        threshold=threshold if given.threshold is None else given.threshold,
+        every=config.eval.every if given.every is None else given.every,
+        rollout=_rollout(config, given, setting),
+    )
+
+
+def _rows(data: DataConfig, given: EvalSetConfig, told: Mapping[str, Any] | None, setting: str) -> Rows | None:
+    """Where the rows of a set are; `told` is what its own task says of its data, None where the set has none."""
+    if given.path is not None:
+        return Rows(given.path, given.split, given.subset, given.limit)
+    if told is not None:
+        is_other = told.get("eval_path") is not None
+        path, subset = (told["eval_path"], None) if is_other else (told.get("path", ""), told.get("subset"))
+        split, limit = told.get("eval_split"), told.get("eval_limit")
+        return Rows(path, given.split or split, given.subset or subset, given.limit or limit)
+    if given.split is not None:
+        return Rows(data.path, given.split, given.subset or data.subset, given.limit)
+    refuse(not _has_default(data), f"{setting} names no prompts: give it a path, a split or a task")
+    refuse(given.subset is not None, f"{setting}.subset {given.subset} is one of no source: give path or split as well")
+    return None
+
+
+def _reading(data: DataConfig, given: EvalSetConfig, told: Mapping[str, Any], task: str | None) -> DataConfig:
+    """How the rows of a set are read: as those to train on, but for what the set or its task says."""
+    changed: dict[str, Any] = {}
+    if task is not None:
+        # The column of the run's own rows is not one of the task's.
+        changed = {"task": task, "prompt_column": "prompt"}
+        changed |= {name: told[name] for name in ("system_prompt",) if name in told}
+        if data.chat_template == "auto":
+            changed["chat_template"] = told.get("chat_template", "auto")
+    if given.limit is not None:
+        changed["eval_limit"] = given.limit
+    if given.system_prompt is not None:
+        changed["system_prompt"] = given.system_prompt
+    return replace(data, **changed)
+
+
+def _rewards(entries: Any) -> list[RewardConfig]:
+    return build(ServeRewardConfig, {"rewards": entries}).rewards
+
+
+def _run_outcome(config: TrainConfig) -> str:
+    return config.eval.outcome or reward_name(config.rewards[0])
+
+
+def _rollout(config: TrainConfig, given: EvalSetConfig, setting: str) -> RolloutConfig:
+    names = ("num_generations", "temperature", "top_p", "max_completion_tokens")
+    values = {
+        name: getattr(config.eval, name) if getattr(given, name) is None else getattr(given, name) for name in names
+    }
+    count, longest = values["num_generations"], values["max_completion_tokens"] or config.rollout.max_completion_tokens
+    refuse(
+        values["temperature"] == 0 and count > 1,
+        f"{setting}.num_generations {count}: at temperature 0 all completions of a prompt are the same: set"
+        f" {setting}.temperature above 0, or take out num_generations",
+    )
+    refuse(
+        longest < config.rollout.min_completion_tokens,
+        f"{setting}.max_completion_tokens {longest} is less than rollout.min_completion_tokens"
+        f" {config.rollout.min_completion_tokens}: raise it",
+    )
+    return replace(config.rollout, **{**values, "max_completion_tokens": longest})

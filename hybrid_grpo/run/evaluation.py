@@ -1,0 +1,182 @@
+"""Held-out sets: their prompts and rewards, how they are completed, and what came of it in numbers.
+
+The completions of a prompt depend on (run seed, set, prompt, sample) alone: not on the step, so that evaluations of a
+run can be compared, and not on ranks. How numbers are estimated is in statistics.py.
+"""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybrid_grpo.config.held_out import HeldOut
+from hybrid_grpo.data.batch import Completion, Numbers, Prompt, RewardStatus, Scores
+from hybrid_grpo.data.loader import rank_share
+from hybrid_grpo.distributed import all_gather_objects, rank, world_size
+from hybrid_grpo.generation import Request, Sampling, stream_key
+from hybrid_grpo.generation.rollout import sampling_of
+from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.run.measure import measure_lengths
+from hybrid_grpo.run.statistics import Floats, majority_at_k, pass_at_k, standard_error
+
+_ANSWERS = ("answer", "pred")
+"""What a reward function stores with completions as the answer that it has read: ours, and verl's `pred`."""
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """A held-out set, ready to be completed and scored."""
+
+    settings: HeldOut
+    prompts: list[Prompt]
+    """The same on every rank."""
+    rewards: Rewards
+    stop_ids: tuple[int, ...]
+    seed: int
+    """Seed of the run."""
+
+    @property
+    def name(self) -> str:
+        """Name in the metrics."""
+        return self.settings.name
+
+    @property
+    def every(self) -> int:
+        """Steps between evaluations; 0: before the first and after the last."""
+        return self.settings.every
+
+    @property
+    def rows(self) -> int:
+        """Completions of an evaluation, over all ranks."""
+        return len(self.prompts) * self.settings.rollout.num_generations
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its completion."""
+        longest = max(len(prompt.token_ids) for prompt in self.prompts)
+        return longest + self.settings.rollout.max_completion_tokens
+
+    @property
+    def own_prompts(self) -> list[Prompt]:
+        """This rank's share of the prompts."""
+        return rank_share(self.prompts, rank(), world_size())
+
+    @property
+    def requests(self) -> list[Request]:
+        """For the completions of this rank's prompts."""
+        count = self.settings.rollout.num_generations
+        return [
+            Request(p.token_ids, [stream_key(self.seed, f"eval {self.name}", p.id, k) for k in range(count)])
+            for p in self.own_prompts
+        ]
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen: the most probable, or from the softmax at the set's temperature."""
+        rollout = self.settings.rollout
+        greedy = sampling_of(rollout, self.stop_ids, greedy=True)
+        return replace(greedy, temperature=rollout.temperature, top_p=rollout.top_p) if rollout.temperature else greedy
+
+    def results(self, groups: list[list[Completion]], step: int = 0) -> "EvalResults":
+        """Score the completions of this rank's prompts."""
+        completions = [completion for group in groups for completion in group]
+        count = self.settings.rollout.num_generations
+        prompts = [prompt for prompt in self.own_prompts for _ in range(count)]
+        return EvalResults(self.settings, prompts, completions, self.rewards.score(prompts, completions, count, step))
+
+
+@dataclass(frozen=True)
+class EvalResults:
+    """What came of a set's prompts on this rank."""
+
+    settings: HeldOut
+    prompts: list[Prompt]
+    """[B], the prompt of every row."""
+    completions: list[Completion]
+    """[B], group after group."""
+    scores: Scores
+
+    @property
+    def right_PG(self) -> torch.Tensor:
+        """bool, whether each completion is right; where its outcome failed it is not."""
+        right_B = self.scores.by_function[self.settings.outcome] >= self.settings.threshold
+        return right_B.view(-1, self.settings.rollout.num_generations)
+
+    @property
+    def answers(self) -> list[Any]:
+        """[B], what completions answer: what the outcome function stores as `answer` or `pred`, else their text."""
+        for name in _ANSWERS:
+            stored = self.scores.extra.get(f"{self.settings.outcome}/{name}")
+            if stored is not None:
+                return stored
+        return [completion.text.strip() for completion in self.completions]
+
+    def by_prompt(self) -> dict[str, Floats]:
+        """float64 [P] by the last part of a metric's name: accuracy and reward, with several completions of a prompt
+        also pass@k and maj@k. NaN where no completion of the prompt has a reward."""
+        right_PG, count = self.right_PG.numpy(), self.settings.rollout.num_generations
+        reward_PG = self.scores.reward_B.view(-1, count)
+        values: dict[str, Floats] = {
+            "accuracy": right_PG.mean(1, dtype=np.float64),
+            "reward_mean": reward_PG.nanmean(1).numpy(),
+        }
+        # As text, since a function may store a list.
+        answers = [None if answer is None else json.dumps(answer, sort_keys=True) for answer in self.answers]
+        for k in self.settings.sample_counts:
+            values[f"pass@{k}"] = pass_at_k(right_PG, k)
+            if k == 2:  # two answers agree or tie: the accuracy
+                continue
+            majorities = [
+                majority_at_k(answers[p * count : (p + 1) * count], right_G.tolist(), k)
+                for p, right_G in enumerate(right_PG)
+            ]
+            values[f"maj@{k}"] = np.array(majorities, dtype=np.float64)
+        return values
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What came of each prompt, for people and programs that look at single answers."""
+        count = self.settings.rollout.num_generations
+        rewards, rights = self.scores.reward_B.tolist(), self.right_PG.flatten().tolist()
+        rows = [
+            {
+                "completion": c.text,
+                "answer": answer,
+                "right": right,
+                "reward": None if math.isnan(reward) else reward,
+                "finish": c.finish,
+                "tokens": len(c.token_ids),
+            }
+            for c, answer, right, reward in zip(self.completions, self.answers, rights, rewards, strict=True)
+        ]
+        return [
+            {
+                "set": self.settings.name,
+                "id": prompt.id,
+                "prompt": prompt.text,
+                "samples": rows[at : at + count],
+                **({"columns": prompt.columns} if prompt.columns else {}),
+            }
+            for at, prompt in zip(range(0, len(rows), count), self.prompts[::count], strict=True)
+        ]
+
+    def numbers(self) -> Numbers:
+        """The metrics of the set. Collective."""
+        stage, by_prompt = f"eval/{self.settings.name}", self.by_prompt()
+        right_B, reward_B = self.right_PG.flatten(), self.scores.reward_B
+        failed_B = torch.stack([status_B >= RewardStatus.FAILED for status_B in self.scores.status.values()]).any(0)
+        numbers: Numbers = {
+            f"{stage}/accuracy": (right_B.double().mean(), len(right_B)),
+            f"{stage}/reward_mean": (reward_B.nanmean(), int((~reward_B.isnan()).sum())),
+            f"{stage}/failed_frac": (failed_B.double().mean(), len(failed_B)),
+            **measure_lengths(stage, self.completions),
+        }
+        for name, value_P in by_prompt.items():
+            if "@" in name:
+                numbers[f"{stage}/{name}"] = (value_P.mean() if len(value_P) else 0.0), len(value_P)
+        accuracy_P = np.concatenate(all_gather_objects(by_prompt["accuracy"]))
+        if len(accuracy_P) > 1:
+            numbers[f"{stage}/stderr"] = standard_error(accuracy_P), 1
+        return numbers

@@ -1,0 +1,193 @@
+"""What samples of a model say about the model: pass@k, maj@k, and how sure a mean over prompts is.
+
+Plain functions of numpy arrays; the letters P and G are those of data/batch.py. A completion is right or wrong. Prompts
+are drawn independently of each other and the completions of one prompt are not, so errors and intervals are those of
+the mean over prompts (clustered by prompt: arXiv:2411.00640).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+RESAMPLES = 10_000
+"""Resamples of a bootstrap or a test."""
+_EXACT_PROMPTS = 13
+"""Up to so many prompts all choices of signs are tried, no more than there would be resamples."""
+_DRAWN_AT_ONCE = 2**22
+"""Random numbers that are held in memory."""
+
+
+def pass_at_k(right_PG: Any, k: int) -> Floats:
+    """float64 [P]: the probability that at least one of k completions of a prompt is right.
+
+    The unbiased estimate 1 - C(n - c, k) / C(n, k) from c right ones of n (Chen et al., arXiv:2107.03374, eq. 1), as a
+    product of k fractions that neither overflows nor cancels.
+    """
+    right_PG = np.asarray(right_PG, dtype=bool)
+    n, right_P = right_PG.shape[1], right_PG.sum(1)
+    assert 1 <= k <= n
+    taken_k = np.arange(k)
+    wrong_left_Pk = np.maximum(n - right_P[:, None] - taken_k, 0)
+    return 1.0 - np.prod(wrong_left_Pk / (n - taken_k), axis=1)
+
+
+def majority_at_k(answers: Sequence[Any], right: Sequence[bool], k: int) -> float:
+    """The probability that the answer most of k completions give is right.
+
+    It is the exact mean over all choices of k of the completions of one prompt; where several answers are given equally
+    often, one of them is taken at random. An answer is as right as the share of its completions that is right.
+
+    Args:
+        answers: [G], what each completion answers; anything that can be compared. None is an answer of its own each
+            time.
+        right: [G]
+    """
+    assert 1 <= k <= len(answers)
+    counts: dict[Any, list[int]] = {}
+    for index, (answer, value) in enumerate(zip(answers, right, strict=True)):
+        found = counts.setdefault((index,) if answer is None else answer, [0, 0])
+        found[0] += 1
+        found[1] += value
+    return _majority(tuple(sorted((given, rights) for given, rights in counts.values())), k)
+
+
+@lru_cache(maxsize=2**14)
+def _majority(counts: tuple[tuple[int, int], ...], k: int) -> float:
+    """`majority_at_k` from how often each answer is given, and how often it is right."""
+    wins, given = Fraction(0), [count for count, _ in counts]
+    for (own, rights), alike in Counter(counts).items():
+        others = list(given)
+        others.remove(own)
+        for chosen in range(max(1, k - sum(others)), min(own, k) + 1) if rights else ():
+            ways = _ways(others, chosen, k - chosen)
+            shared = sum(Fraction(number, 1 + ties) for ties, number in enumerate(ways))
+            wins += alike * Fraction(rights, own) * math.comb(own, chosen) * shared
+    return float(wins / math.comb(sum(given), k))
+
+
+def _ways(counts: list[int], most: int, total: int) -> list[int]:
+    """In how many ways `total` completions are chosen so that no answer is chosen more than `most` times; by the number
+    of answers that are chosen exactly so often."""
+    rare = sum(count for count in counts if count < most)
+    ties = total // most
+    # ways[t][s]: choices of s completions among the answers so far, with t answers chosen `most` times.
+    ways = [[math.comb(rare, size) for size in range(total + 1)], *([0] * (total + 1) for _ in range(ties))]
+    frequent = [count for count in counts if count >= most]
+    for seen, count in enumerate(frequent, start=1):
+        # Beside those that are tied, all that the others have at most.
+        loose = rare + seen * (most - 1)
+        for tied in reversed(range(min(seen, ties) + 1)):
+            for size in reversed(range(tied * most, min(total, tied * most + loose) + 1)):
+                fewer = range(min(most - 1, size) + 1)
+                number = sum(math.comb(count, taken) * ways[tied][size - taken] for taken in fewer)
+                if tied:
+                    number += math.comb(count, most) * ways[tied - 1][size - most]
+                ways[tied][size] = number
+    return [by_size[total] for by_size in ways]
+
+
+def standard_error(value_P: Any) -> float:
+    """Standard error of the mean over prompts; NaN of fewer than two."""
+    value_P = np.asarray(value_P, dtype=np.float64)
+    return float(value_P.std(ddof=1) / math.sqrt(len(value_P))) if len(value_P) > 1 else math.nan
+
+
+def interval(value_P: Any, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
+    """Bounds of the mean over prompts that hold with probability `level`; NaN where all values are equal.
+
+    A bootstrap over prompts (Efron, 1979), by percentiles that are widened for few prompts (Hesterberg,
+    arXiv:1411.5279, section 3.3).
+    """
+    value_P = np.asarray(value_P, dtype=np.float64)
+    if np.all(value_P == value_P[0]):
+        return math.nan, math.nan
+    tail = _widened((1 - level) / 2, len(value_P))
+    low, high = np.quantile(_resampled_means(value_P, seed), [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def share_interval(value_P: Any, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
+    """`interval` of numbers from 0 to 1. Where all are 0 or all are 1, the exact bound of Clopper and Pearson (1934)
+    takes the place of an interval without width."""
+    value_P = np.asarray(value_P, dtype=np.float64)
+    if np.ptp(value_P) or value_P[0] not in (0.0, 1.0):
+        return interval(value_P, level, seed)
+    bound = ((1 - level) / 2) ** (1 / len(value_P))
+    return (bound, 1.0) if value_P[0] else (0.0, 1 - bound)
+
+
+def _widened(tail: float, count: int) -> float:
+    """The normal tail below sqrt(n / (n - 1)) times the t quantile of n - 1 degrees of freedom, by the expansion of
+    Fisher and Cornish (1960)."""
+    normal, freedom = NormalDist(), count - 1
+    z = normal.inv_cdf(tail)
+    quantile = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return normal.cdf(math.sqrt(count / freedom) * quantile)
+
+
+def _resampled_means(value_P: Floats, seed: int) -> Floats:
+    """Means of RESAMPLES draws of as many prompts, with replacement: drawn is how often each value occurs."""
+    random, count = np.random.default_rng(seed), len(value_P)
+    value_u, occurs_u = np.unique(value_P, return_counts=True)
+    draws = (random.multinomial(count, occurs_u / count, size) @ value_u for size in _portions(len(value_u)))
+    return np.concatenate(list(draws)) / count
+
+
+def _portions(length: int) -> list[int]:
+    """RESAMPLES, cut into portions of rows of this length that fit in memory."""
+    at_once = max(1, _DRAWN_AT_ONCE // length)
+    return [min(at_once, RESAMPLES - start) for start in range(0, RESAMPLES, at_once)]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How two models differ on the same prompts."""
+
+    difference: float
+    """Mean over prompts, of the first model minus the second."""
+    low: float
+    high: float
+    """Its interval at 95 %; NaN where all prompts differ alike."""
+    prompts: int
+    """Prompts that both models have."""
+    p: float
+    """Probability of a difference of this size or larger if both models were equally good."""
+
+
+def compare(one_P: Any, other_P: Any, seed: int = 0) -> Comparison:
+    """Two models on the same prompts, in the same order, by a number of each prompt.
+
+    The interval is a bootstrap over prompts; p is that of the two-sided permutation test that exchanges the models
+    prompt by prompt (Fisher, 1935): over all exchanges where there are few, else over RESAMPLES of them.
+    """
+    gap_P = np.asarray(one_P, dtype=np.float64) - np.asarray(other_P, dtype=np.float64)
+    return Comparison(
+        float(gap_P.mean()), *interval(gap_P, seed=seed), len(gap_P), _exchange_p(gap_P[gap_P != 0], seed)
+    )
+
+
+def _exchange_p(gap_P: Floats, seed: int) -> float:
+    count = len(gap_P)
+    if count <= _EXACT_PROMPTS:
+        signs = (np.arange(2**count)[:, None] >> np.arange(count) & 1) * 2.0 - 1.0
+        return float(np.mean(_as_large(signs @ gap_P, gap_P)))
+    random = np.random.default_rng(seed)
+    sums = (random.choice([-1.0, 1.0], (size, count)) @ gap_P for size in _portions(count))
+    hits = sum(int(_as_large(sum_r, gap_P).sum()) for sum_r in sums)
+    # The exchange of nothing is one of the resamples, so that p is never 0.
+    return (hits + 1) / (RESAMPLES + 1)
+
+
+def _as_large(sum_r: Floats, gap_P: Floats) -> NDArray[np.bool_]:
+    """Whether sums are as far from 0 as that of the gaps, but for rounding."""
+    return np.abs(sum_r) >= abs(gap_P.sum()) - 1e-9 * np.abs(gap_P).sum()
