@@ -21,7 +21,7 @@ from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.measure import measure_health, measure_memory, measure_parity, measure_rollout
-from hybrid_grpo.run.run import Stage
+from hybrid_grpo.run.stage import Stage
 
 
 class Trainer(Stage):

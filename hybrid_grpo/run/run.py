@@ -4,86 +4,33 @@ import copy
 import json
 import shutil
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
-from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, rank
 from hybrid_grpo.generation import Journal
-from hybrid_grpo.policy import Policy, TrainedModel
+from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.best import Best
-from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints, Shards
+from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints
 from hybrid_grpo.run.divergence import Guard, RollBack
 from hybrid_grpo.run.exporting import export, exported
 from hybrid_grpo.run.files import read_jsonl, replace_text, sync
 from hybrid_grpo.run.lock import FolderLock
-from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.origin import origin
 from hybrid_grpo.run.report import write_report
 from hybrid_grpo.run.resuming import find_start, settings_of
 from hybrid_grpo.run.sinks import Log
 from hybrid_grpo.run.space import check_space
+from hybrid_grpo.run.stage import Stage
 from hybrid_grpo.run.stopping import Progress
 from hybrid_grpo.run.writing import WriteFailed, one_line, write_together
-
-
-class Stateful(Protocol):
-    """Something whose state a checkpoint holds."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> None: ...
-
-
-class HeldOutSet(Protocol):
-    """Held-out data that a stage measures its policy on."""
-
-    @property
-    def every(self) -> int:
-        """Steps between evaluations; 0: before the first and after the last."""
-
-
-class Stage:
-    """A stage of training as a run sees it: something that makes steps, and has a state to save.
-
-    Attributes:
-        policy: what is trained.
-        meter: reduced and logged after every step.
-        parts: what a checkpoint holds beside the policy, by name.
-        shards: tensors beside the policy's that a checkpoint holds.
-        last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
-        progress: where the stage says what it does, and hears that it shall stop.
-        eval_sets: what the policy is measured on, each after steps of its own.
-    """
-
-    policy: TrainedModel
-    meter: Meter
-    parts: dict[str, Stateful]
-    shards: Shards | None = None
-    progress = Progress()
-    last_rollout: tuple[Rollout, Scores, Tensor] | None = None
-    eval_sets: Sequence[HeldOutSet] = ()
-
-    def step(self, step: int) -> None:
-        """Make step k, counted from 1."""
-        raise NotImplementedError
-
-    def evaluate(self, step: int, sets: Sequence[Any]) -> None:
-        """Measure the policy on held-out sets after a step; step 0 is before the first."""
-        raise NotImplementedError
-
-    def tried_prompts(self) -> list[dict[str, Any]]:
-        """Rows of prompts.jsonl; none where a stage keeps no success rates."""
-        return []
 
 
 class Run:

@@ -18,7 +18,7 @@ from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Scorer
 from hybrid_grpo.run.measure import measure_memory
 from hybrid_grpo.run.metrics import Meter
-from hybrid_grpo.run.run import Stage
+from hybrid_grpo.run.stage import Stage
 
 _BINS = 10
 

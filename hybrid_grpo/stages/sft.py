@@ -11,7 +11,7 @@ from hybrid_grpo.distributed import all_reduce, rank, world_size
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.measure import measure_memory
 from hybrid_grpo.run.metrics import Meter
-from hybrid_grpo.run.run import Stage
+from hybrid_grpo.run.stage import Stage
 
 
 class SftTrainer(Stage):

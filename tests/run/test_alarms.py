@@ -8,7 +8,8 @@ import pytest
 from hybrid_grpo.config import LogConfig, RunConfig, TrainConfig
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.run.alarms import Alarms
-from hybrid_grpo.run.run import Run, Stage
+from hybrid_grpo.run.run import Run
+from hybrid_grpo.run.stage import Stage
 
 
 def played(steps: list[dict[str, float]], limit: float = 0.05) -> list[str | None]:

@@ -11,7 +11,8 @@ from hybrid_grpo.config.run import CheckpointConfig
 from hybrid_grpo.run import run as runs
 from hybrid_grpo.run.manifest import Manifest
 from hybrid_grpo.run.resuming import settings_of
-from hybrid_grpo.run.run import Run, Stage
+from hybrid_grpo.run.run import Run
+from hybrid_grpo.run.stage import Stage
 from hybrid_grpo.run.writing import WriteFailed
 
 

@@ -1,0 +1,62 @@
+"""A stage of training as a run sees it; the stages themselves are `trainer.py` and `stages/`."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from hybrid_grpo.data.batch import Rollout, Scores
+from hybrid_grpo.policy import TrainedModel
+from hybrid_grpo.run.checkpoint import Shards
+from hybrid_grpo.run.metrics import Meter
+from hybrid_grpo.run.stopping import Progress
+
+
+class Stateful(Protocol):
+    """Something whose state a checkpoint holds."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class HeldOutSet(Protocol):
+    """Held-out data that a stage measures its policy on."""
+
+    @property
+    def every(self) -> int:
+        """Steps between evaluations; 0: before the first and after the last."""
+
+
+class Stage:
+    """A stage of training as a run sees it: something that makes steps, and has a state to save.
+
+    Attributes:
+        policy: what is trained.
+        meter: reduced and logged after every step.
+        parts: what a checkpoint holds beside the policy, by name.
+        shards: tensors beside the policy's that a checkpoint holds.
+        last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
+        progress: where the stage says what it does, and hears that it shall stop.
+        eval_sets: what the policy is measured on, each after steps of its own.
+    """
+
+    policy: TrainedModel
+    meter: Meter
+    parts: dict[str, Stateful]
+    shards: Shards | None = None
+    progress = Progress()
+    last_rollout: tuple[Rollout, Scores, Tensor] | None = None
+    eval_sets: Sequence[HeldOutSet] = ()
+
+    def step(self, step: int) -> None:
+        """Make step k, counted from 1."""
+        raise NotImplementedError
+
+    def evaluate(self, step: int, sets: Sequence[Any]) -> None:
+        """Measure the policy on held-out sets after a step; step 0 is before the first."""
+        raise NotImplementedError
+
+    def tried_prompts(self) -> list[dict[str, Any]]:
+        """Rows of prompts.jsonl; none where a stage keeps no success rates."""
+        return []
