@@ -49,7 +49,7 @@ def dump(config: Any) -> str:
     if "rewards" in settings:
         rewards = _adapter(list[RewardConfig])
         settings["rewards"] = rewards.dump_python(config.rewards, mode="json", fallback=repr, exclude_defaults=True)
-    if "eval" in settings:
+    if "sets" in settings.get("eval", {}):
         sets = _adapter(dict[str, EvalSetConfig])
         settings["eval"]["sets"] = sets.dump_python(config.eval.sets, mode="json", fallback=repr, exclude_defaults=True)
     return yaml.dump(settings, Dumper=Dumper, sort_keys=False, allow_unicode=True)
