@@ -97,10 +97,6 @@ class TrainConfig(_RunsModel):
             "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
             " the settings of curriculum",
         )
-        refuse(
-            bool(self.data.mixture) and self.curriculum.follows,
-            "data.mixture draws every source by its weight, and curriculum by success: take out one of them",
-        )
         for reward in self.rewards:
             for source in reward.sources:
                 refuse(
