@@ -233,7 +233,7 @@ class ScoreConfig(TrainConfig):
 @dataclass(frozen=True, config=SECTION)
 class CheckDataConfig(TrainConfig):
     """Look for faults in the rows to train on, print what was found, and write the rows that are kept. Loads no model.
-    Takes the recipe of any run; of its sections only `data` and the tokenizer of `policy.model` count."""
+    Takes the recipe of `train` or `sft`; of its sections only `data` and the tokenizer of `policy.model` count."""
 
     clean: CleanConfig = field(default_factory=CleanConfig)
     sft: SftLoopConfig = field(default_factory=SftLoopConfig)
