@@ -193,7 +193,10 @@ def test_a_reward_is_called_for_its_sources_alone():
 
     config = configure(
         TrainConfig,
-        {"data": {"mixture": mixture(1, 1)}, "rewards": [{"function": length, "sources": ["b"]}, {"function": one}]},
+        {
+            "data": {"mixture": mixture(1, 1)},
+            "rewards": [{"function": length, "sources": ["b"], "batch_size": 4}, {"function": one}],
+        },
     ).config
     rewards = Rewards(load_rewards(config.rewards))
     prompts = [Prompt(0, "p", [1], {}, source="a"), Prompt(1, "p", [1], {}, source="b"), Prompt(2, "p", [1], {})]
