@@ -99,10 +99,6 @@ class TrainConfig(ModelRunConfig):
             "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
             " the settings of curriculum",
         )
-        refuse(
-            bool(self.data.mixture) and self.curriculum.follows,
-            "data.mixture draws every source by its weight, and curriculum by success: take out one of them",
-        )
         for reward in self.rewards:
             for source in reward.sources:
                 refuse(
@@ -288,7 +284,7 @@ class ScoreConfig(TrainConfig):
 @dataclass(frozen=True, config=SECTION)
 class CheckDataConfig(TrainConfig):
     """Look for faults in the rows to train on, print what was found, and write the rows that are kept. Loads no model.
-    Takes the recipe of any run; of its sections only `data` and the tokenizer of `policy.model` count."""
+    Takes the recipe of `train` or `sft`; of its sections only `data` and the tokenizer of `policy.model` count."""
 
     clean: CleanConfig = field(default_factory=CleanConfig)
     sft: SftLoopConfig = field(default_factory=SftLoopConfig)

@@ -191,28 +191,33 @@ class Curriculum(PromptLoader[Prompt]):
         return np.asarray(outside_N & (tries_N >= MIN_TRIES))
 
     def _take(self, count: int) -> list[tuple[int, int]]:
-        if self._mixture is not None:
-            drawn = self._mixture.take(count)
-            self._position += count
+        if self._mixture is None and not self._config.follows:
+            drawn = super()._take(count)
         else:
-            drawn = self._weighted(count) if self._config.follows else super()._take(count)
+            every = np.arange(len(self._prompts))
+            if self._mixture is None:
+                drawn = self._weighted(every, count, self._position)
+            else:
+                drawn = self._mixture.take(count, self._weighted if self._config.follows else None)
+            self._position += count
         self._drawn += drawn
         return drawn
 
-    def _weighted(self, count: int) -> list[tuple[int, int]]:
-        """Index and epoch of `count` prompts by weight, those first that this step has drawn least often."""
-        length, start = len(self._prompts), self._position
-        self._position += count
-        often_N = np.bincount([index for index, _ in self._drawn], minlength=length)
-        rng = np.random.default_rng(np.random.SeedSequence([self._seed, start, length]))
+    def _weighted(self, among: Ints, count: int, start: int) -> list[tuple[int, int]]:
+        """Index and epoch of `count` prompts by weight, those first that this step has drawn least often. They are
+        drawn among those of these indices, of which `start` were drawn before."""
+        length, first = len(among), int(among[0])
+        often_N = np.bincount([index for index, _ in self._drawn], minlength=len(self._prompts))[among]
+        # Sources of equal length have different random numbers.
+        rng = np.random.default_rng(np.random.SeedSequence([self._seed, start, length, *([first] if first else [])]))
         chosen: list[tuple[int, int]] = []
         while len(chosen) < count:
             rounds = int(often_N.min())
             free = np.flatnonzero(often_N == rounds)
-            taken = free[draw_weighted(self.weights()[free], count - len(chosen), rng)]
+            taken = free[draw_weighted(self.weights()[among[free]], count - len(chosen), rng)]
             often_N[taken] += 1
             # Draws of one prompt in a step are at least one round apart, so that their epochs differ.
-            chosen += [(int(i), (start + len(chosen) + k) // length + rounds) for k, i in enumerate(taken)]
+            chosen += [(int(among[i]), (start + len(chosen) + k) // length + rounds) for k, i in enumerate(taken)]
         return chosen
 
 

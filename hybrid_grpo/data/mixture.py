@@ -6,14 +6,19 @@ by every source for itself, by its own seeded epochs.
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hybrid_grpo.config import MixtureConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.loader import PromptLoader
+
+Choose = Callable[[NDArray[np.int64], int, int], list[tuple[int, int]]]
 
 
 class Mixture:
@@ -29,17 +34,28 @@ class Mixture:
         total = sum(Fraction(str(source.weight)) for source in sources)
         self._weights = [Fraction(str(source.weight)) / total for source in sources]
         self._streams: dict[str, PromptLoader[int]] = {}
+        self._indices: dict[str, NDArray[np.int64]] = {}
         for source in sources:
             own = [number for number, prompt in enumerate(prompts) if prompt.source == source.name]
+            self._indices[source.name] = np.array(own)
             of_source = zlib.crc32(f"{seed} {source.name}".encode())
             self._streams[source.name] = PromptLoader(own, 1, 0, 1, of_source, shuffle)
 
-    def take(self, count: int) -> list[tuple[int, int]]:
-        """Indices and epochs of the next prompts, so spread that each part of them has about the same shares."""
+    def take(self, count: int, choose: Choose | None = None) -> list[tuple[int, int]]:
+        """Indices and epochs of the next prompts, so spread that each part of them has about the same shares.
+
+        Args:
+            choose: which prompts of a source are drawn, in place of its own order: given their indices, how many are to
+                be drawn, and how many were drawn before.
+        """
         drawn = [stream.position for stream in self._streams.values()]
         placed = []
-        for own, stream in zip(quotas(self._weights, drawn, count), self._streams.values(), strict=True):
-            placed += [((place + 0.5) / own, item) for place, item in enumerate(stream.draw(own, range(own)))]
+        for own, had, (name, stream) in zip(
+            quotas(self._weights, drawn, count), drawn, self._streams.items(), strict=True
+        ):
+            in_order = stream.draw(own, range(own))
+            items = in_order if choose is None else choose(self._indices[name], own, had)
+            placed += [((place + 0.5) / own, item) for place, item in enumerate(items)]
         return [item for _, item in sorted(placed, key=lambda pair: pair[0])]
 
     def state_dict(self) -> dict[str, Any]:

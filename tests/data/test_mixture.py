@@ -30,16 +30,20 @@ def mixture(*weights: float) -> list[dict]:
 
 
 def streams(
-    sources: list[dict], step: int = 12, world: int = 1, minibatches: int = 1, seed: int = 0, shuffle: bool = True
+    sources: list[dict],
+    step: int = 12,
+    world: int = 1,
+    minibatches: int = 1,
+    seed: int = 0,
+    shuffle: bool = True,
+    curriculum: CurriculumConfig = CurriculumConfig(),  # noqa: B008  # it does not change
 ) -> list[Curriculum]:
     """The stream of every rank."""
     names = [name for source in sources for name in [source["name"]] * SIZES[source["name"]]]
     prompts = [Prompt(number, name, [1], {}, source=name) for number, name in enumerate(names)]
     data = DataConfig(mixture=sources, shuffle=shuffle)
     plan = BatchPlan(world, step // world, 2, minibatches, 1)
-    return [
-        Curriculum(prompts, plan, rank, CurriculumConfig(), seed, data, torch.device("cpu")) for rank in range(world)
-    ]
+    return [Curriculum(prompts, plan, rank, curriculum, seed, data, torch.device("cpu")) for rank in range(world)]
 
 
 def steps(ranks: list[Curriculum], count: int, minibatches: int = 1) -> list[list[tuple[int, int]]]:
@@ -111,6 +115,36 @@ def test_the_prompts_are_the_same_on_any_number_of_ranks_and_after_a_resume(weig
             assert steps(resumed, 4, minibatches) == alone[4:]
 
 
+def play(ranks: list[Curriculum], count: int) -> list[list[tuple[int, int]]]:
+    """Steps in which prompts with an even number are always solved and others half of the time. Every rank is told of
+    the prompts of all."""
+    found = []
+    for _ in range(count):
+        drawn = [rank.next_prompts(1) for rank in ranks]
+        everything = [prompt for own in drawn for prompt in own]
+        for rank in ranks:
+            rank.note(everything, torch.tensor([right for p in everything for right in (1.0, p.id % 2 == 0)]), 1.0)
+            rank.update()
+        found.append([(prompt.id, prompt.epoch) for prompt in everything])
+    return found
+
+
+def test_the_curriculum_decides_which_prompts_of_a_source_are_drawn_and_not_how_many():
+    curriculum, sizes = CurriculumConfig(sampling="difficulty", skip_above=0.9), list(SIZES.values())
+    alone = play(streams(mixture(2, 1, 3), curriculum=curriculum), 60)
+    assert all(counts(step, sizes) == [4, 2, 6] and len(set(step)) == 12 for step in alone)
+    late = [item for step in alone[20:] for item, _ in step]
+    # Of the first source four of seven are solved, and four are drawn in every step.
+    for start, size, most in ((0, 7, 0.32), (7, 5, 0.1), (12, 40, 0.2)):
+        own = [item % 2 == 0 for item in late if start <= item < start + size]
+        assert sum(own) / len(own) < most
+    ranks = streams(mixture(2, 1, 3), world=3, curriculum=curriculum)
+    assert play(ranks, 30) == alone[:30]
+    (resumed,) = streams(mixture(2, 1, 3), curriculum=curriculum)
+    resumed.load_state_dict(json.loads(json.dumps(ranks[1].state_dict())))
+    assert play([resumed], 30) == alone[30:]
+
+
 def test_a_checkpoint_of_other_sources_is_refused():
     (saved,) = streams(mixture(2, 1, 3))
     for sources, shown in [(mixture(1, 1, 3), "a 1/5, b 1/5, c 3/5"), (mixture(2, 1), None)]:
@@ -159,7 +193,10 @@ def test_a_reward_is_called_for_its_sources_alone():
 
     config = configure(
         TrainConfig,
-        {"data": {"mixture": mixture(1, 1)}, "rewards": [{"function": length, "sources": ["b"]}, {"function": one}]},
+        {
+            "data": {"mixture": mixture(1, 1)},
+            "rewards": [{"function": length, "sources": ["b"], "batch_size": 4}, {"function": one}],
+        },
     ).config
     rewards = Rewards(load_rewards(config.rewards))
     prompts = [Prompt(0, "p", [1], {}, source="a"), Prompt(1, "p", [1], {}, source="b"), Prompt(2, "p", [1], {})]
@@ -195,10 +232,6 @@ def test_sources_of_tasks_are_those_of_their_recipes():
         (["--data.task=letters"], "data.task and data.mixture are both set: move task into a source of the mixture"),
         (["--data.path=x"], "data.path and data.mixture are both set"),
         (["--data.eval_split=test"], "data.eval_split test is a split of data.path, and .* set data.eval_path"),
-        (
-            ["--curriculum.sampling=difficulty"],
-            "data.mixture draws every source by its weight, and curriculum by success",
-        ),
         (["--data.mixture=[{path: x}, {path: y/x.jsonl}]"], "data.mixture: two sources are named x: set another name"),
         (["--data.mixture=[{weight: 1}]"], "data.mixture: a source has neither a name, nor a path or task"),
         (["--data.mixture=[{path: x, weight: 0}]"], r"data.mixture\[0\].weight 0 must be greater than 0"),
