@@ -117,6 +117,9 @@ class RunInputs:
         eval_sets: list[EvalSet] = []
         for held_out in sets:
             read, line = read_prompts(held_out.data, tokenizer, held_out_source(held_out))
+            drawn = held_out.rollout
+            if drawn.temperature:
+                line += f"; {drawn.num_generations} completions of each at temperature {drawn.temperature:g}"
             facts["held out" if held_out.setting == "eval" else f"held out {held_out.name}"] = line
             used = rewards[held_out.setting] if held_out.rewards else own
             used.check_columns(read[0].columns)
