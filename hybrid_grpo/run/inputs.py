@@ -122,6 +122,9 @@ class RunInputs:
             read, line = read_prompts(held_out.data, tokenizer, held_out_source(held_out))
             if shared := count_equal(prompts, read):
                 line += f"; {shared} of them are prompts to train on too: see hybrid-grpo data"
+            drawn = held_out.rollout
+            if drawn.temperature:
+                line += f"; {drawn.num_generations} completions of each at temperature {drawn.temperature:g}"
             facts["held out" if held_out.setting == "eval" else f"held out {held_out.name}"] = line
             used = rewards[held_out.setting] if held_out.rewards else own
             used.check_columns(read[0].columns)

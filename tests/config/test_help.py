@@ -10,6 +10,7 @@ from user import User
 
 from hybrid_grpo.config import (
     CheckDataConfig,
+    EvaluateConfig,
     GenerateConfig,
     RewardStageConfig,
     ServeRewardConfig,
@@ -27,7 +28,10 @@ def help_of(cls: Any, capsys: pytest.CaptureFixture[str], *section: str) -> str:
     return capsys.readouterr().out
 
 
-CLASSES = [TrainConfig, SftConfig, RewardStageConfig, GenerateConfig, CheckDataConfig, ServeRewardConfig]
+CLASSES = [
+    *(TrainConfig, SftConfig, RewardStageConfig, EvaluateConfig),
+    *(GenerateConfig, CheckDataConfig, ServeRewardConfig),
+]
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -43,6 +47,14 @@ def test_help_of_sections_has_every_setting_with_its_documentation(
         for setting, doc in documentation[name].items():
             assert (setting if section == "rewards" else f"--{section}.{setting}") in text
             assert doc and "".join(doc.split()) in text, f"{section}.{setting}"
+
+
+def test_a_section_with_settings_of_a_command_s_own_explains_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    documentation, text = documented_fields(), "".join(help_of(EvaluateConfig, capsys, "eval").split())
+    for doc in [*documentation["EvalConfig"].values(), *documentation["EvalOptionsConfig"].values()]:
+        assert doc and "".join(doc.split()) in text
+    overview = help_of(EvaluateConfig, capsys)
+    assert overview.index("--eval.against") < overview.index("settings to know first") < overview.index("--eval.every")
 
 
 def test_help_says_bounds_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
