@@ -76,7 +76,7 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
         outcome="slow",
         prompts=[Prompt(i, f"p{i}", [1], {}) for i in range(P)],
         eval_sets=[],
-        meter=lambda device: Meter(["slow"], device=device),
+        meter=lambda device, sources: Meter(["slow"], device=device),
         stop_ids=(),
         objective=None,
     )

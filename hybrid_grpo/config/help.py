@@ -32,8 +32,8 @@ def help_text(cls: Any, command: str, section: str | None) -> str:
 def _overview(cls: Any, command: str) -> Iterator[str]:
     yield f"usage: hybrid-grpo {command} [--config FILE ...] [--section.name VALUE ...]\n"
     yield textwrap.fill(" ".join(cls.__doc__.split()), 100) + "\n"
-    of_runs = sections(TrainConfig) | ({} if cls is SftConfig else sections(SftConfig))
-    names = [name for name in setting_names(cls) if name.partition(".")[0] not in of_runs]
+    of_runs = {*setting_names(TrainConfig), *(() if cls is SftConfig else setting_names(SftConfig))}
+    names = [name for name in setting_names(cls) if name not in of_runs]
     own = {f"--{name}": _brief(cls, name) for name in names}
     usual = {f"--{name}": _brief(cls, name) for name in _USUAL.split() if name in setting_names(cls)}
     for title, lines in (("options", _OPTIONS | own), ("settings to know first", usual)):
