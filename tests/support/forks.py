@@ -1,11 +1,13 @@
 """Programs in processes of their own, forked from one process that has already imported what they need.
 
 A new interpreter spends some six seconds of processor time on importing torch, transformers and DeepSpeed; a fork has
-them at once. Modules aside, a program starts as if it were alone: nothing has run in the process that is forked.
+them at once. But for what preloaded.py does, a program starts as if it were alone: nothing has run in the process that
+is forked.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -23,18 +25,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from unittest import mock
 
-from paths import ROOT
+from paths import ROOT, SUPPORT
 
-_IMPORTED = [
-    *("hybrid_grpo.trainer", "hybrid_grpo.stages.sft", "hybrid_grpo.stages.reward", "datasets", "peft"),
-    "transformers.models.qwen2.modeling_qwen2",
-    # It imports the compiler of torch, which takes as long as all of DeepSpeed.
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-]
 # Some of these are read when a module is imported, so they hold for every program.
 _ENVIRONMENT = {
     **{"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
-    # That compiler would keep threads and processes ready, and a process with threads cannot safely be forked.
+    # The compiler of torch would keep threads and processes ready, and a process with threads cannot safely be forked.
     "TORCH_WARM_POOL": "0",
 }
 _context = multiprocessing.get_context("forkserver")
@@ -90,12 +86,11 @@ class Ranks:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        variables |= {
-            **_ENVIRONMENT,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        }
-        with _starting, mock.patch.dict(os.environ, variables, clear=True):
-            _context.set_forkserver_preload(_IMPORTED)
+        path = list(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        variables |= {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path)}
+        imports = {**variables, "PYTHONPATH": os.pathsep.join([*path, str(SUPPORT)])}
+        with _starting, mock.patch.dict(os.environ, imports, clear=True):
+            _context.set_forkserver_preload(["preloaded"])
             forkserver.ensure_running()
         self.port = free_port()
         shared = {"WORLD_SIZE": str(world), "LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
@@ -162,6 +157,10 @@ def free_port() -> str:
 
 def _main(arguments: list[str], cwd: Path, environment: dict[str, str], outputs: tuple[Path, Path]) -> None:
     """Be the program: called in the fork."""
+    assert sys.modules.pop("preloaded"), "all that takes long has been imported"
+    sys.path.remove(str(SUPPORT))
+    # DeepSpeed collects garbage when it starts, which would look at all that was imported.
+    gc.freeze()
     os.setpgid(0, 0)
     # It is ignored where the tests were started in the background of a script, and that is inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
