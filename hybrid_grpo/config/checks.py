@@ -182,6 +182,10 @@ def check_publish(options: PublishOptionsConfig) -> None:
         "publish.hub and publish.folder are "
         + ("both set: take out one" if options.hub else "not set: give one of them"),
     )
+    refuse(
+        options.folder is not None and options.folder.startswith("~"),
+        f"publish.folder {options.folder}: ~ is only known to shells: write the whole path",
+    )
 
 
 def check_clean(config: CheckDataConfig) -> None:

@@ -19,7 +19,7 @@ _IN_ADDRESS = (
     (re.compile(r"([?&][^=&\s]*(?:token|key|secret|password|sig)[^=&\s]*=)[^&\s]+", re.IGNORECASE), rf"\1{MASK}"),
 )
 _LOCAL_PATH = re.compile(r"~?/[^/\n]+/[^\n]*")
-_LOCAL_FOLDERS = re.compile(r"(?<![\w.:/~\-])~?/(?:[^/\s'\"]+/)+")
+_LOCAL_FOLDERS = re.compile(r"(?<![^\s'\"(\[=,:])~?/(?:[^/\s'\"]+/)+")
 # `key` or `end_token` are arguments that no one needs to hide.
 _ARGUMENT = re.compile(
     r"(api|access|secret|private|auth)_?key$|^token$|(api|access|auth|bearer|hf|hub|session|service|wandb)_?token$"

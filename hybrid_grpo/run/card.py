@@ -178,8 +178,8 @@ class TrainedRun:
                 numbers.append(Number(name, lines[-1][name], before, _interval(name, lines[-1])))
         return Evaluation(
             numbers,
-            "Means over the held-out prompts, measured by the run. The interval of an accuracy is 1.96 standard errors"
-            " to both sides; where all prompts went alike it has none.",
+            "Means over the held-out data, measured by the run. The interval of an accuracy of completions is 1.96"
+            " standard errors to both sides; where all prompts went alike it has none.",
         )
 
 
@@ -220,7 +220,7 @@ def write_card(path: Path, run: TrainedRun, evaluation: Evaluation, name: str, l
         changed=_as_yaml(publishable(_differing(run.settings, to_dict(cls())))),
         ranks=int(run.facts.get("ranks", "1")),
     )
-    path.write_text(str(card), encoding="utf-8")
+    path.write_text(f"{card}\n", encoding="utf-8")
 
 
 def _changed(value: Any) -> Iterator[tuple[str, str]]:

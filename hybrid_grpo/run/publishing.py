@@ -127,9 +127,15 @@ def _into_folder(run: TrainedRun, evaluation: Evaluation, options: PublishOption
         sync_tree(beside / "draft")
         # Again, since copying a large model takes minutes.
         _check_target(target)
-        if target.exists():
+        replaces = target.exists()
+        if replaces:
             target.rename(beside / "old")
-        (beside / "draft").rename(target)
+        try:
+            (beside / "draft").rename(target)
+        except OSError:
+            if replaces:
+                (beside / "old").rename(target)
+            raise
 
 
 def _check_target(target: Path) -> None:
@@ -157,40 +163,49 @@ def _told(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{target} cannot be written: {why(error, target.absolute().parent)}: make room") from error
+        raise UserError(
+            f"{target} cannot be written: {why(error, target.absolute().parent)}: make room or mend it"
+        ) from error
+
+
+def _check_hub(name: str) -> None:
+    """Refuse a repository that the hub would refuse, before anything is written."""
+    refuse(
+        huggingface_hub.constants.HF_HUB_OFFLINE,
+        f"publish.hub {name}: HF_HUB_OFFLINE is set: take it out, or give publish.folder",
+    )
+    refuse("/" not in name, f"publish.hub {name} has no owner: give it as you/{name}")
+    with _refused_by_hub(name):
+        huggingface_hub.utils.validate_repo_id(name)
+    refuse(
+        huggingface_hub.get_token() is None,
+        f"publish.hub {name}: there is no token for the hub: log in with hf auth login, set HF_TOKEN, or give"
+        " publish.folder",
+    )
 
 
 def _onto_hub(run: TrainedRun, evaluation: Evaluation, options: PublishOptionsConfig, name: str) -> None:
     """Make the repository if there is none, and upload everything in one commit."""
-    with _folder_beside(run.folder / "publication") as beside, _refused_by_hub(name):
-        refuse(
-            huggingface_hub.constants.HF_HUB_OFFLINE,
-            f"publish.hub {name}: HF_HUB_OFFLINE is set: take it out, or give publish.folder",
-        )
-        refuse("/" not in name, f"publish.hub {name} has no owner: give it as you/{name}")
-        huggingface_hub.utils.validate_repo_id(name)
-        refuse(
-            huggingface_hub.get_token() is None,
-            f"publish.hub {name}: there is no token for the hub: log in with hf auth login, set HF_TOKEN, or give"
-            " publish.folder",
-        )
+    _check_hub(name)
+    # On the disk of the run, where links spare a copy of the weights.
+    with _folder_beside(run.folder / "publication") as beside:
         with _told(run.folder):
-            # On the disk of the run, where links spare a copy of the weights.
             _fill(beside / "draft", run, evaluation, options, _link)
-        api = huggingface_hub.HfApi()
-        api.create_repo(name, private=options.private, exist_ok=True)
-        files = set(api.list_repo_files(name)) - {".gitattributes"}
-        refuse(
-            bool(files) and CONTENTS not in files,
-            f"publish.hub {name} has files that are no publication: give the name of another repository",
-        )
-        api.upload_folder(
-            repo_id=name,
-            folder_path=beside / "draft",
-            commit_message=f"{run.folder.resolve().name} after step {run.step}",
-            # An earlier publication may have had more parts.
-            delete_patterns=["*.safetensors", "*.safetensors.index.json"],
-        )
+        with _refused_by_hub(name):
+            api = huggingface_hub.HfApi()
+            api.create_repo(name, private=options.private, exist_ok=True)
+            files = set(api.list_repo_files(name)) - {".gitattributes"}
+            refuse(
+                bool(files) and CONTENTS not in files,
+                f"publish.hub {name} has files that are no publication: give the name of another repository",
+            )
+            api.upload_folder(
+                repo_id=name,
+                folder_path=beside / "draft",
+                commit_message=f"{run.folder.resolve().name} after step {run.step}",
+                # An earlier publication may have had more parts.
+                delete_patterns=["*.safetensors", "*.safetensors.index.json"],
+            )
 
 
 @contextmanager

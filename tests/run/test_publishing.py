@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shutil
@@ -190,6 +191,7 @@ def test_nothing_that_strangers_should_not_see_is_published(run: Path) -> None:
 
 @pytest.mark.parametrize("shown", [
     *("https://example.org/a/b", "some/model", "runs/a/b.jsonl", "1/2 and 3/4", "a </think> tag", "/no_think"),
+    "<think>/<answer>/<end>",
     "sk-learn",
 ])  # fmt: skip
 def test_what_is_no_secret_is_left_as_it_is(shown: str) -> None:
@@ -297,6 +299,7 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "no run": ("there", ["--publish.folder=out"], "there is not the folder of a run: it has no config.yaml"),
     "no place": ("runs/run", [], "publish.hub and publish.folder are not set: give one of them"),
     "two places": ("runs/run", ["--publish.folder=out", "--publish.hub=me/x"], "are both set: take out one"),
+    "a shell's path": ("runs/run", ["--publish.folder=~/out"], "publish.folder ~/out: ~ is only known to shells"),
     "unknown model": ("runs/run", ["--publish.folder=out", "--publish.model=modl"], "did you mean model?"),
     "not finished": ("runs/new", ["--publish.folder=out"], "runs/new: the run has no trained model yet"),
     "of no stage": ("runs/odd", ["--publish.folder=out"], "runs/odd/config.yaml is of no stage of training"),
@@ -341,6 +344,7 @@ class Hub:
         self.uploaded: dict[str, bytes] = {}
 
     def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> Any:
+        _takes("create_repo", name, private=private, exist_ok=exist_ok)
         if self.refuses:
             request = httpx.Request("POST", "https://huggingface.co/api/repos/create")
             response = httpx.Response(403, request=request)
@@ -349,10 +353,17 @@ class Hub:
         return SimpleNamespace(repo_id=name)
 
     def list_repo_files(self, name: str) -> list[str]:
+        _takes("list_repo_files", name)
         return self.names
 
     def upload_folder(self, *, folder_path: Path, **arguments: Any) -> None:
+        _takes("upload_folder", folder_path=folder_path, **arguments)
         self.uploaded, self.arguments = files(folder_path), arguments
+
+
+def _takes(method: str, *arguments: Any, **keywords: Any) -> None:
+    """Raises TypeError where the library's own method is called otherwise."""
+    inspect.signature(getattr(huggingface_hub.hf_api.HfApi, method)).bind(None, *arguments, **keywords)
 
 
 @pytest.fixture
@@ -383,6 +394,23 @@ def test_a_repository_of_the_hub_gets_what_a_folder_gets(
     hub.names = ["README.md", "publication.json"]
     hg.publish(run, hub="me/x", private=False)
     assert hub.made[-1] == ("me/x", False)
+
+
+def test_a_folder_that_cannot_be_put_in_place_leaves_the_earlier_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hg.publish(run, folder="out")
+    first, rename = files(Path("out")), Path.rename
+
+    def fails(path: Path, target: Path) -> Path:
+        if path.name == "draft":
+            raise PermissionError(13, "Permission denied", str(target))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(hg.UserError, match=r"out cannot be written: out: Permission denied"):
+        hg.publish(run, folder="out")
+    assert files(Path("out")) == first and not list(Path().glob(".out*"))
 
 
 def test_the_hub_says_no(run: Path, hub: Hub) -> None:
