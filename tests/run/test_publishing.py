@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import httpx
 import huggingface_hub
@@ -24,8 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hybrid_grpo as hg
 from hybrid_grpo.__main__ import main
 from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig, build, dump
-from hybrid_grpo.config.secrets import publishable, publishable_text
-from hybrid_grpo.run.curves import draw_curves
 
 SECRET = "s3cret"
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
@@ -189,16 +186,6 @@ def test_nothing_that_strangers_should_not_see_is_published(run: Path) -> None:
     assert files(run / "model") == before
 
 
-@pytest.mark.parametrize("shown", [
-    *("https://example.org/a/b", "some/model", "runs/a/b.jsonl", "1/2 and 3/4", "a </think> tag", "/no_think"),
-    "<think>/<answer>/<end>",
-    "sk-learn",
-])  # fmt: skip
-def test_what_is_no_secret_is_left_as_it_is(shown: str) -> None:
-    assert publishable(shown) == shown and publishable_text(shown) == shown
-    assert publishable({"stop_ids": [1, None, shown]}) == {"stop_ids": [1, None, shown]}
-
-
 @pytest.mark.parametrize("stage, lines, tags, pipeline, results", [
     ("sft", [{"step": 1, "sft/loss": 2.0}, {"step": 4, "sft/loss": 1.0}], "sft", "text-generation", None),
     ("reward", [{"step": 4, "reward_model/heldout_accuracy": 0.875}], "reward-model", "text-classification", 0.875),
@@ -249,23 +236,6 @@ def test_the_best_model_and_an_evaluation_of_it(run: Path) -> None:
     ]
     assert [(r.dataset_name, r.metric_value) for r in card.data.eval_results] == [("math", 0.5)]
     assert "highest eval/heldout/accuracy (0.750)" in card.text and "after 2 steps" in card.text
-
-
-def test_curves_are_the_numbers_of_the_run() -> None:
-    picture = draw_curves(LINES[:-1])
-    assert picture is not None
-    root = ElementTree.fromstring(picture)
-    space = {"s": "http://www.w3.org/2000/svg"}
-    drawn = {}
-    for panel in root.findall("s:g", space):
-        title, *_ = [text.text for text in panel.findall("s:text", space)]
-        lines = [line.attrib["points"].split() for line in panel.findall("s:polyline", space)]
-        drawn[title] = [[tuple(map(float, point.split(","))) for point in line] for line in lines]
-    # 260 x 120 pixels for four steps and for the range of the values; the learning rate never changes.
-    assert drawn["Reward"] == [[(65.0, 120.0), (130.0, 80.0), (260.0, 0.0)]]
-    assert drawn["Held-out accuracy"] == [[(0.0, 105.0), (130.0, 30.0), (260.0, 45.0)], [(0.0, 120.0), (260.0, 90.0)]]
-    assert "Learning rate" not in drawn
-    assert draw_curves(LINES[:1]) is None and draw_curves([]) is None
 
 
 def test_an_earlier_publication_is_replaced_whole_or_stays(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
