@@ -27,6 +27,7 @@ setup(
         "transformers>=5.17",
         "datasets>=4.0",
         "httpx>=0.28",
+        "huggingface-hub>=1.31",
         "jinja2>=3.1",
         "mpmath>=1.3",
         "numpy>=1.26",

@@ -1,17 +1,17 @@
 """hybrid_grpo: GRPO post-training inside one DeepSpeed engine.
 
-`train`, `sft`, `reward`, `evaluate` and `generate` are the commands as functions; see `commands/api.py`. They are
-imported when they are first used, so that importing a room imports nothing else.
+`train`, `sft`, `reward`, `evaluate`, `generate` and `publish` are the commands as functions; see `commands/api.py`.
+They are imported when they are first used, so that importing a room imports nothing else.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybrid_grpo.commands.api import FinishedRun, evaluate, generate, reward, sft, train
+    from hybrid_grpo.commands.api import FinishedRun, evaluate, generate, publish, reward, sft, train
     from hybrid_grpo.config.errors import UserError
 
 __version__ = "0.1.0"
-__all__ = ["FinishedRun", "UserError", "evaluate", "generate", "reward", "sft", "train"]
+__all__ = ["FinishedRun", "UserError", "evaluate", "generate", "publish", "reward", "sft", "train"]
 
 
 def __getattr__(name: str) -> Any:

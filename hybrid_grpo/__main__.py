@@ -22,6 +22,7 @@ COMMANDS = {
     "eval": "accuracy on held-out sets, with intervals; two models compared",
     "plan": "memory and time of a training run, without loading weights",
     "report": "write report.html of a run again",
+    "publish": "the trained model of a run with a model card, on the Hugging Face hub or in a folder",
     "generate": "completions of prompts from a file, a pipe or the terminal, as JSON lines",
     "data": "duplicates, overlap with held-out prompts and faults of a data set: a report, and the cleaned rows",
     "score": "try reward functions on a file of completions, or on the rollouts of a run",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_grpo.config import GenerateConfig, RewardStageConfig, SftConfig, TrainConfig
+from hybrid_grpo.config import GenerateConfig, PublishConfig, RewardStageConfig, SftConfig, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.launching import adopt_rank
 from hybrid_grpo.config.parsing import ConfigT, Parsed, configure
@@ -25,7 +25,7 @@ from hybrid_grpo.config.recipes import overlay, read_recipe
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["FinishedRun", "UserError", "evaluate", "generate", "reward", "sft", "train"]
+__all__ = ["FinishedRun", "UserError", "evaluate", "generate", "publish", "reward", "sft", "train"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,18 @@ def generate(model: Any = None, data: Any = None, *, config: Any = None, **secti
     rows: list[dict[str, Any]] = []
     run(parsed.config, nullcontext(rows.append))
     return sorted(rows, key=lambda row: (row["id"], row["sample"]))
+
+
+def publish(run: FinishedRun | Path | str, **settings: Any) -> str:
+    """Publish the trained model of a run with a model card, as `hybrid-grpo publish` does.
+
+    `run` is what `train`, `sft` or `reward` gave back, or the folder of a run; the keywords are the settings of
+    `publish`, as in `folder="published"`. Returns the address of the repository, or the folder.
+    """
+    from hybrid_grpo.commands.publish import publish as publish_run
+
+    folder = run.folder if isinstance(run, FinishedRun) else Path(run)
+    return publish_run(folder, configure(PublishConfig, {"publish": settings}).config.publish)
 
 
 def _configure(

@@ -15,6 +15,7 @@ from hybrid_grpo.config.commands import (
     GenerateConfig,
     ModelRunConfig,
     PlanConfig,
+    PublishConfig,
     RewardStageConfig,
     ScoreConfig,
     ServeRewardConfig,
@@ -27,6 +28,7 @@ from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.preferences import RewardLoopConfig
+from hybrid_grpo.config.publishing import PublishOptionsConfig
 from hybrid_grpo.config.rewards import RewardConfig, ScoringConfig, ServeOptionsConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig
 from hybrid_grpo.config.run import LogConfig, RunConfig

@@ -28,6 +28,7 @@ from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.held_out import check_best, held_out_sets
 from hybrid_grpo.config.network import bearer_token, is_loopback
+from hybrid_grpo.config.publishing import PublishOptionsConfig
 from hybrid_grpo.config.rewards import RewardConfig
 
 _MOST_ROWS = 2**16
@@ -174,6 +175,19 @@ def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
             _check_source("SOURCE", source)
 
 
+def check_publish(options: PublishOptionsConfig) -> None:
+    """Refuse to publish nowhere, or in two places."""
+    refuse(
+        (options.hub is None) == (options.folder is None),
+        "publish.hub and publish.folder are "
+        + ("both set: take out one" if options.hub else "not set: give one of them"),
+    )
+    refuse(
+        options.folder is not None and options.folder.startswith("~"),
+        f"publish.folder {options.folder}: ~ is only known to shells: write the whole path",
+    )
+
+
 def check_clean(config: CheckDataConfig) -> None:
     """Refuse to look for faults in rows where it cannot work."""
     data, clean = config.data, config.clean
@@ -222,7 +236,7 @@ def _refuse_indivisible(name: str, value: int, divisor: int, why: str) -> None:
 def _check_model(config: ModelRunConfig) -> None:
     model, rank, folder = config.policy.model, config.lora.rank, config.run.dir
     refuse(not model, "policy.model is not set: give a model folder or a hub name")
-    if _looks_like_path(model):
+    if looks_like_path(model):
         refuse(Path(model).is_file(), f"policy.model {model} is a file: give the folder of a model or a hub name")
         refuse(not Path(model).is_dir(), f"policy.model {model}: there is no such folder")
         refuse(
@@ -259,14 +273,14 @@ def _check_source(name: str, source: Any) -> None:
     if not isinstance(source, str):
         return
     refuse(not source, f"{name} is not set: give a JSONL or parquet file, a dataset folder or a hub name")
-    if _looks_like_path(source):
+    if looks_like_path(source):
         refuse(not Path(source).exists(), f"{name} {source}: there is no such file or folder")
         is_special = not Path(source).is_file() and not Path(source).is_dir()
         refuse(is_special, f"{name} {source} is neither a file nor a folder: give a file on disk")
         refuse(Path(source).is_file() and Path(source).stat().st_size == 0, f"{name} {source} is empty")
 
 
-def _looks_like_path(name: str) -> bool:
+def looks_like_path(name: str) -> bool:
     """A hub name is `name` or `owner/name`; anything that exists, or could not be one, is a path."""
     return (
         os.path.exists(name)

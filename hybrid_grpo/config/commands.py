@@ -17,6 +17,7 @@ from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.preferences import PairEvalConfig, RewardLoopConfig
+from hybrid_grpo.config.publishing import PublishOptionsConfig
 from hybrid_grpo.config.rewards import RewardList, ScoringConfig, ServeOptionsConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig
 from hybrid_grpo.config.run import CheckpointConfig, LogConfig, RunConfig
@@ -293,6 +294,14 @@ class CheckDataConfig(TrainConfig):
     def _check_sections(self) -> CheckDataConfig:
         _refuse_mixture(self.data, "data")
         return self  # nothing is trained
+
+
+@dataclass(frozen=True, config=SECTION)
+class PublishConfig:
+    """Publish the trained model of RUN, the folder of a run of any stage, with a model card that is made from the run:
+    evaluation, curves, data, objective, versions, and the settings to repeat it."""
+
+    publish: PublishOptionsConfig = field(default_factory=PublishOptionsConfig)
 
 
 @dataclass(frozen=True, config=SECTION)

@@ -1,4 +1,5 @@
-"""Secrets: which names have some, the environment without them, and settings that may be shown."""
+"""Secrets: which names have some, the environment without them, settings that may be shown, and those that may be
+published."""
 
 import re
 from collections.abc import Mapping
@@ -11,6 +12,14 @@ _VARIABLE = re.compile(
     r"(^|_)(TOKENS?|KEY|KEYS|KEY_ID|AUTH|CREDENTIALS?)$|SECRET|PASSWORD|PASSWD|PASSPHRASE|_TOKEN_|API_?KEY",
     re.IGNORECASE,
 )
+_TOKEN = re.compile(r"\b(?:hf_|gh[opsru]_|sk-)[\w\-]{16,}|\bAKIA[0-9A-Z]{16}\b|(?<=Bearer )[^\s'\"]+")
+"""Tokens of services that are known by how they begin."""
+_IN_ADDRESS = (
+    (re.compile(r"(\w://)[^/\s@]+@"), rf"\1{MASK}@"),
+    (re.compile(r"([?&][^=&\s]*(?:token|key|secret|password|sig)[^=&\s]*=)[^&\s]+", re.IGNORECASE), rf"\1{MASK}"),
+)
+_LOCAL_PATH = re.compile(r"~?/[^/\n]+/[^\n]*")
+_LOCAL_FOLDERS = re.compile(r"(?<![^\s'\"(\[=,:])~?/(?:[^/\s'\"]+/)+")
 # `key` or `end_token` are arguments that no one needs to hide.
 _ARGUMENT = re.compile(
     r"(api|access|secret|private|auth)_?key$|^token$|(api|access|auth|bearer|hf|hub|session|service|wandb)_?token$"
@@ -42,6 +51,30 @@ def refuse_masked(kwargs: Mapping[str, Any]) -> None:
             f"rewards: kwargs {name} is {MASK}, as a run's config.yaml has it in place of the secret: give it again, or"
             f" let the function read a variable of the environment that {name}_env names",
         )
+
+
+def publishable(value: Any, name: str = "") -> Any:
+    """A setting, or a mapping of settings, as strangers may read it.
+
+    Secrets are masked, known by the names of settings and by how tokens and addresses look. Of absolute paths only the
+    last name is left.
+    """
+    if isinstance(value, Mapping):
+        return {key: publishable(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [publishable(item, name) for item in value]
+    if not isinstance(value, str):
+        return value
+    if _is_secret(name, value):
+        return MASK
+    return value.rstrip("/").rpartition("/")[2] if _LOCAL_PATH.fullmatch(value) else publishable_text(value)
+
+
+def publishable_text(text: str) -> str:
+    """Text as strangers may read it; see `publishable`. Of paths in the text the folders are left out."""
+    for pattern, shown in _IN_ADDRESS:
+        text = pattern.sub(shown, text)
+    return _LOCAL_FOLDERS.sub("", _TOKEN.sub(MASK, text))
 
 
 def _is_secret(name: str, value: Any) -> bool:

@@ -1,15 +1,20 @@
 """The trained model as a folder in Hugging Face format, which is whole or absent."""
 
+from __future__ import annotations
+
 import json
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybrid_grpo.distributed import rank
-from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.run.files import replace_text, sync, sync_tree
 from hybrid_grpo.run.writing import WriteFailed, write_together
 
-_FACTS = "run.json"
+if TYPE_CHECKING:
+    from hybrid_grpo.policy import TrainedModel
+
+FACTS = "run.json"
 """File of the folder that tells which step it is of."""
 
 
@@ -25,7 +30,7 @@ def export(policy: TrainedModel, model: Path, facts: dict[str, float]) -> None:
 
     def publish() -> None:
         if rank() == 0:
-            replace_text(draft / _FACTS, json.dumps(facts) + "\n")
+            replace_text(draft / FACTS, json.dumps(facts) + "\n")
             sync_tree(draft)
             if model.exists():
                 model.rename(old)
@@ -46,7 +51,7 @@ def export(policy: TrainedModel, model: Path, facts: dict[str, float]) -> None:
 def exported(model: Path) -> dict[str, float]:
     """The facts that were written with the folder `model`; empty where there is none, or another program wrote it."""
     try:
-        facts = json.loads((model / _FACTS).read_bytes())
+        facts = json.loads((model / FACTS).read_bytes())
         return {name: float(value) for name, value in facts.items()} | {"step": int(facts["step"])}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -10,10 +10,12 @@ import pytest
 import torch
 import yaml
 from forks import Done
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workshop import Workshop
 
+from hybrid_grpo.__main__ import main
 from hybrid_grpo.run.metrics import describe
 from hybrid_grpo.run.statistics import compare
 
@@ -309,6 +311,32 @@ def test_eval_says_how_sure_it_is_and_compares_two_models(workshop: Workshop, ru
     assert 0 <= low <= said["eval/heldout/accuracy"] <= high <= 1
     for shown in ("heldout/accuracy", "95 % interval", "sampled/pass@4", "sampled/maj@4", "difference"):
         assert shown in runs.evaluation.err
+
+
+def test_a_run_is_published_with_its_evaluation(
+    workshop: Workshop, runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Loaded anew, the published model answers as the trained one; its card has the numbers of `eval`, and the base
+    model that they were compared with."""
+    monkeypatch.chdir(workshop.folder)
+    workshop.write("evaluation.json", runs.evaluation.out)
+    run = runs.whole[0].relative_to(workshop.folder)
+    place = ["--publish.folder=published", "--publish.evaluation=evaluation.json"]
+    assert main(["publish", str(run), *place]) == 0 and capsys.readouterr().out == "published\n"
+    said = json.loads(runs.evaluation.out.strip().splitlines()[-1])
+    card = ModelCard.load("published/README.md")
+    results = {
+        f"eval/{result.dataset_name}/{result.metric_type}": result.metric_value for result in card.data.eval_results
+    }
+    assert len(results) == 5 and results == {name: said[name] for name in results}
+    low, high = said["intervals"]["eval/heldout/accuracy"]
+    before, after = said["against"]["eval/heldout/accuracy"], said["eval/heldout/accuracy"]
+    assert f"| heldout/accuracy | {before:.3f} | {after:.3f} | {low:.3f} to {high:.3f} |" in card.text
+    recipe = yaml.safe_load((workshop.folder / "published/config.yaml").read_text())
+    assert recipe == yaml.safe_load((run / "config.yaml").read_text())
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (run / "model", "published")]
+    words = AutoTokenizer.from_pretrained("published")("dcab=", return_tensors="pt")
+    assert models[0](**words).logits.equal(models[1](**words).logits)
 
 
 def test_report_writes_the_report_again(runs: Runs) -> None:

@@ -12,6 +12,7 @@ from hybrid_grpo.config import (
     CheckDataConfig,
     EvaluateConfig,
     GenerateConfig,
+    PublishConfig,
     RewardStageConfig,
     ServeRewardConfig,
     SftConfig,
@@ -30,7 +31,7 @@ def help_of(cls: Any, capsys: pytest.CaptureFixture[str], *section: str) -> str:
 
 CLASSES = [
     *(TrainConfig, SftConfig, RewardStageConfig, EvaluateConfig),
-    *(GenerateConfig, CheckDataConfig, ServeRewardConfig),
+    *(GenerateConfig, CheckDataConfig, PublishConfig, ServeRewardConfig),
 ]
 
 

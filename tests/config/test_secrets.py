@@ -6,7 +6,7 @@ from reward_helpers import isolated, rows
 
 from hybrid_grpo.config import RewardConfig, TrainConfig, build, dump, to_dict
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.secrets import public_environment
+from hybrid_grpo.config.secrets import public_environment, publishable, publishable_text
 
 
 @pytest.mark.parametrize("name, seen", [
@@ -28,6 +28,16 @@ def test_a_secret_argument_is_in_nothing_that_is_written_down():
     assert yaml.safe_load(dump(config))["rewards"][0]["kwargs"] == shown
     with pytest.raises(UserError, match=r"kwargs api_key is \*\*\*, as a run's config.yaml has it"):
         build(TrainConfig, yaml.safe_load(dump(config)))
+
+
+@pytest.mark.parametrize("shown", [
+    *("https://example.org/a/b", "some/model", "runs/a/b.jsonl", "1/2 and 3/4", "a </think> tag", "/no_think"),
+    "<think>/<answer>/<end>",
+    "sk-learn",
+])  # fmt: skip
+def test_what_is_no_secret_is_published_as_it_is(shown):
+    assert publishable(shown) == shown and publishable_text(shown) == shown
+    assert publishable({"stop_ids": [1, None, shown]}) == {"stop_ids": [1, None, shown]}
 
 
 @pytest.mark.process

@@ -1,0 +1,28 @@
+"""`publish`: the trained model of a run with a model card, on the Hugging Face hub or in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hybrid_grpo.config import PublishConfig, PublishOptionsConfig
+from hybrid_grpo.config.checks import check_publish
+from hybrid_grpo.config.parsing import leading_argument, parse
+
+COMMAND = "publish RUN"
+
+
+def run(arguments: list[str]) -> None:
+    """Parse and publish; prints the address of the repository, or the folder."""
+    folder, options = leading_argument(
+        arguments, f"hybrid-grpo {COMMAND} --publish.hub NAME or --publish.folder FOLDER"
+    )
+    print(publish(Path(folder), parse(PublishConfig, options, COMMAND).config.publish))
+
+
+def publish(folder: Path, options: PublishOptionsConfig) -> str:
+    """Publish the run in `folder`; returns the address of the repository, or the folder. Raises UserError."""
+    check_publish(options)
+
+    from hybrid_grpo.run import publishing
+
+    return publishing.publish(folder, options)
