@@ -1,0 +1,59 @@
+"""A critic beside the policy: the same steps on one rank and on two, at any ZeRO stage, and after going on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from critic_programs import METRICS
+from launching import make_task, ranks
+
+Seen = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Seen, Seen]:
+    """What one rank of two has seen, and then one alone."""
+    folder = make_task(tmp_path_factory.mktemp("task"))
+    two, _ = ranks(2, "two", folder, programs="critic_programs.py")
+    (one,) = ranks(1, "one", folder, programs="critic_programs.py")
+    return two, one
+
+
+def assert_close(ours: Seen, theirs: Seen) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        if name in METRICS:
+            assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        else:
+            for weight, numbers in value.items():
+                assert ours[name][weight] == pytest.approx(numbers, abs=1e-5), weight
+
+
+@pytest.mark.ranks
+def test_a_step_depends_neither_on_the_ranks_nor_on_the_stage(runs: tuple[Seen, Seen]) -> None:
+    two, one = runs
+    for ours, theirs in zip(two["steps"], one["steps"], strict=True):
+        assert_close(ours, theirs)
+    assert_close(one["resumed"][0], one["steps"][2])
+
+
+@pytest.mark.ranks
+def test_a_run_goes_on_to_the_bit(runs: tuple[Seen, Seen]) -> None:
+    two, _ = runs
+    assert two["again"] == two["resumed"] == two["steps"][2:]
+
+
+@pytest.mark.ranks
+def test_the_critic_learns_alone_and_then_with_the_policy(runs: tuple[Seen, Seen]) -> None:
+    alone, *later = runs[1]["steps"]
+    assert alone["critic/value"] == 0.0 and alone["critic/explained_variance"] == pytest.approx(0.0, abs=1e-12)
+    assert alone.keys() & {"policy/loss", "policy/grad_norm"} == set()
+    for step in later:
+        assert step["critic/value"] != 0.0 and step["policy/grad_norm"] > 0 and step["critic/grad_norm"] > 0
+        assert 0 < step["critic/clip_frac"] < 1
+    assert later[0]["Critic"] != later[1]["Critic"] and later[0]["Policy"] != alone["Policy"]
+    # Under adapters the policy's own weights stay, and all of the critic's are trained.
+    adapted = runs[1]["lora"][1]
+    assert all("lora" in name for name in adapted["Policy"]) and "model.score.weight" in adapted["Critic"]
+    assert adapted["policy/grad_norm"] > 0
