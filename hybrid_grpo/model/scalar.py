@@ -81,11 +81,19 @@ def scalar_config(name: str, padding: int | None = None, setting: str = "policy.
 def check_scalar(name: str, setting: str = "policy.model") -> Any:
     """`scalar_config`, for a classifier that reads its last token by a linear head; raises UserError for another."""
     config = scalar_config(name, setting=setting)
-    with torch.device("meta"):
-        head = getattr(AutoModelForSequenceClassification.from_config(config), _HEAD, None)
-    is_linear = isinstance(head, nn.Linear)
+    is_linear = isinstance(getattr(_without_weights(config), _HEAD, None), nn.Linear)
     refuse(not is_linear, f"{setting} {name}: {config.model_type}: {_NO_CLASSIFIER}: take another model")
     return config
+
+
+def count_parameters(name: str) -> int:
+    """Parameters of the classifier of one label that a model folder or hub name gives."""
+    return sum(parameter.numel() for parameter in _without_weights(scalar_config(name)).parameters())
+
+
+def _without_weights(config: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForSequenceClassification.from_config(config)
 
 
 def load_scalar_model(
