@@ -53,7 +53,12 @@ def test_the_critic_learns_alone_and_then_with_the_policy(runs: tuple[Seen, Seen
         assert step["critic/value"] != 0.0 and step["policy/grad_norm"] > 0 and step["critic/grad_norm"] > 0
         assert 0 < step["critic/clip_frac"] < 1
     assert later[0]["Critic"] != later[1]["Critic"] and later[0]["Policy"] != alone["Policy"]
-    # Under adapters the policy's own weights stay, and all of the critic's are trained.
-    adapted = runs[1]["lora"][1]
-    assert all("lora" in name for name in adapted["Policy"]) and "model.score.weight" in adapted["Critic"]
-    assert adapted["policy/grad_norm"] > 0
+
+
+@pytest.mark.ranks
+def test_the_command_trains_both_and_saves_both(runs: tuple[Seen, Seen]) -> None:
+    alone, both = runs[1]["metrics"]
+    assert alone["critic/lr"] == both["critic/lr"] == 1e-5
+    assert "policy/lr" not in alone and both["policy/lr"] == 1e-6
+    assert both["time/critic_s"] > 0
+    assert runs[1]["files"] == ["policy_00000_of_00001.pt", "state_00000_of_00001.pt"]

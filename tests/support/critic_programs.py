@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from rank_programs import main
 
+import hybrid_grpo as hg
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import (
     CriticConfig,
     DataConfig,
     EngineConfig,
     GrpoConfig,
-    LoraConfig,
     PolicyConfig,
     RewardConfig,
     RolloutConfig,
@@ -22,7 +23,7 @@ from hybrid_grpo.config import (
 )
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.distributed import barrier, world_size
-from hybrid_grpo.policy import Policy, Reference, UnadaptedReference
+from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.run.critic import Critic
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
@@ -33,13 +34,12 @@ METRICS = (
 )
 
 
-def build(folder: Path, *, critic_stage: int, lora: int = 0, **critic: Any) -> Trainer:
+def build(folder: Path, *, critic_stage: int) -> Trainer:
     """A run on the quickstart's tiny model and task, of one completion a prompt, with a KL in the reward and four
     optimizer steps a rollout. In the first step only the critic learns."""
     config = TrainConfig(
         run=RunConfig(steps=10),
         policy=PolicyConfig(model=str(folder / "model"), dtype="float32", lr=1e-3, micro_batch_tokens=160),
-        lora=LoraConfig(rank=lora),
         engine=EngineConfig(zero_stage=3, adam="torch"),
         data=DataConfig(path=str(folder / "train.jsonl"), limit=100),
         rollout=RolloutConfig(prompts_per_step=24, num_generations=1, max_completion_tokens=8),
@@ -48,19 +48,15 @@ def build(folder: Path, *, critic_stage: int, lora: int = 0, **critic: Any) -> T
             num_minibatches=2,
             num_iterations=2,
         ),
-        critic=CriticConfig(zero_stage=critic_stage, lr=1e-3, warmup_steps=1, lam=0.9, gamma=0.99, clip=0.01, **critic),
+        critic=CriticConfig(zero_stage=critic_stage, lr=1e-3, warmup_steps=1, lam=0.9, gamma=0.99, clip=0.01),
         rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
     )
     device = engines.start()
     plan = check_train(config, world_size())
     inputs = RunInputs.read(config)
-    policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=100, lora=config.lora)
-    reference: Reference
-    if policy.adapters is not None:
-        reference = UnadaptedReference(policy.engine, policy.adapters)
-    else:
-        reference = Reference(config.policy, config.engine)
-    return Trainer(config, plan, policy, reference, inputs, device, Critic(config, plan, inputs.tokenizer))
+    policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=100)
+    reference, critic = Reference(config.policy, config.engine), Critic(config, plan, inputs.tokenizer)
+    return Trainer(config, plan, policy, reference, inputs, device, critic)
 
 
 def steps(trainer: Trainer, numbers: range) -> list[dict[str, Any]]:
@@ -112,13 +108,31 @@ def two(folder: Path) -> dict[str, Any]:
 
 
 def one(folder: Path) -> dict[str, Any]:
-    """The same three steps at another stage; the third after the checkpoint of two ranks; and a policy of adapters."""
+    """The same three steps at another stage; the third after the checkpoint of two ranks; and a run by the command."""
     trainer = build(folder, critic_stage=0)
     seen = {"steps": steps(trainer, range(1, 4))}
     restore(trainer, folder, "two")
     seen["resumed"] = steps(trainer, range(3, 4))
-    seen["lora"] = steps(build(folder, critic_stage=3, lora=2), range(1, 3))
-    return seen
+    return {**seen, **command(folder)}
+
+
+def command(folder: Path) -> dict[str, Any]:
+    """What `train` leaves behind, with adapters in the policy: the lines of its metrics and the files of the critic."""
+    run = hg.train(
+        model=folder / "model",
+        data=str(folder / "train.jsonl"),
+        rewards=["exact_match"],
+        run={"dir": str(folder), "name": "run", "steps": 2},
+        policy={"dtype": "float32"},
+        lora={"rank": 2},
+        rollout={"prompts_per_step": 4, "num_generations": 2, "max_completion_tokens": 4},
+        grpo={"baseline": "critic"},
+        critic={"model": str(folder / "model"), "warmup_steps": 1},
+        log={"wandb": "disabled"},
+    )
+    critic = run.folder / "checkpoints/step_000002/critic"
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    return {"metrics": [json.loads(line) for line in lines], "files": sorted(path.name for path in critic.iterdir())}
 
 
 if __name__ == "__main__":
