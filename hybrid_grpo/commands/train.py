@@ -36,7 +36,6 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     inputs = RunInputs.read(config)
     with_critic = config.grpo.baseline == "critic"
     if with_critic:
-        engine.check_config(config.critic.as_policy(config.policy), config.critic.as_engine(config.engine))
         check_critic(config, inputs.tokenizer, inputs.longest_prompt + config.rollout.max_completion_tokens)
     hardware = of_device(device, config.policy.dtype)
     held_out = inputs.held_out_rows, inputs.held_out_longest

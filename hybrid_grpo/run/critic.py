@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_grpo import engine as engines
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import MicroBatch, Numbers, Rollout, Scores, TrainBatch
@@ -107,6 +108,7 @@ def check_critic(config: TrainConfig, tokenizer: Any, longest: int) -> None:
         longest: tokens of the longest prompt and completion.
     """
     policy, setting = config.critic.as_policy(config.policy), _setting(config)
+    engines.check_config(policy, config.critic.as_engine(config.engine))
     name, model_config = policy.model, check_scalar(policy.model, setting)
     if config.critic.model is None:
         return

@@ -95,13 +95,13 @@ def restore(trainer: Trainer, folder: Path, tag: str) -> None:
 
 def two(folder: Path) -> dict[str, Any]:
     """Three steps, saved after the second; and the third again, by the same engines and by new ones."""
-    trainer = build(folder, critic_stage=2)
+    trainer = build(folder, critic_stage=3)
     seen = {"steps": steps(trainer, range(1, 3))}
     save(trainer, folder, "two")
     seen["steps"] += steps(trainer, range(3, 4))
     restore(trainer, folder, "two")
     seen["again"] = steps(trainer, range(3, 4))
-    resumed = build(folder, critic_stage=2)
+    resumed = build(folder, critic_stage=3)
     restore(resumed, folder, "two")
     seen["resumed"] = steps(resumed, range(3, 4))
     return seen
