@@ -9,7 +9,7 @@ from annotated_types import Le
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.config.fields import SECTION, Positive, PositiveShare, Share, Switch, Text, Whole
+from hybrid_grpo.config.fields import SECTION, NotNegative, Positive, PositiveShare, Share, Switch, Text, Whole
 from hybrid_grpo.config.model import EngineConfig, PolicyConfig
 
 _OF_POLICY = (
@@ -38,9 +38,9 @@ class CriticConfig:
     lam: Share = 1.0
     """Lambda of generalized advantage estimation (arXiv:1506.02438). 1 compares a token with all that its completion
     earns after it; below 1 the critic's own values stand in for what is far away: 0.95 looks about 20 tokens ahead."""
-    clip: Positive | None = 0.2
+    clip: NotNegative = 0.2
     """A value that moved further than this from what it was at the beginning of the step adds no gradient that would
-    move it on (PPO's clipped value loss); in units of the reward. null clips nothing."""
+    move it on (PPO's clipped value loss); in units of the reward. 0 clips nothing."""
     whiten: Switch = True
     """Give the advantages of all tokens of a step, over all ranks, mean 0 and standard deviation 1."""
     zero_stage: Annotated[Whole, Le(3)] | None = None

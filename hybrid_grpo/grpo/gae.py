@@ -147,7 +147,7 @@ def value_loss(
     real_bT = (weight_bT > 0) & ~return_bT.isnan()
     value_bT, old_bT, return_bT = (torch.where(real_bT, given, 0.0) for given in (value_bT, old_value_bT, return_bT))
     error_bT, clipped_bT = (value_bT - return_bT).square(), torch.zeros_like(real_bT)
-    if critic.clip is not None:
+    if critic.clip:
         moved_bT = value_bT - old_bT
         bound_bT = (old_bT + moved_bT.clamp(-critic.clip, critic.clip) - return_bT).square()
         # Where a value has not moved as far, both are the same but for rounding.
