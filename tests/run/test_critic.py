@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
 from critic_programs import METRICS
 from launching import make_task, ranks
+from tiny_models import build, tiny_config
+
+from hybrid_grpo.config import PolicyConfig
+from hybrid_grpo.data.packing import pack, pad
+from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.scalar import ScalarModel, load_scalar_model
+from hybrid_grpo.run.critic import Critic
 
 Seen = dict[str, Any]
 
@@ -62,3 +71,27 @@ def test_the_command_trains_both_and_saves_both(runs: tuple[Seen, Seen]) -> None
     assert "policy/lr" not in alone and both["policy/lr"] == 1e-6
     assert both["time/critic_s"] > 0
     assert runs[1]["files"] == ["policy_00000_of_00001.pt", "state_00000_of_00001.pt"]
+
+
+@pytest.mark.parametrize("share", ["on", "off", "padded"])
+def test_a_value_is_that_of_the_state_before_its_token(tmp_path: Path, share: Any) -> None:
+    """Against transformers' own forward of each row; rows of a prompt share it, and the last token is never read."""
+    build(tiny_config("qwen2", tie_word_embeddings=False)).save_pretrained(tmp_path)
+    policy = PolicyConfig(model=str(tmp_path), dtype="float32")
+    model = load_scalar_model(policy, "eager" if share == "padded" else ATTENTION, seed=1)
+    plain = load_scalar_model(policy, "eager", seed=1)
+    critic = Critic.__new__(Critic)
+    critic.engine = cast(Any, ScalarModel(model))
+    critic.engine.device = torch.device("cpu")
+    prompts = [[1, 2, 3], [1, 2, 3], [1, 2, 3], [9, 8]]
+    completions = [[4], [5, 6, 7], [5, 8], [10, 11, 12, 13]]
+    given = prompts, completions, range(4), 9, torch.device("cpu")
+    batches = pad(*given) if share == "padded" else pack(*given, share=share)
+    assert len(batches) > 1
+    value_BT = critic.values(batches, (4, 4))
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        hidden_1SD = plain.base_model(torch.tensor([[*prompt, *completion[:-1]]])).last_hidden_state
+        expected_T = plain.score(hidden_1SD[0, len(prompt) - 1 :]).squeeze(-1)
+        assert expected_T.abs().min() > 1e-4
+        assert value_BT[row, : len(completion)].tolist() == pytest.approx(expected_T.tolist(), abs=1e-5)
+        assert not value_BT[row, len(completion) :].any()
