@@ -226,8 +226,9 @@ class Policy(TrainedModel):
 class Scorer(TrainedModel):
     """A model of one number a token (`ScalarModel`) inside one DeepSpeed engine, which only scores and is trained.
 
-    `padding` is the token that the exported classifier takes for padding, and `seed` starts a head that is new. The
-    other arguments are those of `TrainedModel`.
+    `padding` is the token that the exported classifier takes for padding, and `seed` starts a head that is new, with
+    `head_std` (see `load_scalar_model`). `setting` is the one that names the model. The other arguments are those of
+    `TrainedModel`.
     """
 
     def __init__(
@@ -236,12 +237,14 @@ class Scorer(TrainedModel):
         engine: EngineConfig,
         tokenizer: Any,
         total_steps: int,
-        padding: int,
+        padding: int | None,
         lora: LoraConfig | None = None,
         seed: int = 0,
+        head_std: float | None = None,
+        setting: str = "policy.model",
     ) -> None:
         self._padding = padding
-        load = functools.partial(load_scalar_model, policy, seed=seed)
+        load = functools.partial(load_scalar_model, policy, seed=seed, head_std=head_std, setting=setting)
         super().__init__(policy, engine, tokenizer, total_steps, lora, seed, load=load, wrap=ScalarModel)
 
     def pair_batches(self, pairs: Sequence[tuple[list[int], list[int]]], *, gradients: bool = True) -> list[MicroBatch]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from hybrid_grpo.distributed import rank
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
 from hybrid_grpo.grpo.kl import KlController
-from hybrid_grpo.grpo.loss import micro_batch_loss, reward_kl
+from hybrid_grpo.grpo.loss import micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
 from hybrid_grpo.grpo.resampling import group_slots, resample
 from hybrid_grpo.policy import Policy, Reference
+from hybrid_grpo.run.critic import Critic
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.run.measure import measure_health, measure_memory, measure_parity, measure_rollout
+from hybrid_grpo.run.measure import measure_parity, measure_sampling, measure_step, measure_training
 from hybrid_grpo.run.stage import Stage
 
 
@@ -33,6 +35,7 @@ class Trainer(Stage):
         reference: what the policy is held close to; None where beta is 0.
         inputs: prompts and rewards.
         device: the device of this rank.
+        critic: what advantages are relative to, instead of the group, with grpo.baseline critic (PPO).
     """
 
     def __init__(
@@ -43,8 +46,10 @@ class Trainer(Stage):
         reference: Reference | None,
         inputs: RunInputs,
         device: torch.device,
+        critic: Critic | None = None,
     ) -> None:
         self.config, self.plan, self.device, self.reference, self.inputs = config, plan, device, reference, inputs
+        self.critic = critic
         self.policy: Policy = policy
         self.eval_sets = inputs.eval_sets
         self.meter = inputs.meter(device, config.data.source_names)
@@ -55,7 +60,6 @@ class Trainer(Stage):
         self.recomputes = auto if grpo.old_logp == "auto" else grpo.old_logp == "policy"
         # The filtered distribution is not the policy's: with its log-probabilities no ratio is 1.
         self.starts_on_policy = self.recomputes or not filtered
-        self.kl_in_reward = grpo.beta != 0 and grpo.kl_in == "reward"
         self.parts = {"loader": self.loader, "kl": self.kl}
         self.shards = reference if grpo.ref_every else None
 
@@ -117,10 +121,7 @@ class Trainer(Stage):
             prompts, config, stop_ids, seed=seed, step=step, on_finish=on_finish, on_step=look
         )
         gather_s, release_s = self.policy.engine.gather_s, self.policy.engine.release_s
-        self.meter.add("time/generate_s", time.perf_counter() - start - gather_s - release_s)
-        self.meter.add("time/gather_s", gather_s)
-        self.meter.add("time/switch_s", gather_s + release_s)
-        self.meter.add("completion/sampled_tokens", rollout.num_tokens)
+        self.meter.update(measure_sampling(rollout, time.perf_counter() - start, gather_s, release_s))
         if self.device.type != "cpu":
             self.meter.add("throughput/graph_captures", stats.captures)
         return rollout
@@ -132,7 +133,7 @@ class Trainer(Stage):
         """
         if not self.recomputes:
             return rollout.logp_BT.to(self.device)
-        if self.plan.optimizer_steps == 1 and not self.kl_in_reward:
+        if self.plan.optimizer_steps == 1 and not self.kl.in_reward:
             return None
         with self.meter.time("time/old_logp_s"):
             return self.scored(rollout, self.policy)
@@ -153,13 +154,15 @@ class Trainer(Stage):
     def advantages(
         self, rollout: Rollout, scores: Scores, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None
     ) -> Tensor:
-        """How much better every token was than the other completions of its group, float32 [B, T]."""
-        kl_cost_B = None
-        if self.kl_in_reward:
-            assert old_logp_BT is not None and ref_logp_BT is not None
-            mask_BT, estimator = rollout.mask_BT.to(self.device), self.config.grpo.kl_estimator
-            kl_cost_B = self.kl.beta * reward_kl(old_logp_BT, ref_logp_BT, mask_BT, estimator).double().cpu()
-        advantages_BT, numbers = token_advantages(rollout, scores, self.config, kl_cost_B, self.device)
+        """How much better every token was than the other completions of its group, or than what the critic expected,
+        float32 [B, T]."""
+        kl_BT, beta = self.kl.of_reward(old_logp_BT, ref_logp_BT, rollout.mask_BT), self.kl.beta
+        if self.critic is None:
+            advantages_BT, numbers = token_advantages(rollout, scores, self.config, kl_BT, beta, self.device)
+        else:
+            with self.meter.time("time/critic_s"):
+                batches = self.micro_batches(rollout, range(len(rollout.completions)), gradients=False)
+                advantages_BT, numbers = self.critic.advantages(rollout, scores, batches, kl_BT, beta)
         self.meter.update(numbers)
         return advantages_BT.to(self.device)
 
@@ -170,8 +173,10 @@ class Trainer(Stage):
         self.progress.enter("update")
         start = time.perf_counter()
         signals = Signals(rollout.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT)
-        for number, batches in enumerate(self.optimizer_steps(rollout, signals)):
-            for batch in batches:
+        learns = self.critic is None or not self.critic.learns_alone
+        for number, batches in enumerate(map(list, self.optimizer_steps(rollout, signals))):
+            self.improve_critic(batches)
+            for batch in batches if learns else ():
                 self.progress.beat()
                 logp_bT, entropy_bT = self.policy.forward(batch.micro, self.config.rollout.temperature)
                 loss, numbers = micro_batch_loss(
@@ -183,26 +188,26 @@ class Trainer(Stage):
                 self.meter.add("policy/loss", loss / self.plan.optimizer_steps)
                 if number == 0:
                     self.meter.update(measure_parity(batch.micro, logp_bT, batch.sampler_logp_bT))
-            self.meter.add("policy/lr", self.policy.lr)
-            self.meter.add("policy/grad_norm", self.policy.step().grad_norm)
-        train_s = time.perf_counter() - start
-        tokens = rollout.num_tokens + sum(len(prompt.token_ids) for prompt in rollout.row_prompts)
-        self.meter.add("time/train_s", train_s)
-        self.meter.add("throughput/trained_tokens_per_s", tokens * self.plan.num_iterations / train_s)
+            if learns:
+                self.meter.add("policy/lr", self.policy.lr)
+                self.meter.add("policy/grad_norm", self.policy.step().grad_norm)
+        self.meter.update(measure_training(rollout, self.plan.num_iterations, time.perf_counter() - start))
         if self.reference is not None:
             self.meter.add("policy/kl_coef", self.kl.beta)
             self.kl.update()
 
+    def improve_critic(self, batches: list[TrainBatch]) -> None:
+        """An optimizer step of the critic, if there is one."""
+        if self.critic is not None:
+            with self.meter.time("time/critic_s"):
+                for numbers in self.critic.learn(batches):
+                    self.progress.beat()
+                    self.meter.update(numbers)
+
     def optimizer_steps(self, rollout: Rollout, signals: Signals) -> Iterator[Iterator[TrainBatch]]:
         """The optimizer steps on a rollout, each as its weighted micro-batches. Collective."""
-        return optimizer_steps(
-            rollout,
-            signals,
-            lambda rows: self.micro_batches(rollout, rows),
-            self.config.grpo,
-            self.config.rollout.max_completion_tokens,
-            starts_on_policy=self.starts_on_policy,
-        )
+        split, limit = partial(self.micro_batches, rollout), self.config.rollout.max_completion_tokens
+        return optimizer_steps(rollout, signals, split, self.config.grpo, limit, starts_on_policy=self.starts_on_policy)
 
     def micro_batches(self, rollout: Rollout, rows: range, *, gradients: bool = True) -> list[MicroBatch]:
         """The given rows of a rollout within the token budget; as many on every rank."""
@@ -238,9 +243,7 @@ class Trainer(Stage):
 
     def measure(self, rollout: Rollout, scores: Scores) -> None:
         """Numbers of the step that its stages did not add."""
-        self.meter.update(measure_rollout(rollout, scores, self.inputs.outcome, self.config.eval.threshold))
-        self.meter.update(measure_health(rollout, scores))
-        self.meter.update(measure_memory())
+        self.meter.update(measure_step(rollout, scores, self.inputs.outcome, self.config.eval.threshold))
         self.meter.update(self.loader.numbers())
         generated = self.meter.total("completion/sampled_tokens") / self.meter.total("time/generate_s")
         self.meter.add("throughput/generated_tokens_per_s", generated)

@@ -15,6 +15,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import cleaning
 import gpu_results
 import plan
+import ppo
 import rollout
 import step
 import step_worker
@@ -247,3 +248,20 @@ def test_planted_near_duplicates_are_found(kind):
     """The bars of the benchmark: at least 98 % of the planted rows, and at most 0.5 % of the others."""
     result = cleaning.measure(kind, rows=2000, planted=200, seed=3)
     assert result["found_share"] >= 0.98 and result["false_share"] <= 0.005
+
+
+def test_the_curve_of_a_run_is_read_from_its_metrics(tmp_path):
+    rows = [
+        {"step": 0, "eval/heldout/accuracy": 0.5},
+        {"step": 1, "time/step_s": 2.0, "memory/rss_gb": 0.7, "progress/completions": 8, "time/critic_s": 0.5},
+        {"step": 2, "time/step_s": 1.0, "memory/rss_gb": 0.8, "progress/completions": 16, "time/critic_s": 0.7},
+    ]
+    rows[2] |= {"eval/heldout/accuracy": 0.75, "critic/explained_variance": 0.25}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert ppo.curve(tmp_path) == {
+        "evaluations": [
+            {"completions": 0, "seconds": 0.0, "accuracy": 0.5},
+            {"completions": 16, "seconds": 3.0, "accuracy": 0.75},
+        ],
+        **{"seconds_per_step": 1.5, "critic_seconds_per_step": 0.6, "memory_gb": 0.8, "explained_variance": 0.25},
+    }

@@ -21,6 +21,7 @@ def run(arguments: list[str]) -> None:
 
     from hybrid_grpo import engine
     from hybrid_grpo.distributed import rank
+    from hybrid_grpo.run.critic import check_critic
     from hybrid_grpo.run.hardware import of_device, of_table
     from hybrid_grpo.run.inputs import RunInputs
     from hybrid_grpo.run.plan import estimate, shortage
@@ -28,6 +29,8 @@ def run(arguments: list[str]) -> None:
     device = engine.start()
     engine.check_config(config.policy, config.engine)
     inputs = RunInputs.read(config)
+    if config.grpo.baseline == "critic":
+        check_critic(config, inputs.tokenizer, inputs.longest_prompt + config.rollout.max_completion_tokens)
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
     held_out = inputs.held_out_rows, inputs.held_out_longest
     plan = estimate(config, batch, inputs.longest_prompt, hardware, inputs.reward_models, *held_out)
@@ -91,5 +94,8 @@ def step_seconds(plan: Plan) -> dict[str, float]:
     # Backward is twice a forward, and checkpointing runs the forward once more.
     passes = (4 if plan.config.policy.gradient_checkpointing else 3) * plan.batch.num_iterations
     forward = plan.rows * plan.longest * product
-    reference = {"reference": forward} if plan.config.grpo.beta else {}
-    return {"generation": generation, "training": forward * passes, **reference}
+    others = {"reference": forward} if plan.config.grpo.beta else {}
+    if plan.critic:
+        # Its values once, then its training.
+        others["critic"] = forward * (1 + passes) * plan.critic / plan.sizes.parameters
+    return {"generation": generation, "training": forward * passes, **others}

@@ -24,6 +24,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
 
     from hybrid_grpo import engine
     from hybrid_grpo.policy import Policy, Reference, UnadaptedReference
+    from hybrid_grpo.run.critic import Critic, check_critic
     from hybrid_grpo.run.hardware import of_device
     from hybrid_grpo.run.inputs import RunInputs
     from hybrid_grpo.run.plan import estimate, shortage
@@ -33,6 +34,9 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     device = engine.start(config.engine.timeout_minutes)
     engine.check_config(config.policy, config.engine)
     inputs = RunInputs.read(config)
+    with_critic = config.grpo.baseline == "critic"
+    if with_critic:
+        check_critic(config, inputs.tokenizer, inputs.longest_prompt + config.rollout.max_completion_tokens)
     hardware = of_device(device, config.policy.dtype)
     held_out = inputs.held_out_rows, inputs.held_out_longest
     memory = estimate(config, plan, inputs.longest_prompt, hardware, inputs.reward_models, *held_out)
@@ -48,7 +52,8 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
         config.policy,
         config.engine,
         inputs.tokenizer,
-        total_steps=config.run.steps * plan.optimizer_steps,
+        # While the critic learns alone the policy makes no steps.
+        total_steps=(config.run.steps - config.critic.warmup_steps) * plan.optimizer_steps,
         decoder=config.rollout.decoder,
         lora=config.lora,
         seed=config.run.seed,
@@ -59,7 +64,8 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
         reference = UnadaptedReference(policy.engine, policy.adapters)
     elif config.grpo.beta:
         reference = Reference(config.policy, config.engine)
-    training.train(Trainer(config, plan, policy, reference, inputs, device))
+    critic = Critic(config, plan, inputs.tokenizer) if with_critic else None
+    training.train(Trainer(config, plan, policy, reference, inputs, device, critic))
     training.say(summary(training.folder, held_out_sets(config), memory.measurable if memory else None))
     return training.folder
 

@@ -22,6 +22,7 @@ from hybrid_grpo.config.commands import (
     SftConfig,
     TrainConfig,
 )
+from hybrid_grpo.config.critic import CriticConfig
 from hybrid_grpo.config.data import CurriculumConfig, DataConfig, MixtureConfig
 from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.grpo import GrpoConfig

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
+from difflib import get_close_matches
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -186,13 +187,15 @@ def _one_line(error: ValidationError, cls: Any) -> str:
 
 
 def unknown_setting(name: str, cls: Any) -> str:
-    """The message for a name that is no setting. Most likely is the same name in another section, then a similar one in
-    this section."""
+    """The message for a name that is no setting. Most likely is the same name in another section, of several in the one
+    that is called alike, then a similar one in this section."""
     section, _, last = name.rpartition(".")
     if section.startswith("rewards["):
         return f"there is no setting {name}: {did_you_mean(last, sections(RewardConfig))}"
     names = setting_names(cls)
     same = [known for known in names if known.rpartition(".")[2] == last]
+    alike = get_close_matches(section, [known.rpartition(".")[0] for known in same], n=1)
+    same = [f"{alike[0]}.{last}"] if alike else same
     if same:
         return f"there is no setting {name}: did you mean {' or '.join(same)}?"
     near = [known for known in names if known.startswith(f"{section}.")]

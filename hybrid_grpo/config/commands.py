@@ -9,6 +9,7 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.cleaning import CleanConfig
+from hybrid_grpo.config.critic import CriticConfig
 from hybrid_grpo.config.data import CurriculumConfig, DataConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.evaluation import EvalConfig
@@ -52,6 +53,7 @@ class TrainConfig(ModelRunConfig):
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     rewards: RewardList = field(default_factory=list)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
@@ -63,9 +65,11 @@ class TrainConfig(ModelRunConfig):
         own, by overriding this: they may replace its rewards or its lengths."""
         rollout, grpo, names = self.rollout, self.grpo, [reward_name(reward) for reward in self.rewards]
         refuse(
-            rollout.num_generations < 2,
-            f"rollout.num_generations {rollout.num_generations} makes no group: advantages need 2 or more",
+            rollout.num_generations < 2 and grpo.baseline != "critic",
+            f"rollout.num_generations {rollout.num_generations} makes no group: advantages need 2 or more, or"
+            " grpo.baseline critic",
         )
+        self._check_critic()
         refuse(
             rollout.temperature == 0,
             "rollout.temperature 0 samples the same completion for a whole group: give a value above 0",
@@ -112,6 +116,28 @@ class TrainConfig(ModelRunConfig):
             for setting, value in (("eval.every", every), ("data.eval_limit", self.data.eval_limit)):
                 refuse(bool(value), f"{setting} {value} needs held-out prompts: set data.eval_path or data.eval_split")
         return self
+
+    def _check_critic(self) -> None:
+        grpo, critic = self.grpo, self.critic
+        if grpo.baseline != "critic":
+            name, value = next(iter(critic.changed.items()), ("", None))
+            shown = str(value).lower() if isinstance(value, bool) else value
+            refuse(
+                bool(name),
+                f"critic.{name} {shown} has no effect with grpo.baseline {grpo.baseline}: set grpo.baseline to critic,"
+                f" or take critic.{name} out",
+            )
+            return
+        critic.check(self.policy, self.engine)
+        refuse(
+            grpo.dynamic_sampling and self.rollout.num_generations < 2,
+            "grpo.dynamic_sampling replaces groups of equal rewards, which all groups of rollout.num_generations 1 are:"
+            " set grpo.dynamic_sampling to false, or rollout.num_generations to 2 or more",
+        )
+        refuse(
+            critic.warmup_steps >= self.run.steps,
+            f"critic.warmup_steps {critic.warmup_steps} leaves the policy none of run.steps {self.run.steps}: lower it",
+        )
 
 
 def _refuse_mixture(data: DataConfig, command: str) -> None:

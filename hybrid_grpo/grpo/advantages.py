@@ -31,14 +31,15 @@ Total = Callable[[Tensor], Tensor]
 
 
 def token_advantages(
-    rollout: Rollout, scores: Scores, config: TrainConfig, kl_cost_B: Tensor | None, device: torch.device
+    rollout: Rollout, scores: Scores, config: TrainConfig, kl_BT: Tensor | None, beta: float, device: torch.device
 ) -> tuple[Tensor, Numbers]:
     """Advantages of every token: those of its completion's reward, and of its steps where functions score steps.
 
     The reward is reduced by the length penalty, and by the KL where the KL is part of the reward. Collective.
 
     Args:
-        kl_cost_B: float64, beta times the KL of each completion; None where the KL is not part of the reward.
+        kl_BT: float32, the KL of each token in nats; None where the KL is not part of the reward.
+        beta: what a nat costs.
         device: where collectives take place.
 
     Returns:
@@ -53,11 +54,12 @@ def token_advantages(
     scores_steps = bool(all_reduce(torch.tensor(int(scores.steps is not None), device=device), "max"))
     if scores_steps and grpo.combine_rewards == "normalize":
         raise RunStopped("grpo.combine_rewards normalize is not defined for rewards of steps: set it to sum")
-    reward_B, numbers = _penalized_rewards(rollout, scores, config)
-    if kl_cost_B is not None:
-        reward_B = reward_B - kl_cost_B
+    assert grpo.baseline != "critic"
+    reward_B, numbers = penalized_rewards(rollout, scores, config)
+    if kl_BT is not None:
+        reward_B = reward_B - beta * kl_BT.sum(1).double().cpu()
     steps, lengths, scale = scores.steps or [[] for _ in rollout.completions], rollout.lengths, grpo.scale_rewards
-    total = partial(_over_ranks, device=device)
+    total = partial(over_ranks, device=device)
     if scores_steps and grpo.step_credit == "reward_to_go":
         advantages_BT = reward_to_go_advantages(
             reward_B, steps, lengths, group_size, baseline=grpo.baseline, scale=scale, total=total
@@ -70,7 +72,7 @@ def token_advantages(
     return advantages_BT, numbers
 
 
-def _penalized_rewards(rollout: Rollout, scores: Scores, config: TrainConfig) -> tuple[Tensor, Numbers]:
+def penalized_rewards(rollout: Rollout, scores: Scores, config: TrainConfig) -> tuple[Tensor, Numbers]:
     """float64 [B], the rewards of completions as wholes, minus the length penalty; and the mean penalty."""
     grpo = config.grpo
     limit = config.rollout.max_completion_tokens
@@ -94,7 +96,8 @@ def mean_over_tokens(values_BT: Tensor, rollout: Rollout) -> Tensor:
     return (values_BT.cpu().double() * real_BT).sum(1).div(real_BT.sum(1)).float()
 
 
-def _over_ranks(values: Tensor, device: torch.device) -> Tensor:
+def over_ranks(values: Tensor, device: torch.device) -> Tensor:
+    """The sum over ranks, on the CPU; the collective takes place on `device`."""
     return all_reduce(values.to(device)).cpu()
 
 

@@ -1,10 +1,12 @@
 """The weight of the KL to the reference: constant, or adapted from step to step to hold the KL at a target."""
 
 import torch
+from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers
 from hybrid_grpo.distributed import all_reduce
+from hybrid_grpo.grpo.loss import reward_kl
 
 _HORIZON = 10_000
 """Completions over which a KL that is 20 % or more off its target changes beta by a fifth."""
@@ -24,6 +26,18 @@ class KlController:
         self._grpo = grpo
         self._rows = rows
         self._seen = torch.zeros(2, dtype=torch.float64, device=device)
+
+    @property
+    def in_reward(self) -> bool:
+        """Whether the KL is a part of the reward."""
+        return self._grpo.beta != 0 and self._grpo.kl_in == "reward"
+
+    def of_reward(self, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None, mask_BT: Tensor) -> Tensor | None:
+        """The KL of each token, float32 [B, T]; None where it is not a part of the reward. See `reward_kl`."""
+        if not self.in_reward:
+            return None
+        assert old_logp_BT is not None and ref_logp_BT is not None
+        return reward_kl(old_logp_BT, ref_logp_BT, mask_BT.to(old_logp_BT.device), self._grpo.kl_estimator)
 
     def add(self, numbers: Numbers) -> None:
         """Take note of the KL of a micro-batch, `policy/kl` of its numbers: a mean over its tokens."""

@@ -234,11 +234,12 @@ def kl_penalty(logp: Tensor, ref_logp: Tensor, estimator: Literal["k1", "k2", "k
 def reward_kl(
     old_logp_bT: Tensor, ref_logp_bT: Tensor, mask_bT: Tensor, estimator: Literal["k1", "k2", "k3"]
 ) -> Tensor:
-    """KL of completions to the reference, [b], in nats: summed over their tokens (as in RLOO, arXiv:2402.14740).
+    """KL of tokens to the reference, [b, T], in nats, 0 outside the mask.
 
-    Times beta, it is what `kl_in: reward` subtracts from the reward. It is of the policy that sampled, and constant.
+    Times beta, it is what `kl_in: reward` subtracts from the reward: of the completion, summed over its tokens (as in
+    RLOO, arXiv:2402.14740), or token by token with a critic. It is of the policy that sampled, and constant.
     """
-    return kl_penalty(_real(old_logp_bT, mask_bT), _real(ref_logp_bT, mask_bT), estimator).sum(1).detach()
+    return kl_penalty(_real(old_logp_bT, mask_bT), _real(ref_logp_bT, mask_bT), estimator).detach()
 
 
 def _truncate(log_ratio_bT: Tensor, real_bT: Tensor, grpo: GrpoConfig) -> tuple[Tensor, Tensor, Tensor]:

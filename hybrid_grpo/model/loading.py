@@ -149,7 +149,12 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> 
 
 
 def load_for_training(
-    auto: Any, policy: PolicyConfig, config: Any, attn_implementation: str, fresh: Mapping[str, Start] | None = None
+    auto: Any,
+    policy: PolicyConfig,
+    config: Any,
+    attn_implementation: str,
+    fresh: Mapping[str, Start] | None = None,
+    setting: str = "policy.model",
 ) -> Any:
     """A model of one of transformers' AutoModel classes by the settings of `policy`, without dropout; `config` is
     changed. For `fresh` and errors see `load_weights`."""
@@ -157,7 +162,7 @@ def load_for_training(
         auto,
         policy.model,
         without_dropout(config),
-        "policy.model",
+        setting,
         fresh,
         dtype=getattr(torch, policy.dtype),
         attn_implementation=attn_implementation,

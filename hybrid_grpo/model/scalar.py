@@ -54,20 +54,21 @@ class ScalarModel(nn.Module):
         return value_N
 
 
-def scalar_config(name: str, padding: int | None = None) -> Any:
-    """The configuration of a model folder or hub name as a classifier of one label, with a `padding` token.
+def scalar_config(name: str, padding: int | None = None, setting: str = "policy.model") -> Any:
+    """The configuration of a model folder or hub name as a classifier of one label, with a `padding` token. `setting`
+    begins error messages, here and in the other functions.
 
     Raises UserError where transformers has no such classifier for a causal language model of this kind, or where it is
     a classifier of several labels already.
     """
-    config = load_config(name)
+    config = load_config(name, setting)
     kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     reason = undecodable(config) or (None if kind else _NO_CLASSIFIER)
-    refuse(reason is not None, f"policy.model {name}: {config.model_type}: {reason}: take another model")
+    refuse(reason is not None, f"{setting} {name}: {config.model_type}: {reason}: take another model")
     is_classifier = any("ForSequenceClassification" in name for name in config.architectures or [])
     refuse(
         is_classifier and config.num_labels != 1,
-        f"policy.model {name} is a classifier of {config.num_labels} labels, and a reward model has 1: take a causal"
+        f"{setting} {name} is a classifier of {config.num_labels} labels, and a reward model has 1: take a causal"
         " language model, or a reward model",
     )
     config.num_labels = 1
@@ -77,26 +78,42 @@ def scalar_config(name: str, padding: int | None = None) -> Any:
     return config
 
 
-def check_scalar(name: str) -> Any:
+def check_scalar(name: str, setting: str = "policy.model") -> Any:
     """`scalar_config`, for a classifier that reads its last token by a linear head; raises UserError for another."""
-    config = scalar_config(name)
-    with torch.device("meta"):
-        head = getattr(AutoModelForSequenceClassification.from_config(config), _HEAD, None)
-    is_linear = isinstance(head, nn.Linear)
-    refuse(not is_linear, f"policy.model {name}: {config.model_type}: {_NO_CLASSIFIER}: take another model")
+    config = scalar_config(name, setting=setting)
+    is_linear = isinstance(getattr(_without_weights(config), _HEAD, None), nn.Linear)
+    refuse(not is_linear, f"{setting} {name}: {config.model_type}: {_NO_CLASSIFIER}: take another model")
     return config
 
 
-def load_scalar_model(policy: PolicyConfig, attn_implementation: str, seed: int) -> Any:
+def count_parameters(name: str) -> int:
+    """Parameters of the classifier of one label that a model folder or hub name gives."""
+    return sum(parameter.numel() for parameter in _without_weights(scalar_config(name)).parameters())
+
+
+def _without_weights(config: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForSequenceClassification.from_config(config)
+
+
+def load_scalar_model(
+    policy: PolicyConfig,
+    attn_implementation: str,
+    seed: int,
+    *,
+    head_std: float | None = None,
+    setting: str = "policy.model",
+) -> Any:
     """The classifier of one label that `policy` names, without dropout.
 
-    From a causal language model the trunk is taken, and the head is new: normal with the model's `initializer_range`,
-    as transformers starts it, drawn with `seed`. Raises UserError as `load_model` and `scalar_config` do.
+    From a causal language model the trunk is taken, and the head is new: normal with `head_std`, by default the model's
+    `initializer_range`, as transformers starts it, drawn with `seed`. Raises UserError as `load_model` and
+    `scalar_config` do.
     """
-    config = scalar_config(policy.model)
-    std = getattr(config.get_text_config(), "initializer_range", 0.02)
+    config = scalar_config(policy.model, setting=setting)
+    std = getattr(config.get_text_config(), "initializer_range", 0.02) if head_std is None else head_std
     fresh = {f"{_HEAD}.weight": functools.partial(draw_normal, std=std, seed=seed)}
-    return load_for_training(AutoModelForSequenceClassification, policy, config, attn_implementation, fresh)
+    return load_for_training(AutoModelForSequenceClassification, policy, config, attn_implementation, fresh, setting)
 
 
 def padding_token(tokenizer: Any, ends: Collection[int]) -> int:

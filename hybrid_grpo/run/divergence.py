@@ -13,7 +13,7 @@ _WATCHED = {
     "parity": "parity/logp_abs_diff_mean",
 }
 _FINITE = (
-    *("policy/loss", "policy/grad_norm", "sft/loss", "reward_model/loss"),
+    *("policy/loss", "policy/grad_norm", "sft/loss", "reward_model/loss", "critic/loss", "critic/grad_norm"),
     *(name for key, name in _WATCHED.items() if key != "length"),
 )
 

@@ -17,6 +17,12 @@ _NGRAM = 3
 """Tokens of a run that may repeat, as in the built-in reward `repetition_penalty`."""
 
 
+def measure_step(rollout: Rollout, scores: Scores, outcome: str, threshold: float) -> Numbers:
+    """Everything that is measured once, at the end of a step."""
+    numbers = measure_rollout(rollout, scores, outcome, threshold)
+    return {**numbers, **measure_health(rollout, scores), **measure_memory()}
+
+
 def measure_rollout(rollout: Rollout, scores: Scores, outcome: str, threshold: float) -> Numbers:
     """Rewards, groups and completions of a rollout."""
     rows, group_size = len(rollout.completions), rollout.num_generations
@@ -136,6 +142,22 @@ def measure_parity(micro: MicroBatch, logp_bT: Tensor, old_logp_bT: Tensor) -> N
         "parity/logp_abs_diff_mean": (gap_bT.sum() / tokens, tokens),
         "parity/logp_abs_diff_max": (gap_bT.max(), 1),
     }
+
+
+def measure_sampling(rollout: Rollout, seconds: float, gather_s: float, release_s: float) -> Numbers:
+    """Tokens and times of a rollout of `seconds`, in which weights were gathered and given back."""
+    return {
+        "time/generate_s": (seconds - gather_s - release_s, 1),
+        "time/gather_s": (gather_s, 1),
+        "time/switch_s": (gather_s + release_s, 1),
+        "completion/sampled_tokens": (rollout.num_tokens, 1),
+    }
+
+
+def measure_training(rollout: Rollout, passes: int, seconds: float) -> Numbers:
+    """Speed of so many passes of training over a rollout."""
+    tokens = rollout.num_tokens + sum(len(prompt.token_ids) for prompt in rollout.row_prompts)
+    return {"time/train_s": (seconds, 1), "throughput/trained_tokens_per_s": (tokens * passes / seconds, 1)}
 
 
 def measure_memory() -> Numbers:

@@ -8,14 +8,15 @@ The numbers are meant for GPUs; on a CPU, where freed memory stays with the proc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hybrid_grpo.config import BatchPlan, TrainConfig
+from hybrid_grpo.config import BatchPlan, CriticConfig, GrpoConfig, LoraConfig, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import Workspace
 from hybrid_grpo.generation.graphs import sizes_up_to
 from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.model.loading import load_config
+from hybrid_grpo.model.scalar import count_parameters
 from hybrid_grpo.rewards.models.reward import RewardModel
 from hybrid_grpo.run.dry_run import NeedsData, Sizes, measure
 from hybrid_grpo.run.hardware import CUDA_CONTEXT_BYTES, Hardware
@@ -97,7 +98,9 @@ def estimate(
                 f" {config.policy.model} cannot run without data: set it to auto"
             ) from None
         return None
-    return Plan(config, sizes, batch, prompt, hardware, models, held_out, held_out_longest)
+    has_critic = config.grpo.baseline == "critic"
+    critic = count_parameters(config.critic.as_policy(config.policy).model) if has_critic else 0
+    return Plan(config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, critic)
 
 
 @dataclass
@@ -117,6 +120,9 @@ class Plan:
     """Completions of an evaluation, over all ranks."""
     held_out_longest: int = 0
     """Tokens of the longest prompt of an evaluation with its completion."""
+    critic: int = 0
+    """Parameters of the critic. Its activations are not counted: it runs when those of the policy are gone, and without
+    an LM head."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -209,17 +215,20 @@ class Plan:
     def host(self) -> Phase:
         """Host memory of a rank with a GPU."""
         states = self.states() if self.offloads else []
-        parts = [self.process, self.reward_models(on_host=True), self.reference(), *states, self.export]
+        critic = self.critic_part(on_host=True)
+        parts = [self.process, self.reward_models(on_host=True), self.reference(), critic, *states, self.export]
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
 
     def fixed(self) -> list[Part]:
         """What is on the device all the time."""
         shards = self.ranks if self.stage == 3 else 1
         parts = [Part("weights", self.dtype * self.n // shards, _SHARDS), self.reward_models(on_host=False)]
+        parts.append(self.critic_part(on_host=False))
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]
-        return [self.process, *parts, self.reward_models(on_host=True), *self.states(), self.reference()]
+        on_host = [self.reward_models(on_host=True), self.critic_part(on_host=True)]
+        return [self.process, *parts, *on_host, *self.states(), self.reference()]
 
     def held(self, parts: list[Part]) -> list[Part]:
         """The parts, and on a GPU what torch's allocator holds beside them."""
@@ -269,6 +278,28 @@ class Plan:
         """The reference in host memory, sharded over the ranks; with adapters it is the model without them."""
         loaded = self.config.grpo.beta and not self.config.lora.rank
         return Part("reference", self.dtype * self.n // self.ranks if loaded else 0, "grpo.beta 0, more ranks")
+
+    def critic_part(self, on_host: bool) -> Part:
+        """What the critic holds from step to step: weights and gradients on the device, and where it offloads the
+        optimizer, that on the host."""
+        remedy = "critic.zero_stage, critic.offload_optimizer, more ranks"
+        if not self.critic:
+            return Part("critic", 0)
+        config = replace(
+            self.config,
+            policy=self.config.critic.as_policy(self.config.policy),
+            engine=self.config.critic.as_engine(self.config.engine),
+            lora=LoraConfig(),
+            # A plan of the critic as if it were a policy; none of its rollouts is looked at.
+            rollout=replace(self.config.rollout, num_generations=2, keep_cache="off"),
+            grpo=GrpoConfig(),
+            critic=CriticConfig(),
+        )
+        sizes = replace(self.sizes, parameters=self.critic, trained=self.critic)
+        own = Plan(config, sizes, self.batch, self.prompt, self.hardware)
+        states, shards = sum(part.bytes for part in own.states()), own.ranks if own.stage == 3 else 1
+        held = own.dtype * own.n // shards + own.gradients().bytes + (0 if own.offloads else states)
+        return Part("critic", (states if own.offloads else 0) if on_host else held, remedy)
 
     @property
     def laid_out(self) -> int:

@@ -137,7 +137,9 @@ class Run:
                 replace_text(self.folder / "deepspeed.json", json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
         if stage.policy.adapters is not None:
             self.say(f"lora: {stage.policy.adapters}")
-        check_space(self.folder, self.config.checkpoint, stage.policy, stage.shards, self._best.models)
+        check_space(
+            self.folder, self.config.checkpoint, stage.policy, stage.shards, self._best.models, critic=stage.critic
+        )
         done = self.restore(stage)
         settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
         if isinstance(stage.policy, Policy):
@@ -240,6 +242,8 @@ class Run:
         lr_scale = config.lr_factor * stage.policy.lr_scale
         self._load(stage, checkpoint)
         stage.policy.lr_scale = lr_scale
+        if stage.critic is not None:
+            stage.critic.lr_scale = lr_scale
         step = checkpoint.manifest.step
         self.checkpoints.forget_after(step)
         self._saved = self._back_to = step
@@ -286,7 +290,7 @@ class Run:
             # A checkpoint is of no use without the numbers before it.
             write_together(self._sync_numbers, self.folder)
             states = {"policy": stage.policy.state_dict(), **states}
-            self.checkpoints.save(stage.policy.engine, step, states, stage.shards)
+            self.checkpoints.save(stage.policy.engine, step, states, stage.all_shards)
             self._saved = step
             if rank() == 0:
                 self.journal.forget(step)
@@ -345,7 +349,7 @@ class Run:
         return self.start.step
 
     def _load(self, stage: Stage, checkpoint: Checkpoint) -> None:
-        state = self.checkpoints.load(stage.policy.engine, checkpoint, stage.shards)
+        state = self.checkpoints.load(stage.policy.engine, checkpoint, stage.all_shards)
         stage.policy.load_state_dict(state["policy"])
         for name, part in stage.parts.items():
             part.load_state_dict(state[name])

@@ -12,20 +12,26 @@ _STATE_BYTES = 12
 """Of a trained weight in a checkpoint: its float32 value and the two moments of Adam."""
 
 
-def check_space(folder: Path, config: CheckpointConfig, policy: TrainedModel, shards: Any, models: int = 1) -> None:
+def check_space(
+    folder: Path,
+    config: CheckpointConfig,
+    policy: TrainedModel,
+    shards: Any,
+    models: int = 1,
+    critic: TrainedModel | None = None,
+) -> None:
     """Raise UserError where the checkpoints that are kept, one more while it is written, and the models do not fit.
 
     `shards` are tensors as large as the policy that checkpoints hold beside it, or None; `models` is 2 where the best
-    model is kept as well. Rollouts and metrics, which are small beside these, are not counted.
+    model is kept as well; `critic` is another model that is trained. Rollouts and metrics, which are small beside
+    these, are not counted.
     """
-    parameters = list(policy.engine.engine.module.parameters())
-    sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
-    model = sum(size * p.element_size() for size, p in zip(sizes, parameters, strict=True))
-    trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
+    model = sum(size * p.element_size() for p, size in _sizes(policy))
+    trained = sum(size for of in (policy, critic) if of is not None for p, size in _sizes(of) if p.requires_grad)
     checkpoint = _STATE_BYTES * trained + (model if shards is not None else 0)
     count = config.keep + 1 if config.every or config.every_minutes else 0
     # What a run that goes on has written already is replaced, not added.
-    here = sum(path.stat().st_size for path in (folder / "checkpoints").glob("*/*") if path.is_file())
+    here = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
     needed, free = count * checkpoint + models * model, shutil.disk_usage(folder).free + here
     refuse(
         free < needed,
@@ -34,3 +40,8 @@ def check_space(folder: Path, config: CheckpointConfig, policy: TrainedModel, sh
         f" written) and {'the model' if models == 1 else 'two models'} of {model / 1e9:.3g} GB: make room, lower"
         " checkpoint.keep, or take another run.dir",
     )
+
+
+def _sizes(model: TrainedModel) -> list[tuple[Any, int]]:
+    """The parameters of a model, each with its elements over all ranks."""
+    return [(p, getattr(p, "ds_numel", p.numel())) for p in model.engine.engine.module.parameters()]

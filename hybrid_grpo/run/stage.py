@@ -8,6 +8,7 @@ from torch import Tensor
 from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.run.checkpoint import Shards
+from hybrid_grpo.run.critic import Critic
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.stopping import Progress
 
@@ -36,6 +37,7 @@ class Stage:
         meter: reduced and logged after every step.
         parts: what a checkpoint holds beside the policy, by name.
         shards: tensors beside the policy's that a checkpoint holds.
+        critic: a second model that is trained.
         last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
         progress: where the stage says what it does, and hears that it shall stop.
         eval_sets: what the policy is measured on, each after steps of its own.
@@ -45,9 +47,15 @@ class Stage:
     meter: Meter
     parts: dict[str, Stateful]
     shards: Shards | None = None
+    critic: Critic | None = None
     progress = Progress()
     last_rollout: tuple[Rollout, Scores, Tensor] | None = None
     eval_sets: Sequence[HeldOutSet] = ()
+
+    @property
+    def all_shards(self) -> list[Shards]:
+        """Everything that a checkpoint holds in shards beside the weights and the state of their optimizer."""
+        return [part for part in (self.shards, self.critic) if part is not None]
 
     def step(self, step: int) -> None:
         """Make step k, counted from 1."""

@@ -166,6 +166,12 @@ LOADED = [
     ("score binaryrun", "binaryrun", "step_000001.jsonl line 1 is not JSON"),
     ("score copyrun", "copyrun"),
     ("eval --config train.yaml --data.eval_path=null", "data.eval_path and data.eval_split are not set"),
+    # Critic
+    ("--grpo.baseline=critic --critic.model=t_ids", "critic.model t_ids has another tokenizer than policy.model model"),
+    ("--grpo.baseline=critic --critic.model=notokenizer", "critic.model notokenizer has no tokenizer"),
+    ("--grpo.baseline=critic --critic.model=cut", "critic.model cut", "is cut short"),
+    ("--grpo.baseline=critic --critic.model=few_positions", "critic.model few_positions has 10 positions", "by 4"),
+    ("--grpo.baseline=critic --critic.model=t5", "critic.model t5", "take another model"),
     # Rewards
     ("--rewards no.module:f", "rewards[0].function no.module:f", "no module no"),
     ("--rewards my_rewards.py:rais", "rewards[0].function", "did you mean raises?"),

@@ -35,6 +35,12 @@ REFUSED = [
     ({"ref_mix": 0.5, "beta": 0.1}, "grpo.ref_mix 0.5 has no effect with grpo.ref_every 0"),
     ({"ref_mix": 0.0, "ref_every": 1, "beta": 0.1}, "grpo.ref_mix 0.0 must be in (0, 1]"),
     ({"ref_mix": 1.5, "ref_every": 1, "beta": 0.1}, "grpo.ref_mix 1.5 must be in (0, 1]"),
+    (
+        {"baseline": "critic", "scale_rewards": "none"},
+        "grpo.scale_rewards none has no effect with grpo.baseline critic",
+    ),
+    ({"baseline": "critic", "combine_rewards": "normalize"}, "grpo.combine_rewards normalize has no effect with grpo."),
+    ({"baseline": "critic", "step_credit": "normalized"}, "grpo.step_credit normalized has no effect with grpo.baseli"),
 ]
 
 
@@ -51,6 +57,52 @@ def test_what_means_nothing_is_refused(settings, says):
     message = refusal(grpo=settings, rewards=TWO)
     assert message.startswith(says)
     assert any(way in message for way in ("set ", "take ", "must be ")), "there is a way out"
+
+
+CRITIC = {"baseline": "critic"}
+REFUSED_CRITICS = [
+    ({"critic": {"lr": 1e-3}}, "critic.lr 0.001 has no effect with grpo.baseline mean: set grpo.baseline to critic"),
+    ({"critic": {"whiten": False}}, "critic.whiten false has no effect with grpo.baseline mean"),
+    ({"grpo": CRITIC, "critic": {"lam": 1.5}}, "critic.lam 1.5 must be in [0, 1]"),
+    ({"grpo": CRITIC, "critic": {"gamma": 0.0}}, "critic.gamma 0.0 must be in (0, 1]"),
+    ({"grpo": CRITIC, "critic": {"zero_stage": 0}}, "policy.dtype bfloat16 needs critic.zero_stage 1 or higher"),
+    ({"grpo": CRITIC, "critic": {"warmup_steps": 100}}, "critic.warmup_steps 100 leaves the policy none of run.steps"),
+    (
+        {"grpo": CRITIC, "critic": {"zero_stage": 0, "offload_optimizer": True}, "policy": {"dtype": "float32"}},
+        "critic.offload_optimizer needs critic.zero_stage 1 or higher: set critic.zero_stage to 1",
+    ),
+    (
+        {
+            **{"grpo": CRITIC, "critic": {"zero_stage": 2}},
+            "engine": {"deepspeed": {"zero_optimization": {"offload_param": {"device": "cpu"}}}},
+        },
+        "engine.deepspeed.zero_optimization.offload_param is for sharded weights, which the critic has not",
+    ),
+    (
+        {"grpo": {**CRITIC, "dynamic_sampling": True}, "rollout": {"num_generations": 1}},
+        "grpo.dynamic_sampling replaces groups of equal rewards, which all groups of rollout.num_generations 1 are",
+    ),
+    ({"rollout": {"num_generations": 1}}, "rollout.num_generations 1 makes no group: advantages need 2 or more, or"),
+]
+
+
+@pytest.mark.parametrize("settings, says", REFUSED_CRITICS, ids=[says[:40] for _, says in REFUSED_CRITICS])
+def test_critics_that_mean_nothing_are_refused(settings, says):
+    assert refusal(rewards=TWO, **settings).startswith(says)
+
+
+def test_a_critic_is_made_like_the_policy_but_for_its_own_settings():
+    settings = {
+        "policy": {"model": "m", "lr": 1e-6, "warmup_steps": 5, "betas": [0.5, 0.6], "dtype": "float32"},
+        "engine": {"zero_stage": 2, "deepspeed": {"comms_logger": {"enabled": True}}},
+        "rollout": {"num_generations": 1},
+        "grpo": CRITIC,
+        "critic": {"lr": 1e-4, "offload_optimizer": True},
+    }
+    config = build(TrainConfig, settings)
+    policy, engine = config.critic.as_policy(config.policy), config.critic.as_engine(config.engine)
+    assert (policy.model, policy.lr, policy.warmup_steps, policy.betas) == ("m", 1e-4, 0, (0.5, 0.6))
+    assert (engine.zero_stage, engine.offload_optimizer) == (2, True) and engine.deepspeed == config.engine.deepspeed
 
 
 def test_one_reward_needs_no_weighing():

@@ -35,13 +35,13 @@ def scored(*answers: list, lengths: list[int], weights=(1.0, 1.0)) -> tuple[Roll
     return Rollout(prompts, rows, 2), rewards(*answers, weights=weights).score(row_prompts, rows, 2)
 
 
-def advantages(rollout: Rollout, scores: Scores, kl_cost_B=None, names=("f0",), **grpo) -> torch.Tensor:
+def advantages(rollout: Rollout, scores: Scores, kl_BT=None, names=("f0",), **grpo) -> torch.Tensor:
     config = TrainConfig(
         rollout=RolloutConfig(max_completion_tokens=10),
         grpo=GrpoConfig(**grpo),
         rewards=[RewardConfig(name) for name in names],
     )
-    return token_advantages(rollout, scores, config, kl_cost_B, torch.device("cpu"))[0]
+    return token_advantages(rollout, scores, config, kl_BT, 0.5, torch.device("cpu"))[0]
 
 
 def test_steps_and_outcomes_stay_apart():
@@ -120,10 +120,8 @@ def test_normalized_steps_are_those_that_end_at_or_after_a_token_beside_the_outc
 
 def test_reward_to_go_takes_length_and_kl_with_the_outcome():
     rollout, scores = scored([1.0, 0.0], [[(1, 1.0), (10, -1.0)], [(2, 0.0)]], lengths=[10, 2])
-    kl_cost_B = torch.tensor([0.0, 0.5], dtype=torch.float64)
-    advantages_BT = advantages(
-        *(rollout, scores, kl_cost_B), scale_rewards="none", overlong_buffer=4, overlong_penalty=1.0
-    )
+    kl_BT = torch.tensor([[0.0, 0.0], [0.75, 0.25]])
+    advantages_BT = advantages(*(rollout, scores, kl_BT), scale_rewards="none", overlong_buffer=4, overlong_penalty=1.0)
     # Wholes 1 - 1 and 0 - 0.5; to come 0 and 0 at the first token, then -1 and 0.
     assert advantages_BT[0].tolist() == [0.25] + [0.25 - 0.5] * 9
     assert advantages_BT[1, :2].tolist() == [-0.25, -0.25 + 0.5]
@@ -175,8 +173,8 @@ def test_length_and_kl_are_taken_off_the_reward_and_not_off_the_scores():
     # A buffer of 4 tokens before 10: 8 tokens cost a half, 10 cost 1.
     punished_BT = advantages(rollout, scores, scale_rewards="none", overlong_buffer=4, overlong_penalty=1.0)
     assert punished_BT[:, 0].tolist() == [0.25, -0.25]
-    kl_cost_B = torch.tensor([0.0, 0.5], dtype=torch.float64)
-    assert advantages(rollout, scores, kl_cost_B, scale_rewards="none")[:, 0].tolist() == [0.25, -0.25]
+    kl_BT = torch.tensor([[0.0, 0.0], [0.75, 0.25]])
+    assert advantages(rollout, scores, kl_BT, scale_rewards="none")[:, 0].tolist() == [0.25, -0.25]
     assert scores.reward_B.tolist() == [1.0, 1.0]
 
 

@@ -11,7 +11,15 @@ from tiny_models import tiny_config
 from transformers import Qwen2Config
 
 from hybrid_grpo.commands.plan import lines, step_seconds
-from hybrid_grpo.config import EngineConfig, GrpoConfig, LoraConfig, PolicyConfig, RolloutConfig, TrainConfig
+from hybrid_grpo.config import (
+    CriticConfig,
+    EngineConfig,
+    GrpoConfig,
+    LoraConfig,
+    PolicyConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.commands import PlanOptionsConfig
 from hybrid_grpo.config.errors import UserError
@@ -151,6 +159,26 @@ def test_offloaded_states_and_the_reference_are_in_host_memory():
     # Of adapters the reference is the model without them.
     adapted = replace(config, lora=LoraConfig(rank=8))
     assert "reference" not in {part.name for part in Plan(adapted, SIZES, batch_plan(adapted, 8), 512, GPU).host.parts}
+
+
+def test_a_critic_is_a_second_model_with_an_engine_of_its_own():
+    count, bucket = 400_000_000, 500_000_000
+
+    def critic(**settings) -> tuple[int, int]:
+        """Bytes on the device and on its host, with 8 ranks."""
+        config = recipe(3, grpo=GrpoConfig(baseline="critic"), critic=CriticConfig(**settings))
+        made = Plan(config, SIZES, batch_plan(config, 8), 512, GPU, critic=count)
+        on_device, on_host = (
+            sum(part.bytes for part in phase.parts if part.name == "critic") for phase in (made.phases[0], made.host)
+        )
+        assert step_seconds(made)["critic"] == pytest.approx(4 / 3 * count / N * step_seconds(made)["training"])
+        return on_device, on_host
+
+    # Weights, a bucket of gradients, a shard of them, masters and moments.
+    assert critic() == (2 * count // 8 + 2 * bucket + 4 * count // 8 + 12 * count // 8, 0)
+    assert critic(zero_stage=2) == (2 * count + 2 * bucket + 4 * count // 8 + 12 * count // 8, 0)
+    assert critic(offload_optimizer=True) == (2 * count // 8 + 2 * bucket, (12 + 8) * count // 8)
+    assert "critic" not in parts(recipe(3), 8)["loss"]
 
 
 def test_activations_take_half_as_much_again_on_a_cpu_and_stay_when_freed():

@@ -33,3 +33,17 @@ def test_what_is_kept_must_fit(tmp_path, monkeypatch, config, shards, needed):
     with pytest.raises(UserError, match="make room, lower checkpoint") as error:
         space.check_space(tmp_path, config, policy, shards)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_a_critic_is_kept_with_the_policy(tmp_path, monkeypatch):
+    """Its weights and moments are in every checkpoint, and no model of it is written."""
+    policy, critic = (
+        SimpleNamespace(engine=SimpleNamespace(engine=SimpleNamespace(module=module)), average=None)
+        for module in (torch.nn.ParameterList([torch.zeros(n)]) for n in (1000, 500))
+    )
+    free = SimpleNamespace(free=2 * 12 * 1500 + 4000)
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda folder: free)
+    space.check_space(tmp_path, CheckpointConfig(keep=1), policy, None, critic=critic)
+    free.free -= 1
+    with pytest.raises(UserError, match="make room"):
+        space.check_space(tmp_path, CheckpointConfig(keep=1), policy, None, critic=critic)

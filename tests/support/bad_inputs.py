@@ -165,6 +165,8 @@ def _make_configurations(folder: Path) -> None:
         folder, "code", model_type="mine", auto_map={"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
     )
     (code / "code.py").write_text("open('code_has_run', 'w')\n")
+    _model(folder, "few_positions", max_position_embeddings=10)
+    write(folder / "t5/config.json", '{"model_type": "t5"}')
     for name, text in {"brackets": "[" * 100_000, "a_list": "[]", "garbage": "{{{", "nothing": ""}.items():
         (_model(folder, name) / "config.json").write_text(text)
     (_model(folder, "eos_generation") / "generation_config.json").write_text('{"eos_token_id": 999}')

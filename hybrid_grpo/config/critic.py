@@ -1,0 +1,87 @@
+"""Settings of a critic: the value model of PPO, its optimizer, its engine, and what is made of its values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+from annotated_types import Le
+from pydantic.dataclasses import dataclass
+
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.fields import SECTION, NotNegative, Positive, PositiveShare, Share, Switch, Text, Whole
+from hybrid_grpo.config.model import EngineConfig, PolicyConfig
+
+_OF_POLICY = (
+    *("dtype", "attn_implementation", "shared_prefix", "gradient_checkpointing", "lr_schedule", "weight_decay"),
+    *("betas", "max_grad_norm", "micro_batch_tokens", "pickled_weights"),
+)
+"""Settings of the policy that hold for the critic too."""
+_SHARDED = ("offload_param", "zero_hpz_partition_size")
+"""Sections of DeepSpeed that only sharded weights can have."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class CriticConfig:
+    """The critic that grpo.baseline critic trains beside the policy (PPO), in a DeepSpeed engine of its own. What is
+    not set here, such as the type of its weights, is as in policy and engine; it has no adapters."""
+
+    model: Text | None = None
+    """Folder or hub name of the model that it starts from: a causal language model, whose value head starts at 0, or a
+    reward model. It must have the policy's tokenizer. Default: policy.model."""
+    lr: Positive = 1e-5
+    """Peak learning rate, with the policy's lr_schedule and without its warm-up."""
+    warmup_steps: Whole = 0
+    """Steps at the beginning of the run in which only the critic learns."""
+    gamma: PositiveShare = 1.0
+    """Discount of rewards, per token."""
+    lam: Share = 1.0
+    """Lambda of generalized advantage estimation (arXiv:1506.02438). 1 compares a token with all that its completion
+    earns after it; below 1 the critic's own values stand in for what is far away: 0.95 looks about 20 tokens ahead."""
+    clip: NotNegative = 0.2
+    """A value that moved further than this from what it was at the beginning of the step adds no gradient that would
+    move it on (PPO's clipped value loss); in units of the reward. 0 clips nothing."""
+    whiten: Switch = True
+    """Give the advantages of all tokens of a step, over all ranks, mean 0 and standard deviation 1."""
+    zero_stage: Annotated[Whole, Le(3)] | None = None
+    """ZeRO stage of the critic. Default: engine.zero_stage."""
+    offload_optimizer: Switch | None = None
+    """Keep its optimizer state in host memory. Default: engine.offload_optimizer."""
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The settings that are not at their default."""
+        default = CriticConfig()
+        return {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+
+    def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
+        """The critic's model and optimizer, beside this policy."""
+        shared = {name: getattr(policy, name) for name in _OF_POLICY}
+        return PolicyConfig(model=self.model or policy.model, lr=self.lr, **shared)
+
+    def as_engine(self, engine: EngineConfig) -> EngineConfig:
+        """The critic's engine, beside this engine of the policy."""
+        stage = engine.zero_stage if self.zero_stage is None else self.zero_stage
+        offload = engine.offload_optimizer if self.offload_optimizer is None else self.offload_optimizer
+        return replace(engine, zero_stage=stage, offload_optimizer=offload)
+
+    def check(self, policy: PolicyConfig, engine: EngineConfig) -> None:
+        """Refuse an engine that cannot be made beside the policy's."""
+        stage = engine.zero_stage if self.zero_stage is None else self.zero_stage
+        offload = engine.offload_optimizer if self.offload_optimizer is None else self.offload_optimizer
+        refuse(
+            policy.dtype == "bfloat16" and stage == 0,
+            "policy.dtype bfloat16 needs critic.zero_stage 1 or higher: set critic.zero_stage to 1, or policy.dtype to"
+            " float32",
+        )
+        refuse(
+            offload and stage == 0,
+            "critic.offload_optimizer needs critic.zero_stage 1 or higher: set critic.zero_stage to 1, 2 or 3, or"
+            " critic.offload_optimizer to false",
+        )
+        sharded = [name for name in _SHARDED if name in engine.deepspeed.get("zero_optimization", {})]
+        refuse(
+            bool(sharded) and stage < 3,
+            f"engine.deepspeed.zero_optimization.{''.join(sharded[:1])} is for sharded weights, which the critic has"
+            f" not with critic.zero_stage {stage}: set that to 3",
+        )

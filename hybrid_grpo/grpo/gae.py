@@ -1,0 +1,158 @@
+"""The mathematics of a critic: from rewards and values of tokens to advantages, and the loss of the values.
+
+`critic_advantages` is the whole way to advantages, as the settings say; the functions below it are its parts. As in
+`advantages.py`, arithmetic is float64 on the CPU, and where a number is of all ranks, the caller gives the sum over
+them as `total`.
+
+The value of a token is what the completion is expected to earn from that token on, seen before the token is drawn. A
+completion ends with its last token, whether by itself or at the length limit: what comes after it is worth 0, as in
+InstructGPT (arXiv:2203.02155) and TRL. PPO is arXiv:1707.06347, GAE is arXiv:1506.02438.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hybrid_grpo.config import CriticConfig, TrainConfig
+from hybrid_grpo.data.batch import Numbers, RewardStep, Rollout, Scores
+from hybrid_grpo.grpo.advantages import Total, over_ranks, penalized_rewards
+
+_STD_EPSILON = 1e-4  # advantages that are nearly equal must not be blown up to size 1
+
+
+@dataclass(frozen=True)
+class ValueTargets:
+    """What a critic learns from a rollout; float32 [B, T], on the device of the critic."""
+
+    old_value_BT: Tensor
+    """Its values before it learned anything from the rollout."""
+    return_BT: Tensor
+    """What the values should have been; NaN on padding, and for a completion without a reward."""
+
+
+def critic_advantages(
+    rollout: Rollout,
+    scores: Scores,
+    config: TrainConfig,
+    value_BT: Tensor,
+    kl_BT: Tensor | None,
+    beta: float,
+    device: torch.device,
+) -> tuple[Tensor, ValueTargets, Numbers]:
+    """Advantages of every token by GAE, and what the critic is to learn. Collective.
+
+    A completion earns its reward as a whole, the length penalty included, at its last token, and rewards of steps where
+    the steps end. A completion without a reward has advantage 0 and teaches the critic nothing.
+
+    Args:
+        value_BT: the critic's values.
+        kl_BT: the KL of each token in nats; None where the KL is not part of the reward.
+        beta: what a nat costs.
+        device: where collectives take place.
+
+    Returns:
+        Advantages, float32 [B, T] on the CPU, 0 on padding; the targets; and the numbers of the critic.
+    """
+    settings, total = config.critic, partial(over_ranks, device=device)
+    whole_B, numbers = penalized_rewards(rollout, scores, config)
+    reward_BT = token_rewards(whole_B, scores.steps, rollout.lengths)
+    if kl_BT is not None:
+        # Token by token, as in InstructGPT.
+        reward_BT -= beta * kl_BT.double().cpu()
+    mask_BT = rollout.mask_BT & ~whole_B.isnan()[:, None]
+    old_BT = value_BT.cpu().double()
+    advantage_BT = generalized_advantages(reward_BT, old_BT, mask_BT, settings.gamma, settings.lam)
+    return_BT = advantage_BT + old_BT
+    mean_3, variance_3 = moments((advantage_BT, return_BT, return_BT - old_BT), mask_BT, total)
+    if settings.whiten:
+        whitened_BT = (advantage_BT - mean_3[0]) / (variance_3[0].sqrt() + _STD_EPSILON)
+        advantage_BT = torch.where(mask_BT, whitened_BT, 0.0)
+    here = mask_BT.sum()
+    numbers["critic/value"] = old_BT[mask_BT].mean(), here
+    numbers["critic/return"] = return_BT[mask_BT].mean(), here
+    # The variance of returns that are all equal is rounding noise, and nothing is there to be explained.
+    explains = variance_3[1] > 1e-12 * (1 + mean_3[1].square())
+    numbers["critic/explained_variance"] = 1 - variance_3[2] / variance_3[1], explains.long()
+    targets = ValueTargets(value_BT.float(), torch.where(mask_BT, return_BT, torch.nan).float().to(value_BT.device))
+    return advantage_BT.float(), targets, numbers
+
+
+def token_rewards(whole_B: Tensor, steps: list[list[RewardStep]] | None, lengths: list[int]) -> Tensor:
+    """What each token earns, float64 [B, T], 0 on padding.
+
+    Args:
+        whole_B: rewards of completions as wholes, which they earn at their last token.
+        steps: [B], of every completion (end, reward) of its steps: `end` is the number of tokens up to and with the
+            last of the step, which earns the reward.
+        lengths: [B], completion tokens.
+    """
+    places = [(row, length - 1) for row, length in enumerate(lengths)]
+    rewards = whole_B.tolist()
+    for row, ends in enumerate(steps or []):
+        places += [(row, end - 1) for end, _ in ends]
+        rewards += [reward for _, reward in ends]
+    reward_BT = torch.zeros(len(lengths), max(lengths), dtype=torch.float64)
+    rows, tokens = torch.tensor(places).unbind(1)
+    reward_BT.index_put_((rows, tokens), torch.tensor(rewards, dtype=torch.float64), accumulate=True)
+    return reward_BT
+
+
+def generalized_advantages(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Tensor:
+    """Advantages of tokens by GAE(gamma, lambda), arXiv:1506.02438, equations 11 to 16; 0 outside the mask.
+
+    With d_t = r_t + gamma V_{t+1} - V_t, where V is 0 behind the last token of a row, A_t = d_t + gamma lambda A_{t+1}.
+    Lambda 1 is the discounted rewards to come minus V_t, lambda 0 is d_t.
+
+    Args:
+        reward_BT, value_BT: floats; what they hold outside the mask, NaN included, has no part.
+        mask_BT: bool, True on the tokens of each completion, which begin at the first column.
+    """
+    reward_BT, value_BT = (torch.where(mask_BT, given, 0.0) for given in (reward_BT, value_BT))
+    advantage_BT = torch.zeros_like(value_BT)
+    next_value_B = next_advantage_B = torch.zeros_like(value_BT[:, 0])
+    for t in reversed(range(value_BT.shape[1])):
+        delta_B = reward_BT[:, t] + gamma * next_value_B - value_BT[:, t]
+        next_advantage_B = delta_B + gamma * lam * next_advantage_B
+        next_value_B = value_BT[:, t]
+        advantage_BT[:, t] = next_advantage_B
+    return advantage_BT
+
+
+def moments(values: tuple[Tensor, ...], mask_BT: Tensor, total: Total) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance of each of K tensors [B, T] over the tokens of all ranks, float64 [K]; 0 where there
+    are no tokens."""
+    values_KN = torch.stack([value_BT[mask_BT].double() for value_BT in values])
+    here = torch.tensor([values_KN.shape[1]], dtype=torch.float64)
+    *_, count = sums = total(torch.cat([values_KN.sum(1), here]))
+    mean_K = sums[:-1] / count.clamp(min=1)
+    squares_K = total((values_KN - mean_K[:, None]).square().sum(1))
+    return mean_K, squares_K / (count - 1).clamp(min=1)
+
+
+def value_loss(
+    value_bT: Tensor, old_value_bT: Tensor, return_bT: Tensor, weight_bT: Tensor, critic: CriticConfig
+) -> tuple[Tensor, Numbers]:
+    """The clipped loss of values, weighted and summed, and its numbers.
+
+    Per token 0.5 max((V - R)^2, (V' - R)^2), where V' is V kept within `critic.clip` of the value before the step
+    (OpenAI's code of PPO, arXiv:1707.06347; see arXiv:2005.12729, section 3).
+
+    Args:
+        value_bT: float, of the critic now; carries the gradient.
+        old_value_bT, return_bT: see `ValueTargets`; tokens whose return is NaN have no part.
+        weight_bT: float, 0 on padding; that of the policy's loss, see `token_weights`.
+    """
+    real_bT = (weight_bT > 0) & ~return_bT.isnan()
+    value_bT, old_bT, return_bT = (torch.where(real_bT, given, 0.0) for given in (value_bT, old_value_bT, return_bT))
+    error_bT, clipped_bT = (value_bT - return_bT).square(), torch.zeros_like(real_bT)
+    if critic.clip:
+        moved_bT = value_bT - old_bT
+        bound_bT = (old_bT + moved_bT.clamp(-critic.clip, critic.clip) - return_bT).square()
+        # Where a value has not moved as far, both are the same but for rounding.
+        clipped_bT = (moved_bT.abs() > critic.clip) & (bound_bT > error_bT)
+        error_bT = torch.where(clipped_bT, bound_bT, error_bT)
+    tokens = real_bT.sum()
+    loss = 0.5 * (error_bT * torch.where(real_bT, weight_bT, 0.0)).sum()
+    return loss, {"critic/clip_frac": (clipped_bT.sum() / tokens.clamp(min=1), tokens)}

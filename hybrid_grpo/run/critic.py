@@ -1,0 +1,139 @@
+"""The critic of a run: a value model beside the policy, in a DeepSpeed engine of its own, and what it learns.
+
+The formulas are in `grpo/gae.py`, and when they are called is told by the trainer.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_grpo import engine as engines
+from hybrid_grpo.config import BatchPlan, TrainConfig
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.data.batch import MicroBatch, Numbers, Rollout, Scores, TrainBatch
+from hybrid_grpo.grpo.gae import ValueTargets, critic_advantages, value_loss
+from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.files import check_files
+from hybrid_grpo.model.loading import load_config, load_tokenizer, training_attention
+from hybrid_grpo.model.scalar import check_scalar
+from hybrid_grpo.policy import Scorer
+
+_FOLDER = "critic"
+"""Its folder in a checkpoint."""
+
+
+class Critic(Scorer):
+    """A model of the reward that a completion will still earn, seen before each of its tokens.
+
+    It reads the tokens that the policy reads: its value of a token is that of the hidden state from which the policy
+    draws the token. A head that is new starts at 0: values drawn at random would be noise in the first advantages.
+
+    Args:
+        config, plan: the run's settings and batch equation.
+        tokenizer: the policy's.
+    """
+
+    def __init__(self, config: TrainConfig, plan: BatchPlan, tokenizer: Any) -> None:
+        self._run, self._plan = config, plan
+        super().__init__(
+            config.critic.as_policy(config.policy),
+            config.critic.as_engine(config.engine),
+            tokenizer,
+            total_steps=config.run.steps * plan.optimizer_steps,
+            padding=None,
+            head_std=0.0,
+            setting=_setting(config),
+        )
+        self._targets: ValueTargets | None = None
+
+    @property
+    def learns_alone(self) -> bool:
+        """Whether the policy does not learn yet."""
+        return self.optimizer_steps < self._run.critic.warmup_steps * self._plan.optimizer_steps
+
+    def advantages(
+        self, rollout: Rollout, scores: Scores, batches: list[MicroBatch], kl_BT: Tensor | None, beta: float
+    ) -> tuple[Tensor, Numbers]:
+        """Advantages of all tokens, and the numbers of the critic; it keeps what it is to learn. See
+        `critic_advantages`. `batches` are all rows of the rollout. Collective."""
+        value_BT = self.values(batches, (len(rollout.completions), max(rollout.lengths)))
+        advantages_BT, self._targets, numbers = critic_advantages(
+            rollout, scores, self._run, value_BT, kl_BT, beta, self.engine.device
+        )
+        return advantages_BT, numbers
+
+    @torch.no_grad()
+    def values(self, batches: list[MicroBatch], shape: tuple[int, int]) -> Tensor:
+        """The value of every completion token, float32 [B, T] (`shape`), 0 on padding. Collective."""
+        value_BT = torch.zeros(shape, device=self.engine.device)
+        for micro in batches:
+            value_N = self.forward(micro)
+            if micro.rows:
+                value_BT[micro.row_b, : micro.mask_bT.shape[1]] = micro.unflatten(value_N)
+        return value_BT
+
+    def learn(self, batches: list[TrainBatch]) -> Iterator[Numbers]:
+        """One optimizer step on rows of the rollout that `advantages` was last given; numbers of each micro-batch and
+        of the step. Collective."""
+        assert self._targets is not None
+        for batch in batches:
+            micro = batch.micro
+            value_bT = micro.unflatten(self.forward(micro))
+            old_value_bT = return_bT = torch.zeros_like(value_bT)
+            if micro.rows:
+                part = (micro.row_b, slice(micro.mask_bT.shape[1]))
+                old_value_bT, return_bT = self._targets.old_value_BT[part], self._targets.return_BT[part]
+            loss, numbers = value_loss(value_bT, old_value_bT, return_bT, batch.weight_bT, self._run.critic)
+            self.engine.backward(loss)
+            yield {**numbers, "critic/loss": (loss / self._plan.optimizer_steps, 1)}
+        yield {"critic/lr": (self.lr, 1), "critic/grad_norm": (self.step().grad_norm, 1)}
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part into a checkpoint's folder."""
+        self.engine.save(folder, _FOLDER, self.state_dict())
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, on any number of ranks; raises `UserError` where there is nothing."""
+        self.load_state_dict(self.engine.load(folder, _FOLDER))
+
+
+def check_critic(config: TrainConfig, tokenizer: Any, longest: int) -> None:
+    """Refuse a critic that cannot be made of its model, or cannot read what the policy reads, before weights load.
+
+    Args:
+        tokenizer: the policy's.
+        longest: tokens of the longest prompt and completion.
+    """
+    policy, setting = config.critic.as_policy(config.policy), _setting(config)
+    engines.check_config(policy, config.critic.as_engine(config.engine))
+    name, model_config = policy.model, check_scalar(policy.model, setting)
+    if config.critic.model is None:
+        return
+    check_files(name, model_config, pickled=policy.pickled_weights, setting=setting)
+    refuse(
+        load_tokenizer(name, setting).get_vocab() != tokenizer.get_vocab(),
+        f"{setting} {name} has another tokenizer than policy.model {config.policy.model}: take a critic of the same"
+        " family of models",
+    )
+    limit = getattr(model_config, "max_position_embeddings", None)
+    refuse(
+        limit is not None and longest > limit,
+        f"{setting} {name} has {limit} positions, and the longest prompt with its completion is {longest} tokens: lower"
+        f" data.max_prompt_tokens or rollout.max_completion_tokens by {longest - (limit or 0)}",
+    )
+    packs, policy_packs = (
+        training_attention(policy, loaded) == ATTENTION for loaded in (model_config, load_config(config.policy.model))
+    )
+    refuse(
+        packs != policy_packs,
+        f"{setting} {name} cannot be given rows as policy.model is, with and without padding: set"
+        " policy.attn_implementation to sdpa",
+    )
+
+
+def _setting(config: TrainConfig) -> str:
+    """The setting that names the critic's model."""
+    return "policy.model" if config.critic.model is None else "critic.model"

@@ -1,0 +1,139 @@
+"""Programs of tests/run/test_critic.py: steps with a critic, on one rank and on two; see rank_programs.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rank_programs import main
+
+import hybrid_grpo as hg
+from hybrid_grpo import engine as engines
+from hybrid_grpo.config import (
+    CriticConfig,
+    DataConfig,
+    EngineConfig,
+    GrpoConfig,
+    PolicyConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
+from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.distributed import barrier, world_size
+from hybrid_grpo.policy import Policy, Reference
+from hybrid_grpo.run.critic import Critic
+from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.trainer import Trainer
+
+METRICS = (
+    *("policy/loss", "policy/grad_norm", "policy/kl", "reward/mean", "critic/loss", "critic/grad_norm", "critic/lr"),
+    *("critic/value", "critic/return", "critic/explained_variance", "critic/clip_frac"),
+)
+
+
+def build(folder: Path, *, critic_stage: int) -> Trainer:
+    """A run on the quickstart's tiny model and task, of one completion a prompt, with a KL in the reward and four
+    optimizer steps a rollout. In the first step only the critic learns."""
+    config = TrainConfig(
+        run=RunConfig(steps=10),
+        policy=PolicyConfig(model=str(folder / "model"), dtype="float32", lr=1e-3, micro_batch_tokens=160),
+        engine=EngineConfig(zero_stage=3, adam="torch"),
+        data=DataConfig(path=str(folder / "train.jsonl"), limit=100),
+        rollout=RolloutConfig(prompts_per_step=24, num_generations=1, max_completion_tokens=8),
+        grpo=GrpoConfig(
+            **{"baseline": "critic", "beta": 0.1, "kl_in": "reward", "kl_estimator": "k1"},  # type: ignore[arg-type]
+            num_minibatches=2,
+            num_iterations=2,
+        ),
+        critic=CriticConfig(zero_stage=critic_stage, lr=1e-3, warmup_steps=1, lam=0.9, gamma=0.99, clip=0.01),
+        rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
+    )
+    device = engines.start()
+    plan = check_train(config, world_size())
+    inputs = RunInputs.read(config)
+    policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=100)
+    reference, critic = Reference(config.policy, config.engine), Critic(config, plan, inputs.tokenizer)
+    return Trainer(config, plan, policy, reference, inputs, device, critic)
+
+
+def steps(trainer: Trainer, numbers: range) -> list[dict[str, Any]]:
+    """Metrics of steps, with some of the weights of the policy and of the critic after them."""
+    seen = []
+    for step in numbers:
+        trainer.step(step)
+        metrics = trainer.meter.reduce()
+        assert trainer.critic is not None
+        seen.append({name: metrics[name] for name in METRICS if name in metrics})
+        for model in (trainer.policy, trainer.critic):
+            named = {p: name for name, p in model.engine.engine.module.named_parameters() if p.requires_grad}
+            whole = model.engine.whole(list(named))
+            seen[-1][type(model).__name__] = {named[p]: weight.flatten()[::50].tolist() for p, weight in whole.items()}
+    return seen
+
+
+def save(trainer: Trainer, folder: Path, tag: str) -> None:
+    """As a run saves a checkpoint."""
+    state = {name: part.state_dict() for name, part in trainer.parts.items()}
+    trainer.policy.engine.save(folder, tag, {"policy": trainer.policy.state_dict(), **state})
+    for part in trainer.all_shards:
+        part.save(folder / tag)
+    barrier()
+
+
+def restore(trainer: Trainer, folder: Path, tag: str) -> None:
+    """As a run goes on from a checkpoint."""
+    state = trainer.policy.engine.load(folder, tag)
+    for part in trainer.all_shards:
+        part.load(folder / tag)
+    trainer.policy.load_state_dict(state["policy"])
+    for name, part in trainer.parts.items():
+        part.load_state_dict(state[name])
+
+
+def two(folder: Path) -> dict[str, Any]:
+    """Three steps, saved after the second; and the third again, by the same engines and by new ones."""
+    trainer = build(folder, critic_stage=3)
+    seen = {"steps": steps(trainer, range(1, 3))}
+    save(trainer, folder, "two")
+    seen["steps"] += steps(trainer, range(3, 4))
+    restore(trainer, folder, "two")
+    seen["again"] = steps(trainer, range(3, 4))
+    resumed = build(folder, critic_stage=3)
+    restore(resumed, folder, "two")
+    seen["resumed"] = steps(resumed, range(3, 4))
+    return seen
+
+
+def one(folder: Path) -> dict[str, Any]:
+    """The same three steps at another stage; the third after the checkpoint of two ranks; and a run by the command."""
+    trainer = build(folder, critic_stage=0)
+    seen = {"steps": steps(trainer, range(1, 4))}
+    restore(trainer, folder, "two")
+    seen["resumed"] = steps(trainer, range(3, 4))
+    return {**seen, **command(folder)}
+
+
+def command(folder: Path) -> dict[str, Any]:
+    """What `train` leaves behind, with adapters in the policy: the lines of its metrics and the files of the critic."""
+    run = hg.train(
+        model=folder / "model",
+        data=str(folder / "train.jsonl"),
+        rewards=["exact_match"],
+        run={"dir": str(folder), "name": "run", "steps": 2},
+        policy={"dtype": "float32"},
+        lora={"rank": 2},
+        rollout={"prompts_per_step": 4, "num_generations": 2, "max_completion_tokens": 4},
+        grpo={"baseline": "critic"},
+        critic={"model": str(folder / "model"), "warmup_steps": 1},
+        log={"wandb": "disabled"},
+    )
+    critic = run.folder / "checkpoints/step_000002/critic"
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    return {"metrics": [json.loads(line) for line in lines], "files": sorted(path.name for path in critic.iterdir())}
+
+
+if __name__ == "__main__":
+    main(globals())
