@@ -21,6 +21,7 @@ from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling, Stats, Workspace
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.average import MovingAverage
 from hybrid_grpo.model.loading import load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.lora import Adapters
@@ -49,6 +50,7 @@ class TrainedModel:
 
     Attributes:
         lr_scale: what the schedule's learning rate is multiplied with; lower after the guard has rolled back.
+        average: the moving average of the weights, with `policy.ema_decay`.
     """
 
     lr_scale = 1.0
@@ -78,6 +80,9 @@ class TrainedModel:
         self.adapters = Adapters(model, lora, seed) if lora is not None and lora.rank else None
         by_layer = self.adapters.by_layer if self.adapters else None
         self.engine = engines.Engine(wrap(model), model, view, self.deepspeed_config, by_layer, keep_view=keep_view)
+        trained = self.engine.engine
+        decay, layout = policy.ema_decay, (trained.module, trained.optimizer, self.engine.stage)
+        self.average = None if decay is None else MovingAverage(*layout, decay)
 
     def budget(self, gradients: bool) -> int:
         """Tokens of one micro-batch; see `token_budget`."""
@@ -89,6 +94,8 @@ class TrainedModel:
         result = self.engine.step(self.lr)
         self.optimizer_steps += 1
         self.skipped_steps += not result.applied
+        if self.average is not None and result.applied:
+            self.average.update()
         return result
 
     @property

@@ -9,6 +9,7 @@ import pickle
 import re
 import secrets
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,7 +93,7 @@ class Checkpoints:
             self._verified_run = manifest.run
         return Checkpoint(folder, manifest)
 
-    def save(self, engine: Engine, step: int, state: dict[str, Any], shards: Shards | None = None) -> None:
+    def save(self, engine: Engine, step: int, state: dict[str, Any], shards: Sequence[Shards] = ()) -> None:
         """Write the checkpoint of `step`; `state` and `shards` are this rank's own.
 
         Raises WriteFailed on all ranks where it cannot be written; the checkpoints before it then are as they were.
@@ -113,8 +114,8 @@ class Checkpoints:
         def write() -> None:
             # One key for our state: the engine stores its own keys beside it.
             engine.save(self.folder, draft.name, {"hybrid_grpo": {"step": step, **state}})
-            if shards is not None:
-                shards.save(draft)
+            for part in shards:
+                part.save(draft)
 
         def measured() -> dict[str, list[int]]:
             names = (str(path.relative_to(draft)) for path in sorted(draft.rglob("*")) if path.is_file())
@@ -154,12 +155,12 @@ class Checkpoints:
             self._clear_drafts()
         barrier()
 
-    def load(self, engine: Engine, checkpoint: Checkpoint, shards: Shards | None = None) -> dict[str, Any]:
+    def load(self, engine: Engine, checkpoint: Checkpoint, shards: Sequence[Shards] = ()) -> dict[str, Any]:
         """Restore a checkpoint that was found whole; returns this rank's state. Collective."""
         folder = checkpoint.folder
         state = dict(engine.load(folder.parent, folder.name)["hybrid_grpo"])
-        if shards is not None:
-            shards.load(folder)
+        for part in shards:
+            part.load(folder)
         return state
 
     def forget_after(self, step: int) -> None:

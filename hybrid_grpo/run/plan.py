@@ -209,7 +209,7 @@ class Plan:
     def host(self) -> Phase:
         """Host memory of a rank with a GPU."""
         states = self.states() if self.offloads else []
-        parts = [self.process, self.reward_models(on_host=True), self.reference(), *states, self.export]
+        parts = [self.process, self.reward_models(on_host=True), self.reference(), self.average(), *states, self.export]
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
 
     def fixed(self) -> list[Part]:
@@ -219,7 +219,14 @@ class Plan:
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]
-        return [self.process, *parts, self.reward_models(on_host=True), *self.states(), self.reference()]
+        return [
+            self.process,
+            *parts,
+            self.reward_models(on_host=True),
+            *self.states(),
+            self.reference(),
+            self.average(),
+        ]
 
     def held(self, parts: list[Part]) -> list[Part]:
         """The parts, and on a GPU what torch's allocator holds beside them."""
@@ -269,6 +276,11 @@ class Plan:
         """The reference in host memory, sharded over the ranks; with adapters it is the model without them."""
         loaded = self.config.grpo.beta and not self.config.lora.rank
         return Part("reference", self.dtype * self.n // self.ranks if loaded else 0, "grpo.beta 0, more ranks")
+
+    def average(self) -> Part:
+        """The moving average of the weights in host memory."""
+        decay = self.config.policy.ema_decay
+        return Part("moving average", 0 if decay is None else 4 * self.owned, "policy.ema_decay null, more ranks")
 
     @property
     def laid_out(self) -> int:

@@ -286,7 +286,7 @@ class Run:
             # A checkpoint is of no use without the numbers before it.
             write_together(self._sync_numbers, self.folder)
             states = {"policy": stage.policy.state_dict(), **states}
-            self.checkpoints.save(stage.policy.engine, step, states, stage.shards)
+            self.checkpoints.save(stage.policy.engine, step, states, stage.all_shards)
             self._saved = step
             if rank() == 0:
                 self.journal.forget(step)
@@ -311,14 +311,20 @@ class Run:
             self.say(warning)
 
     def _export(self, stage: Stage, step: int) -> None:
-        """Write `model/`, whole or not at all. Raises UserError where that fails."""
+        """Write `model/` and, with a moving average of the weights, `model_ema/` before it, since `model/` tells that a
+        run is finished; each whole or not at all. Raises UserError where that fails."""
+        average, model = stage.policy.average, self.folder / "model_ema"
         try:
-            export(stage.policy, self.folder / "model", {"step": step})
+            if average is not None:
+                with average.used():
+                    export(stage.policy, model, {"step": step})
+            model = self.folder / "model"
+            export(stage.policy, model, {"step": step})
         except WriteFailed as failure:
             if self._saved != step:
                 self._save(stage, step, _states(stage))
             raise UserError(
-                f"{self.folder / 'model'} could not be written: {failure}; the newest checkpoint, of step"
+                f"{model} could not be written: {failure}; the newest checkpoint, of step"
                 f" {self._saved}, has the weights: make room or mend it, and --run.resume auto writes the model again"
             ) from failure
 
@@ -345,7 +351,7 @@ class Run:
         return self.start.step
 
     def _load(self, stage: Stage, checkpoint: Checkpoint) -> None:
-        state = self.checkpoints.load(stage.policy.engine, checkpoint, stage.shards)
+        state = self.checkpoints.load(stage.policy.engine, checkpoint, stage.all_shards)
         stage.policy.load_state_dict(state["policy"])
         for name, part in stage.parts.items():
             part.load_state_dict(state[name])

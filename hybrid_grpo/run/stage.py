@@ -49,6 +49,11 @@ class Stage:
     last_rollout: tuple[Rollout, Scores, Tensor] | None = None
     eval_sets: Sequence[HeldOutSet] = ()
 
+    @property
+    def all_shards(self) -> list[Shards]:
+        """Everything that a checkpoint holds in shards beside the weights and the state of their optimizer."""
+        return [part for part in (self.shards, self.policy.average) if part is not None]
+
     def step(self, step: int) -> None:
         """Make step k, counted from 1."""
         raise NotImplementedError

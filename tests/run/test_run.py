@@ -34,7 +34,7 @@ def make(tmp_path, **checkpoint):
     """A run of nine steps whose checkpoints are only counted, and a stage for it."""
     config = TrainConfig(run=RunConfig(dir=str(tmp_path), steps=9), checkpoint=CheckpointConfig(**checkpoint))
     run, stage = Run(Parsed(config, ""), {}), Stage()
-    stage.policy = SimpleNamespace(engine=SimpleNamespace(device="cpu"), state_dict=dict)
+    stage.policy = SimpleNamespace(engine=SimpleNamespace(device="cpu"), state_dict=dict, average=None)
     run.checkpoints = SimpleNamespace(save=lambda *_: None)
     return run, stage
 
