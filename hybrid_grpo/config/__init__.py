@@ -10,6 +10,7 @@ from hybrid_grpo.config.building import build, dump, to_dict
 from hybrid_grpo.config.checks import BatchPlan
 from hybrid_grpo.config.cleaning import CleanConfig
 from hybrid_grpo.config.commands import (
+    ChatConfig,
     CheckDataConfig,
     EvaluateConfig,
     GenerateConfig,

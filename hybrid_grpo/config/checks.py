@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hybrid_grpo.config.commands import (
+    ChatConfig,
     CheckDataConfig,
     EvaluateConfig,
     GenerateConfig,
@@ -152,6 +153,17 @@ def check_generate(config: GenerateConfig, world_size: int) -> None:
         _check_source("data.path", config.data.path)
     refuse(output == "-" and world_size > 1, f"generate.output -: {world_size} ranks write a file each: give its name")
     _check_output("generate.output", output, "the prompts of data.path", config.data.path)
+
+
+def check_chat(config: ChatConfig, world_size: int) -> None:
+    """Refuse to talk where it cannot work."""
+    _check_model(config)
+    refuse(world_size > 1, f"chat is one process, and here are {world_size} ranks: start it without a launcher")
+    adapter = config.chat.adapter
+    refuse(
+        adapter is not None and find_spec("peft") is None,
+        f"chat.adapter {adapter} needs peft, which is not installed: pip install 'hybrid_grpo[lora]'",
+    )
 
 
 def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:

@@ -239,6 +239,31 @@ class GenerateConfig(TrainConfig):
 
 
 @dataclass(frozen=True, config=SECTION)
+class ChatOptionsConfig:
+    """The conversation."""
+
+    system: str | None = None
+    """System prompt, for models with a chat template. Default: that of `data.system_prompt`."""
+    adapter: Text | None = None
+    """Folder of an adapter in peft's format, merged into `policy.model`. Default: none."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class ChatConfig(TrainConfig):
+    """A conversation in the terminal: a line is a message, and the answer is shown while it is sampled. MODEL is the
+    folder or hub name of a model, the folder of a run, or that of an adapter (its base model is the one that it names,
+    or `policy.model`). For a run the settings start from the run's own. Of all settings only those of sampling, the
+    chat template and `run.seed` count. Lines can also come from a pipe."""
+
+    chat: ChatOptionsConfig = field(default_factory=ChatOptionsConfig)
+    sft: SftLoopConfig = field(default_factory=SftLoopConfig)
+
+    @model_validator(mode="after")
+    def _check_sections(self) -> ChatConfig:
+        return self  # nothing is trained
+
+
+@dataclass(frozen=True, config=SECTION)
 class PlanOptionsConfig:
     """Where the planned run would be."""
 

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar, get_origin
 
 from hybrid_grpo.config.building import build, dump, plain_types, sections, takes_mapping, unknown_setting
 from hybrid_grpo.config.commands import (
+    ChatConfig,
     CheckDataConfig,
     EvaluateConfig,
     GenerateConfig,
@@ -32,6 +33,7 @@ ConfigT = TypeVar(
     GenerateConfig,
     PlanConfig,
     ScoreConfig,
+    ChatConfig,
     CheckDataConfig,
     ServeRewardConfig,
 )
