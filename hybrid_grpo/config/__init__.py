@@ -22,7 +22,7 @@ from hybrid_grpo.config.commands import (
     SftConfig,
     TrainConfig,
 )
-from hybrid_grpo.config.data import CurriculumConfig, DataConfig, MixtureConfig
+from hybrid_grpo.config.data import CurriculumConfig, DataConfig, MixtureConfig, PtxConfig
 from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig

@@ -25,7 +25,7 @@ from hybrid_grpo.config.commands import (
     SftConfig,
     TrainConfig,
 )
-from hybrid_grpo.config.data import DataConfig
+from hybrid_grpo.config.data import DataConfig, PtxConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.held_out import check_best, held_out_sets
 from hybrid_grpo.config.network import bearer_token, is_loopback
@@ -94,6 +94,9 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     for held_out in sets:
         if held_out.rows is not None and (held_out.rows.path != "" or held_out.data.task is None):
             _check_source(f"{held_out.setting}.path", held_out.rows.path)
+    if config.ptx.coef:
+        _check_source("ptx.path", config.ptx.path)
+        _refuse_indivisible("ptx.batch_size", config.ptx.batch_size, world_size, "ranks")
     _check_resume(config.run.resume)
     return batch_plan(config, world_size)
 
@@ -109,8 +112,8 @@ def check_eval(config: EvaluateConfig, world_size: int) -> None:
 
 def check_sets(config: TrainConfig, world_size: int) -> None:
     """Refuse to evaluate where there is nothing to evaluate on."""
-    # The best of a run is none of one evaluation.
-    check_train(replace(config, eval=replace(config.eval, best=None, patience=None)), world_size)
+    # The best of a run is none of one evaluation, and what is learned beside the rewards is not read.
+    check_train(replace(config, eval=replace(config.eval, best=None, patience=None), ptx=PtxConfig()), world_size)
     refuse(
         not held_out_sets(config),
         "data.eval_path and data.eval_split are not set, and eval.sets is empty: name the prompts to evaluate on",

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.cleaning import CleanConfig
-from hybrid_grpo.config.data import CurriculumConfig, DataConfig
+from hybrid_grpo.config.data import CurriculumConfig, DataConfig, PtxConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.fields import SECTION, Count, Text
@@ -53,6 +53,7 @@ class TrainConfig(ModelRunConfig):
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     rewards: RewardList = field(default_factory=list)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    ptx: PtxConfig = field(default_factory=PtxConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 

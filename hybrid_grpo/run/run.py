@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
-from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
+from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError, refuse
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, rank
 from hybrid_grpo.generation import Journal
@@ -354,6 +354,8 @@ class Run:
         state = self.checkpoints.load(stage.policy.engine, checkpoint, stage.all_shards)
         stage.policy.load_state_dict(state["policy"])
         for name, part in stage.parts.items():
+            # Settings that were added with run.allow_changes may need what the checkpoint does not have.
+            refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: take its settings out")
             part.load_state_dict(state[name])
 
 
