@@ -3,6 +3,10 @@
 import pytest
 from user import User
 
+from hybrid_grpo.config import EvaluateConfig
+from hybrid_grpo.config.checks import check_eval
+from hybrid_grpo.config.parsing import parse
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -19,3 +23,9 @@ from user import User
 )
 def test_settings_that_do_not_fit_are_refused(user: User, arguments: list[str], message: str) -> None:
     assert message in user.refused(*arguments, ranks=2)
+
+
+def test_an_evaluation_does_not_read_the_texts(user: User) -> None:
+    held_out = ["--data.eval_path", f"{user.folder / 'train.jsonl'}", "--rewards=exact_match"]
+    arguments = [*user.sound, *held_out, "--ptx.coef=1", "--ptx.path=nope/x.jsonl"]
+    check_eval(parse(EvaluateConfig, arguments, "eval").config, 1)

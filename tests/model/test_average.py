@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from launching import make_task, ranks
+from launching import ranks
 from safetensors.torch import load_file
 from workshop import Workshop
 
@@ -15,15 +15,16 @@ from hybrid_grpo.run.exporting import exported
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = make_task(tmp_path_factory.mktemp("task"))
-    return folder, ranks(2, "averages", folder, programs="average_programs.py")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    shop = Workshop(tmp_path_factory.mktemp("shop"))
+    yield shop
+    shop.close()
 
 
 @pytest.mark.ranks
-def test_on_two_ranks_it_is_what_the_definition_says(seen: tuple[Path, list[dict[str, Any]]]) -> None:
-    folder, both = seen
-    for of_rank in both:
+def test_on_two_ranks_it_is_what_the_definition_says(shop: Workshop) -> None:
+    folder = shop.folder
+    for of_rank in ranks(2, "averages", folder, programs="average_programs.py"):
         for name, found in of_rank.items():
             # The definition is computed from the weights of the model, which in bfloat16 are rounded.
             assert found["error"] < (4e-3 if name == "bfloat16" else 1e-6), name
@@ -41,25 +42,20 @@ def test_on_two_ranks_it_is_what_the_definition_says(seen: tuple[Path, list[dict
 
 
 @pytest.mark.process
-def test_a_run_writes_it_beside_the_model_and_goes_on_with_it(tmp_path: Path) -> None:
-    shop = Workshop(tmp_path)
-    command = ["sft", "--config=sft.yaml", "--policy.ema_decay=0.75"]
+def test_a_run_writes_it_beside_the_model_and_goes_on_with_it(shop: Workshop) -> None:
+    run = shop.folder / "runs" / "averaged"
 
-    def weights(folder: str) -> dict[str, torch.Tensor]:
-        return load_file(tmp_path / folder / "model.safetensors")
+    def weights(folder: Path) -> dict[str, torch.Tensor]:
+        return load_file(folder / "model.safetensors")
 
-    def run(name: str, steps: int) -> None:
-        done = shop.run(*command, f"--run.name={name}", f"--run.steps={steps}", "--run.resume=auto")
+    before = weights(shop.folder / "model")
+    for steps in (1, 2):
+        command = ["sft", "--config=sft.yaml", "--policy.ema_decay=0.75", "--run.name=averaged"]
+        done = shop.run(*command, f"--run.steps={steps}", "--run.resume=auto")
         assert done.status == 0, done.out + done.err
-
-    run("parts", 1)
-    start, model, average = map(weights, ("model", "runs/parts/model", "runs/parts/model_ema"))
-    for name, weight in average.items():
-        assert torch.allclose(weight, 0.75 * start[name] + 0.25 * model[name], atol=1e-6), name
-    assert not all(torch.equal(weight, model[name]) for name, weight in average.items())
-    run("parts", 2)
-    run("whole", 2)
-    parts, whole = map(weights, ("runs/parts/model_ema", "runs/whole/model_ema"))
-    assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
-    assert exported(tmp_path / "runs/parts/model_ema")["step"] == 2
-    shop.close()
+        model, average = weights(run / "model"), weights(run / "model_ema")
+        for name, weight in average.items():
+            assert torch.allclose(weight, 0.75 * before[name] + 0.25 * model[name], atol=1e-6), name
+        assert not any(torch.allclose(weight, model[name], atol=1e-4) for name, weight in average.items())
+        assert exported(run / "model_ema")["step"] == steps
+        before = average

@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launching import make_task, ranks
+from char_tokenizer import char_tokenizer
+from launching import ranks
+from tiny_models import build, tiny_config
 
 
 @pytest.mark.ranks
 def test_the_gradient_of_a_step_is_the_sum_of_both_losses_gradients(tmp_path: Path) -> None:
-    (seen,) = ranks(1, "gradients", make_task(tmp_path), programs="pretraining_programs.py")
+    tokenizer = char_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    build(tiny_config("qwen2", vocab_size=len(tokenizer))).save_pretrained(tmp_path / "model")
+    (seen,) = ranks(1, "gradients", tmp_path, programs="pretraining_programs.py")
     assert seen["error"] < 1e-6 and min(seen["largest"]) > 1e-3, seen
     assert seen["loss"][0] == pytest.approx(seen["loss"][1], rel=1e-5)
     first, second = seen["batches"]

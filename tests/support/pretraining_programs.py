@@ -30,7 +30,7 @@ from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
 
 COEF = 0.3
-TEXTS = ["dcab", "zyxwvutsrqponm", "abc=abc", "hello", "q", "mnbvcxylkjhgf"]
+TEXTS = ["dcab", "zyxwvutsrqponm", "abc:abc", "hello", "q", "mnbvcxylkjhgf"]
 
 
 def gradients(folder: Path) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def gradients(folder: Path) -> dict[str, Any]:
     config = TrainConfig(
         policy=PolicyConfig(model=str(folder / "model"), dtype="float32", micro_batch_tokens=40),
         engine=EngineConfig(zero_stage=0, adam="torch"),
-        data=DataConfig(path=str(folder / "train.jsonl"), limit=40),
+        data=DataConfig(path=[{"prompt": text, "answer": ""} for text in TEXTS]),
         ptx=PtxConfig(coef=COEF, path=str(texts), batch_size=5, max_tokens=6),
         rollout=RolloutConfig(prompts_per_step=4, num_generations=4, max_completion_tokens=8),
         grpo=GrpoConfig(num_minibatches=2),
