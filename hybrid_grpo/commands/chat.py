@@ -205,7 +205,8 @@ class _Terminal:
             import readline  # noqa: F401  # gives input() its editing and history
         while True:
             try:
-                yield input("> ")
+                # Where answers go to a file, the sign that asks for a message does not.
+                yield input("> " if self._shown else "")
             except EOFError:
                 print(file=sys.stderr)
                 return
