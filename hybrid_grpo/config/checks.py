@@ -96,7 +96,7 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
             _check_source(f"{held_out.setting}.path", held_out.rows.path)
     if config.ptx.coef:
         _check_source("ptx.path", config.ptx.path)
-        _refuse_indivisible("ptx.batch_size", config.ptx.batch_size, world_size, "ranks")
+        _refuse_indivisible("ptx.rows_per_step", config.ptx.rows_per_step, world_size, "ranks")
     _check_resume(config.run.resume)
     return batch_plan(config, world_size)
 

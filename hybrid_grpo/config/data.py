@@ -58,7 +58,7 @@ class PtxConfig:
     """Column with the text; special tokens are added as the tokenizer does it, and end-of-sequence behind it."""
     limit: Count | None = None
     """Read only this many texts from the start."""
-    batch_size: Count = 32
+    rows_per_step: Count = 32
     """Rows of one optimizer step, over all ranks."""
     max_tokens: Count = 512
     """Longest row; longer texts are cut into several."""

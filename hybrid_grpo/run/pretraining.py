@@ -25,7 +25,7 @@ class PretrainingLoss:
     def __init__(self, config: PtxConfig, tokenizer: Any, seed: int) -> None:
         self._coef = config.coef
         self.rows, self.fact = read_texts(config, tokenizer)
-        self.loader = PromptLoader(self.rows, config.batch_size, rank(), world_size(), seed, section="ptx")
+        self.loader = PromptLoader(self.rows, config.rows_per_step, rank(), world_size(), seed, section="ptx")
 
     def add_gradient(self, policy: Policy, beat: Callable[[], None]) -> Numbers:
         """Add the gradient of the next batch to that of the coming optimizer step; returns the loss without its

@@ -16,8 +16,8 @@ from hybrid_grpo.config.parsing import parse
         (["--ptx.coef=1", "--ptx.path=nope/x.jsonl"], "ptx.path nope/x.jsonl: there is no such file or folder"),
         (["--ptx.coef=1", "--ptx.path=x/y", "--ptx.max_tokens=1"], "ptx.max_tokens 1 leaves no token to predict"),
         (
-            ["--ptx.coef=1", "--ptx.path=hub/name", "--ptx.batch_size=5"],
-            "batch_size 5 does not divide by ranks = 2",
+            ["--ptx.coef=1", "--ptx.path=hub/name", "--ptx.rows_per_step=5"],
+            "rows_per_step 5 does not divide by ranks = 2",
         ),
     ],
 )

@@ -42,7 +42,7 @@ def gradients(folder: Path) -> dict[str, Any]:
         policy=PolicyConfig(model=str(folder / "model"), dtype="float32", micro_batch_tokens=40),
         engine=EngineConfig(zero_stage=0, adam="torch"),
         data=DataConfig(path=[{"prompt": text, "answer": ""} for text in TEXTS]),
-        ptx=PtxConfig(coef=COEF, path=str(texts), batch_size=5, max_tokens=6),
+        ptx=PtxConfig(coef=COEF, path=str(texts), rows_per_step=5, max_tokens=6),
         rollout=RolloutConfig(prompts_per_step=4, num_generations=4, max_completion_tokens=8),
         grpo=GrpoConfig(num_minibatches=2),
         rewards=[RewardConfig("exact_match")],
