@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 import yaml
 from launching import make_task
@@ -63,10 +64,11 @@ def test_what_is_not_known_is_refused(started_by, variables, says):
         adopt_rank()
 
 
-def in_parallel(commands, folder: Path, environments) -> None:
+def in_parallel(commands, folder: Path) -> None:
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     tasks = [
         subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
-        for command, environment in zip(commands, environments, strict=True)
+        for command in commands
     ]
     for task in tasks:
         _, said = task.communicate(timeout=300)
@@ -96,12 +98,12 @@ def test_two_tasks_and_two_machines_are_one_run(folder, started_by):
     started_by({})
     train = ["train", "--config", "recipe.yaml", "--run.name"]
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": str(os.getpid())}
-    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
-    in_parallel(
-        [[sys.executable, "-m", "hybrid_grpo", *train, "tasks"]] * 2,
-        folder,
-        [environment | step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)],
+    first, second = (
+        forks.Ranks("-m", "hybrid_grpo", *train, "tasks", cwd=folder, environment={**step, **task})
+        for task in [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
     )
+    with first, second:
+        assert (first.wait(300), second.wait(300)) == (0, 0), second.so_far()
     (folder / "hosts").write_text("one slots=1\ntwo slots=1\n")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
@@ -110,7 +112,6 @@ def test_two_tasks_and_two_machines_are_one_run(folder, started_by):
     in_parallel(
         [[*launcher, str(node), "--module", "hybrid_grpo", *train, "machines"] for node in range(2)],
         folder,
-        [environment] * 2,
     )
     assert "# ranks: 2\n" in (folder / "runs/tasks/config.yaml").read_text()
     assert len(metrics(folder, "tasks")) == 2
