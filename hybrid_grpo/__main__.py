@@ -24,6 +24,7 @@ COMMANDS = {
     "report": "write report.html of a run again",
     "publish": "the trained model of a run with a model card, on the Hugging Face hub or in a folder",
     "generate": "completions of prompts from a file, a pipe or the terminal, as JSON lines",
+    "chat": "a conversation with a model, a run or an adapter in the terminal",
     "data": "duplicates, overlap with held-out prompts and faults of a data set: a report, and the cleaned rows",
     "score": "try reward functions on a file of completions, or on the rollouts of a run",
     "serve-reward": "reward functions as an HTTP service for other machines",

@@ -4,7 +4,7 @@ it; and the scorer, which gives one number a token and is trained alike."""
 import functools
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +16,12 @@ from hybrid_grpo import engine as engines
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.packing import pack, pack_pairs, pad, pad_pairs, token_budget
-from hybrid_grpo.distributed import rank
+from hybrid_grpo.distributed import all_reduce, rank
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling, Stats, Workspace
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.average import MovingAverage
 from hybrid_grpo.model.loading import load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.lora import Adapters
@@ -49,6 +50,7 @@ class TrainedModel:
 
     Attributes:
         lr_scale: what the schedule's learning rate is multiplied with; lower after the guard has rolled back.
+        average: the moving average of the weights, with `policy.ema_decay`.
     """
 
     lr_scale = 1.0
@@ -78,6 +80,9 @@ class TrainedModel:
         self.adapters = Adapters(model, lora, seed) if lora is not None and lora.rank else None
         by_layer = self.adapters.by_layer if self.adapters else None
         self.engine = engines.Engine(wrap(model), model, view, self.deepspeed_config, by_layer, keep_view=keep_view)
+        trained = self.engine.engine
+        decay, layout = policy.ema_decay, (trained.module, trained.optimizer, self.engine.stage)
+        self.average = None if decay is None else MovingAverage(*layout, decay)
 
     def budget(self, gradients: bool) -> int:
         """Tokens of one micro-batch; see `token_budget`."""
@@ -89,6 +94,8 @@ class TrainedModel:
         result = self.engine.step(self.lr)
         self.optimizer_steps += 1
         self.skipped_steps += not result.applied
+        if self.average is not None and result.applied:
+            self.average.update()
         return result
 
     @property
@@ -217,6 +224,28 @@ class Policy(TrainedModel):
         """Log-probability (differentiable) and entropy of the completion tokens, float32 [b, T]. Collective."""
         logp_N, entropy_N = self.engine(*micro.inputs, temperature)
         return micro.unflatten(logp_N), micro.unflatten(entropy_N)
+
+    def learn(
+        self,
+        prompt_ids: Sequence[list[int]],
+        completion_ids: Sequence[list[int]],
+        beat: Callable[[], None],
+        weight: float = 1.0,
+    ) -> Iterator[tuple[Tensor, int]]:
+        """Add the gradient of `weight` times the mean cross-entropy of all completion tokens, over all ranks, a
+        micro-batch at a time; `beat` is called before each. Yields the mean of each that has rows, in nats, and its
+        number of tokens. Collective."""
+        tokens = sum(map(len, completion_ids))
+        total_tokens = int(all_reduce(torch.tensor(tokens, device=self.engine.device)))
+        for micro in self.micro_batches(prompt_ids, completion_ids):
+            beat()
+            logp_bT, _ = self.forward(micro, temperature=1.0)
+            # A filler has no rows: its token counts for nothing.
+            loss = -logp_bT.sum() / total_tokens if micro.rows else 0.0 * logp_bT.sum()
+            self.engine.backward(weight * loss)
+            if micro.rows:
+                count = len(micro.target_N)
+                yield -logp_bT.detach().sum() / count, count
 
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
         """logp_BT of all rows; see `scored`. Collective."""

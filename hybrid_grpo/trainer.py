@@ -60,7 +60,7 @@ class Trainer(Stage):
         self.recomputes = auto if grpo.old_logp == "auto" else grpo.old_logp == "policy"
         # The filtered distribution is not the policy's: with its log-probabilities no ratio is 1.
         self.starts_on_policy = self.recomputes or not filtered
-        self.parts = {"loader": self.loader, "kl": self.kl}
+        self.parts = {"loader": self.loader, "kl": self.kl, **inputs.parts}
         self.shards = reference if grpo.ref_every else None
 
     def step(self, step: int) -> None:
@@ -189,6 +189,7 @@ class Trainer(Stage):
                 if number == 0:
                     self.meter.update(measure_parity(batch.micro, logp_bT, batch.sampler_logp_bT))
             if learns:
+                self.meter.update(self.inputs.pretrain(self.policy, self.progress.beat))
                 self.meter.add("policy/lr", self.policy.lr)
                 self.meter.add("policy/grad_norm", self.policy.step().grad_norm)
         self.meter.update(measure_training(rollout, self.plan.num_iterations, time.perf_counter() - start))
@@ -211,8 +212,7 @@ class Trainer(Stage):
 
     def micro_batches(self, rollout: Rollout, rows: range, *, gradients: bool = True) -> list[MicroBatch]:
         """The given rows of a rollout within the token budget; as many on every rank."""
-        prompts, completions = rollout.row_prompts, rollout.completions
-        ids = [prompt.token_ids for prompt in prompts], [completion.token_ids for completion in completions]
+        ids = [prompt.token_ids for prompt in rollout.row_prompts], [c.token_ids for c in rollout.completions]
         return self.policy.micro_batches(*ids, rows, gradients=gradients)
 
     def refresh_reference(self, step: int) -> None:

@@ -79,6 +79,8 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
         meter=lambda device, sources: Meter(["slow"], device=device),
         stop_ids=(),
         objective=None,
+        parts={},
+        pretrain=lambda policy, beat: {},
     )
     return Trainer(config, batch_plan(config, 1), policy, None, task, torch.device("cpu"))
 

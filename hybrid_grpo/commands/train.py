@@ -89,6 +89,7 @@ def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None
         "trained tokens a second": _median(steps, "throughput/trained_tokens_per_s"),
         "peak memory of a rank": f"{peak_gb:.2f} GB{planned}",
         "model": str(folder / "model"),
+        "moving average of the model": _existing(folder / "model_ema"),
         "best model": _best(folder / "model_best"),
         "report": str(folder / "report.html"),
         "metrics": str(folder / "metrics.jsonl"),
@@ -101,6 +102,10 @@ def _change(rows: list[dict[str, float]], name: str) -> str:
     """The first and the last accuracy on a held-out set."""
     accuracies = [row[metric] for row in rows if (metric := f"eval/{name}/accuracy") in row]
     return f"{accuracies[0]:.3f} -> {accuracies[-1]:.3f}" if accuracies else ""
+
+
+def _existing(model: Path) -> str:
+    return str(model) if model.is_dir() else ""
 
 
 def _best(model: Path) -> str:

@@ -10,6 +10,7 @@ from hybrid_grpo.config.building import build, dump, to_dict
 from hybrid_grpo.config.checks import BatchPlan
 from hybrid_grpo.config.cleaning import CleanConfig
 from hybrid_grpo.config.commands import (
+    ChatConfig,
     CheckDataConfig,
     EvaluateConfig,
     GenerateConfig,
@@ -23,7 +24,7 @@ from hybrid_grpo.config.commands import (
     TrainConfig,
 )
 from hybrid_grpo.config.critic import CriticConfig
-from hybrid_grpo.config.data import CurriculumConfig, DataConfig, MixtureConfig
+from hybrid_grpo.config.data import CurriculumConfig, DataConfig, MixtureConfig, PtxConfig
 from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig

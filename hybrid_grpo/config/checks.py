@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hybrid_grpo.config.commands import (
+    ChatConfig,
     CheckDataConfig,
     EvaluateConfig,
     GenerateConfig,
@@ -24,7 +25,7 @@ from hybrid_grpo.config.commands import (
     SftConfig,
     TrainConfig,
 )
-from hybrid_grpo.config.data import DataConfig
+from hybrid_grpo.config.data import DataConfig, PtxConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.held_out import check_best, held_out_sets
 from hybrid_grpo.config.network import bearer_token, is_loopback
@@ -94,6 +95,9 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     for held_out in sets:
         if held_out.rows is not None and (held_out.rows.path != "" or held_out.data.task is None):
             _check_source(f"{held_out.setting}.path", held_out.rows.path)
+    if config.ptx.coef:
+        _check_source("ptx.path", config.ptx.path)
+        _refuse_indivisible("ptx.rows_per_step", config.ptx.rows_per_step, world_size, "ranks")
     _check_resume(config.run.resume)
     return batch_plan(config, world_size)
 
@@ -109,8 +113,8 @@ def check_eval(config: EvaluateConfig, world_size: int) -> None:
 
 def check_sets(config: TrainConfig, world_size: int) -> None:
     """Refuse to evaluate where there is nothing to evaluate on."""
-    # The best of a run is none of one evaluation.
-    check_train(replace(config, eval=replace(config.eval, best=None, patience=None)), world_size)
+    # The best of a run is none of one evaluation, and what is learned beside the rewards is not read.
+    check_train(replace(config, eval=replace(config.eval, best=None, patience=None), ptx=PtxConfig()), world_size)
     refuse(
         not held_out_sets(config),
         "data.eval_path and data.eval_split are not set, and eval.sets is empty: name the prompts to evaluate on",
@@ -153,6 +157,17 @@ def check_generate(config: GenerateConfig, world_size: int) -> None:
         _check_source("data.path", config.data.path)
     refuse(output == "-" and world_size > 1, f"generate.output -: {world_size} ranks write a file each: give its name")
     _check_output("generate.output", output, "the prompts of data.path", config.data.path)
+
+
+def check_chat(config: ChatConfig, world_size: int) -> None:
+    """Refuse to talk where it cannot work."""
+    _check_model(config)
+    refuse(world_size > 1, f"chat is one process, and here are {world_size} ranks: start it without a launcher")
+    adapter = config.chat.adapter
+    refuse(
+        adapter is not None and find_spec("peft") is None,
+        f"chat.adapter {adapter} needs peft, which is not installed: pip install 'hybrid_grpo[lora]'",
+    )
 
 
 def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.cleaning import CleanConfig
 from hybrid_grpo.config.critic import CriticConfig
-from hybrid_grpo.config.data import CurriculumConfig, DataConfig
+from hybrid_grpo.config.data import CurriculumConfig, DataConfig, PtxConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.fields import SECTION, Count, Text
@@ -56,6 +56,7 @@ class TrainConfig(ModelRunConfig):
     critic: CriticConfig = field(default_factory=CriticConfig)
     rewards: RewardList = field(default_factory=list)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    ptx: PtxConfig = field(default_factory=PtxConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
@@ -263,6 +264,31 @@ class GenerateConfig(TrainConfig):
             " them",
         )
         return self
+
+
+@dataclass(frozen=True, config=SECTION)
+class ChatOptionsConfig:
+    """The conversation."""
+
+    system: str | None = None
+    """System prompt, for models with a chat template. Default: that of `data.system_prompt`."""
+    adapter: Text | None = None
+    """Folder of an adapter in peft's format, merged into `policy.model`. Default: none."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class ChatConfig(TrainConfig):
+    """A conversation in the terminal: a line is a message, and the answer is shown while it is sampled. MODEL is the
+    folder or hub name of a model, the folder of a run, or that of an adapter (its base model is the one that it names,
+    or `policy.model`). For a run the settings start from the run's own. Of all settings only those of sampling, the
+    chat template and `run.seed` count. Lines can also come from a pipe."""
+
+    chat: ChatOptionsConfig = field(default_factory=ChatOptionsConfig)
+    sft: SftLoopConfig = field(default_factory=SftLoopConfig)
+
+    @model_validator(mode="after")
+    def _check_sections(self) -> ChatConfig:
+        return self  # nothing is trained
 
 
 @dataclass(frozen=True, config=SECTION)

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar, get_origin
 
 from hybrid_grpo.config.building import build, dump, plain_types, sections, takes_mapping, unknown_setting
 from hybrid_grpo.config.commands import (
+    ChatConfig,
     CheckDataConfig,
     EvaluateConfig,
     GenerateConfig,
@@ -34,6 +35,7 @@ ConfigT = TypeVar(
     PlanConfig,
     PublishConfig,
     ScoreConfig,
+    ChatConfig,
     CheckDataConfig,
     ServeRewardConfig,
 )

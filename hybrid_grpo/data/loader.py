@@ -27,14 +27,16 @@ class PromptLoader(Generic[ItemT]):
         world_size: int,
         seed: int,
         shuffle: bool = True,
+        section: str = "data",
     ) -> None:
-        """`batch_size_global` is the number of items over all ranks, a multiple of `world_size`."""
+        """`batch_size_global` is the number of items over all ranks, a multiple of `world_size`; `section` is that of
+        the settings that error messages name."""
         assert len(prompts) > 0 and 0 <= rank < world_size
         assert batch_size_global > 0 and batch_size_global % world_size == 0
         self._prompts = prompts
         self._batch_size = batch_size_global
         self._rank, self._world_size = rank, world_size
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self._section = seed, shuffle, section
         self._position = 0
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
@@ -69,9 +71,9 @@ class PromptLoader(Generic[ItemT]):
         shuffled or not)."""
         own = self.state_dict()
         for setting, saved, here in (
-            ("data.path", f"{state['length']} prompts", f"{own['length']} prompts"),
+            (f"{self._section}.path", f"{state['length']} prompts", f"{own['length']} prompts"),
             ("run.seed", state["seed"], own["seed"]),
-            ("data.shuffle", state["shuffle"], own["shuffle"]),
+            (f"{self._section}.shuffle", state["shuffle"], own["shuffle"]),
         ):
             refuse(
                 saved != here,

@@ -97,7 +97,7 @@ def prompts_of(rows: list[Row], source: Source, config: DataConfig, tokenizer: P
         " data.system_prompt out",
     )
     if config.chat_template_kwargs:
-        _check_template_kwargs(config.chat_template_kwargs, tokenizer)
+        check_template_kwargs(config.chat_template_kwargs, tokenizer)
     prompts = [
         read_prompt(number, row, f"row {number} (from 0) of {source}", config, tokenizer)
         for number, row in enumerate(rows)
@@ -223,7 +223,7 @@ def _as_chat(text: str | list[Message]) -> list[Message]:
     return [{"role": "user", "content": text}] if isinstance(text, str) else text
 
 
-def _check_template_kwargs(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+def check_template_kwargs(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse variables that the template does not read, and those that it is given in any case."""
     from jinja2 import Environment, TemplateError, meta
 

@@ -8,7 +8,7 @@ the names below, rollout.py (the configuration's `rollout` section) and, to esti
 from hybrid_grpo.generation.journal import Journal
 from hybrid_grpo.generation.loop import Request, Stats, generate
 from hybrid_grpo.generation.sampler import GREEDY, Sampling, stream_key
-from hybrid_grpo.generation.scheduler import OnFinish, OnStep
+from hybrid_grpo.generation.scheduler import OnFinish, OnStep, OnToken
 from hybrid_grpo.generation.workspace import Workspace
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Journal",
     "OnFinish",
     "OnStep",
+    "OnToken",
     "Request",
     "Sampling",
     "Stats",

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation.loop import Request, Stats, sequences_of
 from hybrid_grpo.generation.sampler import Sampler, Sampling
-from hybrid_grpo.generation.scheduler import OnFinish, OnStep, Sequence
+from hybrid_grpo.generation.scheduler import OnFinish, OnStep, OnToken, Sequence
 
 
 @contextmanager
@@ -40,6 +40,7 @@ def generate(
     max_slots: int = 256,
     on_finish: OnFinish | None = None,
     on_step: OnStep | None = None,
+    on_token: OnToken | None = None,
     decode: Callable[[list[int]], str] | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request, as `generate` in loop.py does; see there for what is not described here.
@@ -70,7 +71,7 @@ def generate(
                 if row.completion is None:
                     stats.rows += 1
                     stats.context += len(row.tokens)
-                    row.add(token, logp, sampling, decode, on_finish)
+                    row.add(token, logp, sampling, decode, on_finish, on_token)
             return torch.full_like(logits_nV, float("-inf")).scatter_(1, token_n[:, None], 0.0)
 
         def ended(*_: Any, **__: Any) -> Tensor:

@@ -19,7 +19,7 @@ from hybrid_grpo.generation.cache import Geometry, cache_for
 from hybrid_grpo.generation.decoder import Decoder
 from hybrid_grpo.generation.graphs import capture_on
 from hybrid_grpo.generation.sampler import Sampling
-from hybrid_grpo.generation.scheduler import Group, OnFinish, OnStep, Scheduler, Sequence
+from hybrid_grpo.generation.scheduler import Group, OnFinish, OnStep, OnToken, Scheduler, Sequence
 from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import adopt
 from hybrid_grpo.model.upload import upload
@@ -185,6 +185,7 @@ def generate(
     workspace: Workspace | None = None,
     on_finish: OnFinish | None = None,
     on_step: OnStep | None = None,
+    on_token: OnToken | None = None,
     decode: Callable[[list[int]], str] | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """The completions of every request, in the order of `requests` and their keys, and statistics of the call.
@@ -202,6 +203,7 @@ def generate(
             Default: all memory is given back.
         on_finish: called as soon as a completion is finished.
         on_step: called before every decode step; what it raises ends the call.
+        on_token: called with every token as soon as it is known.
         decode: tokens to text; without it texts are empty. Required for `Sampling.stop_strings`.
     """
     if not requests:
@@ -221,7 +223,7 @@ def generate(
         Scheduler(decoder.cache, groups, min(slots, decoder.slots)),
         decoder,
         prefill_tokens or PREFILL_TOKENS[device.type],
-        partial(Sequence.add, sampling=sampling, decode=decode, on_finish=on_finish),
+        partial(Sequence.add, sampling=sampling, decode=decode, on_finish=on_finish, on_token=on_token),
     )
     stats = loop.run(on_step)
     return [[s.completion for s in group if s.completion] for group in sequences], stats

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from hybrid_grpo import generation
 from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.data.batch import Completion, Prompt
-from hybrid_grpo.generation import OnFinish, OnStep, Request, Sampling, Stats, Workspace, fallback, stream_key
+from hybrid_grpo.generation import OnFinish, OnStep, OnToken, Request, Sampling, Stats, Workspace, fallback, stream_key
 from hybrid_grpo.model.attention import ATTENTION
 
 
@@ -63,6 +63,7 @@ def complete(
     on_finish: OnFinish | None = None,
     on_step: OnStep | None = None,
     workspace: Workspace | None = None,
+    on_token: OnToken | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request with the decoder that `config` names; see `generation.generate`.
 
@@ -84,6 +85,7 @@ def complete(
         max_slots=config.max_slots,
         on_finish=on_finish,
         on_step=on_step,
+        on_token=on_token,
         decode=decode,
     )
     return groups, stats

@@ -15,6 +15,8 @@ from hybrid_grpo.generation.sampler import Sampling, text_ends
 
 OnFinish = Callable[[int, int, Completion], None]
 """Called with the index of the request, the index of the sample in it, and the completion."""
+OnToken = Callable[[int, int, int], None]
+"""Called with the index of the request, the index of the sample in it, and the token that was sampled."""
 OnStep = Callable[[], None]
 """Called before every decode step."""
 
@@ -50,10 +52,13 @@ class Sequence:
         sampling: Sampling,
         decode: Callable[[list[int]], str] | None,
         on_finish: OnFinish | None,
+        on_token: OnToken | None = None,
     ) -> None:
         """Append a sampled token; if the sequence ends with it, set its completion and hand it on."""
         self.tokens.append(token)
         self.logp.append(logp)
+        if on_token is not None:
+            on_token(self.request, self.sample, token)
         stopped = token in sampling.stop_ids
         if sampling.stop_strings and not stopped:
             stopped = text_ends(self.tokens[self.prompt :], sampling, decode)

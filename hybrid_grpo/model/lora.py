@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -21,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hybrid_grpo.config import LoraConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean
+from hybrid_grpo.model.loading import first_line
 
 _NAME = "default"
 """peft's name for the only adapter of a model."""
@@ -146,6 +150,40 @@ class Adapters:
         config.inference_mode = True
         config.modules_to_save = list(self._head) or None
         config.save_pretrained(str(folder))
+
+
+def read_adapter(folder: str, setting: str) -> dict[str, Any]:
+    """The configuration of an adapter of a causal language model in peft's format. Raises UserError, which `setting`
+    begins, where the folder has none."""
+    path = Path(folder) / "adapter_config.json"
+    try:
+        config = json.loads(path.read_bytes())
+        kind = config.get("task_type")
+    except (OSError, ValueError, AttributeError) as error:
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else first_line(error)
+        raise UserError(f"{setting} {folder} is no adapter: {path.name}: {why}") from None
+    if kind not in ("CAUSAL_LM", None):
+        raise UserError(f"{setting} {folder} is an adapter for {kind}: give one of a causal language model")
+    return dict(config)
+
+
+def with_adapter(model: Any, folder: str, setting: str) -> Any:
+    """The model with an adapter in peft's format merged into its weights. Raises UserError, which `setting` begins,
+    where the adapter does not belong to the model."""
+    import peft
+
+    read_adapter(folder, setting)
+    try:
+        with warnings.catch_warnings():
+            # peft would start what the files lack at random.
+            warnings.filterwarnings("error", message=".*missing adapter keys")
+            return peft.PeftModel.from_pretrained(model, folder).merge_and_unload()
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError, UserWarning) as error:
+        name = model.config.name_or_path
+        raise UserError(
+            f"{setting} {folder} cannot be put on {name}: {first_line(error)}: give the model that it was trained on as"
+            " policy.model"
+        ) from error
 
 
 def check_lora(lora: LoraConfig, config: Any) -> None:

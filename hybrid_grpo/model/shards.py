@@ -10,6 +10,7 @@ This module knows the attributes of DeepSpeed's optimizers and parameters. When 
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -63,12 +64,24 @@ def load_optimizer(folder: Path, module: nn.Module, optimizer: Any, stage: int) 
     """Read what `save_optimizer` wrote, on any number of ranks and at any stage. Raises `UserError` where something is
     missing, or belongs to another model. Collective."""
     saved = _Saved(folder, _POLICY, _shapes(module))
+    with changing(optimizer, stage):
+        for flat in _optimizer_flats(module, optimizer, stage):
+            saved.restore(flat, _inner(optimizer, stage))
+
+
+def trained_tensors(module: nn.Module, optimizer: Any, stage: int) -> list[Tensor]:
+    """The float32 weights that DeepSpeed's `optimizer` updates on this rank: flat tensors, in which each weight or a
+    part of it is somewhere, with padding between them."""
+    return [flat.tensor.detach() for flat in _optimizer_flats(module, optimizer, stage)]
+
+
+@contextmanager
+def changing(optimizer: Any, stage: int) -> Iterator[None]:
+    """Inside, `trained_tensors` may be written to; at its end the module's weights follow them. Collective."""
     if stage == 3:
         # No weight may stay gathered while its shards change.
         optimizer.checkpoint_event_prologue()
-    for flat in _optimizer_flats(module, optimizer, stage):
-        saved.restore(flat, _inner(optimizer, stage))
-    # The module's weights follow those that the optimizer keeps in float32.
+    yield
     if stage == 3:
         for group in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
@@ -77,6 +90,25 @@ def load_optimizer(folder: Path, module: nn.Module, optimizer: Any, stage: int) 
         optimizer.checkpoint_event_epilogue()
     elif stage > 0:
         optimizer.update_lp_params()
+
+
+def save_copies(
+    folder: Path, name: str, copies: Sequence[Tensor], module: nn.Module, optimizer: Any, stage: int
+) -> None:
+    """Write tensors of this rank that have the layout of `trained_tensors`."""
+    held = _copies(copies, module, optimizer, stage) if stage > 0 or rank() == 0 else []
+    _write(folder, name, _shapes(module), held, {})
+
+
+@torch.no_grad()
+def load_copies(
+    folder: Path, name: str, copies: Sequence[Tensor], module: nn.Module, optimizer: Any, stage: int
+) -> None:
+    """Read what `save_copies` wrote, on any number of ranks and at any stage; raises `UserError` as `load_optimizer`
+    does."""
+    saved = _Saved(folder, name, _shapes(module))
+    for flat in _copies(copies, module, optimizer, stage):
+        saved.restore(flat)
 
 
 def save_module(folder: Path, name: str, module: nn.Module) -> None:
@@ -136,6 +168,12 @@ def _optimizer_flats(module: nn.Module, optimizer: Any, stage: int) -> list[_Fla
         _Flat(flat, list(_row_pieces(row, places, flat.numel(), names)))
         for flat, row, places in zip(flats, rows, starts, strict=True)
     ]
+
+
+def _copies(copies: Sequence[Tensor], module: nn.Module, optimizer: Any, stage: int) -> list[_Flat]:
+    """Tensors with the layout of `trained_tensors`, each with the pieces of weights in it."""
+    flats = _optimizer_flats(module, optimizer, stage)
+    return [_Flat(copy, flat.pieces) for copy, flat in zip(copies, flats, strict=True)]
 
 
 def _module_flats(module: Any) -> list[_Flat]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hybrid_grpo.config import RolloutConfig, TrainConfig, reward_name
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
-from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.data.batch import Numbers, Prompt
 from hybrid_grpo.data.cleaning.overlap import count_equal
+from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import held_out_source
 from hybrid_grpo.grpo.loss import Objective, load_objective
@@ -27,11 +28,13 @@ from hybrid_grpo.model.loading import (
     stop_ids,
 )
 from hybrid_grpo.model.lora import check_lora
+from hybrid_grpo.policy import Policy
 from hybrid_grpo.rewards.loading import Reward, load_entries
 from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.metrics import Meter
+from hybrid_grpo.run.pretraining import PretrainingLoss
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class RunInputs:
     """The user's own loss; None where the built-in one is used."""
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
+    pretraining: PretrainingLoss | None
+    """Learned beside the rewards; None where `ptx.coef` is 0."""
     facts: dict[str, str]
     """What was read, in lines for the console and the run folder."""
 
@@ -77,6 +82,16 @@ class RunInputs:
         """Load the models of reward functions; see `Rewards.load_models`. Collective."""
         for rewards in self._all_rewards:
             rewards.load_models(shard)
+
+    @property
+    def parts(self) -> dict[str, PromptLoader[list[int]]]:
+        """What a checkpoint holds of these, by name: the position in the texts of `ptx`."""
+        return {} if self.pretraining is None else {"ptx": self.pretraining.loader}
+
+    def pretrain(self, policy: Policy, beat: Callable[[], None]) -> Numbers:
+        """Add the gradient of the pretraining loss, if there is one, to that of the coming optimizer step; returns its
+        numbers. `beat` is called before each micro-batch. Collective."""
+        return {} if self.pretraining is None else self.pretraining.add_gradient(policy, beat)
 
     def meter(self, device: torch.device, sources: Sequence[str] = ()) -> Meter:
         """A meter for the numbers of the run's rewards, held-out sets and `sources` of prompts."""
@@ -130,10 +145,20 @@ class RunInputs:
             used.check_columns(read[0].columns)
             check_prompts(read, model_config, held_out.rollout)
             eval_sets.append(EvalSet(held_out, read, used, ends, config.run.seed))
+        positions, longest = getattr(model_config, "max_position_embeddings", None), config.ptx.max_tokens
+        refuse(
+            bool(config.ptx.coef) and positions is not None and longest > positions,
+            f"ptx.max_tokens {longest} is more than the {positions} positions of policy.model: set it to {positions} or"
+            " lower",
+        )
+        pretraining = PretrainingLoss(config.ptx, tokenizer, config.run.seed) if config.ptx.coef else None
+        if pretraining is not None:
+            facts["ptx"] = pretraining.fact
+            check_prompt_ids(pretraining.rows, model_config)
         outcome = config.eval.outcome or reward_name(config.rewards[0])
         facts["sampling"] = sampling_line(config.rollout, ends, tokenizer)
         facts["rewards"] = ", ".join(f"{reward.weight:g} {reward_name(reward)}" for reward in config.rewards)
-        return cls(tokenizer, own, outcome, prompts, eval_sets, objective, ends, facts)
+        return cls(tokenizer, own, outcome, prompts, eval_sets, objective, ends, pretraining, facts)
 
 
 def _load_rewards(config: TrainConfig, sets: list[HeldOut]) -> dict[str, list[Reward]]:

@@ -216,7 +216,8 @@ class Plan:
         """Host memory of a rank with a GPU."""
         states = self.states() if self.offloads else []
         critic = self.critic_part(on_host=True)
-        parts = [self.process, self.reward_models(on_host=True), self.reference(), critic, *states, self.export]
+        parts = [self.process, self.reward_models(on_host=True), self.reference(), self.average(), critic, *states]
+        parts.append(self.export)
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
 
     def fixed(self) -> list[Part]:
@@ -228,7 +229,7 @@ class Plan:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]
         on_host = [self.reward_models(on_host=True), self.critic_part(on_host=True)]
-        return [self.process, *parts, *on_host, *self.states(), self.reference()]
+        return [self.process, *parts, *on_host, *self.states(), self.reference(), self.average()]
 
     def held(self, parts: list[Part]) -> list[Part]:
         """The parts, and on a GPU what torch's allocator holds beside them."""
@@ -300,6 +301,11 @@ class Plan:
         states, shards = sum(part.bytes for part in own.states()), own.ranks if own.stage == 3 else 1
         held = own.dtype * own.n // shards + own.gradients().bytes + (0 if own.offloads else states)
         return Part("critic", (states if own.offloads else 0) if on_host else held, remedy)
+
+    def average(self) -> Part:
+        """The moving average of the weights in host memory."""
+        decay = self.config.policy.ema_decay
+        return Part("moving average", 0 if decay is None else 4 * self.owned, "policy.ema_decay null, more ranks")
 
     @property
     def laid_out(self) -> int:

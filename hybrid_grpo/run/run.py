@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
-from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
+from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError, refuse
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, rank
 from hybrid_grpo.generation import Journal
@@ -315,14 +315,20 @@ class Run:
             self.say(warning)
 
     def _export(self, stage: Stage, step: int) -> None:
-        """Write `model/`, whole or not at all. Raises UserError where that fails."""
+        """Write `model/` and, with a moving average of the weights, `model_ema/` before it, since `model/` tells that a
+        run is finished; each whole or not at all. Raises UserError where that fails."""
+        average, model = stage.policy.average, self.folder / "model_ema"
         try:
-            export(stage.policy, self.folder / "model", {"step": step})
+            if average is not None:
+                with average.used():
+                    export(stage.policy, model, {"step": step})
+            model = self.folder / "model"
+            export(stage.policy, model, {"step": step})
         except WriteFailed as failure:
             if self._saved != step:
                 self._save(stage, step, _states(stage))
             raise UserError(
-                f"{self.folder / 'model'} could not be written: {failure}; the newest checkpoint, of step"
+                f"{model} could not be written: {failure}; the newest checkpoint, of step"
                 f" {self._saved}, has the weights: make room or mend it, and --run.resume auto writes the model again"
             ) from failure
 
@@ -352,6 +358,8 @@ class Run:
         state = self.checkpoints.load(stage.policy.engine, checkpoint, stage.all_shards)
         stage.policy.load_state_dict(state["policy"])
         for name, part in stage.parts.items():
+            # Settings that were added with run.allow_changes may need what the checkpoint does not have.
+            refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: take its settings out")
             part.load_state_dict(state[name])
 
 

@@ -10,6 +10,8 @@ from hybrid_grpo.policy import TrainedModel
 
 _STATE_BYTES = 12
 """Of a trained weight in a checkpoint: its float32 value and the two moments of Adam."""
+_AVERAGE_BYTES = 4
+"""Of a trained weight in a checkpoint: its moving average, where there is one."""
 
 
 def check_space(
@@ -23,12 +25,16 @@ def check_space(
     """Raise UserError where the checkpoints that are kept, one more while it is written, and the models do not fit.
 
     `shards` are tensors as large as the policy that checkpoints hold beside it, or None; `models` is 2 where the best
-    model is kept as well; `critic` is another model that is trained. Rollouts and metrics, which are small beside
-    these, are not counted.
+    model is kept as well; `critic` is another model that is trained. A moving average of the weights adds to both.
+    Rollouts and metrics, which are small beside these, are not counted.
     """
     model = sum(size * p.element_size() for p, size in _sizes(policy))
-    trained = sum(size for of in (policy, critic) if of is not None for p, size in _sizes(of) if p.requires_grad)
-    checkpoint = _STATE_BYTES * trained + (model if shards is not None else 0)
+    trained, of_critic = (
+        0 if of is None else sum(size for p, size in _sizes(of) if p.requires_grad) for of in (policy, critic)
+    )
+    checkpoint = _STATE_BYTES * (trained + of_critic) + (model if shards is not None else 0)
+    if policy.average is not None:
+        checkpoint, models = checkpoint + _AVERAGE_BYTES * trained, models + 1
     count = config.keep + 1 if config.every or config.every_minutes else 0
     # What a run that goes on has written already is replaced, not added.
     here = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
@@ -37,8 +43,8 @@ def check_space(
         free < needed,
         f"run.dir: the disk of {folder} has {free / 1e9:.3g} GB free, and the run needs {needed / 1e9:.3g}:"
         f" {count} checkpoints of {checkpoint / 1e9:.3g} GB (checkpoint.keep {config.keep}, and one while it is"
-        f" written) and {'the model' if models == 1 else 'two models'} of {model / 1e9:.3g} GB: make room, lower"
-        " checkpoint.keep, or take another run.dir",
+        f" written) and {('the model', 'two models', 'three models')[models - 1]} of {model / 1e9:.3g} GB: make room,"
+        " lower checkpoint.keep, or take another run.dir",
     )
 
 

@@ -55,7 +55,7 @@ class Stage:
     @property
     def all_shards(self) -> list[Shards]:
         """Everything that a checkpoint holds in shards beside the weights and the state of their optimizer."""
-        return [part for part in (self.shards, self.critic) if part is not None]
+        return [part for part in (self.shards, self.critic, self.policy.average) if part is not None]
 
     def step(self, step: int) -> None:
         """Make step k, counted from 1."""

@@ -7,7 +7,7 @@ import torch
 from hybrid_grpo.config import SftConfig
 from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.data.pairs import Pair
-from hybrid_grpo.distributed import all_reduce, rank, world_size
+from hybrid_grpo.distributed import rank, world_size
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.measure import measure_memory
 from hybrid_grpo.run.metrics import Meter
@@ -33,19 +33,9 @@ class SftTrainer(Stage):
         start = time.perf_counter()
         pairs = [pair for pair, _ in self.loader.next_batch()]
         tokens = sum(len(pair.completion_ids) for pair in pairs)
-        total_tokens = int(all_reduce(torch.tensor(tokens, device=self.device)))
-        batches = self.policy.micro_batches(
-            [pair.prompt.token_ids for pair in pairs], [pair.completion_ids for pair in pairs]
-        )
-        for micro in batches:
-            self.progress.beat()
-            logp_bT, _ = self.policy.forward(micro, temperature=1.0)
-            # A filler has no rows: its token counts for nothing.
-            loss = -logp_bT.sum() / total_tokens if micro.rows else 0.0 * logp_bT.sum()
-            self.policy.engine.backward(loss)
-            if micro.rows:
-                count = len(micro.target_N)
-                self.meter.add("sft/loss", -logp_bT.detach().sum() / count, count)
+        ids = [pair.prompt.token_ids for pair in pairs], [pair.completion_ids for pair in pairs]
+        for loss, count in self.policy.learn(*ids, self.progress.beat):
+            self.meter.add("sft/loss", loss, count)
         self.meter.add("policy/lr", self.policy.lr)
         self.meter.add("policy/grad_norm", self.policy.step().grad_norm)
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)

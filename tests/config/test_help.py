@@ -9,6 +9,7 @@ from paths import ROOT
 from user import User
 
 from hybrid_grpo.config import (
+    ChatConfig,
     CheckDataConfig,
     EvaluateConfig,
     GenerateConfig,
@@ -31,7 +32,7 @@ def help_of(cls: Any, capsys: pytest.CaptureFixture[str], *section: str) -> str:
 
 CLASSES = [
     *(TrainConfig, SftConfig, RewardStageConfig, EvaluateConfig),
-    *(GenerateConfig, CheckDataConfig, PublishConfig, ServeRewardConfig),
+    *(GenerateConfig, ChatConfig, CheckDataConfig, PublishConfig, ServeRewardConfig),
 ]
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hybrid_grpo.config import RunConfig, TrainConfig
-from hybrid_grpo.config.errors import RunStopped
+from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.config.run import CheckpointConfig
 from hybrid_grpo.run import run as runs
@@ -34,7 +34,7 @@ def make(tmp_path, **checkpoint):
     """A run of nine steps whose checkpoints are only counted, and a stage for it."""
     config = TrainConfig(run=RunConfig(dir=str(tmp_path), steps=9), checkpoint=CheckpointConfig(**checkpoint))
     run, stage = Run(Parsed(config, ""), {}), Stage()
-    stage.policy = SimpleNamespace(engine=SimpleNamespace(device="cpu"), state_dict=dict)
+    stage.policy = SimpleNamespace(engine=SimpleNamespace(device="cpu"), state_dict=dict, average=None)
     run.checkpoints = SimpleNamespace(save=lambda *_: None)
     return run, stage
 
@@ -66,6 +66,14 @@ def saved(run, stage, clock, steps, minutes):
 def test_checkpoints_follow_the_clock_and_the_number_of_steps(tmp_path, clock, checkpoint, minutes, expected):
     run, stage = make(tmp_path, **checkpoint)
     assert saved(run, stage, clock, range(1, 10), minutes) == expected
+
+
+def test_a_checkpoint_without_what_later_settings_need_is_refused(tmp_path):
+    run, stage = make(tmp_path)
+    stage.policy.load_state_dict, stage.parts = lambda state: None, {"ptx": object()}
+    run.checkpoints.load = lambda *_: {"policy": {}, "loader": {}}
+    with pytest.raises(UserError, match="step_000003 was made without ptx: take its settings out"):
+        run._load(stage, SimpleNamespace(folder="checkpoints/step_000003"))
 
 
 def test_a_checkpoint_by_its_path_branches_off_or_goes_back(tmp_path):

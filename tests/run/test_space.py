@@ -11,18 +11,19 @@ from hybrid_grpo.run import space
 
 
 @pytest.mark.parametrize(
-    ("config", "shards", "needed"),
+    ("config", "shards", "average", "needed"),
     [
         # Weights of 4 bytes: 1000 that are trained, 200 that are not; two kept and one that is written.
-        (CheckpointConfig(keep=2), None, 3 * 12_000 + 4_800),
-        (CheckpointConfig(keep=1), object(), 2 * (12_000 + 4_800) + 4_800),
-        (CheckpointConfig(every=0, every_minutes=0), None, 4_800),
+        (CheckpointConfig(keep=2), None, None, 3 * 12_000 + 4_800),
+        (CheckpointConfig(keep=1), object(), None, 2 * (12_000 + 4_800) + 4_800),
+        (CheckpointConfig(keep=1), object(), object(), 2 * (16_000 + 4_800) + 2 * 4_800),
+        (CheckpointConfig(every=0, every_minutes=0), None, None, 4_800),
     ],
 )
-def test_what_is_kept_must_fit(tmp_path, monkeypatch, config, shards, needed):
+def test_what_is_kept_must_fit(tmp_path, monkeypatch, config, shards, average, needed):
     module = torch.nn.ParameterList([torch.zeros(10, 100), torch.zeros(200)])
     module[1].requires_grad_(False)
-    policy = SimpleNamespace(engine=SimpleNamespace(engine=SimpleNamespace(module=module)))
+    policy = SimpleNamespace(engine=SimpleNamespace(engine=SimpleNamespace(module=module)), average=average)
     step = tmp_path / "checkpoints" / "step_000001"
     step.mkdir(parents=True)
     (step / "policy_00000_of_00001.pt").write_bytes(bytes(500))

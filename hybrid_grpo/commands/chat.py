@@ -1,0 +1,263 @@
+"""`chat`: a conversation in the terminal, or through a pipe, where a line is a message.
+
+The answers go to standard output, everything else to standard error. No engine: one process holds the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid_grpo.config import ChatConfig
+from hybrid_grpo.config.checks import check_chat
+from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.parsing import leading_argument, parse
+from hybrid_grpo.run.files import reader_may_leave
+
+if TYPE_CHECKING:
+    from hybrid_grpo.data.conversation import Conversation
+
+COMMAND = "chat MODEL"
+Answer = Callable[[list[int], int, Callable[[str], None]], tuple[str, str]]
+"""Samples an answer from the tokens of a prompt; the number of the answer selects its random numbers. The function that
+it is given gets the text as it comes. Returns the whole text, and why it is not complete."""
+_COMMANDS = {
+    "/reset": "forget what was said",
+    "/system TEXT": "another system prompt; without a text none",
+    "/undo": "take back the last message and its answer",
+    "/save FILE": "append the conversation to a file of JSON lines, as a row for sft",
+    "/quit": "end, as Ctrl-D does; Ctrl-C stops an answer",
+}
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters with which a text could steer a terminal; line ends and tabs are none of them."""
+
+
+class _Stopped(Exception):
+    """The answer was stopped with Ctrl-C."""
+
+
+def run(arguments: list[str]) -> None:
+    """Parse, load and talk, until the input ends; ends quietly when the reader of the output has closed it."""
+    name, options = leading_argument(arguments, f"hybrid-grpo {COMMAND} [--chat.system TEXT] [options]")
+    config = parse(ChatConfig, [*_defaults(name, options), *options], COMMAND).config
+    check_chat(config, int(os.environ.get("WORLD_SIZE", "1")))
+    with reader_may_leave():
+        _Terminal(*_loaded(config)).talk()
+
+
+def _defaults(name: str, options: list[str]) -> list[str]:
+    """The settings that a folder stands for, which options may override; none where help is asked for."""
+    folder = Path(name)
+    if name and (folder / "config.yaml").is_file():
+        trained = (folder / "model" / "config.json").is_file()
+        refuse(not trained, f"{name}: the run has no trained model yet: give a model, or a run that is finished")
+        return ["--config", f"{folder}/config.yaml", "--policy.model", f"{folder}/model"]
+    if not (name and (folder / "adapter_config.json").is_file()):
+        return ["--policy.model", name] if name else []
+    from hybrid_grpo.model.lora import read_adapter
+
+    base = read_adapter(name, "chat.adapter").get("base_model_name_or_path")
+    given = any(option.partition("=")[0] == "--policy.model" for option in options)
+    refuse(not (base or given), f"{name}: the adapter does not name its base model: give it as --policy.model")
+    return ["--chat.adapter", name, *([] if given else ["--policy.model", str(base)])]
+
+
+def _loaded(config: ChatConfig) -> tuple[Conversation, Answer]:
+    """An empty conversation, and what answers. Raises UserError."""
+    import torch
+
+    from hybrid_grpo.data.conversation import Conversation
+    from hybrid_grpo.generation import Request, stream_key
+    from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
+    from hybrid_grpo.generation.streaming import TextStream
+    from hybrid_grpo.model.architectures import check_architecture
+    from hybrid_grpo.model.files import check_files
+    from hybrid_grpo.model.loading import (
+        check_prompt_ids,
+        check_token_ids,
+        load_config,
+        load_model,
+        load_tokenizer,
+        stop_ids,
+    )
+    from hybrid_grpo.model.lora import read_adapter, with_adapter
+    from hybrid_grpo.run.inputs import sampling_line
+
+    name, rollout, adapter = config.policy.model, config.rollout, config.chat.adapter
+    model_config = load_config(name)
+    check_architecture(model_config, rollout.decoder)
+    check_token_ids(rollout, model_config)
+    check_files(name, model_config, pickled=config.policy.pickled_weights)
+    if adapter is not None:
+        read_adapter(adapter, "chat.adapter")
+    tokenizer = load_tokenizer(name)
+    ends = stop_ids(name, tokenizer, rollout.stop_ids, model_config)
+    positions = getattr(model_config, "max_position_embeddings", None) or sys.maxsize
+    refuse(
+        rollout.max_completion_tokens >= positions,
+        f"rollout.max_completion_tokens {rollout.max_completion_tokens} leaves no room for a message: policy.model has"
+        f" {positions} positions: set it to {positions // 2} or lower",
+    )
+    conversation = Conversation(config.data, tokenizer, positions - rollout.max_completion_tokens)
+    conversation.system = config.data.system_prompt if config.chat.system is None else config.chat.system
+    # What is wrong with the template or the system prompt is told before the weights are read.
+    if conversation.templated:
+        conversation.prompt_ids("hello")
+    print(f"model: {name}{'' if adapter is None else f', adapter {adapter}'}", file=sys.stderr)
+    print(f"sampling: run.seed {config.run.seed}, {sampling_line(rollout, ends, tokenizer)}", file=sys.stderr)
+    model = load_model(config.policy, attention_of(rollout.decoder))
+    if adapter is not None:
+        model = with_adapter(model, adapter, "chat.adapter")
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    sampling = sampling_of(rollout, ends)
+
+    def answer(prompt_ids: list[int], number: int, write: Callable[[str], None]) -> tuple[str, str]:
+        check_prompt_ids([prompt_ids], model_config)
+        stream, why = TextStream(decode), "stopped"
+        requests = [Request(prompt_ids, [stream_key(config.run.seed, "chat", number)])]
+        with _interruptible() as look, suppress(_Stopped):
+            groups, _ = complete(
+                *(model, tokenizer, requests, sampling, rollout),
+                on_step=look,
+                on_token=lambda request, sample, token: write(stream.add(token)),
+            )
+            cut = groups[0][0].finish == "length"
+            why = f"cut at rollout.max_completion_tokens {rollout.max_completion_tokens}" if cut else ""
+        write(stream.rest())
+        return decode(stream.tokens), why
+
+    return conversation, answer
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], None]]:
+    """Inside, Ctrl-C is only noted, and the function that is given raises _Stopped after it."""
+    asked = False
+
+    def note(*_: Any) -> None:
+        nonlocal asked
+        asked = True
+
+    def look() -> None:
+        if asked:
+            raise _Stopped
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield look
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _Terminal:
+    """Reads messages and commands, and shows the answers."""
+
+    def __init__(self, conversation: Conversation, answer: Answer) -> None:
+        self._conversation, self._answer = conversation, answer
+        self._typed = sys.stdin.isatty()
+        self._shown = sys.stdout.isatty()
+        self._answers = self._left_out = 0
+
+    def talk(self) -> None:
+        """Take lines until the input ends or /quit."""
+        if self._typed:
+            says = "a chat" if self._conversation.templated else "plain text that the model continues"
+            self._say(f"{says}; /help lists the commands")
+        for line in self._lines():
+            if not line.strip():
+                continue
+            try:
+                if line.startswith("/"):
+                    command, _, rest = line.partition(" ")
+                    if command == "/quit":
+                        return
+                    self._obey(command, rest.strip())
+                else:
+                    self._reply(line)
+            except UserError as error:
+                if not self._typed:
+                    raise
+                self._say(f"error: {error}")
+            except KeyboardInterrupt:
+                # It came just before or after the answer.
+                if not self._typed:
+                    raise
+
+    def _lines(self) -> Iterator[str]:
+        """Lines without their ends."""
+        if not self._typed:
+            for number, data in enumerate(sys.stdin.buffer, start=1):
+                try:
+                    yield data.decode("utf-8-sig").rstrip("\r\n")
+                except UnicodeDecodeError as error:
+                    raise UserError(f"standard input, line {number}, is not UTF-8: {error}: convert it") from None
+            return
+        with suppress(ImportError):
+            import readline  # noqa: F401  # gives input() its editing and history
+        while True:
+            try:
+                # Where answers go to a file, the sign that asks for a message does not.
+                yield input("> " if self._shown else "")
+            except EOFError:
+                print(file=sys.stderr)
+                return
+            except KeyboardInterrupt:
+                self._say("\n/quit or Ctrl-D ends the conversation")
+
+    def _obey(self, command: str, rest: str) -> None:
+        talk = self._conversation
+        match command, rest:
+            case "/reset", "":
+                talk.turns.clear()
+            case "/system", _:
+                talk.system = rest or None
+            case "/undo", "":
+                refuse(not talk.turns, "there is nothing to take back")
+                talk.turns.pop()
+            case "/save", _ if rest:
+                refuse(not talk.turns, "there is nothing to save")
+                try:
+                    with Path(rest).expanduser().open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(talk.row(), ensure_ascii=False) + "\n")
+                except OSError as error:
+                    raise UserError(f"{rest} cannot be written: {error.strerror}") from None
+                self._say(f"appended to {rest}")
+            case "/help", _:
+                self._say("\n".join(f"{name:13} {what}" for name, what in _COMMANDS.items()))
+            case _:
+                raise UserError(
+                    f"{command} {rest}".rstrip()
+                    + f" is no command: known are {', '.join(_COMMANDS)}; a message may begin with a space"
+                )
+
+    def _reply(self, message: str) -> None:
+        prompt_ids, left_out = self._conversation.prompt_ids(message)
+        if left_out > self._left_out:
+            self._say(f"the model's context is full: the oldest {left_out} messages and answers are left out")
+        self._left_out = left_out
+        self._answers += 1
+        answer, why = self._answer(prompt_ids, self._answers, self._show)
+        self._show("\n")
+        if why:
+            self._say(f"[{why}]")
+        self._conversation.turns.append((message, answer))
+
+    def _show(self, text: str) -> None:
+        if text:
+            if self._shown:
+                text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+            sys.stdout.buffer.write(text.encode("utf-8", errors="replace"))
+            sys.stdout.buffer.flush()
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,78 @@
+"""A conversation as the prompt of its next answer: by the tokenizer's chat template, else as plain text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hybrid_grpo.config import DataConfig
+from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.data.batch import Message
+from hybrid_grpo.data.prompts import check_template_kwargs, read_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Conversation:
+    """What was said so far. Of the settings only those of the chat template count.
+
+    Without a template the model continues plain text: each message stands on a line of its own behind what was written
+    before, and the answer follows it at once.
+
+    Args:
+        room: most tokens of a prompt.
+
+    Attributes:
+        turns: messages with their answers, the oldest first.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, room: int) -> None:
+        self.turns: list[tuple[str, str]] = []
+        self.templated = tokenizer.chat_template is not None and config.chat_template != "never"
+        self._tokenizer, self._room = tokenizer, room
+        self._system: str | None = None
+        if self.templated:
+            check_template_kwargs(config.chat_template_kwargs, tokenizer)
+            self._config = DataConfig(chat_template_kwargs=config.chat_template_kwargs, max_prompt_tokens=room)
+        else:
+            self._config = DataConfig(chat_template="never", max_prompt_tokens=room)
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt."""
+        return self._system
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        refuse(
+            text is not None and not self.templated,
+            "a system prompt (chat.system) needs a chat template, and this model continues plain text: leave it out",
+        )
+        self._system = text
+
+    def prompt_ids(self, message: str) -> tuple[list[int], int]:
+        """The tokens from which the answer to a message is sampled, and the number of oldest turns that were left out
+        so that they are at most `room`. Raises UserError where the message alone is too long, or the template refuses
+        it."""
+        for left_out in range(len(self.turns) + 1):
+            row = {"prompt": self._prompt(self.turns[left_out:], message)}
+            token_ids = read_prompt(0, row, "the conversation", self._config, self._tokenizer).token_ids
+            if len(token_ids) <= self._room:
+                return token_ids, left_out
+        raise UserError(
+            f"the message is too long: with rollout.max_completion_tokens for the answer, the model has room for"
+            f" {self._room} tokens: shorten it, or lower rollout.max_completion_tokens"
+        )
+
+    def row(self) -> dict[str, Any]:
+        """The conversation as a row of a data set, whose completion is the last answer."""
+        *before, (message, answer) = self.turns
+        return {"prompt": self._prompt(before, message), "completion": answer}
+
+    def _prompt(self, turns: list[tuple[str, str]], message: str) -> str | list[Message]:
+        if not self.templated:
+            return "\n".join([*(said + answer for said, answer in turns), message])
+        chat = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for said, answer in turns:
+            chat += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
+        return [*chat, {"role": "user", "content": message}]

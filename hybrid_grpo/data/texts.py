@@ -1,0 +1,43 @@
+"""Texts to predict token by token: read, tokenized, and cut into rows of bounded length."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybrid_grpo.config import PtxConfig
+from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.data.prompts import require_column
+from hybrid_grpo.data.sources import ptx_source, read_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def read_texts(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[list[int]], str]:
+    """Rows of 2 to `max_tokens` tokens, of which the first is only read, and a line that says what was read.
+
+    A text starts as the tokenizer starts texts, and ends with end-of-sequence where the tokenizer has that token; a
+    longer one is cut into rows that follow each other. Raises UserError where a row has no text, or there is nothing
+    to predict.
+    """
+    source = ptx_source(config)
+    rows = read_rows(source)
+    require_column("ptx.column", config.column, rows, source)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    pieces: list[list[int]] = []
+    for number, row in enumerate(rows):
+        text = row[config.column]
+        where = f"ptx.column {config.column}: row {number} (from 0) of {source}"
+        refuse(not isinstance(text, str), f"{where} has {type(text).__name__} {str(text)[:40]!r}: give text")
+        try:
+            token_ids = [*tokenizer(text)["input_ids"], *end]
+        except TypeError as error:
+            # The tokenizer says it of text that is not Unicode: a character of it is one half of a pair.
+            raise UserError(f"{where} cannot be tokenized: {error}") from error
+        starts = range(0, len(token_ids), config.max_tokens)
+        pieces += (token_ids[start : start + config.max_tokens] for start in starts)
+    # A single token at the end of a text follows nothing that is read with it.
+    pieces = [piece for piece in pieces if len(piece) > 1]
+    refuse(not pieces, f"ptx.path {source}: no text has two tokens, so that there is nothing to predict: give others")
+    tokens = sum(map(len, pieces))
+    return pieces, f"{source}: {len(rows)} texts in {len(pieces)} rows of {tokens} tokens, weight {config.coef:g}"

@@ -1,0 +1,89 @@
+"""Programs of tests/model/test_average.py; see rank_programs.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank_programs import build, main
+from torch import Tensor
+
+from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig
+from hybrid_grpo.distributed import barrier
+from hybrid_grpo.policy import Policy
+
+DECAY = 0.7
+
+
+def averages(folder: Path) -> dict[str, Any]:
+    """What becomes of the average at every stage, in bfloat16, and with adapters."""
+    seen: dict[str, Any] = {}
+    for name, stage, dtype in (
+        ("stage 0", 0, "float32"),
+        ("stage 2", 2, "float32"),
+        ("stage 3", 3, "float32"),
+        ("bfloat16", 3, "bfloat16"),
+    ):
+        policy = build(folder, stage=stage, dtype=dtype, ema_decay=DECAY).policy
+        seen[name] = followed(policy, folder / name)
+        assert policy.average is not None
+        policy.average.load(folder / "stage 0")
+        seen[name]["of stage 0"] = sums(policy)
+    config = PolicyConfig(model=str(folder / "model"), dtype="float32", lr=1e-3, ema_decay=DECAY)
+    settings: dict[str, Any] = {"total_steps": 100, "lora": LoraConfig(rank=2, alpha=4), "seed": 1}
+    adapted = Policy(config, EngineConfig(zero_stage=3), policy.tokenizer, **settings)
+    seen["adapters"] = followed(adapted, folder / "adapters")
+    return seen
+
+
+def followed(policy: Policy, folder: Path) -> dict[str, Any]:
+    """Four steps, of which the second is skipped, and the average after them; it is saved before the last."""
+    assert policy.average is not None
+    folder.mkdir(exist_ok=True)
+    texts = [policy.tokenizer(text)["input_ids"] for text in ("dcab=abcd", "tac=act", "god=dgo", "zxy=xyz")]
+    batches = policy.micro_batches([ids[:4] for ids in texts], [ids[4:] for ids in texts])
+    defined = weights(policy)
+    for number in range(4):
+        if number == 3:
+            policy.average.save(folder)
+        for micro in batches:
+            logp_bT, _ = policy.forward(micro, 1.0)
+            policy.engine.backward(-logp_bT.sum() * (float("inf") if number == 1 else 1.0))
+        assert policy.step().applied == (number != 1)
+        if number != 1:
+            now = weights(policy)
+            defined = {name: DECAY * was + (1 - DECAY) * now[name] for name, was in defined.items()}
+    before = weights(policy)
+    with policy.average.used():
+        used = weights(policy)
+        policy.export(folder / "model")
+    after, total = weights(policy), sums(policy)
+    barrier()
+    # The last update again, from the files.
+    policy.average.load(folder)
+    policy.average.update()
+    return {
+        "error": max(float((used[name] - defined[name]).abs().max()) for name in defined),
+        "moved": min(float((before[name] - defined[name]).abs().max()) for name in defined),
+        "restored": all(torch.equal(after[name], before[name]) for name in before),
+        "resumed": sums(policy) == total,
+    }
+
+
+def weights(policy: Policy) -> dict[str, Tensor]:
+    """The trained weights, whole and in float64."""
+    names = {p: name for name, p in policy.engine.engine.module.named_parameters() if p.requires_grad}
+    whole = policy.engine.whole(list(names))
+    return {names[parameter]: weight.to(torch.float64, copy=True) for parameter, weight in whole.items()}
+
+
+def sums(policy: Policy) -> list[float]:
+    """A number of every weight of the average."""
+    assert policy.average is not None
+    with policy.average.used():
+        return [float(weight.sum()) for weight in weights(policy).values()]
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,108 @@
+"""Programs of tests/run/test_pretraining.py; see rank_programs.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank_programs import main
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hybrid_grpo import engine as engines
+from hybrid_grpo.config import (
+    DataConfig,
+    EngineConfig,
+    GrpoConfig,
+    PolicyConfig,
+    PtxConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.engine import StepResult
+from hybrid_grpo.policy import Policy
+from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.trainer import Trainer
+
+COEF = 0.3
+TEXTS = ["dcab", "zyxwvutsrqponm", "abc:abc", "hello", "q", "mnbvcxylkjhgf"]
+
+
+def gradients(folder: Path) -> dict[str, Any]:
+    """The gradient of each of two optimizer steps with the pretraining loss, without it, and of that loss alone by
+    transformers and autograd."""
+    texts = folder / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    config = TrainConfig(
+        policy=PolicyConfig(model=str(folder / "model"), dtype="float32", micro_batch_tokens=40),
+        engine=EngineConfig(zero_stage=0, adam="torch"),
+        data=DataConfig(path=[{"prompt": text, "answer": ""} for text in TEXTS]),
+        ptx=PtxConfig(coef=COEF, path=str(texts), rows_per_step=5, max_tokens=6),
+        rollout=RolloutConfig(prompts_per_step=4, num_generations=4, max_completion_tokens=8),
+        grpo=GrpoConfig(num_minibatches=2),
+        rewards=[RewardConfig("exact_match")],
+    )
+    device = engines.start()
+    plan, inputs = check_train(config, 1), RunInputs.read(config)
+    policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=10)
+    trainer = Trainer(config, plan, policy, None, inputs, device)
+    rollout = trainer.sample(trainer.draw_prompts(), 1)
+    shape = (len(rollout.completions), max(rollout.lengths))
+    advantages_BT = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    names = {p: name.removeprefix("model.") for name, p in policy.engine.engine.module.named_parameters()}
+    found: list[dict[str, Tensor]] = []
+
+    def step() -> StepResult:
+        # The weights stay: only the gradients are looked at.
+        found.append({name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for p, name in names.items()})
+        policy.engine.engine.module.zero_grad(set_to_none=True)
+        return StepResult(0.0, True)
+
+    policy.step = step  # type: ignore[method-assign]
+    assert inputs.pretraining is not None and trainer.parts["ptx"] is inputs.pretraining.loader
+    start = trainer.parts["ptx"].state_dict()
+    batches = [[row for row, _ in inputs.pretraining.loader.next_batch()] for _ in range(2)]
+    trainer.parts["ptx"].load_state_dict(start)
+    trainer.improve(rollout, advantages_BT, None, None)
+    loss = trainer.meter.reduce()["ptx/loss"]
+    trainer.inputs = replace(inputs, pretraining=None)
+    trainer.improve(rollout, advantages_BT, None, None)
+    both, alone = found[:2], found[2:]
+    expected = [_by_transformers(config.policy.model, batch) for batch in batches]
+    of_ptx = [gradient for _, gradient in expected]
+    error = max(
+        float((both[k][name] - (alone[k][name] + COEF * of_ptx[k][name])).abs().max())
+        for k in range(2)
+        for name in both[k]
+    )
+    weights = [sum(len(row) - 1 for row in batch) for batch in batches]
+    mean = sum(loss * weight for (loss, _), weight in zip(expected, weights, strict=True)) / sum(weights)
+    return {
+        "error": error,
+        "largest": [max(float(g.abs().max()) for g in gradient.values()) for gradient in (*of_ptx, *alone)],
+        "loss": [loss, mean],
+        "batches": batches,
+        "position": inputs.pretraining.loader.position,
+        "read": inputs.facts["ptx"],
+    }
+
+
+def _by_transformers(name: str, rows: list[list[int]]) -> tuple[float, dict[str, Tensor]]:
+    """The mean cross-entropy of all tokens but the first of each row, and its gradient."""
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    losses = []
+    for row in rows:
+        logp_SV = model(torch.tensor([row])).logits[0, :-1].log_softmax(-1)
+        losses.append(-logp_SV.gather(1, torch.tensor(row)[1:, None])[:, 0])
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+if __name__ == "__main__":
+    main(globals())
