@@ -101,6 +101,8 @@ class TrainedRun:
     @cached_property
     def stage(self) -> tuple[str, str, Any]:
         """Command, method and configuration."""
+        if self.settings.get("grpo", {}).get("baseline") == "critic":
+            return "train", "PPO", TrainConfig
         for section, stage in _STAGES.items():
             if section in self.settings:
                 return stage
@@ -193,7 +195,7 @@ def write_card(path: Path, run: TrainedRun, evaluation: Evaluation, name: str, l
         library_name="transformers",
         license=license,
         pipeline_tag="text-classification" if is_reward_model else "text-generation",
-        tags=["hybrid_grpo", {"train": "grpo", "reward": "reward-model"}.get(command, command)],
+        tags=["hybrid_grpo", {"train": method.lower(), "reward": "reward-model"}.get(command, command)],
         model_name=run.folder.resolve().name,
         eval_results=_results(run, evaluation.numbers) or None,
     )
