@@ -75,7 +75,7 @@ def test_a_resumed_run_knows_its_best_evaluation(tmp_path, capsys):
     run.start = SimpleNamespace(checkpoint="step_000001", step=1)
     run.checkpoints = SimpleNamespace(load=lambda engine, checkpoint, shards: {"policy": {}, "step": 1})
     stage = Stage()
-    stage.policy, stage.parts = SimpleNamespace(engine=None, load_state_dict=lambda state: None), {}
+    stage.policy, stage.parts = SimpleNamespace(engine=None, average=None, load_state_dict=lambda state: None), {}
     assert run.restore(stage) == 1
     assert run.watched(2, line(0.6, 0.4))["health/alarm"] == 1.0
     assert "held-out accuracy is 0.400 after 0.500 at step 0" in capsys.readouterr().out
