@@ -22,5 +22,8 @@ mypy &
 types=$!
 lint-imports || { wait; exit 1; }
 wait "$types"
+# One worker more than two cores: many tests wait for processes of theirs, or for a time to pass.
+cores=$(getconf _NPROCESSORS_ONLN)
+workers=$((cores < 4 ? cores + 1 : 4))
 # Files stay whole, as most that start processes share them among their tests; conftest.py says in which order.
-python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "${tests[@]}" "$@"
+python -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder "${tests[@]}" "$@"
