@@ -78,28 +78,14 @@ def _loaded(config: ChatConfig) -> tuple[Conversation, Answer]:
     from hybrid_grpo.generation import Request, stream_key
     from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
     from hybrid_grpo.generation.streaming import TextStream
-    from hybrid_grpo.model.architectures import check_architecture
-    from hybrid_grpo.model.files import check_files
-    from hybrid_grpo.model.loading import (
-        check_prompt_ids,
-        check_token_ids,
-        load_config,
-        load_model,
-        load_tokenizer,
-        stop_ids,
-    )
+    from hybrid_grpo.model.loading import check_prompt_ids, load_model
     from hybrid_grpo.model.lora import read_adapter, with_adapter
-    from hybrid_grpo.run.inputs import sampling_line
+    from hybrid_grpo.run.inputs import read_sampler, sampling_line
 
     name, rollout, adapter = config.policy.model, config.rollout, config.chat.adapter
-    model_config = load_config(name)
-    check_architecture(model_config, rollout.decoder)
-    check_token_ids(rollout, model_config)
-    check_files(name, model_config, pickled=config.policy.pickled_weights)
+    model_config, tokenizer, ends = read_sampler(config.policy, rollout)
     if adapter is not None:
         read_adapter(adapter, "chat.adapter")
-    tokenizer = load_tokenizer(name)
-    ends = stop_ids(name, tokenizer, rollout.stop_ids, model_config)
     positions = getattr(model_config, "max_position_embeddings", None) or sys.maxsize
     refuse(
         rollout.max_completion_tokens >= positions,

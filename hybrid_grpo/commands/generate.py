@@ -47,34 +47,18 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
     from hybrid_grpo.data.prompts import read_prompts
     from hybrid_grpo.data.sources import standard_input, training_source
     from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
-    from hybrid_grpo.model.architectures import check_architecture
-    from hybrid_grpo.model.files import check_files
-    from hybrid_grpo.model.loading import (
-        check_lengths,
-        check_prompt_ids,
-        check_token_ids,
-        load_config,
-        load_model,
-        load_tokenizer,
-        stop_ids,
-    )
-    from hybrid_grpo.run.inputs import sampling_line
+    from hybrid_grpo.model.loading import load_model
+    from hybrid_grpo.run.inputs import check_prompts, read_sampler, sampling_line
 
     rollout, count = config.rollout, config.rollout.num_generations
-    model_config = load_config(config.policy.model)
-    check_architecture(model_config, rollout.decoder)
-    check_token_ids(rollout, model_config)
-    check_files(config.policy.model, model_config, pickled=config.policy.pickled_weights)
-    tokenizer = load_tokenizer(config.policy.model)
-    ends = stop_ids(config.policy.model, tokenizer, rollout.stop_ids, model_config)
+    model_config, tokenizer, ends = read_sampler(config.policy, rollout)
     source = training_source(config.data)
     if config.reads_stdin:
         if sys.stdin.isatty():
             print("one prompt a line, until the end of the input (Ctrl-D)", file=sys.stderr, flush=True)
         source = standard_input(sys.stdin.buffer, "data.path", config.data.limit, config.data.prompt_column)
     prompts, data = read_prompts(config.data, tokenizer, source)
-    check_lengths(model_config, max(len(p.token_ids) for p in prompts) + rollout.max_completion_tokens)
-    check_prompt_ids([prompt.token_ids for prompt in prompts], model_config)
+    check_prompts(prompts, model_config, rollout)
     prompts = rank_share(prompts, rank, ranks)
     if rank == 0:
         sampling = f"{count} of each prompt, run.seed {config.run.seed}, {sampling_line(rollout, ends, tokenizer)}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid_grpo.config import RolloutConfig, TrainConfig, reward_name
+from hybrid_grpo.config import PolicyConfig, RolloutConfig, TrainConfig, reward_name
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.data.batch import Numbers, Prompt
@@ -28,13 +28,15 @@ from hybrid_grpo.model.loading import (
     stop_ids,
 )
 from hybrid_grpo.model.lora import check_lora
-from hybrid_grpo.policy import Policy
 from hybrid_grpo.rewards.loading import Reward, load_entries
 from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.pretraining import PretrainingLoss
+
+if TYPE_CHECKING:
+    from hybrid_grpo.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,17 @@ _SAMPLING = ("temperature", "top_p", "top_k")
 _SAMPLING_IF_SET = (
     "min_p", "repetition_penalty", "logit_bias", "min_completion_tokens", "ignore_eos", "logprobs", "decoder",
 )  # fmt: skip
+
+
+def read_sampler(policy: PolicyConfig, rollout: RolloutConfig) -> tuple[Any, Any, tuple[int, ...]]:
+    """The configuration, the tokenizer and the stop tokens of a model that will only sample. Raises UserError where it
+    cannot, before its weights are read."""
+    config = load_config(policy.model)
+    check_architecture(config, rollout.decoder)
+    check_token_ids(rollout, config)
+    check_files(policy.model, config, pickled=policy.pickled_weights)
+    tokenizer = load_tokenizer(policy.model)
+    return config, tokenizer, stop_ids(policy.model, tokenizer, rollout.stop_ids, config)
 
 
 def sampling_line(rollout: RolloutConfig, ends: tuple[int, ...], tokenizer: Any) -> str:

@@ -1,14 +1,18 @@
 """The pretraining loss of a run: next-token prediction on texts, beside what the policy learns from its rollouts."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.config import PtxConfig
 from hybrid_grpo.data.batch import Numbers
 from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.data.texts import read_texts
 from hybrid_grpo.distributed import rank, world_size
-from hybrid_grpo.policy import Policy
+
+if TYPE_CHECKING:
+    from hybrid_grpo.policy import Policy
 
 
 class PretrainingLoss:
