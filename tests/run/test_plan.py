@@ -289,13 +289,14 @@ def test_a_dry_run_counts_what_a_real_one_keeps():
 
 
 @pytest.mark.parametrize("top_k", [0, 4])
-def test_a_comparison_with_a_teacher_is_counted_in_the_head(top_k):
-    """What is told at 96 places, and some tiles of logits that are as large; but nothing that the layers keep."""
+def test_a_comparison_with_a_teacher_is_counted(top_k):
+    """What is told at 98 places is there all the time; the head has some tiles, which are of all logits here."""
     config, settings = tiny_config("llama", hidden=64), (PolicyConfig(dtype="float32"), LoraConfig())
     plain = DryRun(config, *settings).training(micro_batch(2, 96))
     taught = DryRun(config, *settings, TeacherConfig(model="m", into="loss", top_k=top_k)).training(micro_batch(2, 96))
-    logits = 2 * 49 * 4 * config.vocab_size
-    assert plain.head + logits < taught.head < plain.head + 12 * logits and taught.kept == plain.kept
+    logits = 98 * 4 * config.vocab_size
+    assert plain.head + logits < taught.head < plain.head + 12 * logits
+    assert taught.kept - plain.kept == (98 * (5 + 4) * 4 if top_k else logits)
 
 
 def test_only_adapters_are_trained_of_an_adapted_model():
