@@ -173,6 +173,7 @@ LOADED = [
     ("--grpo.baseline=critic --critic.model=few_positions", "critic.model few_positions has 10 positions", "by 4"),
     ("--grpo.baseline=critic --critic.model=t5", "critic.model t5", "take another model"),
     # Teacher
+    ("--teacher.model=model --rewards=[]", "rewards is empty: to learn from the teacher alone", "weight: 0}]"),
     ("--teacher.model=t_ids", "teacher.model t_ids has another tokenizer than policy.model model"),
     ("--teacher.model=cut", "teacher.model cut", "is cut short"),
     ("--teacher.model=few_positions", "teacher.model few_positions has 10 positions", "by 4"),

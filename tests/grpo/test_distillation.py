@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +92,18 @@ def test_the_numbers_are_means_over_real_tokens():
     assert float(loss) == 0.5 * 12 / 4 and float(seen["teacher/loss"][0]) == 3.0
     nothing, seen = signal.loss([kl_BT], torch.zeros(2, 3))
     assert float(nothing) == 0.0 and float(seen["teacher/loss"][1]) == 0
+
+
+def test_a_micro_batch_is_given_its_own_rows_in_their_order():
+    """And one without rows, which a rank runs because another has more, a place of the same kind."""
+    lengths, cpu = [2, 1, 3], torch.zeros(1, 1, dtype=torch.bool)
+    places = torch.arange(6.0)[:, None].expand(6, 3)
+    told = NextTokens(places.log_softmax(1), torch.arange(12, dtype=torch.int32).view(6, 2), 9).split(lengths)
+    signal = TeacherSignal(1.0, next_tokens=told)
+    for rows, expected in (([2, 0], [3, 4, 5, 0, 1]), ([], [0])):
+        head: Any = signal.head(SimpleNamespace(rows=rows, mask_bT=cpu))  # type: ignore[arg-type]
+        assert head.keywords["teacher"].token_NK[:, 0].tolist() == [2 * place for place in expected]
+    assert TeacherSignal().head(SimpleNamespace(rows=[0], mask_bT=cpu)) is None  # type: ignore[arg-type]
 
 
 def test_without_a_teacher_nothing_changes():
