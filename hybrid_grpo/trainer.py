@@ -10,8 +10,6 @@ from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch, Prompt, Rollout, Scores, TrainBatch
-from hybrid_grpo.data.curriculum import Curriculum
-from hybrid_grpo.distributed import rank
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
 from hybrid_grpo.grpo.kl import KlController
@@ -53,7 +51,7 @@ class Trainer(Stage):
         self.policy: Policy = policy
         self.eval_sets = inputs.eval_sets
         self.meter = inputs.meter(device, config.data.source_names)
-        self.loader = Curriculum(inputs.prompts, plan, rank(), config.curriculum, config.run.seed, config.data, device)
+        self.loader = inputs.loader(config, plan, device)
         self.kl = KlController(config.grpo, plan.rows, device)
         grpo, filtered = config.grpo, config.rollout.logprobs == "sampling"
         auto = filtered or grpo.sampler_correction != "none"

@@ -16,6 +16,7 @@ from hybrid_grpo.config import GrpoConfig, PolicyConfig, RewardConfig, RolloutCo
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, TrainBatch
+from hybrid_grpo.data.curriculum import Curriculum
 from hybrid_grpo.data.packing import pack, pad
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.grpo.loss import load_objective, micro_batch_loss
@@ -74,7 +75,9 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
     task = SimpleNamespace(
         rewards=Rewards([inline(slow)]),
         outcome="slow",
-        prompts=[Prompt(i, f"p{i}", [1], {}) for i in range(P)],
+        loader=lambda config, plan, device: Curriculum(
+            [Prompt(i, f"p{i}", [1], {}) for i in range(P)], plan, 0, config.curriculum, 0, config.data, device
+        ),
         eval_sets=[],
         meter=lambda device, sources: Meter(["slow"], device=device),
         stop_ids=(),

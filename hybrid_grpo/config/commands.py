@@ -105,6 +105,10 @@ class TrainConfig(ModelRunConfig):
             "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
             " the settings of curriculum",
         )
+        refuse(
+            self.data.streaming and self.curriculum.follows,
+            "data.streaming keeps no success rates, which the settings of curriculum follow: take out one of the two",
+        )
         for reward in self.rewards:
             for source in reward.sources:
                 refuse(
@@ -146,6 +150,11 @@ def _refuse_mixture(data: DataConfig, command: str) -> None:
         bool(data.mixture),
         f"data.mixture is for train: {command} reads one source: take it out, and set data.path or data.task",
     )
+    _refuse_streaming(data, command)
+
+
+def _refuse_streaming(data: DataConfig, command: str) -> None:
+    refuse(data.streaming, f"data.streaming is for train: {command} reads all rows before it begins: take it out")
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -185,6 +194,7 @@ class RewardStageConfig(ModelRunConfig):
     @model_validator(mode="after")
     def _check_sections(self) -> RewardStageConfig:
         data, default = self.data, DataConfig()
+        _refuse_streaming(data, "reward")
         for name, instead in (("max_prompt_tokens", "max_tokens"), ("completion_column", "chosen_column")):
             refuse(
                 getattr(data, name) != getattr(default, name),
