@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 _LOOKED_AT = 1000
 """Rows of the first block that are made into prompts before the run, to find what does not fit."""
+_AGAIN = "resume with the same, or start anew with another run.name"
 _SHARD_IDS = 10**9
 """The id of a prompt is the number of its shard times this, plus that of its row: the same in every pass."""
 
@@ -42,6 +43,8 @@ class Position:
     """Where the block under way begins."""
     offset: int = 0
     """Rows of this block that were drawn or dropped."""
+    checksum: int | None = None
+    """That of the block, once it was read."""
     drawn: int = 0
     """Prompts drawn since the run began, over all ranks."""
     over_long: int = 0
@@ -77,13 +80,17 @@ class PromptStream:
         self._columns: list[str] = []
         self._rows: RowStream | None = None
         """On the first rank only."""
-        self.prompts, self.fact, identity = self._on_first_rank(lambda: self._look(seed), UserError)
+        self.prompts, self.fact, shards = self._on_first_rank(lambda: self._look(seed), UserError)
         self.identity = {
-            "shards": identity,
             "seed": seed,
             "shuffle": config.shuffle,
             "stream_block": config.stream_block,
+            "path": f"{shards} files",
         }
+
+    def find(self, position: Position) -> None:
+        """Raises UserError where the rows at a position are not those that they were."""
+        self._on_first_rank(lambda: self._find(position), UserError)
 
     def take(self, position: Position, count: int) -> tuple[list[Prompt], Position]:
         """The next prompts from a position on, each with its epoch, and the position behind them. Raises RunStopped
@@ -104,8 +111,8 @@ class PromptStream:
         return result
 
     def _look(self, seed: int) -> tuple[list[Prompt], str, int]:
-        """Open the source, and read the first block; returns the prompts of some of its rows, a line, and the identity
-        of the source."""
+        """Open the source, and read the first block; returns the prompts of some of its rows, a line, and the number of
+        shards."""
         config, source = self._config, self._source
         self._rows = stream = RowStream(source, seed, config.shuffle, config.stream_block)
         block = stream.block(Place())
@@ -122,7 +129,15 @@ class PromptStream:
             f" {data_line(source, rows, prompts)} (further ones are left out); planned for prompts of"
             f" data.max_prompt_tokens {config.max_prompt_tokens}"
         )
-        return prompts, line, stream.identity
+        return prompts, line, stream.shards
+
+    def _find(self, position: Position) -> None:
+        assert self._rows is not None
+        block = self._rows.block(position.place)
+        refuse(
+            position.checksum not in (None, block.checksum) or position.offset > len(block.rows),
+            f"data.path: {self._source} has other rows at the place of the checkpoint: {_AGAIN}",
+        )
 
     def _take(self, position: Position, count: int) -> tuple[list[Prompt], Position]:
         assert self._rows is not None
@@ -150,8 +165,10 @@ class PromptStream:
             if len(prompt.token_ids) <= self._config.max_prompt_tokens:
                 prompts.append(replace(prompt, epoch=block.place.epoch))
         over_long = offset - position.offset - len(prompts)
-        place, offset = (block.after, 0) if offset == len(block.rows) else (block.place, offset)
-        return prompts, Position(place, offset, position.drawn + len(prompts), position.over_long + over_long)
+        drawn, over_long = position.drawn + len(prompts), position.over_long + over_long
+        if offset == len(block.rows):
+            return prompts, Position(block.after, 0, None, drawn, over_long)
+        return prompts, Position(block.place, offset, block.checksum, drawn, over_long)
 
     def _prompt(self, streamed: StreamedRow) -> Prompt:
         """The prompt of a row, which may be over-long."""
@@ -223,17 +240,13 @@ class StreamLoader:
         return {**self._stream.identity, "position": asdict(self._position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position; raises `UserError` if it belongs to another stream (other files, another
-        seed, other blocks, shuffled or not)."""
-        again = "resume with the same, or start anew with another run.name"
-        refuse("position" not in state, f"data.streaming: the checkpoint was made without it: {again}")
-        own = self._stream.identity
-        for setting in ("run.seed", "data.shuffle", "data.stream_block"):
-            saved, here = (of[setting.partition(".")[2]] for of in (state, own))
-            refuse(saved != here, f"{setting}: the checkpoint was made with {saved}, this run has {here}: {again}")
-        refuse(
-            state["shards"] != own["shards"],
-            f"data.path: the checkpoint was made with other files, by their names and sizes: {again}",
-        )
+        """Continue from a saved position; raises `UserError` if it belongs to another stream: another seed, other
+        blocks, shuffled or not, other rows. Collective."""
+        refuse("position" not in state, f"data.streaming: the checkpoint was made without it: {_AGAIN}")
+        for setting in ("run.seed", "data.shuffle", "data.stream_block", "data.path"):
+            saved, here = (of[setting.partition(".")[2]] for of in (state, self._stream.identity))
+            refuse(saved != here, f"{setting}: the checkpoint was made with {saved}, this run has {here}: {_AGAIN}")
         place = Place(**state["position"]["place"])
-        self._position = Position(**{**state["position"], "place": place})
+        position = Position(**{**state["position"], "place": place})
+        self._stream.find(position)
+        self._position = position

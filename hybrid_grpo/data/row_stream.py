@@ -8,6 +8,7 @@ part of their state.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 import zlib
@@ -52,8 +53,6 @@ class Shard:
 
     name: str
     """In words, for messages."""
-    identity: str
-    """Differs where it is known to hold other rows."""
     rows: Callable[[Any], Iterator[tuple[Row, Any]]]
     """Its rows from a mark on (None: all), each with the mark of the row behind it."""
 
@@ -84,6 +83,8 @@ class Block:
     """`block_rows`, or fewer at the end of a pass, where it may also be none."""
     after: Place
     """Where the next block begins."""
+    checksum: int
+    """Of its first row in the source: tells whether it is still the block that it was."""
 
 
 class RowStream:
@@ -97,6 +98,7 @@ class RowStream:
 
     Attributes:
         patient: whether a shard that cannot be reached is tried again.
+        shards: how many there are.
     """
 
     def __init__(self, source: Source, seed: int, shuffle: bool, block_rows: int) -> None:
@@ -104,12 +106,7 @@ class RowStream:
         self._seed, self._shuffle, self._block_rows = seed, shuffle, block_rows
         self._last: Block | None = None
         self._open: tuple[Place, Iterator[tuple[StreamedRow, int, Any]]] | None = None
-        self.patient = False
-
-    @property
-    def identity(self) -> int:
-        """Differs from that of a source with other shards."""
-        return zlib.crc32("\n".join([str(len(self._shards)), *(shard.identity for shard in self._shards)]).encode())
+        self.patient, self.shards = False, len(self._shards)
 
     def block(self, place: Place) -> Block:
         """The block that begins at a place: the next one at the cost of its rows, another one by reading its shard
@@ -127,7 +124,9 @@ class RowStream:
                 after = Place(place.epoch + 1)
             # An entropy of zero would be as if it were not given.
             order = self._order(len(taken), place.epoch, place.block + 1)
-            self._last = Block(place, [taken[number][0] for number in order], after)
+            first = json.dumps(taken[0][0].row, default=str) if taken else ""
+            rows_drawn = [taken[number][0] for number in order]
+            self._last = Block(place, rows_drawn, after, zlib.crc32(first.encode()))
         return self._last
 
     def _order(self, count: int, *entropy: int) -> list[int]:
@@ -184,10 +183,7 @@ def open_shards(source: Source) -> list[Shard]:
         splits = open_source(source)
         opened: Any = splits[split_name(source, source.split, list(splits))]
         if isinstance(opened, Files):
-            return [
-                Shard(str(path), f"{path.name} {path.stat().st_size}", partial(file_rows, path, source))
-                for path in opened.paths
-            ]
+            return [Shard(str(path), partial(file_rows, path, source)) for path in opened.paths]
         if isinstance(opened, datasets.Dataset):
             opened = opened.to_iterable_dataset(num_shards=max(1, len(opened.cache_files)))
         refuse(
@@ -196,7 +192,7 @@ def open_shards(source: Source) -> list[Shard]:
         )
         count = opened.num_shards
         return [
-            Shard(f"{source}" if count == 1 else f"shard {number} of {source}", "", partial(_rows_of, opened, number))
+            Shard(f"{source}" if count == 1 else f"shard {number} of {source}", partial(_rows_of, opened, number))
             for number in range(count)
         ]
 

@@ -129,6 +129,22 @@ SETTINGS = [
     ("--data.eval_path=empty.jsonl", "data.eval_path empty.jsonl is empty"),
     ("score train.jsonl --rewards exact_match --score.output=nomodel", "score.output nomodel is a folder"),
     ("score no.jsonl --rewards exact_match", "SOURCE no.jsonl: there is no such file or folder"),
+    # Streams
+    ("--data.stream_block=5", "data.stream_block 5 has no effect without data.streaming"),
+    ("--data.streaming=true --data.stream_block=0", "data.stream_block 0 must be 1 or greater"),
+    ("--data.streaming=true --data.limit=5", "data.limit 5 needs all rows before the run", "take it out"),
+    ("--data.streaming=true --data.split=train[:9]", "data.split train[:9] needs all rows", "name a whole split"),
+    ("--data.streaming=true --data.over_long=refuse", "data.over_long refuse needs all rows", "set it to drop"),
+    ("--data.streaming=true --curriculum.sampling=difficulty", "data.streaming keeps no success rates"),
+    ("train --data.task=letters --data.streaming=true", "data.task letters makes its rows itself"),
+    (
+        "train --policy.model=model --rewards exact_match --data.streaming=true --data.mixture='[{path: train.jsonl}]'",
+        "data.mixture of train is read whole: take out data.streaming",
+    ),
+    *[
+        (f"{command} --policy.model=model --data.path=train.jsonl --data.streaming=true", "data.streaming is for train")
+        for command in ("sft", "reward", "generate --data.over_long=drop", "data")
+    ],
     # Ranks
     ("WORLD_SIZE=abc RANK=0 --run.name=x", "WORLD_SIZE 'abc' in the environment must be a whole number"),
     ("WORLD_SIZE=0 RANK=0 --run.name=x", "WORLD_SIZE '0' in the environment must be a whole number of 1"),
@@ -160,6 +176,13 @@ LOADED = [
     ("--rollout.prompts_per_step=16", "rollout.prompts_per_step 16", "12 prompts", "12 or lower"),
     ("--rollout.max_completion_tokens=64", "70 tokens", "64 positions", "max_completion_tokens by 6"),
     ("--rollout.stop_ids=[999]", "rollout.stop_ids 999", "end at 28"),
+    ("--data.streaming=true", "is 520 tokens", "64 positions", "lower data.max_prompt_tokens"),
+    ("--data.streaming=true --data.path=noprompt.jsonl", "data.prompt_column prompt", "question"),
+    ("--data.streaming=true --data.path=binary.parquet", "data.path binary.parquet cannot be read at row 0 (from 0)"),
+    (
+        "--data.streaming=true --data.max_prompt_tokens=9 --data.eval_path=null --data.eval_split=train",
+        "data.eval_split train is the split that data.streaming trains on",
+    ),
     ("score binary.jsonl --rewards exact_match", "SOURCE binary.jsonl line 1 is not JSON"),
     ("score half.jsonl --rewards exact_match", "SOURCE half.jsonl line 1 is not JSON"),
     ("score nocompletion.jsonl --rewards exact_match", "data.completion_column completion: row 0"),
