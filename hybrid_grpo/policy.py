@@ -23,7 +23,7 @@ from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, 
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.average import MovingAverage
 from hybrid_grpo.model.loading import load_config, load_model, plain_attention, training_attention
-from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.scalar import ScalarModel, load_scalar_model, scalar_config
 from hybrid_grpo.model.view import meta_copy
@@ -220,10 +220,10 @@ class Policy(TrainedModel):
             return pack(prompt_ids, completion_ids, rows, budget, self.engine.device, share=self.config.shared_prefix)
         return pad(prompt_ids, completion_ids, rows, budget, self.engine.device)
 
-    def forward(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probability (differentiable) and entropy of the completion tokens, float32 [b, T]. Collective."""
-        logp_N, entropy_N = self.engine(*micro.inputs, temperature)
-        return micro.unflatten(logp_N), micro.unflatten(entropy_N)
+    def forward(self, micro: MicroBatch, temperature: float, more: HeadFunction | None = None) -> tuple[Tensor, ...]:
+        """Log-probability (differentiable) and entropy of the completion tokens, and what `more` computes of them,
+        float32 [b, T]; see `LogprobModel`. Collective."""
+        return tuple(micro.unflatten(value_N) for value_N in self.engine(*micro.inputs, temperature, more))
 
     def learn(
         self,

@@ -217,9 +217,9 @@ class InBfloat16(Policy):
     def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients):
         return pack(prompt_ids, completion_ids, rows, 60, torch.device("cpu"), share="on")
 
-    def forward(self, micro, temperature):
+    def forward(self, micro, temperature, more=None):
         self.forwards.append(len(self.waits.seen))
-        return super().forward(micro, temperature)
+        return super().forward(micro, temperature, more)
 
     def step(self) -> StepResult:
         self.stepped = len(self.waits.seen)
@@ -245,7 +245,7 @@ def test_the_host_waits_for_nothing_between_the_first_forward_and_the_last_step(
     rollout = Rollout(prompts, rows, G)
     given_BT, run.reference = rollout.logp_BT, object()
     with waits:
-        run.improve(rollout, torch.ones_like(given_BT), given_BT, given_BT * 1.1)
+        run.improve(rollout, Signals(given_BT, given_BT, given_BT * 1.1, torch.ones_like(given_BT)))
     assert len(policy.forwards) >= 4
     assert waits.seen[policy.forwards[0] : policy.stepped] == []
     values = run.meter.reduce()

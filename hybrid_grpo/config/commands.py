@@ -22,6 +22,7 @@ from hybrid_grpo.config.publishing import PublishOptionsConfig
 from hybrid_grpo.config.rewards import RewardList, ScoringConfig, ServeOptionsConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig
 from hybrid_grpo.config.run import CheckpointConfig, LogConfig, RunConfig
+from hybrid_grpo.config.teacher import TeacherConfig
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -54,11 +55,18 @@ class TrainConfig(ModelRunConfig):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rewards: RewardList = field(default_factory=list)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     ptx: PtxConfig = field(default_factory=PtxConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def recomputes_old_logp(self) -> bool:
+        """Whether a pass of the training forward gives the log-probabilities that ratios are relative to."""
+        auto = self.rollout.logprobs == "sampling" or self.grpo.sampler_correction != "none"
+        return auto if self.grpo.old_logp == "auto" else self.grpo.old_logp == "policy"
 
     @model_validator(mode="after")
     def _check_sections(self) -> TrainConfig:
@@ -66,11 +74,12 @@ class TrainConfig(ModelRunConfig):
         own, by overriding this: they may replace its rewards or its lengths."""
         rollout, grpo, names = self.rollout, self.grpo, [reward_name(reward) for reward in self.rewards]
         refuse(
-            rollout.num_generations < 2 and grpo.baseline != "critic",
+            rollout.num_generations < 2 and grpo.baseline != "critic" and not self.teacher.is_set,
             f"rollout.num_generations {rollout.num_generations} makes no group: advantages need 2 or more, or"
-            " grpo.baseline critic",
+            " grpo.baseline critic, or a teacher",
         )
         self._check_critic()
+        self._check_teacher()
         refuse(
             rollout.temperature == 0,
             "rollout.temperature 0 samples the same completion for a whole group: give a value above 0",
@@ -143,6 +152,17 @@ class TrainConfig(ModelRunConfig):
             critic.warmup_steps >= self.run.steps,
             f"critic.warmup_steps {critic.warmup_steps} leaves the policy none of run.steps {self.run.steps}: lower it",
         )
+
+    def _check_teacher(self) -> None:
+        self.teacher.check(self.data.prompt_column)
+        compares = ("baseline", "scale_rewards", "combine_rewards", "step_credit", "overlong_buffer", "kl_in")
+        for name in (*compares, "dynamic_sampling") if self.rollout.num_generations < 2 else ():
+            value, default = getattr(self.grpo, name), GrpoConfig.__dataclass_fields__[name].default
+            refuse(
+                value != default and self.grpo.baseline != "critic",
+                f"grpo.{name} {str(value).lower()} is about rewards in a group, and rollout.num_generations 1 makes"
+                f" none: set rollout.num_generations to 2 or more, or take grpo.{name} out",
+            )
 
 
 def _refuse_mixture(data: DataConfig, command: str) -> None:

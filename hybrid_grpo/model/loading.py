@@ -136,16 +136,22 @@ def without_dropout(config: Any) -> Any:
     return config
 
 
-def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> Any:
+def load_model(policy: PolicyConfig, attn_implementation: str | None = None, setting: str = "policy.model") -> Any:
     """The causal language model that `policy` names, without dropout.
 
     With dropout the trained policy would differ from the one that sampled (a ratio other than 1 before the first
     update), so it is off in training too. `attn_implementation` overrides the one of `policy`. Raises UserError where
     the weights do not load or are incomplete, or the architecture does not have this attention.
     """
-    config = load_config(policy.model)
+    config = load_config(policy.model, setting)
     attention = attn_implementation or plain_attention(config, policy.attn_implementation)
-    return load_for_training(AutoModelForCausalLM, policy, config, attention)
+    return load_for_training(AutoModelForCausalLM, policy, config, attention, setting=setting)
+
+
+def count_weights(name: str) -> int:
+    """Parameters of the causal language model that a model folder or hub name gives."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(load_config(name)).parameters())
 
 
 def load_for_training(

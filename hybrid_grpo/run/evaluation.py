@@ -6,6 +6,7 @@ run can be compared, and not on ranks. How numbers are estimated is in statistic
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from hybrid_grpo.data.loader import rank_share
 from hybrid_grpo.distributed import all_gather_objects, rank, world_size
 from hybrid_grpo.generation import Request, Sampling, stream_key
 from hybrid_grpo.generation.rollout import sampling_of
+from hybrid_grpo.policy import Policy
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.measure import measure_lengths
 from hybrid_grpo.run.statistics import Floats, majority_at_k, pass_at_k, standard_error
@@ -79,6 +81,18 @@ class EvalSet:
         rollout = self.settings.rollout
         greedy = sampling_of(rollout, self.stop_ids, greedy=True)
         return replace(greedy, temperature=rollout.temperature, top_p=rollout.top_p) if rollout.temperature else greedy
+
+    def measure(self, policy: Policy, step: int, beat: Callable[[], None]) -> Numbers:
+        """The numbers of the set, with the policy as it is after a step; `beat` is called between tokens. Collective.
+
+        Raises:
+            RunStopped: a reward function fails too often before the first step.
+        """
+        groups = policy.complete(self.requests, self.sampling, self.settings.rollout, on_step=beat)
+        results = self.results(groups, step)
+        if step == 0:
+            self.rewards.refuse_failures(results.scores, policy.engine.device)
+        return results.numbers()
 
     def results(self, groups: list[list[Completion]], step: int = 0) -> "EvalResults":
         """Score the completions of this rank's prompts."""

@@ -144,13 +144,17 @@ def measure_parity(micro: MicroBatch, logp_bT: Tensor, old_logp_bT: Tensor) -> N
     }
 
 
-def measure_sampling(rollout: Rollout, seconds: float, gather_s: float, release_s: float) -> Numbers:
-    """Tokens and times of a rollout of `seconds`, in which weights were gathered and given back."""
+def measure_sampling(
+    rollout: Rollout, seconds: float, gather_s: float, release_s: float, captures: int | None
+) -> Numbers:
+    """Tokens and times of a rollout of `seconds`, in which weights were gathered and given back, and decode steps
+    captured as CUDA graphs (None without a GPU)."""
     return {
         "time/generate_s": (seconds - gather_s - release_s, 1),
         "time/gather_s": (gather_s, 1),
         "time/switch_s": (gather_s + release_s, 1),
         "completion/sampled_tokens": (rollout.num_tokens, 1),
+        **({} if captures is None else {"throughput/graph_captures": (captures, 1)}),
     }
 
 

@@ -195,6 +195,15 @@ LOADED = [
     ("--grpo.baseline=critic --critic.model=cut", "critic.model cut", "is cut short"),
     ("--grpo.baseline=critic --critic.model=few_positions", "critic.model few_positions has 10 positions", "by 4"),
     ("--grpo.baseline=critic --critic.model=t5", "critic.model t5", "take another model"),
+    # Teacher
+    ("--teacher.model=model --rewards=[]", "rewards is empty: to learn from the teacher alone", "weight: 0}]"),
+    ("--teacher.model=t_ids", "teacher.model t_ids has another tokenizer than policy.model model"),
+    ("--teacher.model=cut", "teacher.model cut", "is cut short"),
+    ("--teacher.model=few_positions", "teacher.model few_positions has 10 positions", "by 4"),
+    ("--teacher.model=t5", "teacher.model t5", "take another model"),
+    ("--teacher.model=no_such_folder/model", "teacher.model no_such_folder/model does not load"),
+    ("--teacher.prompt_column=anser", "teacher.prompt_column anser: row 0 (from 0)", "did you mean answer?"),
+    ("--teacher.model=model --teacher.into=loss --teacher.top_k=29", "teacher.top_k 29 is not less than the 29 tokens"),
     # Rewards
     ("--rewards no.module:f", "rewards[0].function no.module:f", "no module no"),
     ("--rewards my_rewards.py:rais", "rewards[0].function", "did you mean raises?"),
