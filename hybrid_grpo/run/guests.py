@@ -200,43 +200,44 @@ def _completions(group: Rollout, guest: GuestConfig, run: _Run, where: str) -> l
     columns, count = group.prompts[0].columns, len(group.completions)
     ids, logp, finish = (_each(columns.get(name), count) for name in ("token_ids", "token_logp", "finish"))
     written = []
+    learned, limit = guest.weight == "importance", run.config.rollout.max_completion_tokens
     for text, token_ids, token_logp, end in zip((c.text for c in group.completions), ids, logp, finish, strict=True):
-        if guest.weight == "importance":
-            refuse(
-                not _fits(token_ids, token_logp),
-                f"{where} has no token_ids and token_logp of equal length, which weight importance needs: write the"
-                " file by generate --generate.token_logp true, or set weight to baseline",
-            )
-        if token_ids is None:
-            token_ids = _tokenized(text, run)
-        else:
-            refuse(
-                not _are_tokens(token_ids, run.vocabulary)
-                or run.tokenizer.decode(token_ids, skip_special_tokens=True) != text,
-                f"{where} has token_ids that are not its completion by the tokenizer of policy.model: take them out and"
-                " set weight to baseline",
-            )
-        limit = run.config.rollout.max_completion_tokens
+        are_tokens = _are_tokens(token_ids, text, run)
+        refuse(
+            learned and not _fits(token_ids, token_logp),
+            f"{where} has no token_ids and token_logp of equal length, which weight importance needs: write the file by"
+            " generate --generate.token_logp true, or set weight to baseline",
+        )
+        refuse(
+            learned and not are_tokens,
+            f"{where} has token_ids that are not its completion by the tokenizer of policy.model: set weight to"
+            " baseline",
+        )
+        if not are_tokens:
+            token_ids = _tokenized(text, end != "length", run)
         refuse(not token_ids, f"{where} is an empty completion, and no token ends one: take it out")
         refuse(
             len(token_ids) > limit,
             f"{where} is a completion of {len(token_ids)} tokens: set rollout.max_completion_tokens {limit} to"
             f" {len(token_ids)} or higher, or take it out",
         )
-        learned = token_logp if guest.weight == "importance" else []
-        written.append(Completion(token_ids, learned, "length" if end == "length" else "stop", text))
+        recorded = token_logp if learned else []
+        written.append(Completion(token_ids, recorded, "length" if end == "length" else "stop", text))
     return written
 
 
 def _each(value: Any, count: int) -> list[Any]:
     """What a row has of each of its completions: a list of as many, or what is of its only one."""
-    if count == 1 and not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], list)):
+    if count == 1 and not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], list | str)):
         return [value]
     return value if isinstance(value, list) and len(value) == count else [None] * count
 
 
-def _are_tokens(ids: Any, vocabulary: int) -> bool:
-    return isinstance(ids, list) and all(type(token) is int and 0 <= token < vocabulary for token in ids)
+def _are_tokens(ids: Any, text: str, run: _Run) -> bool:
+    """Whether these are the tokens of a text, by the tokenizer of the policy."""
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < run.vocabulary for token in ids):
+        return False
+    return bool(run.tokenizer.decode(ids, skip_special_tokens=True) == text)
 
 
 def _fits(ids: Any, logp: Any) -> bool:
@@ -249,8 +250,8 @@ def _fits(ids: Any, logp: Any) -> bool:
     )
 
 
-def _tokenized(text: str, run: _Run) -> list[int]:
-    """The tokens of a text, with one that ends it."""
+def _tokenized(text: str, ends: bool, run: _Run) -> list[int]:
+    """The tokens of a text, with one that ends it where it `ends`."""
     ids: list[int] = list(run.tokenizer(text, add_special_tokens=False)["input_ids"])
     end = run.tokenizer.eos_token_id
-    return [*ids, end if end in run.ends else run.ends[0]] if run.ends else ids
+    return [*ids, end if end in run.ends else run.ends[0]] if ends and run.ends else ids

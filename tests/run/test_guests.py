@@ -82,10 +82,13 @@ def test_completions_of_a_file_take_the_last_places_of_their_groups(read):
 
 
 def test_without_weight_in_the_loss_a_text_is_enough(read):
-    guests = read([{"prompt": "ab=", "completion": "ab"}, {"prompt": "ba=", "completion": ""}], weight="baseline")
-    first, second, _ = given(guests)
+    cut = {"prompt": PROMPTS[2].text, "completions": ["abc"], "finish": ["length"], "token_ids": [[1, 2, 3]]}
+    rows = [{"prompt": "ab=", "completion": "ab"}, {"prompt": "ba=", "completion": ""}, cut]
+    first, second, third = given(read(rows, weight="baseline"))
     assert first[4] == Completion(ids("ab", "<eos>"), [], "stop", "ab", "guest0", learned=False)
     assert second[4] == Completion([EOS], [], "stop", "", "guest0", learned=False)
+    # Tokens of another tokenizer do not matter, and a completion that was cut does not end.
+    assert third[4] == Completion(ids("abc"), [], "length", "abc", "guest0", learned=False)
 
 
 def test_which_completions_a_group_is_given_is_a_matter_of_seed_step_and_prompt(read):
