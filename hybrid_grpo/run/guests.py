@@ -5,7 +5,6 @@ by `Completion.guest` and `Completion.learned`.
 """
 
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids
 
-_LARGEST_LOGP = 1e-3
+_SMALLEST_LOGP, _LARGEST_LOGP = -1e9, 1e-3
 """Nats. Log-probabilities that were computed in half precision may be above 0 by rounding."""
 
 
@@ -246,7 +245,7 @@ def _fits(ids: Any, logp: Any) -> bool:
         isinstance(ids, list)
         and isinstance(logp, list)
         and len(ids) == len(logp) > 0
-        and all(isinstance(x, float | int) and math.isfinite(x) and x <= _LARGEST_LOGP for x in logp)
+        and all(isinstance(x, float | int) and _SMALLEST_LOGP < x <= _LARGEST_LOGP for x in logp)
     )
 
 

@@ -111,6 +111,7 @@ def test_which_completions_a_group_is_given_is_a_matter_of_seed_step_and_prompt(
     ({"token_logp": None}, "set weight to baseline"),
     ({"token_logp": [-1.0, -1.0]}, "has no token_ids and token_logp of equal length"),
     ({"token_logp": [-1.0, -1.0, 0.5]}, "has no token_ids and token_logp of equal length"),
+    ({"token_logp": [-1.0, -1.0, -(10**400)]}, "has no token_ids and token_logp of equal length"),
     ({"token_logp": [-1.0, -1.0, "x"]}, "has no token_ids and token_logp of equal length"),
     ({"completion": "ba"}, "has token_ids that are not its completion by the tokenizer of policy.model"),
     ({"token_ids": [*ids("ab"), 10**6]}, "has token_ids that are not its completion"),
