@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,14 @@ from hybrid_grpo.config import (
     RunConfig,
     TrainConfig,
 )
-from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.config.checks import batch_plan, check_train
 from hybrid_grpo.distributed import world_size
 from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
 
 
-def build(folder: Path, **rollout: Any) -> Trainer:
+def build(folder: Path) -> Trainer:
     """A run on the quickstart's tiny model and task. A model has written one of the four completions of a group, and a
     file another, of every second prompt. There is a KL, a correction of the sampler, and two optimizer steps."""
     guests = [
@@ -42,7 +43,7 @@ def build(folder: Path, **rollout: Any) -> Trainer:
         engine=EngineConfig(zero_stage=3, adam="torch"),
         data=DataConfig(path=str(folder / "train.jsonl"), limit=100),
         rollout=RolloutConfig(
-            **{"prompts_per_step": 8, "num_generations": 4, "max_completion_tokens": 12, "guests": guests, **rollout}
+            **{"prompts_per_step": 8, "num_generations": 4, "max_completion_tokens": 12, "guests": guests}
         ),
         grpo=GrpoConfig(beta=0.1, sampler_correction="truncate", num_minibatches=2),
         rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
@@ -69,22 +70,24 @@ def step(trainer: Trainer, number: int) -> dict[str, Any]:
 
 
 def two(folder: Path) -> dict[str, Any]:
-    """Two steps; and the second again, by a new trainer from a checkpoint."""
+    """Two steps; and the second again from a checkpoint, with guests that are new."""
     trainer = build(folder)
     seen = {"steps": [step(trainer, 1)]}
     save(trainer, folder, "one")
     seen["steps"].append(step(trainer, 2))
-    resumed = build(folder)
-    restore(resumed, folder, "one")
-    return {**seen, "resumed": step(resumed, 2)}
+    restore(trainer, folder, "one")
+    trainer.inputs = RunInputs.read(trainer.config)
+    trainer.inputs.guests.load(trainer.device)
+    return {**seen, "resumed": step(trainer, 2)}
 
 
 def one(folder: Path) -> dict[str, Any]:
-    """The same on one rank; the completions of a policy without guests; and a run by the command."""
+    """The completions of a policy without guests; the same steps on one rank; and a run by the command."""
     trainer = build(folder)
-    seen: dict[str, Any] = {"steps": [step(trainer, 1), step(trainer, 2)]}
-    alone = build(folder, guests=[])
+    config = replace(trainer.config, rollout=replace(trainer.config.rollout, guests=[]))
+    alone = Trainer(config, batch_plan(config, 1), trainer.policy, None, RunInputs.read(config), trainer.device)
     rollout = alone.sample(alone.draw_prompts(), 1)
+    seen: dict[str, Any] = {"steps": [step(trainer, 1), step(trainer, 2)]}
     seen["alone"] = [(p.id, c.token_ids) for p, c in zip(rollout.row_prompts, rollout.completions, strict=True)]
     prompts = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:12]]
     shared = {"policy": {"dtype": "float32"}, "generate": {"token_logp": True}}
