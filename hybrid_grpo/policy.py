@@ -4,7 +4,7 @@ it; and the scorer, which gives one number a token and is trained alike."""
 import functools
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.packing import pack, pack_pairs, pad, pad_pairs, token_budget
 from hybrid_grpo.distributed import all_reduce, rank
 from hybrid_grpo.engine import StepResult
-from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling, Stats, Workspace
+from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling, Stats, Workspace, complete_rest
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.average import MovingAverage
@@ -179,9 +179,10 @@ class Policy(TrainedModel):
         step: int,
         on_finish: OnFinish | None = None,
         on_step: OnStep | None = None,
+        given: Mapping[int, Completion] | None = None,
     ) -> tuple[Rollout, Stats]:
-        """Sample `num_generations` completions of every prompt, but for those that are in the journal, if there is one.
-        Ranks enter and leave together."""
+        """Sample `num_generations` completions of every prompt, but for those that are in the journal, if there is one,
+        and those `given` by the keys of their random streams (see `requests_of`). Ranks enter and leave together."""
         requests, sampling = requests_of(prompts, config.num_generations, seed, step), sampling_of(config, stop_ids)
         with self.engine.generation() as view:
 
@@ -190,9 +191,9 @@ class Policy(TrainedModel):
                 return complete(view, self.tokenizer, requests, sampling, config, *called, self.workspace)
 
             if self.journal is None:
-                groups, stats = sample(requests, on_finish)
+                groups, stats = complete_rest(requests, given or {}, on_finish, sample)
             else:
-                groups, stats = self.journal.complete(step, requests, on_finish, sample)
+                groups, stats = self.journal.complete(step, requests, on_finish, sample, given)
         return Rollout(prompts, [c for group in groups for c in group], config.num_generations), stats
 
     def complete(

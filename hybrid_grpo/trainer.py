@@ -107,7 +107,8 @@ class Trainer(Stage):
                 # Most functions have given their scores during sampling.
                 scores = stream.scores(gives_up=self.progress.asked)
             self.meter.add("time/reward_s", stream.seconds)
-        self.loader.note(prompts, scores.right_B(self.inputs.outcome, prompts), self.config.eval.threshold)
+        own = scores.first(self.plan.own_generations, self.plan.num_generations)
+        self.loader.note(prompts, own.right_B(self.inputs.outcome, prompts), self.config.eval.threshold)
         return rollout, scores
 
     def draw_prompts(self) -> list[Prompt]:
@@ -115,12 +116,12 @@ class Trainer(Stage):
         return self.loader.next_prompts(self.plan.num_minibatches)
 
     def sample(self, prompts: list[Prompt], step: int, on_finish: OnFinish | None = None) -> Rollout:
-        """Complete every prompt `num_generations` times with the policy as it is."""
-        start, look = time.perf_counter(), self.progress.look
-        config, stop_ids, seed = self.config.rollout, self.inputs.stop_ids, self.config.run.seed
-        rollout, stats = self.policy.rollout(
-            prompts, config, stop_ids, seed=seed, step=step, on_finish=on_finish, on_step=look
-        )
+        """Complete every prompt `num_generations` times, with the policy as it is and with guests."""
+        given, numbers = self.inputs.guests.completions(prompts, step, self.progress.beat)
+        self.meter.update(numbers)
+        start, seeds = time.perf_counter(), {"seed": self.config.run.seed, "step": step}
+        called: dict[str, Any] = {"on_finish": on_finish, "on_step": self.progress.look, "given": given, **seeds}
+        rollout, stats = self.policy.rollout(prompts, self.config.rollout, self.inputs.stop_ids, **called)
         gather_s, release_s = self.policy.engine.gather_s, self.policy.engine.release_s
         captures = None if self.device.type == "cpu" else stats.captures
         self.meter.update(measure_sampling(rollout, time.perf_counter() - start, gather_s, release_s, captures))
@@ -155,9 +156,9 @@ class Trainer(Stage):
         return taught
 
     def scored(self, rollout: Rollout, model: Policy | Reference) -> Tensor:
-        """Log-probabilities [B, T] of all completions under a model, without gradients. Collective."""
+        """Log-probabilities [B, T] of all completions that are learned from, without gradients. Collective."""
         shape = (len(rollout.completions), max(rollout.lengths))
-        batches = self.micro_batches(rollout, range(shape[0]), gradients=False)
+        batches = self.micro_batches(rollout, rollout.learned, gradients=False)
         return model.logprobs(batches, shape, self.config.rollout.temperature)
 
     def advantages(
@@ -195,7 +196,7 @@ class Trainer(Stage):
                 self.meter.update(numbers)
                 self.meter.add("policy/loss", loss / self.plan.optimizer_steps)
                 if number == 0:
-                    self.meter.update(measure_parity(batch.micro, logp_bT, batch.sampler_logp_bT))
+                    self.meter.update(measure_parity(batch, logp_bT))
             if learns:
                 self.meter.update(self.inputs.pretrain(self.policy, self.progress.beat))
                 self.meter.add("policy/lr", self.policy.lr)
@@ -217,7 +218,7 @@ class Trainer(Stage):
         split, limit = partial(self.micro_batches, rollout), self.config.rollout.max_completion_tokens
         return optimizer_steps(rollout, signals, split, self.config.grpo, limit, starts_on_policy=self.starts_on_policy)
 
-    def micro_batches(self, rollout: Rollout, rows: range, *, gradients: bool = True) -> list[MicroBatch]:
+    def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:
         """The given rows of a rollout within the token budget; as many on every rank."""
         ids = [prompt.token_ids for prompt in rollout.row_prompts], [c.token_ids for c in rollout.completions]
         return self.policy.micro_batches(*ids, rows, gradients=gradients)
@@ -241,7 +242,8 @@ class Trainer(Stage):
 
     def measure(self, rollout: Rollout, scores: Scores) -> None:
         """Numbers of the step that its stages did not add."""
-        self.meter.update(measure_step(rollout, scores, self.inputs.outcome, self.config.eval.threshold))
+        outcome, threshold = self.inputs.outcome, self.config.eval.threshold
+        self.meter.update(measure_step(rollout, scores, outcome, threshold, self.config.rollout.guests))
         self.meter.update(self.loader.numbers())
         generated = self.meter.total("completion/sampled_tokens") / self.meter.total("time/generate_s")
         self.meter.add("throughput/generated_tokens_per_s", generated)

@@ -93,7 +93,7 @@ def measure(config: TrainConfig) -> Measured:
     device = engine.start()
     if rank() == 0:
         print(f"model: {config.policy.model}", file=sys.stderr, flush=True)
-    inputs = RunInputs.read(replace(config, ptx=PtxConfig()))
+    inputs = RunInputs.read(replace(config, ptx=PtxConfig(), rollout=replace(config.rollout, guests=[])))
     inputs.load_models(engine.Frozen)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()
     meter = inputs.meter(device)

@@ -76,7 +76,9 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
             task = bar.add_task("completions", total=len(prompts) * count)
 
             def on_finish(request: int, sample: int, completion: Completion) -> None:
-                write(_values(prompts[request], sample, completion))
+                of_tokens = {"token_ids": completion.token_ids, "token_logp": completion.logp}
+                values = _values(prompts[request], sample, completion)
+                write(values | of_tokens if config.generate.token_logp else values)
                 bar.advance(task)
 
             complete(model, tokenizer, requests, sampling_of(rollout, ends), rollout, on_finish)

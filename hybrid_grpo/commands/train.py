@@ -51,6 +51,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     if warning:
         training.say(f"WARNING: it may not fit: {warning}")
     inputs.load_models(engine.Frozen)
+    inputs.guests.load(device)
     policy = Policy(
         config.policy,
         config.engine,

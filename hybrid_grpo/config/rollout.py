@@ -23,6 +23,7 @@ from hybrid_grpo.config.fields import (
     Text,
     Whole,
 )
+from hybrid_grpo.config.guests import GuestConfig
 
 
 def _text_keys(value: Any) -> Any:
@@ -38,6 +39,10 @@ class RolloutConfig:
     """Prompts of one rollout, over all ranks (P)."""
     num_generations: Count = 8
     """Completions per prompt (G), the group that advantages are relative to."""
+    guests: list[GuestConfig] = field(default_factory=list)
+    """Other writers, a part of whose completions every group has, in training only: a file, as in `[{name: seeds, path:
+    answers.jsonl, weight: baseline}]`, or a model, as in `[{name: large, model: NAME, per_group: 2, weight:
+    importance}]`. The policy samples the rest of num_generations. See docs/guests.md."""
     max_completion_tokens: Count = 512
     """Longest completion."""
     min_completion_tokens: Whole = 0
@@ -76,6 +81,11 @@ class RolloutConfig:
     keep_cache: Literal["auto", "on", "off"] = "auto"
     """Whether a GPU keeps the cache, gathered weights and CUDA graphs from rollout to rollout, so that graphs are
     captured once a run: `auto` where the plan of memory has room for them beside training. A CPU keeps nothing."""
+
+    @property
+    def guest_rows(self) -> int:
+        """Completions of a group that the policy does not sample."""
+        return sum(guest.per_group for guest in self.guests)
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:

@@ -56,16 +56,21 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled continuation."""
+    """One continuation, sampled by the policy or written by a guest."""
 
     token_ids: list[int]
     """Sampled tokens. The end-of-sequence or stop token is the last, where there was one."""
     logp: list[float]
-    """Log-probability of each token under the softmax at the sampling temperature, recorded while sampling."""
+    """Log-probability of each token under the softmax at the sampling temperature, recorded while sampling. Empty for a
+    guest's that is not learned."""
     finish: Literal["stop", "length"]
     """`stop`: the completion ended by itself. `length`: it was cut at the limit."""
     text: str = ""
     """The tokens as text, without special tokens."""
+    guest: str = ""
+    """Name of the one of `rollout.guests` that wrote it; empty for the policy."""
+    learned: bool = True
+    """Whether it takes part in the loss, and not only in the comparison with its group."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,16 @@ class Rollout:
         for row, completion in enumerate(self.completions):
             logp_BT[row, : len(completion.logp)] = torch.tensor(completion.logp)
         return logp_BT
+
+    @property
+    def learned(self) -> list[int]:
+        """Indices of the rows that take part in the loss."""
+        return [row for row, completion in enumerate(self.completions) if completion.learned]
+
+    def first(self, count: int) -> Rollout:
+        """The first `count` completions of every group."""
+        rows = _first(count, self.num_generations, len(self.completions))
+        return Rollout(self.prompts, [self.completions[row] for row in rows], count)
 
     def groups(self, chosen: Sequence[int]) -> Rollout:
         """The chosen groups, in the order given."""
@@ -170,7 +185,13 @@ class Scores:
 
     def groups(self, chosen: Sequence[int], num_generations: int) -> Scores:
         """The scores of the chosen groups, in the order given."""
-        rows = _rows(chosen, num_generations)
+        return self._of(_rows(chosen, num_generations))
+
+    def first(self, count: int, num_generations: int) -> Scores:
+        """The scores of the first `count` completions of every group."""
+        return self._of(_first(count, num_generations, len(self.reward_B)))
+
+    def _of(self, rows: list[int]) -> Scores:
         return Scores(
             self.reward_B[rows],
             {name: value_B[rows] for name, value_B in self.by_function.items()},
@@ -206,6 +227,11 @@ class Scores:
 def _rows(groups: Sequence[int], num_generations: int) -> list[int]:
     """Indices of the rows of these groups, where groups follow each other."""
     return [group * num_generations + k for group in groups for k in range(num_generations)]
+
+
+def _first(count: int, num_generations: int, rows: int) -> list[int]:
+    """Indices of the first `count` rows of every group."""
+    return [first + k for first in range(0, rows, num_generations) for k in range(count)]
 
 
 @dataclass(frozen=True)
@@ -263,3 +289,14 @@ class TrainBatch:
     """float32"""
     weight_bT: Tensor
     """float32, weight of each token's loss: the mask over the global denominator, 0 on tokens that do not count."""
+    guests: dict[str, Tensor] = field(default_factory=dict)
+    """bool [b, 1], by the name of each guest that is learned from, the rows that it wrote: the log-probabilities that
+    their ratios are relative to are the recorded ones, `sampler_logp_bT`."""
+
+    @property
+    def own_bT(self) -> Tensor:
+        """bool, True on the real tokens that the policy sampled."""
+        own_bT = self.micro.mask_bT
+        for rows_b1 in self.guests.values():
+            own_bT = own_bT & ~rows_b1
+        return own_bT

@@ -5,7 +5,7 @@ transformers' `generate()`. Rewards, and how weights get into the module, are th
 the names below, rollout.py (the configuration's `rollout` section) and, to estimate memory, cache.py and loop.py.
 """
 
-from hybrid_grpo.generation.journal import Journal
+from hybrid_grpo.generation.journal import Journal, complete_rest
 from hybrid_grpo.generation.loop import Request, Stats, generate
 from hybrid_grpo.generation.sampler import GREEDY, Sampling, stream_key
 from hybrid_grpo.generation.scheduler import OnFinish, OnStep, OnToken
@@ -21,6 +21,7 @@ __all__ = [
     "Sampling",
     "Stats",
     "Workspace",
+    "complete_rest",
     "generate",
     "stream_key",
 ]

@@ -36,6 +36,7 @@ from hybrid_grpo.rewards.loading import Reward, load_entries
 from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.evaluation import EvalSet
+from hybrid_grpo.run.guests import Guests
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.pretraining import PretrainingLoss
 
@@ -63,6 +64,8 @@ class RunInputs:
     """Tokens that end a completion."""
     pretraining: PretrainingLoss | None
     """Learned beside the rewards; None where `ptx.coef` is 0."""
+    guests: Guests
+    """Other writers of the groups; there may be none."""
     facts: dict[str, str]
     """What was read, in lines for the console and the run folder."""
 
@@ -112,7 +115,7 @@ class RunInputs:
         """A meter for the numbers of the run's rewards, held-out sets and `sources` of prompts."""
         samples = max((held_out.settings.rollout.num_generations for held_out in self.eval_sets), default=1)
         names = [held_out.name for held_out in self.eval_sets]
-        return Meter(self.rewards.names, names, device, sources, samples)
+        return Meter(self.rewards.names, names, device, sources, samples, self.guests.names)
 
     @property
     def _all_prompts(self) -> list[list[Prompt]]:
@@ -176,10 +179,12 @@ class RunInputs:
         if pretraining is not None:
             facts["ptx"] = pretraining.fact
             check_prompt_ids(pretraining.rows, model_config)
+        guests = Guests(config, tokenizer, prompts, ends, model_config.get_text_config().vocab_size)
+        facts |= guests.facts
         outcome = config.eval.outcome or reward_name(config.rewards[0])
         facts["sampling"] = sampling_line(config.rollout, ends, tokenizer)
         facts["rewards"] = ", ".join(f"{reward.weight:g} {reward_name(reward)}" for reward in config.rewards)
-        return cls(tokenizer, own, outcome, prompts, stream, eval_sets, objective, ends, pretraining, facts)
+        return cls(tokenizer, own, outcome, prompts, stream, eval_sets, objective, ends, pretraining, guests, facts)
 
 
 def _load_rewards(config: TrainConfig, sets: list[HeldOut]) -> dict[str, list[Reward]]:

@@ -140,6 +140,7 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
                     "prompt_id": prompt.id,
                     **({"source": prompt.source} if prompt.source else {}),
                     "prompt": prompt.text,
+                    **({"guest": completion.guest} if completion.guest else {}),
                     "completion": completion.text,
                     "reward": reward,
                     "rewards": {name: values[row] for name, values in rewards.items()},

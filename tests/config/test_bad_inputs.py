@@ -62,6 +62,18 @@ SETTINGS = [
     ("--rollout.num_generations=1000000", "rollout.num_generations 1000000 x 4 prompts", "lower one"),
     ("--rollout.max_completion_tokens=9999999999999999999", "must be 9007199254740992 or less"),
     ("--rollout.logit_bias='{\"-1\": 1}'", "rollout.logit_bias '-1' is no token id"),
+    *[(f"--rollout.guests='[{{name: g, {guest}}}]' {others}", *says) for guest, others, *says in [
+        ("weight: baseline", "", "rollout.guests g: path and model are not set: give one of them"),
+        ("weight: baseline, path: train.jsonl, model: model", "", "path and model are both set: give one of them"),
+        ("weight: half, path: train.jsonl", "", "rollout.guests[0].weight: expected importance or baseline"),
+        ("path: train.jsonl", "", "rollout.guests[0].weight"),
+        ("weight: baseline, path: train.jsonl, per_group: 4", "", "leaves the policy none: raise it to 6"),
+        ("weight: baseline, path: no.jsonl", "", "rollout.guests g: path no.jsonl: there is no such file or folder"),
+        ("weight: baseline, model: nomodel", "", "rollout.guests g: model nomodel is not a model folder"),
+        ("weight: baseline, path: train.jsonl", "--grpo.baseline=critic", "take out rollout.guests"),
+        ("weight: baseline, path: train.jsonl", "--grpo.beta=1 --grpo.kl_in=reward", "set grpo.kl_in to loss"),
+        ("weight: baseline, path: a}, {name: g, weight: baseline, path: b", "", "two guests are named g"),
+    ]],
     ("--grpo.beta=nan", "grpo.beta: expected a finite number, got nan"),
     ("--grpo.num_minibatches=3", "rollout.prompts_per_step 4", "grpo.num_minibatches", "nearest value is 3"),
     ("--run.steps=0", "run.steps 0 must be 1 or greater"),
@@ -189,6 +201,17 @@ LOADED = [
     ("score binaryrun", "binaryrun", "step_000001.jsonl line 1 is not JSON"),
     ("score copyrun", "copyrun"),
     ("eval --config train.yaml --data.eval_path=null", "data.eval_path and data.eval_split are not set"),
+    # Guests
+    *[(f"--rollout.guests='[{{name: g, weight: {guest}}}]'", f"rollout.guests g: {says[0]}", *says[1:])
+      for guest, *says in [
+        ("importance, path: pairs.jsonl", "row 0 (from 0) of pairs.jsonl has no token_ids", "set weight to baseline"),
+        ("baseline, path: train.jsonl", "path: row 0", "has neither completion nor completions"),
+        ("importance, model: t_ids", "model t_ids has another tokenizer than policy.model model"),
+        ("importance, model: notokenizer", "model notokenizer has no tokenizer"),
+        ("importance, model: cut", "model cut", "is cut short"),
+        ("importance, model: few_positions", "model few_positions has 10 positions", "by 4"),
+        ("importance, model: t5", "model t5", "take another model"),
+    ]],
     # Critic
     ("--grpo.baseline=critic --critic.model=t_ids", "critic.model t_ids has another tokenizer than policy.model model"),
     ("--grpo.baseline=critic --critic.model=notokenizer", "critic.model notokenizer has no tokenizer"),
