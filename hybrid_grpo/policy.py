@@ -15,7 +15,7 @@ from transformers.utils import cached_file
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
-from hybrid_grpo.data.packing import pack, pack_pairs, pad, pad_pairs, token_budget
+from hybrid_grpo.data.packing import Places, pack, pack_pairs, pad, pad_pairs, token_budget
 from hybrid_grpo.distributed import all_reduce, rank
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling, Stats, Workspace
@@ -212,13 +212,16 @@ class Policy(TrainedModel):
         rows: Sequence[int] | None = None,
         *,
         gradients: bool = True,
+        places: Places | None = None,
     ) -> list[MicroBatch]:
-        """Rows (default: all) in micro-batches within `token_budget`, equally many on every rank. Collective."""
+        """Rows (default: all) in micro-batches within `token_budget`, equally many on every rank; targets are the
+        completion tokens at `places` (default: all). Collective."""
         rows = range(len(prompt_ids)) if rows is None else rows
         budget = self.budget(gradients)
         if self.packs:
-            return pack(prompt_ids, completion_ids, rows, budget, self.engine.device, share=self.config.shared_prefix)
-        return pad(prompt_ids, completion_ids, rows, budget, self.engine.device)
+            share, device = self.config.shared_prefix, self.engine.device
+            return pack(prompt_ids, completion_ids, rows, budget, device, share=share, places=places)
+        return pad(prompt_ids, completion_ids, rows, budget, self.engine.device, places)
 
     def forward(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability (differentiable) and entropy of the completion tokens, float32 [b, T]. Collective."""

@@ -212,8 +212,9 @@ class Trainer(Stage):
 
     def micro_batches(self, rollout: Rollout, rows: range, *, gradients: bool = True) -> list[MicroBatch]:
         """The given rows of a rollout within the token budget; as many on every rank."""
-        ids = [prompt.token_ids for prompt in rollout.row_prompts], [c.token_ids for c in rollout.completions]
-        return self.policy.micro_batches(*ids, rows, gradients=gradients)
+        ids = [prompt.token_ids for prompt in rollout.row_prompts], [c.read_ids for c in rollout.completions]
+        places = [c.sampled_places for c in rollout.completions]
+        return self.policy.micro_batches(*ids, rows, gradients=gradients, places=places)
 
     def refresh_reference(self, step: int) -> None:
         """Every `ref_every` steps the reference follows the policy (iterative GRPO)."""

@@ -14,9 +14,11 @@ sampled) and `ref_logp` (the reference). All are natural logarithms at the sampl
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -54,18 +56,53 @@ class Prompt:
     """Name of its source in `data.mixture`; empty without one."""
 
 
+Given = tuple[int, list[int]]
+"""Tokens that were not sampled but given between two turns of a completion, behind so many sampled ones."""
+
+
 @dataclass(frozen=True)
 class Completion:
-    """One sampled continuation."""
+    """One sampled continuation: one turn, or several with what tools or an environment answered between them.
+
+    What counts are the sampled tokens: T, lengths, log-probabilities and all that is made of them are theirs alone.
+    Given tokens are read by the model, and are nothing else.
+    """
 
     token_ids: list[int]
-    """Sampled tokens. The end-of-sequence or stop token is the last, where there was one."""
+    """Sampled tokens, those of all turns. The end-of-sequence or stop token is the last, where there was one."""
     logp: list[float]
     """Log-probability of each token under the softmax at the sampling temperature, recorded while sampling."""
     finish: Literal["stop", "length"]
     """`stop`: the completion ended by itself. `length`: it was cut at the limit."""
     text: str = ""
-    """The tokens as text, without special tokens."""
+    """The tokens of the last turn as text, without special tokens."""
+    given: tuple[Given, ...] = ()
+    """What stands between the turns, in order; empty where there is one turn."""
+    messages: tuple[Message, ...] = ()
+    """The turns and the answers to them as a chat, what the prompt is continued with; empty without tools."""
+
+    @property
+    def turns(self) -> int:
+        """Turns of the model."""
+        return len(self.given) + 1
+
+    @property
+    def read_ids(self) -> list[int]:
+        """All tokens behind the prompt in the order in which the model reads them, given ones included."""
+        ids: list[int] = []
+        begin = 0
+        for end, given in self.given:
+            ids += self.token_ids[begin:end] + given
+            begin = end
+        return ids + self.token_ids[begin:]
+
+    @property
+    def sampled_places(self) -> list[int] | None:
+        """Where in `read_ids` each sampled token stands; None where all were sampled."""
+        if not self.given:
+            return None
+        ends, shifts = [end for end, _ in self.given], list(accumulate((len(ids) for _, ids in self.given), initial=0))
+        return [place + shifts[bisect_right(ends, place)] for place in range(len(self.token_ids))]
 
 
 @dataclass(frozen=True)
@@ -225,11 +262,11 @@ class MicroBatch:
     position_ids_bS: Tensor
     """int64, position of each token in its own row."""
     source: Selection
-    """Selects, from all b * S tokens, the token before each completion token, row after row."""
+    """Selects, from all b * S tokens, the token before each sampled token, row after row."""
     target_N: Tensor
-    """int64, the completion tokens, row after row."""
+    """int64, the sampled tokens, row after row."""
     mask_bT: Tensor
-    """bool, True on the real tokens of each completion."""
+    """bool, True on the real tokens of each completion, those that were sampled."""
     place_N: Tensor
     """int64, where in the flattened [b, T] each completion token stands: the places where the mask is True."""
     segments: Segments | None
