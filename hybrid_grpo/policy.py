@@ -18,7 +18,7 @@ from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.packing import Places, pack, pack_pairs, pad, pad_pairs, token_budget
 from hybrid_grpo.distributed import all_reduce, rank
 from hybrid_grpo.engine import StepResult
-from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling, Stats, Workspace
+from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling, Stats, Turns, Workspace
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.average import MovingAverage
@@ -140,9 +140,11 @@ class Policy(TrainedModel):
 
     Attributes:
         journal: keeps finished completions; set by the run.
+        turns: answers the turns of completions; None where a completion is one turn.
     """
 
     journal: Journal | None = None
+    turns: Turns | None = None
 
     def __init__(
         self,
@@ -182,12 +184,14 @@ class Policy(TrainedModel):
     ) -> tuple[Rollout, Stats]:
         """Sample `num_generations` completions of every prompt, but for those that are in the journal, if there is one.
         Ranks enter and leave together."""
-        requests, sampling = requests_of(prompts, config.num_generations, seed, step), sampling_of(config, stop_ids)
+        requests, sampling = requests_of(prompts, config, seed, step), sampling_of(config, stop_ids)
         with self.engine.generation() as view:
 
             def sample(requests: list[Request], on_finish: OnFinish | None) -> Any:
                 called = on_finish, on_step
-                return complete(view, self.tokenizer, requests, sampling, config, *called, self.workspace)
+                return complete(
+                    view, self.tokenizer, requests, sampling, config, *called, self.workspace, turns=self.turns
+                )
 
             if self.journal is None:
                 groups, stats = sample(requests, on_finish)
@@ -201,7 +205,14 @@ class Policy(TrainedModel):
         """Completions of requests by the policy as it is, which no journal keeps. Ranks enter and leave together."""
         with self.engine.generation() as view:
             groups, _ = complete(
-                view, self.tokenizer, requests, sampling, config, on_step=on_step, workspace=self.workspace
+                view,
+                self.tokenizer,
+                requests,
+                sampling,
+                config,
+                on_step=on_step,
+                workspace=self.workspace,
+                turns=self.turns,
             )
         return groups
 

@@ -120,8 +120,8 @@ class Trainer(Stage):
         rollout, stats = self.policy.rollout(
             prompts, config, stop_ids, seed=seed, step=step, on_finish=on_finish, on_step=look
         )
-        gather_s, release_s = self.policy.engine.gather_s, self.policy.engine.release_s
-        self.meter.update(measure_sampling(rollout, time.perf_counter() - start, gather_s, release_s))
+        times = time.perf_counter() - start, self.policy.engine.gather_s, self.policy.engine.release_s
+        self.meter.update(measure_sampling(rollout, *times) | self.inputs.tool_numbers())
         if self.device.type != "cpu":
             self.meter.add("throughput/graph_captures", stats.captures)
         return rollout
@@ -212,9 +212,8 @@ class Trainer(Stage):
 
     def micro_batches(self, rollout: Rollout, rows: range, *, gradients: bool = True) -> list[MicroBatch]:
         """The given rows of a rollout within the token budget; as many on every rank."""
-        ids = [prompt.token_ids for prompt in rollout.row_prompts], [c.read_ids for c in rollout.completions]
-        places = [c.sampled_places for c in rollout.completions]
-        return self.policy.micro_batches(*ids, rows, gradients=gradients, places=places)
+        prompts, completions, places = rollout.read_ids
+        return self.policy.micro_batches(prompts, completions, rows, gradients=gradients, places=places)
 
     def refresh_reference(self, step: int) -> None:
         """Every `ref_every` steps the reference follows the policy (iterative GRPO)."""

@@ -122,6 +122,14 @@ class Rollout:
         return [prompt for prompt in self.prompts for _ in range(self.num_generations)]
 
     @property
+    def read_ids(self) -> tuple[list[list[int]], list[list[int]], list[list[int] | None]]:
+        """[B] each: the tokens of the prompts, all that the model reads behind them, and where in that the sampled
+        tokens stand; None where all are sampled."""
+        completions = self.completions
+        prompts = [prompt.token_ids for prompt in self.row_prompts]
+        return prompts, [c.read_ids for c in completions], [c.sampled_places for c in completions]
+
+    @property
     def num_tokens(self) -> int:
         """Completion tokens of all rows."""
         return sum(self.lengths)

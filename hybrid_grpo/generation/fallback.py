@@ -101,6 +101,8 @@ def generate(
         return [row for row in rows if row.completion is None]
 
     groups = sequences_of(requests, sampling)
+    if turns is not None:
+        turns.begin()
     todo = [row for group in groups for row in group]
     with _no_defaults(model):
         while todo:

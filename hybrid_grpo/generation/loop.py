@@ -269,5 +269,7 @@ def generate(
         partial(Sequence.end, decode=decode, on_finish=on_finish, turns=turns),
         turns,
     )
+    if turns is not None:
+        turns.begin()
     stats = loop.run(on_step)
     return [[s.completion for s in group if s.completion] for group in sequences], stats

@@ -29,6 +29,9 @@ Finish = Literal["stop", "length"]
 class Turns(Protocol):
     """What happens between the turns of completions. A completion is named by the key of its random stream."""
 
+    def begin(self) -> None:
+        """New completions begin; those under way are given up."""
+
     def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
         """A turn has ended by itself, with these tokens, and `room` more tokens may be sampled. None: it is answered
         later, and the sequence waits; else how the completion ends."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid_grpo.config import PolicyConfig, RolloutConfig, TrainConfig, reward_name
+from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig, TrainConfig, reward_name
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.data.batch import Numbers, Prompt
@@ -34,6 +34,8 @@ from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.pretraining import PretrainingLoss
+from hybrid_grpo.turns import Conversations, Tools
+from hybrid_grpo.turns.tools import tool_names
 
 if TYPE_CHECKING:
     from hybrid_grpo.policy import Policy
@@ -57,6 +59,8 @@ class RunInputs:
     """Tokens that end a completion."""
     pretraining: PretrainingLoss | None
     """Learned beside the rewards; None where `ptx.coef` is 0."""
+    conversations: Conversations | None
+    """Answer the turns of completions; None without `rollout.tools`."""
     facts: dict[str, str]
     """What was read, in lines for the console and the run folder."""
 
@@ -99,7 +103,12 @@ class RunInputs:
         """A meter for the numbers of the run's rewards, held-out sets and `sources` of prompts."""
         samples = max((held_out.settings.rollout.num_generations for held_out in self.eval_sets), default=1)
         names = [held_out.name for held_out in self.eval_sets]
-        return Meter(self.rewards.names, names, device, sources, samples)
+        tools = tool_names(self.conversations.tools.names) if self.conversations else []
+        return Meter(self.rewards.names, names, device, sources, samples, tools)
+
+    def tool_numbers(self) -> Numbers:
+        """What the tools did since the last call of this, by metric."""
+        return {} if self.conversations is None else self.conversations.numbers()
 
     @property
     def _all_prompts(self) -> list[list[Prompt]]:
@@ -123,7 +132,9 @@ class RunInputs:
         tokenizer = load_tokenizer(config.policy.model)
         rewards = {setting: Rewards(found, config.scoring, tokenizer) for setting, found in loaded.items()}
         own = rewards["rewards"]
-        prompts, report = read_prompts(config.data, tokenizer)
+        ends = stop_ids(config.policy.model, tokenizer, config.rollout.stop_ids, model_config)
+        conversations = conversations_of(config, tokenizer, ends)
+        prompts, report = read_prompts(with_tools(config.data, conversations), tokenizer)
         if len(prompts) < config.rollout.prompts_per_step:
             raise UserError(
                 f"rollout.prompts_per_step {config.rollout.prompts_per_step} is more than the {len(prompts)} prompts"
@@ -133,10 +144,10 @@ class RunInputs:
         own.check_columns(prompts[0].columns)
         check_prompts(prompts, model_config, config.rollout)
         check_token_ids(config.rollout, model_config)
-        ends = stop_ids(config.policy.model, tokenizer, config.rollout.stop_ids, model_config)
         eval_sets: list[EvalSet] = []
         for held_out in sets:
-            read, line = read_prompts(held_out.data, tokenizer, held_out_source(held_out))
+            asked = with_tools(held_out.data, conversations)
+            read, line = read_prompts(asked, tokenizer, held_out_source(held_out))
             if shared := count_equal(prompts, read):
                 line += f"; {shared} of them are prompts to train on too: see hybrid-grpo data"
             drawn = held_out.rollout
@@ -160,7 +171,9 @@ class RunInputs:
         outcome = config.eval.outcome or reward_name(config.rewards[0])
         facts["sampling"] = sampling_line(config.rollout, ends, tokenizer)
         facts["rewards"] = ", ".join(f"{reward.weight:g} {reward_name(reward)}" for reward in config.rewards)
-        return cls(tokenizer, own, outcome, prompts, eval_sets, objective, ends, pretraining, facts)
+        if conversations is not None:
+            facts["tools"] = ", ".join(conversations.tools.names)
+        return cls(tokenizer, own, outcome, prompts, eval_sets, objective, ends, pretraining, conversations, facts)
 
 
 def _load_rewards(config: TrainConfig, sets: list[HeldOut]) -> dict[str, list[Reward]]:
@@ -178,9 +191,31 @@ def _load_rewards(config: TrainConfig, sets: list[HeldOut]) -> dict[str, list[Re
     return found
 
 
+def conversations_of(config: TrainConfig, tokenizer: Any, ends: tuple[int, ...]) -> Conversations | None:
+    """What answers the turns of completions that `ends` end; None without `rollout.tools`. Raises UserError where the
+    tools, or the tokenizer, cannot be used."""
+    rollout, data = config.rollout, config.data
+    if not rollout.tools:
+        return None
+    refuse(
+        tokenizer.chat_template is None or data.chat_template == "never",
+        "rollout.tools are called in chats: take a policy.model whose tokenizer has a chat template that knows tools,"
+        " and data.chat_template auto or always",
+    )
+    tools = Tools(rollout, config.scoring)
+    return Conversations(tools, rollout, tokenizer, data.chat_template_kwargs, ends)
+
+
+def with_tools(data: DataConfig, conversations: Conversations | None) -> DataConfig:
+    """The settings of data whose prompts tell the model of its tools."""
+    if conversations is None:
+        return data
+    return replace(data, chat_template_kwargs={**data.chat_template_kwargs, "tools": conversations.tools.schemas})
+
+
 def check_prompts(prompts: list[Prompt], model_config: Any, rollout: RolloutConfig) -> None:
     """Refuse prompts that the model cannot read, or complete at the length that is asked for."""
-    check_lengths(model_config, max(len(prompt.token_ids) for prompt in prompts) + rollout.max_completion_tokens)
+    check_lengths(model_config, max(len(prompt.token_ids) for prompt in prompts) + rollout.max_read_tokens)
     check_prompt_ids([prompt.token_ids for prompt in prompts], model_config)
 
 

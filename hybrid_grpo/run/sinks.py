@@ -141,6 +141,7 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
                     **({"source": prompt.source} if prompt.source else {}),
                     "prompt": prompt.text,
                     "completion": completion.text,
+                    **({"messages": completion.messages} if completion.messages else {}),
                     "reward": reward,
                     "rewards": {name: values[row] for name, values in rewards.items()},
                     "failed": {name: why[row] for name, why in scores.failures.items() if why[row] is not None},
