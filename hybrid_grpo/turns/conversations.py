@@ -62,8 +62,9 @@ class Conversations:
         self._waited_s = 0.0
 
     def begin(self) -> None:
-        """See `Turns`."""
+        """See `Turns`. Counts begin anew."""
         self._under_way = {}
+        self.numbers()
 
     def ended(self, key: int, turn_ids: list[int], room: int) -> Literal["stop", "length"] | None:
         """See `Turns`. A completion whose last turn calls a tool, without room for another, is cut."""
@@ -139,6 +140,6 @@ class Conversations:
         return replace(completion, messages=(*conversation.messages, assistant_message(completion.text, [])))
 
     def numbers(self) -> Numbers:
-        """What happened since the last call of this, by metric."""
+        """What happened since `begin`, or the last call of this, by metric."""
         waited_s, self._waited_s = self._waited_s, 0.0
         return {**self.tools.numbers(), "time/tool_wait_s": (waited_s, 1)}
