@@ -207,10 +207,11 @@ def conversations_of(config: TrainConfig, tokenizer: Any, ends: tuple[int, ...])
 
 
 def with_tools(data: DataConfig, conversations: Conversations | None) -> DataConfig:
-    """The settings of data whose prompts tell the model of its tools."""
+    """The settings of data whose prompts tell the model of its tools, and are all chats."""
     if conversations is None:
         return data
-    return replace(data, chat_template_kwargs={**data.chat_template_kwargs, "tools": conversations.tools.schemas})
+    variables = {**data.chat_template_kwargs, "tools": conversations.tools.schemas}
+    return replace(data, chat_template="always", chat_template_kwargs=variables)
 
 
 def check_prompts(prompts: list[Prompt], model_config: Any, rollout: RolloutConfig) -> None:

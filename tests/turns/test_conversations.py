@@ -1,7 +1,9 @@
 """Conversations without a model: turns are written here, and what is given between them is what the chat template of
 the whole conversation has there."""
 
+import itertools
 import json
+import queue
 import random
 import string
 import time
@@ -120,13 +122,13 @@ BROKEN = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_goes_wrong_is_told_to_the_model_and_counted(tools, family):
     tokenizer, conversations = conversations_of(tools, family)
-    tools.numbers()
+    conversations.begin()
+    keys = itertools.count()
 
-    def told(text, config_key=1):
-        conversations.begin()
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-        assert conversations.ended(config_key, ids, room=9) is None
-        given = answer(conversations, config_key)
+    def told(text):
+        key, ids = next(keys), tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert conversations.ended(key, [*ids, tokenizer.eos_token_id], room=9) is None
+        given = answer(conversations, key)
         assert len(given) <= ROLLOUT.max_tool_tokens
         return tokenizer.decode(given)
 
@@ -144,7 +146,7 @@ def test_what_goes_wrong_is_told_to_the_model_and_counted(tools, family):
     told(call("misbehave", how="bytes"))
     told(call("misbehave", how="half"))
     assert "text" in told(call("slowly", text="here"))
-    numbers = tools.numbers()
+    numbers = conversations.numbers()
     counted = {name: numbers[f"tool/{name}/calls"][0] for name in (*NAMES, "unknown")}
     assert counted == {"look_up": 0, "add": 2, "slowly": 1, "misbehave": 5, "unknown": len(BROKEN[family]) + 1}
     assert numbers["tool/add/failed_frac"] == (1.0, 2)
@@ -212,6 +214,30 @@ def test_a_template_without_tools_is_refused(tools, template, message):
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(UserError, match=r"rollout\.tool_format auto: .* set it to hermes, llama3, mistral"):
         Conversations(tools, ROLLOUT, tokenizer, {}, (tokenizer.eos_token_id,))
+
+
+READY_MADE = [
+    ("calculator", {"expression": "(3 + 4.5) * -2"}, "-15"),
+    ("calculator", {"expression": "1 / 3"}, "0.333333333333"),
+    ("calculator", {"expression": "10 ** 9 ** 9"}, "error: ValueError: not an expression of numbers"),
+    ("calculator", {"expression": "1 / 0"}, "error: ZeroDivisionError"),
+    ("calculator", {"expression": "__import__('os')"}, "error: ValueError: not an expression"),
+    ("python", {"code": "print(sum(range(10)))"}, "45"),
+    ("python", {"code": "print(1)\nraise KeyError('a')"}, "1\n\nKeyError: 'a'"),
+    ("python", {"code": "open('/etc/passwd')"}, "PermissionError"),
+]
+
+
+@pytest.fixture(scope="module")
+def ready_made():
+    return Tools(RolloutConfig(tools=["calculator", "python"]), ScoringConfig(workers=1))
+
+
+@pytest.mark.parametrize(("name", "arguments", "result"), READY_MADE)
+def test_the_tools_that_are_there_already(ready_made, name, arguments, result):
+    told = queue.SimpleQueue()
+    ready_made.call(Call(name, arguments), told.put)
+    assert told.get(timeout=60).strip().startswith(result)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.config.importing import describe, functions_of, import_place
 from hybrid_grpo.rewards.functions import Failure, Interface, Reply, RewardCall, failed
 
-BUILTINS: dict[str, str] = {}
-"""Tools that a configuration names without a path: the modules of this package that define them."""
+BUILTINS = ("calculator", "python")
+"""Tools that a configuration names without a path; they are defined in ready_made.py."""
 RESULT = "result"
 """Name under which a reply holds what a tool returned."""
 _LONGEST = 1 << 20  # characters
@@ -106,7 +106,7 @@ def load_tool(config: ToolEntry, entry: str) -> Tool:
                 f"{setting} is no built-in: {did_you_mean(config.function, BUILTINS)}; one of your own is given as"
                 " path/to/file.py:function or package.module:function"
             )
-        place, name = f"hybrid_grpo.{BUILTINS[config.function]}", config.function
+        place, name = "hybrid_grpo.rewards.workers.ready_made", config.function
     module = import_place(place, setting)
     function = getattr(module, name, None)
     if not callable(function):
