@@ -119,12 +119,14 @@ class Trainer(Stage):
         """Complete every prompt `num_generations` times, with the policy as it is and with guests."""
         given, numbers = self.inputs.guests.completions(prompts, step, self.progress.beat)
         self.meter.update(numbers)
-        start, seeds = time.perf_counter(), {"seed": self.config.run.seed, "step": step}
-        called: dict[str, Any] = {"on_finish": on_finish, "on_step": self.progress.look, "given": given, **seeds}
-        rollout, stats = self.policy.rollout(prompts, self.config.rollout, self.inputs.stop_ids, **called)
-        gather_s, release_s = self.policy.engine.gather_s, self.policy.engine.release_s
+        start, seed, look = time.perf_counter(), self.config.run.seed, self.progress.look
+        settings = self.config.rollout, self.inputs.stop_ids
+        rollout, stats = self.policy.rollout(
+            prompts, *settings, seed=seed, step=step, on_finish=on_finish, on_step=look, given=given
+        )
+        times = time.perf_counter() - start, self.policy.engine.gather_s, self.policy.engine.release_s
         captures = None if self.device.type == "cpu" else stats.captures
-        self.meter.update(measure_sampling(rollout, time.perf_counter() - start, gather_s, release_s, captures))
+        self.meter.update(measure_sampling(rollout, *times, captures) | self.inputs.tool_numbers())
         return rollout
 
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:
@@ -220,8 +222,8 @@ class Trainer(Stage):
 
     def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:
         """The given rows of a rollout within the token budget; as many on every rank."""
-        ids = [prompt.token_ids for prompt in rollout.row_prompts], [c.token_ids for c in rollout.completions]
-        return self.policy.micro_batches(*ids, rows, gradients=gradients)
+        prompts, completions, places = rollout.read_ids
+        return self.policy.micro_batches(prompts, completions, rows, gradients=gradients, places=places)
 
     def refresh_reference(self, step: int) -> None:
         """Every `ref_every` steps the reference follows the policy (iterative GRPO)."""

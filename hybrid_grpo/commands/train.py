@@ -63,6 +63,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
         seed=config.run.seed,
         workspace=memory.workspace() if memory else None,
     )
+    policy.turns = inputs.conversations
     reference: Reference | None = None
     if config.grpo.beta and policy.adapters:
         reference = UnadaptedReference(policy.engine, policy.adapters)

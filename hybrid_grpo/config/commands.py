@@ -145,9 +145,14 @@ class TrainConfig(ModelRunConfig):
             " per_group",
         )
         refuse(
+            bool(rollout.tools),
+            f"rollout.tools make completions of several turns, and rollout.guests {names[0]} brings those of one: take"
+            " out one of them",
+        )
+        refuse(
             self.teacher.is_set,
-            f"a teacher judges the tokens that the policy sampled, and rollout.guests {names[0]} brings others: take out"
-            " teacher or rollout.guests",
+            f"a teacher judges the tokens that the policy sampled, and rollout.guests {names[0]} brings others: take"
+            " out teacher or rollout.guests",
         )
         refuse(
             grpo.baseline == "critic",

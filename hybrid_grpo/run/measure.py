@@ -64,6 +64,7 @@ def measure_rollout(rollout: Rollout, scores: Scores, outcome: str, threshold: f
         "group/all_right_frac": (stats.all_right / stats.groups, stats.groups),
         "group/all_wrong_frac": (stats.all_wrong / stats.groups, stats.groups),
         **measure_lengths("completion", rollout.completions),
+        **measure_turns(rollout),
         "completion/length_max": (max(rollout.lengths), 1),
         "completion/duplicate_frac": (1 - sum(len(set(group)) for group in groups) / rows, rows),
     }
@@ -106,6 +107,19 @@ def measure_sources(rollout: Rollout, scores: Scores, outcome_B: Tensor, thresho
         numbers[f"source/{source}/reward"] = reward_N.mean(), len(reward_N)
         numbers[f"source/{source}/accuracy"] = (right_N >= threshold).double().mean(), len(right_N)
     return numbers
+
+
+def measure_turns(rollout: Rollout) -> Numbers:
+    """Turns of completions, and what was given between them; nothing where completions are no conversations."""
+    told = [completion for completion in rollout.completions if completion.messages]
+    if not told:
+        return {}
+    turns, given = [c.turns for c in told], [sum(len(ids) for _, ids in c.given) for c in told]
+    return {
+        "turns/mean": (sum(turns) / len(told), len(told)),
+        "turns/max": (max(turns), 1),
+        "turns/given_tokens": (sum(given) / len(told), len(told)),
+    }
 
 
 def measure_lengths(stage: str, completions: list[Completion]) -> Numbers:

@@ -60,6 +60,8 @@ SETTINGS = [
     ("--rollout.cache_gb=1e300", "rollout.cache_gb 1e+300 must be 1000000 or less"),
     ("--rollout.num_generations=1", "rollout.num_generations 1", "2 or more"),
     ("--rollout.num_generations=1000000", "rollout.num_generations 1000000 x 4 prompts", "lower one"),
+    ("--rollout.max_turns=0", "rollout.max_turns 0 must be 1 or greater"),
+    ("--rollout.tools='[\"calculator\"]' --rollout.ignore_eos=true", "rollout.tools", "rollout.ignore_eos", "take out"),
     ("--rollout.max_completion_tokens=9999999999999999999", "must be 9007199254740992 or less"),
     ("--rollout.logit_bias='{\"-1\": 1}'", "rollout.logit_bias '-1' is no token id"),
     *[(f"--rollout.guests='[{{name: g, {guest}}}]' {others}", *says) for guest, others, *says in [
@@ -195,6 +197,7 @@ LOADED = [
         "--data.streaming=true --data.max_prompt_tokens=9 --data.eval_path=null --data.eval_split=train",
         "data.eval_split train is the split that data.streaming trains on",
     ),
+    ("--rollout.tools='[\"calculator\"]'", "rollout.tools are called in chats", "a chat template that knows tools"),
     ("score binary.jsonl --rewards exact_match", "SOURCE binary.jsonl line 1 is not JSON"),
     ("score half.jsonl --rewards exact_match", "SOURCE half.jsonl line 1 is not JSON"),
     ("score nocompletion.jsonl --rewards exact_match", "data.completion_column completion: row 0"),
