@@ -130,10 +130,8 @@ class Trainer(Stage):
         return rollout
 
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:
-        """[B, T], of the policy that sampled, once per rollout; None where nothing asks for them.
-
-        The sampler recorded them, or one pass of the training forward gives them before the first optimizer step.
-        """
+        """[B, T], of the policy that sampled, once per rollout: as the sampler recorded them, or by one pass of the
+        training forward before the first optimizer step; None where nothing asks for them."""
         if not self.config.recomputes_old_logp:
             return rollout.logp_BT.to(self.device)
         if self.plan.optimizer_steps == 1 and not (self.kl.in_reward or self.teacher):

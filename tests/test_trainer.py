@@ -84,6 +84,7 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
         objective=None,
         parts={},
         guests=SimpleNamespace(completions=lambda prompts, step, beat: ({}, {})),
+        tool_numbers=dict,
         pretrain=lambda policy, beat: {},
     )
     return Trainer(config, batch_plan(config, 1), policy, None, task, torch.device("cpu"))

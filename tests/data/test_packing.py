@@ -276,7 +276,7 @@ def test_given_tokens_are_read_and_nothing_else(architecture, share):
         for row, logp_T in zip(micro.rows, logp_bT, strict=True):
             total = total - (advantages[row] * logp_T[: len(sampled[row])]).sum()
     total.backward()
-    assert float(total) == pytest.approx(float(expected), rel=1e-5)
+    assert total.item() == pytest.approx(expected.item(), rel=1e-5)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert (mine.grad - theirs.grad).abs().max() <= 1e-5 * theirs.grad.abs().max().clamp(min=1e-3)
 
