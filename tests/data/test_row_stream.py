@@ -2,15 +2,17 @@
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
 import pytest
 
+from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data import row_stream
 from hybrid_grpo.data.row_stream import Place, RowStream, Shard
-from hybrid_grpo.data.sources import Source
+from hybrid_grpo.data.sources import Source, evaluation_source, read_rows, training_source
 
 ROWS = [{"prompt": f"p{number}", "n": number} for number in range(57)]
 
@@ -90,6 +92,30 @@ def test_a_million_rows_are_read_block_by_block():
     assert [sorted(streamed.row["n"] for streamed in block.rows) for block in blocks] == [
         list(range(start, start + 500)) for start in (0, 500, 1000)
     ]
+
+
+def test_of_a_name_on_the_hub_nothing_is_downloaded_also_not_for_evaluation(tmp_path, monkeypatch):
+    """Files here stand for those on the hub, where they are read by the same code."""
+    parquet(tmp_path)
+    datasets.Dataset.from_list(ROWS[:5]).to_parquet(str(tmp_path / "files/test-00000-of-00001.parquet"))
+    load, asked = datasets.load_dataset, []
+
+    def load_dataset(name, subset, streaming):
+        asked.append((name, subset, streaming))
+        return load(str(tmp_path / "files"), streaming=streaming)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    config = DataConfig(path="owner/name", subset="some", streaming=True, eval_split="test", eval_limit=3)
+    opened = RowStream(training_source(config), 0, True, 30)
+    assert opened.shards == 3 and sorted(numbers(read(opened, 2), 0)) == list(range(57))
+    assert read_rows(evaluation_source(config)) == ROWS[:3]
+    assert asked == [("owner/name", "some", True)] * 2
+    with pytest.raises(UserError, match=r"^data.eval_split test\[:2\] needs all rows of the split"):
+        read_rows(evaluation_source(replace(config, eval_split="test[:2]")))
+    with pytest.raises(UserError, match=r"^data.eval_split train is the split that data.streaming trains on"):
+        evaluation_source(replace(config, eval_split="train"))
+    other = evaluation_source(replace(config, eval_path=str(tmp_path / "files"), eval_split="train"))
+    assert not other.streaming and read_rows(other) == ROWS[:3]
 
 
 class ConnectError(Exception):
