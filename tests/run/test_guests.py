@@ -56,7 +56,10 @@ def given(guests: Guests, step: int = 1, prompts: list[Prompt] = PROMPTS) -> lis
     """What the groups of a step are given, slot by slot."""
     written, numbers = guests.completions(prompts, step, lambda: None)
     assert list(numbers) == ["time/guests_s"]
-    groups = [[written.get(key) for key in request.keys] for request in requests_of(prompts, RolloutConfig(num_generations=5), 0, step)]
+    groups = [
+        [written.get(key) for key in request.keys]
+        for request in requests_of(prompts, RolloutConfig(num_generations=5), 0, step)
+    ]
     assert sum(completion is not None for group in groups for completion in group) == len(written)
     return groups
 
