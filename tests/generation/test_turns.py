@@ -27,6 +27,9 @@ class Scripted:
         self.under_way = {}
         self.count = Counter()
 
+    def begin(self):
+        assert not self.under_way, "of another call"
+
     def ended(self, key, turn_ids, room):
         assert key not in self.under_way, "one answer at a time"
         self.count[key] += 1
