@@ -10,8 +10,6 @@ from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch, Prompt, Rollout, Scores, TrainBatch
-from hybrid_grpo.data.curriculum import Curriculum
-from hybrid_grpo.distributed import rank
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
 from hybrid_grpo.grpo.distillation import TeacherSignal
@@ -57,7 +55,7 @@ class Trainer(Stage):
         self.policy: Policy = policy
         self.eval_sets = inputs.eval_sets
         self.meter = inputs.meter(device, config.data.source_names)
-        self.loader = Curriculum(inputs.prompts, plan, rank(), config.curriculum, config.run.seed, config.data, device)
+        self.loader = inputs.loader(config, plan, device)
         self.kl = KlController(config.grpo, plan.rows, device)
         # The filtered distribution is not the policy's: with its log-probabilities no ratio is 1.
         self.starts_on_policy = config.recomputes_old_logp or config.rollout.logprobs == "softmax"
@@ -109,7 +107,8 @@ class Trainer(Stage):
                 # Most functions have given their scores during sampling.
                 scores = stream.scores(gives_up=self.progress.asked)
             self.meter.add("time/reward_s", stream.seconds)
-        self.loader.note(prompts, scores.right_B(self.inputs.outcome, prompts), self.config.eval.threshold)
+        own = scores.first(self.plan.own_generations, self.plan.num_generations)
+        self.loader.note(prompts, own.right_B(self.inputs.outcome, prompts), self.config.eval.threshold)
         return rollout, scores
 
     def draw_prompts(self) -> list[Prompt]:
@@ -117,22 +116,22 @@ class Trainer(Stage):
         return self.loader.next_prompts(self.plan.num_minibatches)
 
     def sample(self, prompts: list[Prompt], step: int, on_finish: OnFinish | None = None) -> Rollout:
-        """Complete every prompt `num_generations` times with the policy as it is."""
-        start, look = time.perf_counter(), self.progress.look
-        config, stop_ids, seed = self.config.rollout, self.inputs.stop_ids, self.config.run.seed
+        """Complete every prompt `num_generations` times, with the policy as it is and with guests."""
+        given, numbers = self.inputs.guests.completions(prompts, step, self.progress.beat)
+        self.meter.update(numbers)
+        start, seed, look = time.perf_counter(), self.config.run.seed, self.progress.look
+        settings = self.config.rollout, self.inputs.stop_ids
         rollout, stats = self.policy.rollout(
-            prompts, config, stop_ids, seed=seed, step=step, on_finish=on_finish, on_step=look
+            prompts, *settings, seed=seed, step=step, on_finish=on_finish, on_step=look, given=given
         )
-        gather_s, release_s = self.policy.engine.gather_s, self.policy.engine.release_s
+        times = time.perf_counter() - start, self.policy.engine.gather_s, self.policy.engine.release_s
         captures = None if self.device.type == "cpu" else stats.captures
-        self.meter.update(measure_sampling(rollout, time.perf_counter() - start, gather_s, release_s, captures))
+        self.meter.update(measure_sampling(rollout, *times, captures) | self.inputs.tool_numbers())
         return rollout
 
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:
-        """[B, T], of the policy that sampled, once per rollout; None where nothing asks for them.
-
-        The sampler recorded them, or one pass of the training forward gives them before the first optimizer step.
-        """
+        """[B, T], of the policy that sampled, once per rollout: as the sampler recorded them, or by one pass of the
+        training forward before the first optimizer step; None where nothing asks for them."""
         if not self.config.recomputes_old_logp:
             return rollout.logp_BT.to(self.device)
         if self.plan.optimizer_steps == 1 and not (self.kl.in_reward or self.teacher):
@@ -157,9 +156,9 @@ class Trainer(Stage):
         return taught
 
     def scored(self, rollout: Rollout, model: Policy | Reference) -> Tensor:
-        """Log-probabilities [B, T] of all completions under a model, without gradients. Collective."""
+        """Log-probabilities [B, T] of all completions that are learned from, without gradients. Collective."""
         shape = (len(rollout.completions), max(rollout.lengths))
-        batches = self.micro_batches(rollout, range(shape[0]), gradients=False)
+        batches = self.micro_batches(rollout, rollout.learned, gradients=False)
         return model.logprobs(batches, shape, self.config.rollout.temperature)
 
     def advantages(
@@ -197,7 +196,7 @@ class Trainer(Stage):
                 self.meter.update(numbers)
                 self.meter.add("policy/loss", loss / self.plan.optimizer_steps)
                 if number == 0:
-                    self.meter.update(measure_parity(batch.micro, logp_bT, batch.sampler_logp_bT))
+                    self.meter.update(measure_parity(batch, logp_bT))
             if learns:
                 self.meter.update(self.inputs.pretrain(self.policy, self.progress.beat))
                 self.meter.add("policy/lr", self.policy.lr)
@@ -219,10 +218,10 @@ class Trainer(Stage):
         split, limit = partial(self.micro_batches, rollout), self.config.rollout.max_completion_tokens
         return optimizer_steps(rollout, signals, split, self.config.grpo, limit, starts_on_policy=self.starts_on_policy)
 
-    def micro_batches(self, rollout: Rollout, rows: range, *, gradients: bool = True) -> list[MicroBatch]:
+    def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:
         """The given rows of a rollout within the token budget; as many on every rank."""
-        ids = [prompt.token_ids for prompt in rollout.row_prompts], [c.token_ids for c in rollout.completions]
-        return self.policy.micro_batches(*ids, rows, gradients=gradients)
+        prompts, completions, places = rollout.read_ids
+        return self.policy.micro_batches(prompts, completions, rows, gradients=gradients, places=places)
 
     def refresh_reference(self, step: int) -> None:
         """Every `ref_every` steps the reference follows the policy (iterative GRPO)."""
@@ -243,7 +242,8 @@ class Trainer(Stage):
 
     def measure(self, rollout: Rollout, scores: Scores) -> None:
         """Numbers of the step that its stages did not add."""
-        self.meter.update(measure_step(rollout, scores, self.inputs.outcome, self.config.eval.threshold))
+        outcome, threshold = self.inputs.outcome, self.config.eval.threshold
+        self.meter.update(measure_step(rollout, scores, outcome, threshold, self.config.rollout.guests))
         self.meter.update(self.loader.numbers())
         generated = self.meter.total("completion/sampled_tokens") / self.meter.total("time/generate_s")
         self.meter.add("throughput/generated_tokens_per_s", generated)

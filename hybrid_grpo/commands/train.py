@@ -51,6 +51,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     if warning:
         training.say(f"WARNING: it may not fit: {warning}")
     inputs.load_models(engine.Frozen)
+    inputs.guests.load(device)
     policy = Policy(
         config.policy,
         config.engine,
@@ -62,6 +63,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
         seed=config.run.seed,
         workspace=memory.workspace() if memory else None,
     )
+    policy.turns = inputs.conversations
     reference: Reference | None = None
     if config.grpo.beta and policy.adapters:
         reference = UnadaptedReference(policy.engine, policy.adapters)

@@ -13,7 +13,7 @@ from hybrid_grpo.config.critic import CriticConfig
 from hybrid_grpo.config.data import CurriculumConfig, DataConfig, PtxConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.evaluation import EvalConfig
-from hybrid_grpo.config.fields import SECTION, Count, Text
+from hybrid_grpo.config.fields import SECTION, Count, Switch, Text
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
@@ -80,6 +80,7 @@ class TrainConfig(ModelRunConfig):
         )
         self._check_critic()
         self._check_teacher()
+        self._check_guests()
         refuse(
             rollout.temperature == 0,
             "rollout.temperature 0 samples the same completion for a whole group: give a value above 0",
@@ -114,6 +115,10 @@ class TrainConfig(ModelRunConfig):
             "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
             " the settings of curriculum",
         )
+        refuse(
+            self.data.streaming and self.curriculum.follows,
+            "data.streaming keeps no success rates, which the settings of curriculum follow: take out one of the two",
+        )
         for reward in self.rewards:
             for source in reward.sources:
                 refuse(
@@ -126,6 +131,39 @@ class TrainConfig(ModelRunConfig):
             for setting, value in (("eval.every", every), ("data.eval_limit", self.data.eval_limit)):
                 refuse(bool(value), f"{setting} {value} needs held-out prompts: set data.eval_path or data.eval_split")
         return self
+
+    def _check_guests(self) -> None:
+        rollout, grpo, names = self.rollout, self.grpo, [guest.name for guest in self.rollout.guests]
+        if not names:
+            return
+        twice = next((name for name in names if names.count(name) > 1), None)
+        refuse(twice is not None, f"rollout.guests: two guests are named {twice}: set another name for one of them")
+        refuse(
+            rollout.guest_rows >= rollout.num_generations,
+            f"rollout.guests write {rollout.guest_rows} completions of a group, and rollout.num_generations"
+            f" {rollout.num_generations} leaves the policy none: raise it to {rollout.guest_rows + 2}, or lower"
+            " per_group",
+        )
+        refuse(
+            bool(rollout.tools),
+            f"rollout.tools make completions of several turns, and rollout.guests {names[0]} brings those of one: take"
+            " out one of them",
+        )
+        refuse(
+            self.teacher.is_set,
+            f"a teacher judges the tokens that the policy sampled, and rollout.guests {names[0]} brings others: take"
+            " out teacher or rollout.guests",
+        )
+        refuse(
+            grpo.baseline == "critic",
+            f"grpo.baseline critic learns the values of the policy's own completions, and rollout.guests {names[0]}"
+            " brings others: set grpo.baseline to mean, or take out rollout.guests",
+        )
+        refuse(
+            grpo.beta > 0 and grpo.kl_in == "reward",
+            f"grpo.kl_in reward takes a KL from completions that the policy sampled, and rollout.guests {names[0]}"
+            " brings others: set grpo.kl_in to loss, or grpo.beta to 0",
+        )
 
     def _check_critic(self) -> None:
         grpo, critic = self.grpo, self.critic
@@ -166,6 +204,11 @@ def _refuse_mixture(data: DataConfig, command: str) -> None:
         bool(data.mixture),
         f"data.mixture is for train: {command} reads one source: take it out, and set data.path or data.task",
     )
+    _refuse_streaming(data, command)
+
+
+def _refuse_streaming(data: DataConfig, command: str) -> None:
+    refuse(data.streaming, f"data.streaming is for train: {command} reads all rows before it begins: take it out")
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -205,6 +248,7 @@ class RewardStageConfig(ModelRunConfig):
     @model_validator(mode="after")
     def _check_sections(self) -> RewardStageConfig:
         data, default = self.data, DataConfig()
+        _refuse_streaming(data, "reward")
         for name, instead in (("max_prompt_tokens", "max_tokens"), ("completion_column", "chosen_column")):
             refuse(
                 getattr(data, name) != getattr(default, name),
@@ -249,6 +293,9 @@ class OutputConfig:
 
     output: Text = "-"
     """File of JSON lines, written anew; `-` is standard output. Several ranks write a file each: out.0.jsonl, ..."""
+    token_logp: Switch = False
+    """Also write the tokens of each completion and their log-probabilities, `token_ids` and `token_logp`, which a run
+    needs that is to learn from them as a guest's (rollout.guests)."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -260,7 +307,7 @@ class GenerateConfig(TrainConfig):
     """The prompts are those of `path` and `split`. Without a path and a task, or with `-`, they come from standard
     input: one a line, as text or as a JSON object with the columns of a data set."""
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(num_generations=1))
-    """All but `prompts_per_step` counts; temperature 0 takes the most probable tokens."""
+    """All but `prompts_per_step` and `guests` counts; temperature 0 takes the most probable tokens."""
     generate: OutputConfig = field(default_factory=OutputConfig)
 
     @property

@@ -18,7 +18,7 @@ from hybrid_grpo.data.batch import Completion, Numbers, Prompt, RewardStatus, Sc
 from hybrid_grpo.data.loader import rank_share
 from hybrid_grpo.distributed import all_gather_objects, rank, world_size
 from hybrid_grpo.generation import Request, Sampling, stream_key
-from hybrid_grpo.generation.rollout import sampling_of
+from hybrid_grpo.generation.rollout import request_of, sampling_of
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.measure import measure_lengths
@@ -59,7 +59,7 @@ class EvalSet:
     def longest(self) -> int:
         """Tokens of the longest prompt with its completion."""
         longest = max(len(prompt.token_ids) for prompt in self.prompts)
-        return longest + self.settings.rollout.max_completion_tokens
+        return longest + self.settings.rollout.max_read_tokens
 
     @property
     def own_prompts(self) -> list[Prompt]:
@@ -69,11 +69,12 @@ class EvalSet:
     @property
     def requests(self) -> list[Request]:
         """For the completions of this rank's prompts."""
-        count = self.settings.rollout.num_generations
-        return [
-            Request(p.token_ids, [stream_key(self.seed, f"eval {self.name}", p.id, k) for k in range(count)])
-            for p in self.own_prompts
-        ]
+        rollout = self.settings.rollout
+
+        def keys(prompt: Prompt) -> list[int]:
+            return [stream_key(self.seed, f"eval {self.name}", prompt.id, k) for k in range(rollout.num_generations)]
+
+        return [request_of(prompt, rollout, keys(prompt)) for prompt in self.own_prompts]
 
     @property
     def sampling(self) -> Sampling:

@@ -15,7 +15,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import Workspace
 from hybrid_grpo.generation.graphs import sizes_up_to
 from hybrid_grpo.generation.loop import PAGE
-from hybrid_grpo.model.loading import count_weights, load_config
+from hybrid_grpo.model.loading import load_config, parameters_of
 from hybrid_grpo.model.scalar import count_parameters
 from hybrid_grpo.rewards.models.reward import RewardModel
 from hybrid_grpo.run.dry_run import NeedsData, Sizes, measure
@@ -100,8 +100,9 @@ def estimate(
         return None
     has_critic = config.grpo.baseline == "critic"
     critic = count_parameters(config.critic.as_policy(config.policy).model) if has_critic else 0
-    teacher = count_weights(config.teacher.model) if config.teacher.model else 0
-    return Plan(config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, critic, teacher)
+    teacher = parameters_of(config.teacher.model) if config.teacher.model else 0
+    guests = sum(parameters_of(guest.model) for guest in config.rollout.guests if guest.model is not None)
+    return Plan(config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, critic, teacher, guests)
 
 
 @dataclass
@@ -126,6 +127,9 @@ class Plan:
     an LM head."""
     teacher: int = 0
     """Parameters of a teacher that is a model of its own. Its forward keeps nothing, as that of the reference."""
+    guests: int = 0
+    """Parameters of the models that are guests. What they need to decode is not counted: it is less than the policy's,
+    and gone before the policy decodes."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -142,7 +146,7 @@ class Plan:
         self.process = Part("runtime", self.hardware.process_bytes + PROCESS_GROWTH_BYTES)
         self.export = Part("copy to write", self.dtype * self.n)
         self.slots = min(config.rollout.max_slots, self.rows)
-        self.longest = self.prompt + config.rollout.max_completion_tokens
+        self.longest = self.prompt + config.rollout.max_read_tokens
         # The cache is that of rollouts and evaluations.
         self.longest_cached = max(self.longest, self.held_out_longest)
         page = PAGE["cuda" if self.gpu else "cpu"]
@@ -228,6 +232,7 @@ class Plan:
         shards = self.ranks if self.stage == 3 else 1
         parts = [Part("weights", self.dtype * self.n // shards, _SHARDS), self.reward_models(on_host=False)]
         parts += [self.critic_part(on_host=False), self.teacher_part(on_host=False)]
+        parts += [Part("guests", self.dtype * self.guests, "rollout.guests")]
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]

@@ -66,21 +66,21 @@ class Teacher:
             old_logp_BT: of the policy that sampled; on the policy's device.
         """
         prompt_ids = [ids for ids in map(self._reads, rollout.prompts) for _ in range(rollout.num_generations)]
-        completion_ids, count = [completion.token_ids for completion in rollout.completions], len(rollout.completions)
+        _, completion_ids, places = rollout.read_ids
         logp_BT = torch.zeros_like(old_logp_BT)
         found: dict[int, NextTokens] = {}
-        for micro in self._policy.micro_batches(prompt_ids, completion_ids, gradients=False):
+        for micro in self._policy.micro_batches(prompt_ids, completion_ids, gradients=False, places=places):
             logp_N, _, *kept = self._engine(*micro.inputs, self._temperature, self._head)
             if not micro.rows:
                 continue
             logp_BT[micro.row_b, : micro.mask_bT.shape[1]] = micro.unflatten(logp_N)
             if kept:
                 next_tokens = NextTokens(kept[0], kept[1] if kept[1:] else None, self._vocabulary)
-                lengths = [len(completion_ids[row]) for row in micro.rows]
+                lengths = [rollout.lengths[row] for row in micro.rows]
                 found.update(zip(micro.rows, next_tokens.split(lengths), strict=True))
         coef, numbers = self._coef, measure_teacher(old_logp_BT, logp_BT, upload(rollout.mask_BT, logp_BT.device))
         if self._head is not None:
-            return TeacherSignal(coef, next_tokens=[found[row] for row in range(count)]), numbers
+            return TeacherSignal(coef, next_tokens=[found[row] for row in range(len(places))]), numbers
         return TeacherSignal(coef, teacher_advantages(old_logp_BT, logp_BT, coef)), numbers
 
 

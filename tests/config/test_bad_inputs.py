@@ -60,8 +60,22 @@ SETTINGS = [
     ("--rollout.cache_gb=1e300", "rollout.cache_gb 1e+300 must be 1000000 or less"),
     ("--rollout.num_generations=1", "rollout.num_generations 1", "2 or more"),
     ("--rollout.num_generations=1000000", "rollout.num_generations 1000000 x 4 prompts", "lower one"),
+    ("--rollout.max_turns=0", "rollout.max_turns 0 must be 1 or greater"),
+    ("--rollout.tools='[\"calculator\"]' --rollout.ignore_eos=true", "rollout.tools", "rollout.ignore_eos", "take out"),
     ("--rollout.max_completion_tokens=9999999999999999999", "must be 9007199254740992 or less"),
     ("--rollout.logit_bias='{\"-1\": 1}'", "rollout.logit_bias '-1' is no token id"),
+    *[(f"--rollout.guests='[{{name: g, {guest}}}]' {others}", *says) for guest, others, *says in [
+        ("weight: baseline", "", "rollout.guests g: path and model are not set: give one of them"),
+        ("weight: baseline, path: train.jsonl, model: model", "", "path and model are both set: give one of them"),
+        ("weight: half, path: train.jsonl", "", "rollout.guests[0].weight: expected importance or baseline"),
+        ("path: train.jsonl", "", "rollout.guests[0].weight"),
+        ("weight: baseline, path: train.jsonl, per_group: 4", "", "leaves the policy none: raise it to 6"),
+        ("weight: baseline, path: no.jsonl", "", "rollout.guests g: path no.jsonl: there is no such file or folder"),
+        ("weight: baseline, model: nomodel", "", "rollout.guests g: model nomodel is not a model folder"),
+        ("weight: baseline, path: train.jsonl", "--grpo.baseline=critic", "take out rollout.guests"),
+        ("weight: baseline, path: train.jsonl", "--grpo.beta=1 --grpo.kl_in=reward", "set grpo.kl_in to loss"),
+        ("weight: baseline, path: a}, {name: g, weight: baseline, path: b", "", "two guests are named g"),
+    ]],
     ("--grpo.beta=nan", "grpo.beta: expected a finite number, got nan"),
     ("--grpo.num_minibatches=3", "rollout.prompts_per_step 4", "grpo.num_minibatches", "nearest value is 3"),
     ("--run.steps=0", "run.steps 0 must be 1 or greater"),
@@ -129,6 +143,22 @@ SETTINGS = [
     ("--data.eval_path=empty.jsonl", "data.eval_path empty.jsonl is empty"),
     ("score train.jsonl --rewards exact_match --score.output=nomodel", "score.output nomodel is a folder"),
     ("score no.jsonl --rewards exact_match", "SOURCE no.jsonl: there is no such file or folder"),
+    # Streams
+    ("--data.stream_block=5", "data.stream_block 5 has no effect without data.streaming"),
+    ("--data.streaming=true --data.stream_block=0", "data.stream_block 0 must be 1 or greater"),
+    ("--data.streaming=true --data.limit=5", "data.limit 5 needs all rows before the run", "take it out"),
+    ("--data.streaming=true --data.split=train[:9]", "data.split train[:9] needs all rows", "name a whole split"),
+    ("--data.streaming=true --data.over_long=refuse", "data.over_long refuse needs all rows", "set it to drop"),
+    ("--data.streaming=true --curriculum.sampling=difficulty", "data.streaming keeps no success rates"),
+    ("train --data.task=letters --data.streaming=true", "data.task letters makes its rows itself"),
+    (
+        "train --policy.model=model --rewards exact_match --data.streaming=true --data.mixture='[{path: train.jsonl}]'",
+        "data.mixture of train is read whole: take out data.streaming",
+    ),
+    *[
+        (f"{command} --policy.model=model --data.path=train.jsonl --data.streaming=true", "data.streaming is for train")
+        for command in ("sft", "reward", "generate --data.over_long=drop", "data")
+    ],
     # Ranks
     ("WORLD_SIZE=abc RANK=0 --run.name=x", "WORLD_SIZE 'abc' in the environment must be a whole number"),
     ("WORLD_SIZE=0 RANK=0 --run.name=x", "WORLD_SIZE '0' in the environment must be a whole number of 1"),
@@ -160,12 +190,31 @@ LOADED = [
     ("--rollout.prompts_per_step=16", "rollout.prompts_per_step 16", "12 prompts", "12 or lower"),
     ("--rollout.max_completion_tokens=64", "70 tokens", "64 positions", "max_completion_tokens by 6"),
     ("--rollout.stop_ids=[999]", "rollout.stop_ids 999", "end at 28"),
+    ("--data.streaming=true", "is 520 tokens", "64 positions", "lower data.max_prompt_tokens"),
+    ("--data.streaming=true --data.path=noprompt.jsonl", "data.prompt_column prompt", "question"),
+    ("--data.streaming=true --data.path=binary.parquet", "data.path binary.parquet cannot be read at row 0 (from 0)"),
+    (
+        "--data.streaming=true --data.max_prompt_tokens=9 --data.eval_path=null --data.eval_split=train",
+        "data.eval_split train is the split that data.streaming trains on",
+    ),
+    ("--rollout.tools='[\"calculator\"]'", "rollout.tools are called in chats", "a chat template that knows tools"),
     ("score binary.jsonl --rewards exact_match", "SOURCE binary.jsonl line 1 is not JSON"),
     ("score half.jsonl --rewards exact_match", "SOURCE half.jsonl line 1 is not JSON"),
     ("score nocompletion.jsonl --rewards exact_match", "data.completion_column completion: row 0"),
     ("score binaryrun", "binaryrun", "step_000001.jsonl line 1 is not JSON"),
     ("score copyrun", "copyrun"),
     ("eval --config train.yaml --data.eval_path=null", "data.eval_path and data.eval_split are not set"),
+    # Guests
+    *[(f"--rollout.guests='[{{name: g, weight: {guest}}}]'", f"rollout.guests g: {says[0]}", *says[1:])
+      for guest, *says in [
+        ("importance, path: pairs.jsonl", "row 0 (from 0) of pairs.jsonl has no token_ids", "set weight to baseline"),
+        ("baseline, path: train.jsonl", "path: row 0", "has neither completion nor completions"),
+        ("importance, model: t_ids", "model t_ids has another tokenizer than policy.model model"),
+        ("importance, model: notokenizer", "model notokenizer has no tokenizer"),
+        ("importance, model: cut", "model cut", "is cut short"),
+        ("importance, model: few_positions", "model few_positions has 10 positions", "by 4"),
+        ("importance, model: t5", "model t5", "take another model"),
+    ]],
     # Critic
     ("--grpo.baseline=critic --critic.model=t_ids", "critic.model t_ids has another tokenizer than policy.model model"),
     ("--grpo.baseline=critic --critic.model=notokenizer", "critic.model notokenizer has no tokenizer"),

@@ -203,6 +203,12 @@ def test_a_teacher_is_sharded_on_the_host_or_the_device_and_what_it_says_is_on_t
     assert teacher(0, prompt_column="solved") == (0, 0)
 
 
+def test_every_rank_holds_a_guest_whole():
+    made = Plan(recipe(3), SIZES, batch_plan(recipe(3), 8), 512, GPU, guests=400_000_000)
+    for phase in made.phases:
+        assert sum(part.bytes for part in phase.parts if part.name == "guests") == 2 * 400_000_000
+
+
 @pytest.mark.parametrize(("stage", "owned"), [(0, N), (2, N // 8), (3, N // 8)])
 def test_the_moving_average_is_in_host_memory_as_the_optimizer_is_spread(stage, owned):
     config = recipe(stage, "float32")

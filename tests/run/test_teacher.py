@@ -72,9 +72,9 @@ def test_it_tells_what_it_expects_after_its_own_prompt(tmp_path: Path, packed: b
     plain.load_state_dict(model.state_dict())
     cpu = torch.device("cpu")
 
-    def micro_batches(prompts: Any, completions: Any, gradients: bool) -> Any:
+    def micro_batches(prompts: Any, completions: Any, gradients: bool, places: Any) -> Any:
         given = prompts, completions, range(len(prompts)), 20, cpu
-        return pack(*given, share="on") if packed else pad(*given)
+        return pack(*given, share="on", places=places) if packed else pad(*given, places)
 
     texts = ["ab", "hello"]
     prompts = [Prompt(i, "", [5], {"solved": text}) for i, text in enumerate(texts)]
