@@ -33,7 +33,7 @@ def run(arguments: list[str]) -> None:
     if config.grpo.baseline == "critic":
         check_critic(config, inputs.tokenizer, inputs.longest_prompt + config.rollout.max_completion_tokens)
     if config.teacher.is_set:
-        check_teacher(config, inputs.tokenizer, inputs.prompts)
+        check_teacher(config, inputs)
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
     held_out = inputs.held_out_rows, inputs.held_out_longest
     plan = estimate(config, batch, inputs.longest_prompt, hardware, inputs.reward_models, *held_out)

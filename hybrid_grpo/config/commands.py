@@ -189,6 +189,11 @@ class TrainConfig(ModelRunConfig):
 
     def _check_teacher(self) -> None:
         self.teacher.check(self.data.prompt_column)
+        refuse(
+            self.teacher.prompt_column is not None and self.data.streaming,
+            f"teacher.prompt_column {self.teacher.prompt_column} is looked for in all rows before the run, which"
+            " data.streaming reads only as it goes: take out one of them",
+        )
         compares = ("baseline", "scale_rewards", "combine_rewards", "step_credit", "overlong_buffer", "kl_in")
         for name in (*compares, "dynamic_sampling") if self.rollout.num_generations < 2 else ():
             value, default = getattr(self.grpo, name), GrpoConfig.__dataclass_fields__[name].default
