@@ -16,6 +16,7 @@ from hybrid_grpo.config import GrpoConfig, PolicyConfig, RewardConfig, RolloutCo
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores, TrainBatch
+from hybrid_grpo.data.curriculum import Curriculum
 from hybrid_grpo.data.packing import pack, pad
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.grpo.loss import load_objective, micro_batch_loss
@@ -45,7 +46,7 @@ class Sampler:
                 on_finish(i, k, rows[-1])
         return Rollout(prompts, rows, G), None
 
-    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients):
+    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places):
         return pad(prompt_ids, completion_ids, rows, 16384, torch.device("cpu"))
 
     def forward(self, micro, temperature):
@@ -74,13 +75,16 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
     task = SimpleNamespace(
         rewards=Rewards([inline(slow)]),
         outcome="slow",
-        prompts=[Prompt(i, f"p{i}", [1], {}) for i in range(P)],
+        loader=lambda config, plan, device: Curriculum(
+            [Prompt(i, f"p{i}", [1], {}) for i in range(P)], plan, 0, config.curriculum, 0, config.data, device
+        ),
         eval_sets=[],
         meter=lambda device, sources: Meter(["slow"], device=device),
         stop_ids=(),
         objective=None,
         parts={},
         guests=SimpleNamespace(completions=lambda prompts, step, beat: ({}, {})),
+        tool_numbers=dict,
         pretrain=lambda policy, beat: {},
     )
     return Trainer(config, batch_plan(config, 1), policy, None, task, torch.device("cpu"))
@@ -230,12 +234,12 @@ class InBfloat16(Policy):
         self.engine, self.waits, self.forwards = LogprobModel(model), waits, []
         self.engine.backward = lambda loss: loss.backward()
 
-    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients):
+    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places):
         return pack(prompt_ids, completion_ids, rows, 60, torch.device("cpu"), share="on")
 
-    def forward(self, micro, temperature):
+    def forward(self, micro, temperature, more=None):
         self.forwards.append(len(self.waits.seen))
-        return super().forward(micro, temperature)
+        return super().forward(micro, temperature, more)
 
     def step(self) -> StepResult:
         self.stepped = len(self.waits.seen)
@@ -265,7 +269,7 @@ def test_the_host_waits_for_nothing_between_the_first_forward_and_the_last_step(
     rollout = Rollout(prompts, rows, G)
     given_BT, run.reference = rollout.logp_BT, object()
     with waits:
-        run.improve(rollout, torch.ones_like(given_BT), given_BT, given_BT * 1.1)
+        run.improve(rollout, Signals(given_BT, given_BT, given_BT * 1.1, torch.ones_like(given_BT)))
     assert len(policy.forwards) >= 4
     assert waits.seen[policy.forwards[0] : policy.stepped] == []
     values = run.meter.reduce()

@@ -100,7 +100,9 @@ def measure(config: TrainConfig) -> Measured:
     measured = Measured(config.policy.model, {})
     for held_out in inputs.eval_sets:
         rollout = held_out.settings.rollout
-        groups, _ = complete(model, inputs.tokenizer, held_out.requests, held_out.sampling, rollout)
+        groups, _ = complete(
+            model, inputs.tokenizer, held_out.requests, held_out.sampling, rollout, turns=inputs.conversations
+        )
         results = held_out.results(groups)
         meter.update(results.numbers())
         ids = [prompt.id for prompt in held_out.own_prompts]

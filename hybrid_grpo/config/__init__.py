@@ -35,3 +35,4 @@ from hybrid_grpo.config.publishing import PublishOptionsConfig
 from hybrid_grpo.config.rewards import RewardConfig, ScoringConfig, ServeOptionsConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig
 from hybrid_grpo.config.run import LogConfig, RunConfig
+from hybrid_grpo.config.teacher import TeacherConfig

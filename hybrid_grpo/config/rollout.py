@@ -13,11 +13,13 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import (
     SECTION,
     Count,
+    Function,
     Gibibytes,
     NotNegative,
     Number,
     Positive,
     PositiveShare,
+    Seconds,
     Share,
     Switch,
     Text,
@@ -82,6 +84,24 @@ class RolloutConfig:
     """Whether a GPU keeps the cache, gathered weights and CUDA graphs from rollout to rollout, so that graphs are
     captured once a run: `auto` where the plan of memory has room for them beside training. A CPU keeps nothing."""
 
+    tools: list[Function] = field(default_factory=list)
+    """Functions that the model may call between its turns, as `path/to/file.py:name`: with type hints, and a docstring
+    that describes the arguments."""
+    tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
+    """How the model writes calls; `auto` knows it by the tokenizer, or by its chat template."""
+    max_turns: Count = 8
+    """Most turns of a completion with tools; what it calls in the last one is not answered."""
+    max_tool_tokens: Count = 512
+    """Most tokens of the answer to a turn, with those of the chat template; what tools return beyond it is cut."""
+    tool_timeout_s: Seconds = 30.0
+    """Seconds for a call of a tool; then the model is told that it took too long."""
+
+    @property
+    def max_read_tokens(self) -> int:
+        """Most tokens behind a prompt, those included that tools give."""
+        answers = self.max_turns - 1 if self.tools else 0
+        return self.max_completion_tokens + answers * self.max_tool_tokens
+
     @property
     def guest_rows(self) -> int:
         """Completions of a group that the policy does not sample."""
@@ -89,6 +109,10 @@ class RolloutConfig:
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
+        refuse(
+            bool(self.tools) and self.ignore_eos,
+            "rollout.tools are called between turns, and rollout.ignore_eos lets no turn end: take out one of them",
+        )
         refuse(
             self.min_completion_tokens > self.max_completion_tokens,
             f"rollout.min_completion_tokens {self.min_completion_tokens} is more than rollout.max_completion_tokens"

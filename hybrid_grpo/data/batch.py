@@ -9,14 +9,17 @@ Letters behind a name are its dimensions, here and everywhere in the package:
     D  hidden size
 
 Three log-probabilities keep three names: `logp` (the policy as it is now), `old_logp` (the policy that
-sampled) and `ref_logp` (the reference). All are natural logarithms at the sampling temperature.
+sampled) and `ref_logp` (the reference); a teacher's is `teacher_logp`. All are natural logarithms at the sampling
+temperature.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -54,23 +57,59 @@ class Prompt:
     """Name of its source in `data.mixture`; empty without one."""
 
 
+Given = tuple[int, list[int]]
+"""Tokens that were not sampled but given between two turns of a completion, behind so many sampled ones."""
+
+
 @dataclass(frozen=True)
 class Completion:
-    """One continuation, sampled by the policy or written by a guest."""
+    """One continuation, sampled by the policy or written by a guest: one turn, or several with what tools answered
+    between them.
+
+    What counts are the sampled tokens: T, lengths, log-probabilities and all that is made of them are theirs alone.
+    Given tokens are read by the model, and are nothing else.
+    """
 
     token_ids: list[int]
-    """Sampled tokens. The end-of-sequence or stop token is the last, where there was one."""
+    """Sampled tokens, those of all turns. The end-of-sequence or stop token is the last, where there was one."""
     logp: list[float]
     """Log-probability of each token under the softmax at the sampling temperature, recorded while sampling. Empty for a
     guest's that is not learned."""
     finish: Literal["stop", "length"]
     """`stop`: the completion ended by itself. `length`: it was cut at the limit."""
     text: str = ""
-    """The tokens as text, without special tokens."""
+    """The tokens of the last turn as text, without special tokens."""
+    given: tuple[Given, ...] = ()
+    """What stands between the turns, in order; empty where there is one turn."""
+    messages: tuple[Message, ...] = ()
+    """The turns and the answers to them as a chat, what the prompt is continued with; empty without tools."""
     guest: str = ""
     """Name of the one of `rollout.guests` that wrote it; empty for the policy."""
     learned: bool = True
     """Whether it takes part in the loss, and not only in the comparison with its group."""
+
+    @property
+    def turns(self) -> int:
+        """Turns of the model."""
+        return len(self.given) + 1
+
+    @property
+    def read_ids(self) -> list[int]:
+        """All tokens behind the prompt in the order in which the model reads them, given ones included."""
+        ids: list[int] = []
+        begin = 0
+        for end, given in self.given:
+            ids += self.token_ids[begin:end] + given
+            begin = end
+        return ids + self.token_ids[begin:]
+
+    @property
+    def sampled_places(self) -> list[int] | None:
+        """Where in `read_ids` each sampled token stands; None where all were sampled."""
+        if not self.given:
+            return None
+        ends, shifts = [end for end, _ in self.given], list(accumulate((len(ids) for _, ids in self.given), initial=0))
+        return [place + shifts[bisect_right(ends, place)] for place in range(len(self.token_ids))]
 
 
 @dataclass(frozen=True)
@@ -88,6 +127,14 @@ class Rollout:
     def row_prompts(self) -> list[Prompt]:
         """[B], the prompt of every row."""
         return [prompt for prompt in self.prompts for _ in range(self.num_generations)]
+
+    @property
+    def read_ids(self) -> tuple[list[list[int]], list[list[int]], list[list[int] | None]]:
+        """[B] each: the tokens of the prompts, all that the model reads behind them, and where in that the sampled
+        tokens stand; None where all are sampled."""
+        completions = self.completions
+        prompts = [prompt.token_ids for prompt in self.row_prompts]
+        return prompts, [c.read_ids for c in completions], [c.sampled_places for c in completions]
 
     @property
     def num_tokens(self) -> int:
@@ -251,11 +298,11 @@ class MicroBatch:
     position_ids_bS: Tensor
     """int64, position of each token in its own row."""
     source: Selection
-    """Selects, from all b * S tokens, the token before each completion token, row after row."""
+    """Selects, from all b * S tokens, the token before each sampled token, row after row."""
     target_N: Tensor
-    """int64, the completion tokens, row after row."""
+    """int64, the sampled tokens, row after row."""
     mask_bT: Tensor
-    """bool, True on the real tokens of each completion."""
+    """bool, True on the real tokens of each completion, those that were sampled."""
     place_N: Tensor
     """int64, where in the flattened [b, T] each completion token stands: the places where the mask is True."""
     segments: Segments | None

@@ -128,12 +128,18 @@ def read_step(path: Path, tokenizer: Any = None) -> tuple[Rollout, list[Row]]:
         Prompt(row["group"], row["prompt"], [], row["columns"], source=str(row.get("source", "")))
         for row in rows[::size]
     ]
-    completions = [Completion(_saved_tokens(row, tokenizer), [], row["finish"], row["completion"]) for row in rows]
+    completions = [
+        Completion(
+            _saved_tokens(row, tokenizer), [], row["finish"], row["completion"], (), tuple(row.get("messages", ()))
+        )
+        for row in rows
+    ]
     return Rollout(prompts, completions, size), rows
 
 
 def _saved_tokens(row: Row, tokenizer: Any) -> list[int]:
-    ids = _tokens(row["completion"], tokenizer)
+    # The text of a conversation is that of its last turn.
+    ids = [] if len(row.get("messages", ())) > 1 else _tokens(row["completion"], tokenizer)
     eos = getattr(tokenizer, "eos_token_id", None)
     if row["finish"] == "stop" and len(ids) == row["length"] - 1 and eos is not None:
         ids.append(eos)

@@ -88,6 +88,8 @@ class Journal:
                 "logp": b64encode(np.array(completion.logp, "<f8").tobytes()).decode(),
                 "finish": completion.finish,
                 "text": completion.text,
+                **({"given": completion.given} if completion.given else {}),
+                **({"messages": completion.messages} if completion.messages else {}),
             }
         )
         self._append(f"{zlib.crc32(line.encode()):08x} {line}\n")
@@ -150,4 +152,5 @@ def _read(line: str) -> tuple[int, Completion | None]:
     row = json.loads(text)
     token_ids: list[int] = np.frombuffer(b64decode(row["tokens"]), "<i4").tolist()
     logp: list[float] = np.frombuffer(b64decode(row["logp"]), "<f8").tolist()
-    return row["key"], Completion(token_ids, logp, row["finish"], row["text"])
+    given = tuple((place, ids) for place, ids in row.get("given", ()))
+    return row["key"], Completion(token_ids, logp, row["finish"], row["text"], given, tuple(row.get("messages", ())))

@@ -43,13 +43,15 @@ def token_advantages(
         device: where collectives take place.
 
     Returns:
-        float32 [B, T] on the CPU, T the longest completion, meaningless beyond the end of a shorter one; and the mean
-        length penalty.
+        float32 [B, T] on the CPU, T the longest completion, meaningless beyond the end of a shorter one, and 0 where
+        groups have one completion; and the mean length penalty.
 
     Raises:
         RunStopped: functions score steps, and rewards are to be normalized function by function.
     """
     grpo, group_size = config.grpo, rollout.num_generations
+    if group_size == 1:
+        return torch.zeros(len(rollout.completions), max(rollout.lengths)), {}
     # Asked of all ranks: one whose functions scored no step takes part in the deviation over all ranks all the same.
     scores_steps = bool(all_reduce(torch.tensor(int(scores.steps is not None), device=device), "max"))
     if scores_steps and grpo.combine_rewards == "normalize":

@@ -80,7 +80,7 @@ class Guests:
         if not self._guests:
             return {}, {}
         start, rollout, seed = time.perf_counter(), self._config.rollout, self._config.run.seed
-        requests = requests_of(prompts, rollout.num_generations, seed, step)
+        requests = requests_of(prompts, rollout, seed, step)
         slot = rollout.num_generations - rollout.guest_rows
         given: dict[int, Completion] = {}
         for guest, writer in self._guests:

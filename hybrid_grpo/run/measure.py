@@ -64,6 +64,7 @@ def measure_rollout(rollout: Rollout, scores: Scores, outcome: str, threshold: f
         "group/all_right_frac": (stats.all_right / stats.groups, stats.groups),
         "group/all_wrong_frac": (stats.all_wrong / stats.groups, stats.groups),
         **measure_lengths("completion", rollout.completions),
+        **measure_turns(rollout),
         "completion/length_max": (max(rollout.lengths), 1),
         "completion/duplicate_frac": (1 - sum(len(set(group)) for group in groups) / rows, rows),
     }
@@ -106,6 +107,19 @@ def measure_sources(rollout: Rollout, scores: Scores, outcome_B: Tensor, thresho
         numbers[f"source/{source}/reward"] = reward_N.mean(), len(reward_N)
         numbers[f"source/{source}/accuracy"] = (right_N >= threshold).double().mean(), len(right_N)
     return numbers
+
+
+def measure_turns(rollout: Rollout) -> Numbers:
+    """Turns of completions, and what was given between them; nothing where completions are no conversations."""
+    told = [completion for completion in rollout.completions if completion.messages]
+    if not told:
+        return {}
+    turns, given = [c.turns for c in told], [sum(len(ids) for _, ids in c.given) for c in told]
+    return {
+        "turns/mean": (sum(turns) / len(told), len(told)),
+        "turns/max": (max(turns), 1),
+        "turns/given_tokens": (sum(given) / len(told), len(told)),
+    }
 
 
 def measure_lengths(stage: str, completions: list[Completion]) -> Numbers:
@@ -170,14 +184,18 @@ def measure_parity(batch: TrainBatch, logp_bT: Tensor) -> Numbers:
     }
 
 
-def measure_sampling(rollout: Rollout, seconds: float, gather_s: float, release_s: float) -> Numbers:
-    """Tokens and times of a rollout of `seconds`, in which weights were gathered and given back."""
+def measure_sampling(
+    rollout: Rollout, seconds: float, gather_s: float, release_s: float, captures: int | None
+) -> Numbers:
+    """Tokens and times of a rollout of `seconds`, in which weights were gathered and given back, and decode steps
+    captured as CUDA graphs (None without a GPU)."""
     sampled = sum(len(completion.token_ids) for completion in rollout.completions if not completion.guest)
     return {
         "time/generate_s": (seconds - gather_s - release_s, 1),
         "time/gather_s": (gather_s, 1),
         "time/switch_s": (gather_s + release_s, 1),
         "completion/sampled_tokens": (sampled, 1),
+        **({} if captures is None else {"throughput/graph_captures": (captures, 1)}),
     }
 
 

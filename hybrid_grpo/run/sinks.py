@@ -142,6 +142,7 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
                     "prompt": prompt.text,
                     **({"guest": completion.guest} if completion.guest else {}),
                     "completion": completion.text,
+                    **({"messages": completion.messages} if completion.messages else {}),
                     "reward": reward,
                     "rewards": {name: values[row] for name, values in rewards.items()},
                     "failed": {name: why[row] for name, why in scores.failures.items() if why[row] is not None},

@@ -60,6 +60,8 @@ SETTINGS = [
     ("--rollout.cache_gb=1e300", "rollout.cache_gb 1e+300 must be 1000000 or less"),
     ("--rollout.num_generations=1", "rollout.num_generations 1", "2 or more"),
     ("--rollout.num_generations=1000000", "rollout.num_generations 1000000 x 4 prompts", "lower one"),
+    ("--rollout.max_turns=0", "rollout.max_turns 0 must be 1 or greater"),
+    ("--rollout.tools='[\"calculator\"]' --rollout.ignore_eos=true", "rollout.tools", "rollout.ignore_eos", "take out"),
     ("--rollout.max_completion_tokens=9999999999999999999", "must be 9007199254740992 or less"),
     ("--rollout.logit_bias='{\"-1\": 1}'", "rollout.logit_bias '-1' is no token id"),
     *[(f"--rollout.guests='[{{name: g, {guest}}}]' {others}", *says) for guest, others, *says in [
@@ -141,6 +143,22 @@ SETTINGS = [
     ("--data.eval_path=empty.jsonl", "data.eval_path empty.jsonl is empty"),
     ("score train.jsonl --rewards exact_match --score.output=nomodel", "score.output nomodel is a folder"),
     ("score no.jsonl --rewards exact_match", "SOURCE no.jsonl: there is no such file or folder"),
+    # Streams
+    ("--data.stream_block=5", "data.stream_block 5 has no effect without data.streaming"),
+    ("--data.streaming=true --data.stream_block=0", "data.stream_block 0 must be 1 or greater"),
+    ("--data.streaming=true --data.limit=5", "data.limit 5 needs all rows before the run", "take it out"),
+    ("--data.streaming=true --data.split=train[:9]", "data.split train[:9] needs all rows", "name a whole split"),
+    ("--data.streaming=true --data.over_long=refuse", "data.over_long refuse needs all rows", "set it to drop"),
+    ("--data.streaming=true --curriculum.sampling=difficulty", "data.streaming keeps no success rates"),
+    ("train --data.task=letters --data.streaming=true", "data.task letters makes its rows itself"),
+    (
+        "train --policy.model=model --rewards exact_match --data.streaming=true --data.mixture='[{path: train.jsonl}]'",
+        "data.mixture of train is read whole: take out data.streaming",
+    ),
+    *[
+        (f"{command} --policy.model=model --data.path=train.jsonl --data.streaming=true", "data.streaming is for train")
+        for command in ("sft", "reward", "generate --data.over_long=drop", "data")
+    ],
     # Ranks
     ("WORLD_SIZE=abc RANK=0 --run.name=x", "WORLD_SIZE 'abc' in the environment must be a whole number"),
     ("WORLD_SIZE=0 RANK=0 --run.name=x", "WORLD_SIZE '0' in the environment must be a whole number of 1"),
@@ -172,6 +190,14 @@ LOADED = [
     ("--rollout.prompts_per_step=16", "rollout.prompts_per_step 16", "12 prompts", "12 or lower"),
     ("--rollout.max_completion_tokens=64", "70 tokens", "64 positions", "max_completion_tokens by 6"),
     ("--rollout.stop_ids=[999]", "rollout.stop_ids 999", "end at 28"),
+    ("--data.streaming=true", "is 520 tokens", "64 positions", "lower data.max_prompt_tokens"),
+    ("--data.streaming=true --data.path=noprompt.jsonl", "data.prompt_column prompt", "question"),
+    ("--data.streaming=true --data.path=binary.parquet", "data.path binary.parquet cannot be read at row 0 (from 0)"),
+    (
+        "--data.streaming=true --data.max_prompt_tokens=9 --data.eval_path=null --data.eval_split=train",
+        "data.eval_split train is the split that data.streaming trains on",
+    ),
+    ("--rollout.tools='[\"calculator\"]'", "rollout.tools are called in chats", "a chat template that knows tools"),
     ("score binary.jsonl --rewards exact_match", "SOURCE binary.jsonl line 1 is not JSON"),
     ("score half.jsonl --rewards exact_match", "SOURCE half.jsonl line 1 is not JSON"),
     ("score nocompletion.jsonl --rewards exact_match", "data.completion_column completion: row 0"),
@@ -195,6 +221,15 @@ LOADED = [
     ("--grpo.baseline=critic --critic.model=cut", "critic.model cut", "is cut short"),
     ("--grpo.baseline=critic --critic.model=few_positions", "critic.model few_positions has 10 positions", "by 4"),
     ("--grpo.baseline=critic --critic.model=t5", "critic.model t5", "take another model"),
+    # Teacher
+    ("--teacher.model=model --rewards=[]", "rewards is empty: to learn from the teacher alone", "weight: 0}]"),
+    ("--teacher.model=t_ids", "teacher.model t_ids has another tokenizer than policy.model model"),
+    ("--teacher.model=cut", "teacher.model cut", "is cut short"),
+    ("--teacher.model=few_positions", "teacher.model few_positions has 10 positions", "by 4"),
+    ("--teacher.model=t5", "teacher.model t5", "take another model"),
+    ("--teacher.model=no_such_folder/model", "teacher.model no_such_folder/model does not load"),
+    ("--teacher.prompt_column=anser", "teacher.prompt_column anser: row 0 (from 0)", "did you mean answer?"),
+    ("--teacher.model=model --teacher.into=loss --teacher.top_k=29", "teacher.top_k 29 is not less than the 29 tokens"),
     # Rewards
     ("--rewards no.module:f", "rewards[0].function no.module:f", "no module no"),
     ("--rewards my_rewards.py:rais", "rewards[0].function", "did you mean raises?"),

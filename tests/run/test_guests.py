@@ -56,7 +56,10 @@ def given(guests: Guests, step: int = 1, prompts: list[Prompt] = PROMPTS) -> lis
     """What the groups of a step are given, slot by slot."""
     written, numbers = guests.completions(prompts, step, lambda: None)
     assert list(numbers) == ["time/guests_s"]
-    groups = [[written.get(key) for key in request.keys] for request in requests_of(prompts, 5, 0, step)]
+    groups = [
+        [written.get(key) for key in request.keys]
+        for request in requests_of(prompts, RolloutConfig(num_generations=5), 0, step)
+    ]
     assert sum(completion is not None for group in groups for completion in group) == len(written)
     return groups
 
@@ -72,23 +75,23 @@ def test_completions_of_a_file_take_the_last_places_of_their_groups(read):
     assert guests.facts["guest guest0"].startswith("3 completions of 2 of 3 prompts, from ")
     assert guests.facts["guest guest0"].endswith("; 1 rows have other prompts")
     first, second, third = given(guests)
-    ab = Completion(ids("ab", "<eos>"), [-0.5, 0, -2.5], "stop", "ab", "guest0", learned=True)
+    ab = Completion(ids("ab", "<eos>"), [-0.5, 0, -2.5], "stop", "ab", guest="guest0", learned=True)
     assert first == [None, None, None, ab, None]
     assert second[3] in (
-        Completion(ids("a", "<eos>"), [-1, -1], "stop", "a", "guest0"),
-        Completion(ids("b"), [-3], "length", "b", "guest0"),
+        Completion(ids("a", "<eos>"), [-1, -1], "stop", "a", guest="guest0"),
+        Completion(ids("b"), [-3], "length", "b", guest="guest0"),
     )
-    assert third == [None, None, None, None, Completion(ids("x"), [-1.0], "stop", "x", "guest1")]
+    assert third == [None, None, None, None, Completion(ids("x"), [-1.0], "stop", "x", guest="guest1")]
 
 
 def test_without_weight_in_the_loss_a_text_is_enough(read):
     cut = {"prompt": PROMPTS[2].text, "completions": ["abc"], "finish": ["length"], "token_ids": [[1, 2, 3]]}
     rows = [{"prompt": "ab=", "completion": "ab"}, {"prompt": "ba=", "completion": ""}, cut]
     first, second, third = given(read(rows, weight="baseline"))
-    assert first[4] == Completion(ids("ab", "<eos>"), [], "stop", "ab", "guest0", learned=False)
-    assert second[4] == Completion([EOS], [], "stop", "", "guest0", learned=False)
+    assert first[4] == Completion(ids("ab", "<eos>"), [], "stop", "ab", guest="guest0", learned=False)
+    assert second[4] == Completion([EOS], [], "stop", "", guest="guest0", learned=False)
     # Tokens of another tokenizer do not matter, and a completion that was cut does not end.
-    assert third[4] == Completion(ids("abc"), [], "length", "abc", "guest0", learned=False)
+    assert third[4] == Completion(ids("abc"), [], "length", "abc", guest="guest0", learned=False)
 
 
 def test_which_completions_a_group_is_given_is_a_matter_of_seed_step_and_prompt(read):
