@@ -16,6 +16,7 @@ from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.fields import SECTION, Count, Switch, Text
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
+from hybrid_grpo.config.guests import check_guests
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.preferences import PairEvalConfig, RewardLoopConfig
 from hybrid_grpo.config.publishing import PublishOptionsConfig
@@ -80,7 +81,7 @@ class TrainConfig(ModelRunConfig):
         )
         self._check_critic()
         self._check_teacher()
-        self._check_guests()
+        check_guests(self)
         refuse(
             rollout.temperature == 0,
             "rollout.temperature 0 samples the same completion for a whole group: give a value above 0",
@@ -131,39 +132,6 @@ class TrainConfig(ModelRunConfig):
             for setting, value in (("eval.every", every), ("data.eval_limit", self.data.eval_limit)):
                 refuse(bool(value), f"{setting} {value} needs held-out prompts: set data.eval_path or data.eval_split")
         return self
-
-    def _check_guests(self) -> None:
-        rollout, grpo, names = self.rollout, self.grpo, [guest.name for guest in self.rollout.guests]
-        if not names:
-            return
-        twice = next((name for name in names if names.count(name) > 1), None)
-        refuse(twice is not None, f"rollout.guests: two guests are named {twice}: set another name for one of them")
-        refuse(
-            rollout.guest_rows >= rollout.num_generations,
-            f"rollout.guests write {rollout.guest_rows} completions of a group, and rollout.num_generations"
-            f" {rollout.num_generations} leaves the policy none: raise it to {rollout.guest_rows + 2}, or lower"
-            " per_group",
-        )
-        refuse(
-            bool(rollout.tools),
-            f"rollout.tools make completions of several turns, and rollout.guests {names[0]} brings those of one: take"
-            " out one of them",
-        )
-        refuse(
-            self.teacher.is_set,
-            f"a teacher judges the tokens that the policy sampled, and rollout.guests {names[0]} brings others: take"
-            " out teacher or rollout.guests",
-        )
-        refuse(
-            grpo.baseline == "critic",
-            f"grpo.baseline critic learns the values of the policy's own completions, and rollout.guests {names[0]}"
-            " brings others: set grpo.baseline to mean, or take out rollout.guests",
-        )
-        refuse(
-            grpo.beta > 0 and grpo.kl_in == "reward",
-            f"grpo.kl_in reward takes a KL from completions that the policy sampled, and rollout.guests {names[0]}"
-            " brings others: set grpo.kl_in to loss, or grpo.beta to 0",
-        )
 
     def _check_critic(self) -> None:
         grpo, critic = self.grpo, self.critic

@@ -73,6 +73,8 @@ SETTINGS = [
         ("weight: baseline, path: no.jsonl", "", "rollout.guests g: path no.jsonl: there is no such file or folder"),
         ("weight: baseline, model: nomodel", "", "rollout.guests g: model nomodel is not a model folder"),
         ("weight: baseline, path: train.jsonl", "--grpo.baseline=critic", "take out rollout.guests"),
+        ("weight: baseline, path: train.jsonl", "--data.streaming=true", "take out one of the two"),
+        ("weight: baseline, path: train.jsonl", "--teacher.model=model", "take out teacher or rollout.guests"),
         ("weight: baseline, path: train.jsonl", "--grpo.beta=1 --grpo.kl_in=reward", "set grpo.kl_in to loss"),
         ("weight: baseline, path: a}, {name: g, weight: baseline, path: b", "", "two guests are named g"),
     ]],
