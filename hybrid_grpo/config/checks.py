@@ -262,6 +262,11 @@ def _check_model(config: ModelRunConfig) -> None:
         rank > 0 and find_spec("peft") is None,
         f"lora.rank {rank} needs peft, which is not installed: pip install 'hybrid_grpo[lora]'",
     )
+    for package in config.log.trackers:
+        refuse(
+            find_spec(package) is None and not (package == "wandb" and config.log.wandb == "disabled"),
+            f"log.trackers {package}: the package is not installed: pip install {package}, or take it out",
+        )
     try:
         above = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
         refuse(not above.is_dir(), f"run.dir {folder}: {above} is a file, not a folder")
