@@ -267,6 +267,10 @@ def _check_model(config: ModelRunConfig) -> None:
             find_spec(package) is None and not (package == "wandb" and config.log.wandb == "disabled"),
             f"log.trackers {package}: the package is not installed: pip install {package}, or take it out",
         )
+    refuse(
+        config.log.wandb_view and find_spec("wandb_workspaces") is None,
+        "log.wandb_view needs wandb-workspaces, which is not installed: pip install wandb-workspaces",
+    )
     try:
         above = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
         refuse(not above.is_dir(), f"run.dir {folder}: {above} is a file, not a folder")

@@ -87,6 +87,8 @@ class LogConfig:
     """Project on wandb and trackio, experiment on MLflow."""
     wandb_entity: Text | None = None
     """Team or user on wandb. Default: that of the account."""
+    wandb_view: Switch = False
+    """Save a view of the run on wandb when it begins: the charts of report.html by question. Needs wandb-workspaces."""
     group: Text | None = None
     """Name that runs which belong together share, such as the seeds of one setting. Default: none."""
     tags: list[Text] = field(default_factory=list)
@@ -109,6 +111,11 @@ class LogConfig:
     def _check(self) -> LogConfig:
         unknown = next((name for name in self.trackers if name not in TRACKERS), "")
         refuse(unknown != "", f"log.trackers {unknown} is no tracker: {did_you_mean(unknown, TRACKERS)}")
+        refuse(
+            self.wandb_view and ("wandb" not in self.trackers or self.wandb in ("offline", "disabled")),
+            f"log.wandb_view needs wandb online, and log.trackers is {self.trackers} with log.wandb {self.wandb}:"
+            " take it out, or set log.wandb to online",
+        )
         twice = next((name for name in self.trackers if self.trackers.count(name) > 1), None)
         refuse(twice is not None, f"log.trackers names {twice} twice: take one out")
         return self

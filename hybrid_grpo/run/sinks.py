@@ -27,8 +27,9 @@ from hybrid_grpo.config.errors import RunInterrupted
 from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.run.alarms import forget_alarms
 from hybrid_grpo.run.catalogue import describe
+from hybrid_grpo.run.divergence import RollBack
 from hybrid_grpo.run.files import json_safe, read_jsonl, replace_text, rollout_files
-from hybrid_grpo.run.trackers.process import TrackerProcess, chosen_trackers
+from hybrid_grpo.run.trackers.process import TrackerProcess, start_trackers
 from hybrid_grpo.run.writing import one_line
 
 _FINISH_SECONDS, _STOP_SECONDS = 60.0, 8.0
@@ -67,9 +68,7 @@ class Log:
                     path.unlink()
             forget_alarms(run_dir, done)
             self._sinks = [JsonlSink(run_dir / "metrics.jsonl", done)]
-        self._trackers = [
-            TrackerProcess(name, run_dir, config, settings or {}, done) for name in chosen_trackers(config)
-        ]
+        self._trackers = start_trackers(config, run_dir, settings or {}, done)
         self._sinks += [ConsoleSink(steps, done)]
 
     def __enter__(self) -> Log:
@@ -77,7 +76,8 @@ class Log:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         stopped = kind is not None and issubclass(kind, RunInterrupted)
-        self.close(_STOP_SECONDS if stopped else _FINISH_SECONDS, failed=kind is not None and not stopped)
+        goes_on = kind is None or issubclass(kind, RunInterrupted | RollBack)
+        self.close(_STOP_SECONDS if stopped else _FINISH_SECONDS, failed=not goes_on)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Write the numbers of a step, once per step; raises KeyError for a name that is not in the catalogue."""

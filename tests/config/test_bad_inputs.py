@@ -70,6 +70,7 @@ SETTINGS = [
     ("--eval.threshold=nan", "eval.threshold: expected a finite number, got nan"),
     ("--log.trackers=[wandb,tensorbord]", "log.trackers tensorbord is no tracker: did you mean tensorboard?"),
     ("--log.trackers=[wandb,wandb]", "log.trackers names wandb twice: take one out"),
+    ("--log.wandb_view=true --log.wandb=offline", "log.wandb_view needs wandb online, and log.trackers is ['wandb']"),
     ("--log.histograms_every=-1", "log.histograms_every -1 must be 0 or greater"),
     ("--log.parity_alarm=0", "log.parity_alarm 0 must be greater than 0"),
     ("--curriculum.skip_above=2", "curriculum.skip_above 2 must be in [0, 1]"),

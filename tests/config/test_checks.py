@@ -28,7 +28,10 @@ def test_a_tracker_without_its_package_is_refused_with_the_command_that_installs
     lacking = "the package is not installed: pip install"
     assert f"log.trackers mlflow: {lacking} mlflow, or" in user.refused("--log.trackers=[mlflow]")
     assert f"log.trackers wandb: {lacking} wandb, or" in user.refused("--log.wandb=online")
+    view = ["--log.wandb=online", "--log.trackers=[wandb]", "--log.wandb_view=true"]
     user.train("--log.wandb=disabled")
+    monkeypatch.setattr(checks, "find_spec", lambda package: None if package == "wandb_workspaces" else package)
+    assert user.refused(*view).startswith("log.wandb_view needs wandb-workspaces, which is not installed: pip install")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8, 64])

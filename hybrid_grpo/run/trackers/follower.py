@@ -1,8 +1,8 @@
 """The process of one tracker: it follows the files of a run's folder and shows them there, until the run has ended.
 
-`process.py` starts it and gives its arguments as a JSON line on standard input. A second line asks it to finish:
-`ended` where the run has ended well, else `failed`, which the end of the input, or of rank 0, means too. Whatever fails
-or hangs in the tracker is told in one line and ends this process alone.
+`process.py` starts it with the number of an open file, which has its arguments as JSON. A line on standard input asks
+it to finish: `ended` where the run has ended well, else `failed`, which the end of the input, or of rank 0, means too.
+Whatever fails or hangs in the tracker is told in one line and ends this process alone.
 """
 
 import importlib
@@ -120,7 +120,8 @@ def main() -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.nice(5)
-    given = json.loads(sys.stdin.buffer.readline())
+    with open(int(sys.argv[1]), "rb") as file:
+        given = json.load(file)
     _Follower(given["tracker"], given["limit_s"]).follow(
         Path(given["folder"]), given["log"], given["settings"], given["done"]
     )

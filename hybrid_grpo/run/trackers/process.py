@@ -1,9 +1,12 @@
 """Starting and ending the process that shows a run on a tracker (`follower.py`)."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +24,17 @@ def chosen_trackers(config: LogConfig) -> list[str]:
     """The trackers of log.trackers, without wandb where it is disabled."""
     disabled = "wandb" in config.trackers and resolve_wandb_mode(config.wandb) == "disabled"
     return [name for name in config.trackers if not (disabled and name == "wandb")]
+
+
+def start_trackers(config: LogConfig, folder: Path, settings: dict[str, Any], done: int) -> list[TrackerProcess]:
+    """The processes of log.trackers; see `TrackerProcess`."""
+    started = []
+    for name in chosen_trackers(config):
+        try:
+            started.append(TrackerProcess(name, folder, config, settings, done))
+        except OSError as error:
+            _warn(f"{name} is off for the rest of this run: no process can be started: {error.strerror}")
+    return started
 
 
 class TrackerProcess:
@@ -48,15 +62,18 @@ class TrackerProcess:
             **{"tracker": name, "folder": str(folder.absolute()), "done": done, "limit_s": limit_s},
             **{"log": asdict(config), "settings": json_safe(settings)},
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "hybrid_grpo.run.trackers.follower"],
-            stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,
-        )
+        with tempfile.TemporaryFile() as file:  # a pipe may be full before anybody reads it
+            file.write(json.dumps(given).encode())
+            file.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hybrid_grpo.run.trackers.follower", str(file.fileno())],
+                stdin=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": path},
+                pass_fds=[file.fileno()],
+                start_new_session=True,
+            )
         assert self._process.stdin is not None
         self._input = self._process.stdin
-        self._send(json.dumps(given).encode() + b"\n")
 
     def look(self) -> None:
         """Say once where the tracker's process has ended without telling why."""
@@ -68,7 +85,9 @@ class TrackerProcess:
     def ask(self, failed: bool = False) -> None:
         """Ask the tracker to finish, and to say so where the run has failed."""
         self.look()
-        self._send(b"failed\n" if failed else b"ended\n")
+        with suppress(OSError):
+            self._input.write(b"failed\n" if failed else b"ended\n")
+            self._input.flush()
 
     def close(self, patience_s: float) -> None:
         """Wait for a tracker that was asked to finish, for so many seconds at most."""
@@ -80,11 +99,6 @@ class TrackerProcess:
         self.look()
         with suppress(OSError):
             self._input.close()
-
-    def _send(self, text: bytes) -> None:
-        with suppress(OSError):
-            self._input.write(text)
-            self._input.flush()
 
     @property
     def ended(self) -> bool:
@@ -107,5 +121,9 @@ class TrackerProcess:
         self._process.wait()
 
     def _warn(self, message: str) -> None:
-        with suppress(OSError):
-            print(f"WARNING: {self._name} {message}", file=sys.stderr, flush=True)
+        _warn(f"{self._name} {message}")
+
+
+def _warn(message: str) -> None:
+    with suppress(OSError):
+        print(f"WARNING: {message}", file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ from hybrid_grpo.config import LogConfig
 from hybrid_grpo.run.catalogue import find
 from hybrid_grpo.run.files import json_safe
 from hybrid_grpo.run.trackers.entries import AXES, STEP, Entry, table
+from hybrid_grpo.run.trackers.view import save_view
 
 WandbMode = Literal["online", "offline", "disabled"]
 
@@ -65,12 +66,24 @@ class WandbTracker:
             mode=mode,
             dir=str(folder),
             # Processor time and memory are those of rank 0, which has started this process.
-            settings=wandb.Settings(init_timeout=60, console="off", silent=True, x_stats_pid=os.getppid()),
+            settings=wandb.Settings(
+                init_timeout=60, console="off", silent=True, program="hybrid_grpo", x_stats_pid=os.getppid()
+            ),
         )
         for axis in AXES:
             self._run.define_metric(axis, hidden=True)
         offline = f"offline, upload with: wandb sync {folder}/wandb/latest-run"
         self.greeting = f"wandb: {self._run.url if mode == 'online' else offline}"
+        if config.wandb_view and not resumes:  # a resumed run has its view
+            self.greeting += self._saved_view() if mode == "online" else "; no view is saved offline"
+
+    def _saved_view(self) -> str:
+        """The end of the greeting that says where the view is, or why there is none."""
+        try:
+            run = self._run
+            return f"; view: {save_view(run.entity, run.project, run.name, run.id)}"
+        except Exception as error:
+            return f"; no view was saved: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
     def write(self, entry: Entry) -> None:
         """Log a step as one row; every curve is drawn over the step, or over another of AXES."""
