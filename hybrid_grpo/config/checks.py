@@ -264,11 +264,11 @@ def _check_model(config: ModelRunConfig) -> None:
     )
     for package in config.log.trackers:
         refuse(
-            find_spec(package) is None and not (package == "wandb" and config.log.wandb == "disabled"),
+            not _is_installed(package) and not (package == "wandb" and config.log.wandb == "disabled"),
             f"log.trackers {package}: the package is not installed: pip install {package}, or take it out",
         )
     refuse(
-        config.log.wandb_view and find_spec("wandb_workspaces") is None,
+        config.log.wandb_view and not _is_installed("wandb_workspaces"),
         "log.wandb_view needs wandb-workspaces, which is not installed: pip install wandb-workspaces",
     )
     try:
@@ -279,6 +279,12 @@ def _check_model(config: ModelRunConfig) -> None:
             pass
     except OSError as error:
         raise UserError(f"run.dir {folder}: no folder can be made there: {error.strerror}: give another") from None
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package can be imported; a folder of its name that lies in the working folder is none."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def _check_data(data: DataConfig) -> None:

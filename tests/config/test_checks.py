@@ -1,6 +1,7 @@
 """What a configuration needs of the place where it runs, and the batch equation."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from user import User
@@ -24,14 +25,18 @@ def test_run_dir_must_be_able_to_hold_a_folder(user: User) -> None:
 def test_a_tracker_without_its_package_is_refused_with_the_command_that_installs_it(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda package: None)
+    def only(*installed: str) -> None:
+        specs = {package: SimpleNamespace(origin="site-packages") for package in installed}
+        monkeypatch.setattr(checks, "find_spec", lambda package: specs.get(package, SimpleNamespace(origin=None)))
+
+    only()  # of each there is a folder of its name where the user works
     lacking = "the package is not installed: pip install"
     assert f"log.trackers mlflow: {lacking} mlflow, or" in user.refused("--log.trackers=[mlflow]")
     assert f"log.trackers wandb: {lacking} wandb, or" in user.refused("--log.wandb=online")
-    view = ["--log.wandb=online", "--log.trackers=[wandb]", "--log.wandb_view=true"]
     user.train("--log.wandb=disabled")
-    monkeypatch.setattr(checks, "find_spec", lambda package: None if package == "wandb_workspaces" else package)
-    assert user.refused(*view).startswith("log.wandb_view needs wandb-workspaces, which is not installed: pip install")
+    only("wandb")
+    view = user.refused("--log.wandb=online", "--log.wandb_view=true")
+    assert view.startswith("log.wandb_view needs wandb-workspaces, which is not installed: pip install")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8, 64])
