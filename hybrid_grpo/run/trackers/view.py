@@ -8,7 +8,7 @@ from hybrid_grpo.run.report import CHARTS, PARTS
 from hybrid_grpo.run.trackers.entries import STEP
 
 QUESTIONS = {
-    "Is it learning?": ("Results", "Data"),
+    "Is it learning?": ("Results", "Data", "Guests"),
     "Is it healthy?": ("Health", "Policy", "Critic", "Sampler against trainer"),
     "What does it write?": ("Completions",),
     "Where does time go?": ("Speed and memory",),
