@@ -19,8 +19,8 @@ import jinja2
 import yaml
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.run.catalogue import Metric, describe, duration, find
 from hybrid_grpo.run.files import read_jsonl, replace_text, rollout_files
-from hybrid_grpo.run.metrics import Metric, describe, duration, find
 
 Line = dict[str, Any]
 """One line of metrics.jsonl."""

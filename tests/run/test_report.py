@@ -4,7 +4,7 @@ import re
 import pytest
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.run.metrics import CATALOGUE
+from hybrid_grpo.run.catalogue import CATALOGUE
 from hybrid_grpo.run.report import (
     CHARTS,
     PARTS,
