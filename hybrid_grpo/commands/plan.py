@@ -45,7 +45,7 @@ def run(arguments: list[str]) -> None:
 
 def lines(plan: Plan) -> list[str]:
     """The plan as text: a table of parts and phases in GiB, what is in host memory, tokens and time of a step."""
-    from hybrid_grpo.run.metrics import duration
+    from hybrid_grpo.run.catalogue import duration
     from hybrid_grpo.run.plan import gib
 
     hardware, sizes = plan.hardware, plan.sizes

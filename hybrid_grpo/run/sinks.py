@@ -24,8 +24,8 @@ from torch import Tensor
 from hybrid_grpo import distributed
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.data.batch import Rollout, Scores
+from hybrid_grpo.run.catalogue import describe
 from hybrid_grpo.run.files import json_safe, read_jsonl, replace_text, rollout_files
-from hybrid_grpo.run.metrics import describe
 from hybrid_grpo.run.wandb_sink import WandbSink, resolve_wandb_mode
 from hybrid_grpo.run.writing import one_line
 

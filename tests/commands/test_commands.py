@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from workshop import Workshop
 
 from hybrid_grpo.__main__ import main
-from hybrid_grpo.run.metrics import describe
+from hybrid_grpo.run.catalogue import describe
 from hybrid_grpo.run.statistics import compare
 
 pytestmark = pytest.mark.process

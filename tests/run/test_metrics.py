@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hybrid_grpo.run.metrics import CATALOGUE, Meter, describe, find
+from hybrid_grpo.run.catalogue import CATALOGUE, describe, find
+from hybrid_grpo.run.metrics import Meter
 
 
 def test_catalogue_has_one_entry_a_name_in_the_form_stage_what_reduction():
