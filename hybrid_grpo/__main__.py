@@ -21,6 +21,7 @@ COMMANDS = {
     "reward": "a reward model, trained on pairs of a better and a worse answer",
     "eval": "accuracy on held-out sets, with intervals; two models compared",
     "plan": "memory and time of a training run, without loading weights",
+    "watch": "a page in the browser over run folders, also while they train",
     "report": "write report.html of a run again",
     "publish": "the trained model of a run with a model card, on the Hugging Face hub or in a folder",
     "generate": "completions of prompts from a file, a pipe or the terminal, as JSON lines",
