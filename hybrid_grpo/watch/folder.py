@@ -1,5 +1,6 @@
 """One run that is watched: its numbers, settings and alarms, read from its folder as they are asked for."""
 
+import itertools
 import json
 import math
 import re
@@ -34,6 +35,10 @@ _RECENT = 10
 """Values that the newest number of a noisy metric is averaged over."""
 
 
+_VERSIONS = itertools.count(time.time_ns() // 10**6)
+"""Never the same again, so that a page also sees that a server or a folder is another one."""
+
+
 @dataclass(frozen=True)
 class Alarm:
     """Neighbouring steps at which an alarm was on."""
@@ -56,8 +61,9 @@ class Run:
         self._said: dict[int, list[str]] = {}
         self._restart()
         self._file = MetricsFile(folder / "metrics.jsonl", self._hear, self._restart)
-        self.version = 0
-        """Changes whenever the numbers have."""
+        self.version = next(_VERSIONS)
+        """Another one whenever the numbers have changed."""
+        self._summary: tuple[int, dict[str, Any]] = (-1, {})
 
     def _restart(self) -> None:
         """The numbers are read from the start: so are the alarms."""
@@ -76,7 +82,8 @@ class Run:
 
     def refresh(self, seconds: float) -> None:
         """Read what the run has written since, for about so many seconds at most."""
-        self.version += self._file.read(seconds)
+        if self._file.read(seconds):
+            self.version = next(_VERSIONS)
 
     @property
     def table(self) -> Table:
@@ -163,20 +170,23 @@ class Run:
         changed = _changed(path)
         if self._tail[0] != changed:
             self._tail = changed, last_row(path)
-        row = self._tail[1] or {}
+        row, steps = self._tail[1] or {}, self._section("run").get("steps")
         return {
             "run": self.name,
             "folder": str(self.folder),
             "step": row.get("step"),
-            "steps": self._section("run").get("steps"),
-            "model": self._section("policy").get("model"),
+            "steps": steps if type(steps) is int else None,
             "age": time.time() - changed / 1e9 if changed else None,
             "step_seconds": row.get("time/step_s"),
-            "reward": row.get("reward/mean"),
         }
 
     def summary(self) -> dict[str, Any]:
         """Numbers by which runs are compared: the newest ones, and for accuracies the best with its step."""
+        if self._summary[0] != self.version:
+            self._summary = self.version, self._summarize()
+        return self._summary[1]
+
+    def _summarize(self) -> dict[str, Any]:
         table, numbers = self.table, []
         steps = table.column("step")
         for pattern in _TELLING:

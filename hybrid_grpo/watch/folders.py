@@ -22,6 +22,11 @@ class Folders:
         self._runs: dict[Path, Run] = {}
         self.look()
 
+    @property
+    def runs(self) -> dict[str, Run]:
+        """The runs that were found when the folders were last looked at, by name."""
+        return {run.name: run for run in self._runs.values()}
+
     def look(self) -> dict[str, Run]:
         """The runs by name, with those that are new; a run whose folder is gone is left out."""
         found = dict.fromkeys(run for folder in self._named for run in _runs_in(folder, _DEPTH))
@@ -32,7 +37,7 @@ class Folders:
                 name = _unused(folder, names)
                 names.add(name)
                 self._runs[folder] = Run(name, folder)
-        return {run.name: run for run in self._runs.values()}
+        return self.runs
 
 
 def _runs_in(folder: Path, depth: int) -> list[Path]:

@@ -60,11 +60,11 @@ class MetricsFile:
         return self.table if self._glimpse is None else self._glimpse
 
     def read(self, seconds: float) -> bool:
-        """Read what has been appended, for about so many seconds at most; whether anything has changed."""
+        """Read what has been appended, for about so many seconds at most; whether `shown` has changed."""
         try:
             with self._path.open("rb") as file:
                 return self._read_on(file, time.monotonic() + seconds)
-        except FileNotFoundError:
+        except OSError:  # there is none (any more)
             restarted = self._size > 0
             if restarted:
                 self._restart()
@@ -86,7 +86,8 @@ class MetricsFile:
         self._caught_up = caught_up
         if caught_up and self._glimpse is not None:
             self._glimpse, changed = None, True
-        return changed or self._read > before
+        # What is shown does not change while a glimpse stands for the file.
+        return changed or (self._read > before and self._glimpse is None)
 
     def _read_chunk(self, file: BinaryIO) -> bool:
         """Read some whole lines; False where there are none."""

@@ -194,7 +194,7 @@ class _Answers:
         return JSONResponse(row)
 
     def _runs(self, request: Request) -> list[Run]:
-        known = self._folders.look()
+        known = self._folders.runs
         names = request.query_params.getlist("run")
         for name in names:
             if name not in known:

@@ -31,17 +31,20 @@ export async function layOut() {
   const now = JSON.stringify(charts);
   if (now === shape) return;
   shape = now;
-  watcher.disconnect(); visible.clear(); plots.clear();
+  watcher.disconnect(); visible.clear();
+  const before = new Map(plots), closed = new Map([...document.querySelectorAll(".section")].map(section => [section.dataset.name, !section.open]));
+  plots.clear();
   const sections = new Map();
   for (const chart of charts) sections.set(chart.section, [...(sections.get(chart.section) ?? []), chart]);
   const scrolled = scrollY;
   byId("charts").replaceChildren(...[...sections].map(([section, members]) => {
     const cards = members.map(chart => {
-      const plot = new Plot(chart, zoom);
-      plots.set(`${section}/${chart.title}`, plot);
+      // A chart that stays as it was keeps what the reader has opened.
+      const key = JSON.stringify(chart), plot = before.get(key) ?? new Plot(chart, zoom);
+      plots.set(key, plot);
       return plot.card;
     });
-    return el("details", { class: "section", open: section !== "More" }, el("summary", {}, el("h2", {}, section), el("span", { class: "soft" }, String(members.length))),
+    return el("details", { class: "section", "data-name": section, open: !(closed.get(section) ?? section === "More") }, el("summary", {}, el("h2", {}, section), el("span", { class: "soft" }, String(members.length))),
       el("div", { class: "charts" }, ...cards));
   }));
   scrollTo(0, scrolled);

@@ -48,7 +48,7 @@ export async function ask(question, parameters = {}) {
     for (const item of Array.isArray(value) ? value : [value])
       if (item !== null && item !== undefined && item !== "") query.append(name, item);
   const response = await fetch(`api/${question}?${query}`);
-  const answer = await response.json();
+  const answer = await response.json().catch(() => ({ error: "The server has failed: see what it says where it was started." }));
   if (!response.ok) throw new Error(answer.error);
   return answer;
 }

@@ -7,7 +7,7 @@ import { showSamples, startSamples } from "./samples.js";
 import { showSettings } from "./settings.js";
 import { recall, remember, state } from "./state.js";
 
-const EVERY_MS = 1000, WHILE_READING_MS = 50;
+const EVERY_MS = 800, WHILE_READING_MS = 50;
 let span = [0, 1], seen = "", compared = [], timer = 0, polling = false;
 
 function show() {
@@ -29,7 +29,7 @@ async function showNumbers() {
   if (open.join() !== compared.join()) state.differing = open.length > 1 ? (await ask("settings", { run: open })).differing : [];
   compared = open;
   showOverview();
-  showAlarms(state.range ?? span, zoom);
+  showAlarms(state.range ?? span, zoom, true);
   await layOut();
   await drawCharts();
 }
@@ -110,7 +110,7 @@ document.addEventListener("visibilitychange", () => { if (!document.hidden) poll
 useCharts(zoom, ends => {
   if (ends.join() === span.join()) return;
   span = ends;
-  showAlarms(state.range ?? span, zoom);
+  showAlarms(state.range ?? span, zoom, true);
 });
 if (innerWidth < 860) byId("chooser").open = false;
 startSamples();

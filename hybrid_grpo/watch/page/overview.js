@@ -21,9 +21,11 @@ export function showOverview() {
       ...[...columns.keys()].map(name => cell(of.get(name))),
       el("td", {}, run.step_seconds === null ? "–" : duration(run.step_seconds)), el("td", {}, duration(run.hours * 3600)));
   });
+  const scrolled = byId("overview").firstChild?.scrollLeft ?? 0;
   byId("overview").replaceChildren(rows.length
     ? el("div", { class: "scroll card", tabindex: 0, role: "group", "aria-label": "Newest numbers; scrolls sideways" }, el("table", { class: "numbers" }, el("thead", {}, head), el("tbody", {}, ...rows)))
     : el("p", { class: "empty" }, state.runs.size ? "Choose a run on the left." : "There is no run here yet. It appears with its first step."));
+  byId("overview").firstChild.scrollLeft = scrolled;
 }
 
 function cell(entry) {
@@ -33,9 +35,12 @@ function cell(entry) {
 }
 
 // zoom([low, high]) shows a part of the axis.
-export function showAlarms(span, zoom) {
+export function showAlarms(span, zoom, waits = false) {
   const axis = state.axis, [low, high] = span, width = high - low || 1;
   const box = byId("alarms");
+  // A mark must not move away under the pointer.
+  if (waits && box.matches(":hover")) return;
+  const focused = [...box.querySelectorAll("button")].indexOf(document.activeElement);
   if (!state.alarms.length) {
     box.replaceChildren(...(state.open.length ? [el("p", { class: "calm" }, "No alarm has been on.")] : []));
     return;
@@ -58,4 +63,5 @@ export function showAlarms(span, zoom) {
   const list = state.alarms.map(alarm => el("li", {},
     el("button", { type: "button", onclick: () => zoom(near(alarm.at[axis])) }, dot(alarm.run), words(alarm)), el("span", {}, alarm.message)));
   box.replaceChildren(el("div", { class: "card alarms" }, el("h2", {}, `Alarms (${state.alarms.length})`), ...tracks, el("ol", {}, ...list)));
+  box.querySelectorAll("button")[focused]?.focus();
 }

@@ -4,8 +4,10 @@ import { look, state } from "./state.js";
 
 const HEIGHT = 190, TALL = 380;
 const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
-const hints = { tip: el("div", { class: "tip", hidden: true }) };
-document.body.append(hints.tip);
+const tip = el("div", { class: "tip", hidden: true });
+document.body.append(tip);
+// The plot under the pointer; without one, that with the keyboard's focus says its values.
+let pointed = null;
 
 // The place of the point nearest to x in ascending xs.
 function nearest(xs, x) {
@@ -28,7 +30,7 @@ export class Plot {
       larger.setAttribute("aria-pressed", String(this.card.classList.toggle("wide"))); this.remake();
     } }, "⤢");
     this.card = el("article", { class: "chart card", tabindex: 0, role: "group", "aria-label": chart.title, onkeydown: event => this.press(event), onblur: () => this.hide() },
-      el("header", {}, el("h3", {}, chart.title, chart.unit && el("em", {}, chart.unit)), what, larger),
+      el("header", {}, el("h3", {}, chart.title, " ", chart.unit && el("em", {}, chart.unit)), what, larger),
       this.area, this.legend, this.meaning);
   }
 
@@ -71,7 +73,7 @@ export class Plot {
       },
       hooks: { setSelect: [u => this.select(u)], setCursor: [u => this.hover(u)], drawClear: [u => this.drawAlarms(u)] },
     }, this.data(), this.area);
-    this.u.over.addEventListener("mouseenter", () => { this.over = true; });
+    this.u.over.addEventListener("mouseenter", () => { pointed = this; });
     this.u.over.addEventListener("mouseleave", () => this.hide());
   }
 
@@ -99,7 +101,8 @@ export class Plot {
   }
 
   hover(u) {
-    if (!(this.over || document.activeElement === this.card) || u.cursor.left < 0) { if (this.over) this.hide(); return; }
+    if (pointed ? pointed !== this : document.activeElement !== this.card) return;
+    if (u.cursor.left < 0) { tip.hidden = true; return; }
     const x = u.posToVal(u.cursor.left, "x");
     const rows = this.lines.map(line => {
       const value = line.raw[1][nearest(line.raw[0], x)], average = line.smooth?.[1][nearest(line.smooth[0], x)];
@@ -108,15 +111,15 @@ export class Plot {
     });
     const averaged = this.lines.some(line => line.smooth);
     const head = el("tr", {}, el("th", {}, place(state.axis, x)), el("td", { class: "soft" }, averaged ? "average" : ""), averaged ? el("td", { class: "soft" }, "value") : "");
-    hints.tip.replaceChildren(el("table", {}, head, ...rows));
-    hints.tip.hidden = false;
-    const box = u.over.getBoundingClientRect(), tip = hints.tip.getBoundingClientRect();
+    tip.replaceChildren(el("table", {}, head, ...rows));
+    tip.hidden = false;
+    const box = u.over.getBoundingClientRect(), size = tip.getBoundingClientRect();
     const left = box.left + u.cursor.left + 14;
-    hints.tip.style.left = `${Math.max(4, left + tip.width > innerWidth - 4 ? left - tip.width - 28 : left)}px`;
-    hints.tip.style.top = `${Math.max(4, Math.min(innerHeight - tip.height - 4, box.top + 10))}px`;
+    tip.style.left = `${Math.max(4, left + size.width > innerWidth - 4 ? left - size.width - 28 : left)}px`;
+    tip.style.top = `${Math.max(4, Math.min(innerHeight - size.height - 4, box.top + 10))}px`;
   }
 
-  hide() { this.over = false; hints.tip.hidden = true; }
+  hide() { if (pointed === this) pointed = null; tip.hidden = true; }
 
   title(line) {
     const many = state.open.length > 1, lone = this.chart.curves.length === 1;

@@ -5,11 +5,11 @@ import { runColor, state } from "./state.js";
 let rows = [], next = null, read = 0, sorted = { by: "step", up: false }, chosen = null, run = null, steps = null;
 let turn = 0;
 const field = (name, label, attributes) => el("label", {}, label, el("input", { name, ...attributes }));
+const bounds = (label, low, high, attributes) => el("span", { class: "bounds" }, field(low, label, { type: "number", ...attributes }), field(high, "to", { type: "number", ...attributes }));
 const form = el("form", { class: "tools search", onsubmit: event => { event.preventDefault(); search(); } },
   el("label", {}, "Run", el("select", { name: "run", onchange: () => open(form.elements.run.value) })),
   field("text", "Says", { type: "search", placeholder: "words of the prompt or completion" }),
-  field("first", "From step", { type: "number", min: 0 }), field("last", "to", { type: "number", min: 0 }),
-  field("least", "Reward from", { type: "number", step: "any" }), field("most", "to", { type: "number", step: "any" }),
+  bounds("Step from", "first", "last", { min: 0 }), bounds("Reward from", "least", "most", { step: "any" }),
   el("label", {}, "Ended by", el("select", { name: "finish" }, el("option", { value: "" }, "anything"))),
   el("button", { type: "submit", class: "main" }, "Search"));
 const status = el("p", { class: "soft", role: "status" });

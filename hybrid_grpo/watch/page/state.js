@@ -21,7 +21,7 @@ export function recall() {
   state.window = query.get("window") ?? "";
   const range = (query.get("range") ?? "").split("~").map(Number);
   state.range = range.length === 2 && range.every(Number.isFinite) ? range : null;
-  state.open = query.getAll("run");
+  state.open = [...new Set(query.getAll("run"))];
 }
 
 // One run: a colour for each curve. Several: a colour for each run, and dashes for its curves.
