@@ -50,8 +50,10 @@ def page(path: str, size: str = "wide", colors: str = "light") -> Iterator[Any]:
             viewport={"width": width, "height": height}, color_scheme=colors, reduced_motion="reduce"
         )
         tab.set_default_timeout(60_000)
-        yield tab
-        browser.close()
+        try:
+            yield tab
+        finally:
+            browser.close()
 
 
 def until(tab: Any, expression: str, seconds: float = 60.0) -> None:
@@ -68,9 +70,11 @@ def served(*folders: Path) -> Iterator[tuple[str, psutil.Process]]:
     command = [sys.executable, "-m", "hybrid_grpo", "watch", *map(str, folders), "--watch.port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    yield process.stderr.readline().split()[0], psutil.Process(process.pid)
-    process.terminate()
-    process.wait()
+    try:
+        yield process.stderr.readline().split()[0], psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def write_run(folder: Path, steps: int) -> Path:

@@ -22,7 +22,7 @@ from hybrid_grpo.watch.metrics_file import MetricsFile, Row, last_row
 from hybrid_grpo.watch.table import Column, Table
 
 AXES = ("step", "tokens", "hours")
-"""What curves are drawn over: optimizer steps, tokens that were sampled or trained on so far, hours of work so far."""
+"""What curves are drawn over: steps, tokens sampled (in a supervised run: trained on) so far, hours of work so far."""
 _TIMES = ("time/step_s", "time/eval_s", "time/checkpoint_s")
 _TOKENS = ("completion/sampled_tokens", "sft/tokens")
 _ALARMS = ("parity/alarm", "health/alarm")
@@ -140,7 +140,7 @@ class Run:
         if name == "step":
             return steps
         # Of a glimpse, each row stands for all steps since the row before.
-        gaps = np.diff(steps, prepend=min(-1.0, steps[0] - 1) if steps.size else 0.0)
+        gaps = np.diff(steps, prepend=steps[:1] - 1)
         parts = np.nan_to_num([self.table.column(part) for part in (_TIMES if name == "hours" else _TOKENS)])
         total: Column = np.cumsum(parts.sum(axis=0) * gaps)
         return total / 3600 if name == "hours" else total

@@ -56,6 +56,9 @@ def test_axes_are_steps_tokens_and_hours_of_work(make_run, monkeypatch):
     assert run.axis("step")[-1] == 40
     assert run.axis("tokens").tolist() == [100.0 * step for step in range(41)]
     assert run.axis("hours")[-1] == pytest.approx((40 * 2 + 5 * 10) / 3600)
+    first = opened(make_run("later", [{"step": 1, "sft/tokens": 64.0}, {"step": 2, "sft/tokens": 32.0}]))
+    assert first.axis("tokens").tolist() == [64.0, 96.0]
+    assert opened(make_run("empty", [])).axis("hours").tolist() == []
     # From lines all over a file that is not yet read: each stands for the steps before it too.
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": step, "completion/sampled_tokens": 100.0}) + "\n" for step in range(20_000))
