@@ -104,7 +104,7 @@ def measure(steps: int, browser: str) -> dict[str, Any]:
                 tab.goto(url)
                 tab.wait_for_selector(".chart canvas")
                 opened, opened_cpu = time.perf_counter() - start, cpu(process)
-                until(tab, "!document.body.innerText.includes('reading,')", 600)
+                until(tab, "!document.body.innerText.includes('reading,')", 3600)
                 exact, exact_cpu = time.perf_counter() - start, cpu(process)
                 with (run / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps({"step": steps, "reward/mean": 123456.0}) + "\n")

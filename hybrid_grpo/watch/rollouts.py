@@ -16,7 +16,7 @@ class Query:
     """Which completions are looked for. Bounds are inclusive; None is no bound."""
 
     text: str = ""
-    """Part of the prompt or the completion, in upper or lower case."""
+    """Part of the prompt, the completion or what tools said in it, in upper or lower case."""
     finish: str = ""
     """Why the completion ended; empty: for any reason."""
     least: float | None = None
@@ -101,7 +101,8 @@ def _fits(row: dict[str, Any], query: Query) -> bool:
     if not _within(row.get("reward"), query.least, query.most):
         return False
     wanted = query.text.casefold()
-    return wanted in f"{prompt_text(row.get('prompt'))}\0{row.get('completion', '')}".casefold()
+    texts = (prompt_text(row.get("prompt")), str(row.get("completion", "")), prompt_text(row.get("messages") or ""))
+    return any(wanted in text.casefold() for text in texts)
 
 
 def _summary(row: dict[str, Any], step: int, offset: int, text: str) -> dict[str, Any]:

@@ -68,6 +68,14 @@ def test_long_texts_are_shown_around_the_searched_words(tmp_path):
     assert row["completion"].startswith("aaa")
 
 
+def test_what_a_tool_said_is_found(tmp_path):
+    path = tmp_path / "step_000001.jsonl"
+    messages = [{"role": "assistant", "tool_calls": []}, {"role": "tool", "content": "It is raining"}]
+    path.write_text(json.dumps({"prompt": "p", "completion": "c", "messages": messages}) + "\n")
+    assert len(search({1: path}, Query(text="raining")).rows) == 1
+    assert search({1: path}, Query(text="snowing")).rows == []
+
+
 def test_a_place_between_two_lines_or_in_a_file_that_is_gone_has_no_completion(files, tmp_path):
     assert read_row(files[1], 10) is None
     assert read_row(files[1], 10**9) is None

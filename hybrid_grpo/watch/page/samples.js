@@ -93,7 +93,7 @@ async function read_one(row, enter = false) {
   detail.replaceChildren(
     el("header", {}, el("h2", {}, el("span", { class: "dot", style: { background: `var(${runColor(run)})` } }), `Step ${all.step}`),
       el("button", { type: "button", "aria-label": "Close", onclick: () => { detail.hidden = true; chosen = null; body.querySelector(".chosen")?.focus(); show(); } }, "×")),
-    list(facts), ...said("Prompt", all.prompt), ...said("Completion", all.completion),
+    list(facts), ...said("Prompt", all.prompt), ...said("Completion", all.messages?.length > 1 ? all.messages : all.completion),
     ...part("Rewards by function", Object.entries(all.rewards ?? {}).map(([name, value]) => [name, all.failed?.[name] ? `failed: ${all.failed[name]}` : value === null ? "does not apply" : number(value)])),
     ...part("Columns of the data", Object.entries(all.columns ?? {}).map(([name, value]) => [name, plain(value)])),
     ...part("Stored by reward functions", Object.entries(all.extra ?? {}).filter(([, value]) => value !== null).map(([name, value]) => [name, plain(value)])));
@@ -107,7 +107,13 @@ const part = (title, entries) => (entries.length ? [el("h3", {}, title), list(en
 
 function said(title, text) {
   if (!Array.isArray(text)) return [el("h3", {}, title), el("pre", { tabindex: 0, "aria-label": title }, ...(text ? marked(plain(text)) : [el("span", { class: "soft" }, "(empty)")]))];
-  return [el("h3", {}, title), ...text.map(message => el("div", { class: `turn ${message.role}` }, el("b", {}, message.role), el("pre", {}, ...marked(plain(message.content ?? "")))))];
+  return [el("h3", {}, title), ...text.map(message => el("div", { class: `turn ${message.role}` }, el("b", {}, message.role), el("pre", {}, ...marked(spoken(message)))))];
+}
+
+// What a message says, and the tools that it calls.
+function spoken(message) {
+  const calls = (message.tool_calls ?? []).map(call => `${call.function?.name}(${plain(call.function?.arguments ?? "")})`);
+  return [...(message.content ? [plain(message.content)] : []), ...calls].join("\n");
 }
 
 // A text with the searched words marked.
