@@ -22,6 +22,7 @@ from hybrid_grpo.config.commands import (
     ServeRewardConfig,
     SftConfig,
     TrainConfig,
+    WatchConfig,
 )
 from hybrid_grpo.config.critic import CriticConfig
 from hybrid_grpo.config.data import CurriculumConfig, DataConfig, MixtureConfig, PtxConfig

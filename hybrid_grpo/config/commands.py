@@ -24,6 +24,7 @@ from hybrid_grpo.config.rewards import RewardList, ScoringConfig, ServeOptionsCo
 from hybrid_grpo.config.rollout import RolloutConfig
 from hybrid_grpo.config.run import CheckpointConfig, LogConfig, RunConfig
 from hybrid_grpo.config.teacher import TeacherConfig
+from hybrid_grpo.config.watching import WatchOptionsConfig
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -403,3 +404,11 @@ class ServeRewardConfig:
     rewards: RewardList = field(default_factory=list)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     serve: ServeOptionsConfig = field(default_factory=ServeOptionsConfig)
+
+
+@dataclass(frozen=True, config=SECTION)
+class WatchConfig:
+    """A page in the browser over the folders of runs, also while they train. RUNS are run folders, or folders that hold
+    some; what comes into those later is shown too. It reads their files, and changes nothing."""
+
+    watch: WatchOptionsConfig = field(default_factory=WatchOptionsConfig)

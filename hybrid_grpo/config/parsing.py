@@ -19,6 +19,7 @@ from hybrid_grpo.config.commands import (
     ServeRewardConfig,
     SftConfig,
     TrainConfig,
+    WatchConfig,
 )
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.help import help_text
@@ -38,6 +39,7 @@ ConfigT = TypeVar(
     ChatConfig,
     CheckDataConfig,
     ServeRewardConfig,
+    WatchConfig,
 )
 AnyConfigT = TypeVar("AnyConfigT", covariant=True)
 

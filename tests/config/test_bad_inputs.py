@@ -98,6 +98,10 @@ SETTINGS = [
     ("sft --sft.batch_size=0", "sft.batch_size 0 must be 1 or greater"),
     ("plan --config train.yaml --plan.world_size=0", "plan.world_size 0 must be 1 or greater"),
     ("serve-reward --rewards exact_match --serve.port=99999", "serve.port 99999 must be in [0, 65535]"),
+    ("watch listrun --watch.port=99999", "watch.port 99999 must be in [0, 65535]"),
+    ("watch --watch.port=0", "usage: hybrid-grpo watch RUNS..."),
+    ("watch listrun no/such", "no/such is no folder: give the folder of a run"),
+    ("watch train.jsonl", "train.jsonl is no folder"),
     # Rewards
     ("--rewards=[", "rewards [ cannot be read as YAML"),
     ("--rewards=3", "rewards: expected a list such as [{function: exact_match}], got 3"),

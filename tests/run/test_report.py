@@ -4,12 +4,11 @@ import re
 import pytest
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.run.catalogue import CATALOGUE
+from hybrid_grpo.run.catalogue import CATALOGUE, duration
+from hybrid_grpo.run.charts import CHARTS
 from hybrid_grpo.run.report import (
-    CHARTS,
     PARTS,
     differing,
-    duration,
     key_numbers,
     samples,
     step_parts,

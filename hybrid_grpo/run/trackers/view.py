@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybrid_grpo.run.report import CHARTS, PARTS
+from hybrid_grpo.run.charts import CHARTS
+from hybrid_grpo.run.report import PARTS
 from hybrid_grpo.run.trackers.entries import STEP
 
 QUESTIONS = {

@@ -8,7 +8,7 @@ import pytest
 
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.run.catalogue import CATALOGUE, find
-from hybrid_grpo.run.report import CHARTS
+from hybrid_grpo.run.charts import CHARTS
 from hybrid_grpo.run.trackers.view import QUESTIONS, make_view, plots
 from hybrid_grpo.run.trackers.wandb import WandbTracker
 
