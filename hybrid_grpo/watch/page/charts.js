@@ -5,16 +5,23 @@ import { state } from "./state.js";
 
 const plots = new Map();
 const visible = new Set();
-let shape = "", zoom = () => {}, onSpan = () => {}, asked = 0;
+let shape = "",
+  zoom = () => {},
+  onSpan = () => {},
+  asked = 0;
 
-const watcher = new IntersectionObserver(entries => {
-  for (const entry of entries) {
-    const plot = [...plots.values()].find(candidate => candidate.card === entry.target);
-    if (!plot) continue;
-    if (entry.isIntersecting) visible.add(plot); else visible.delete(plot);
-  }
-  drawCharts();
-}, { rootMargin: "250px" });
+const watcher = new IntersectionObserver(
+  entries => {
+    for (const entry of entries) {
+      const plot = [...plots.values()].find(candidate => candidate.card === entry.target);
+      if (!plot) continue;
+      if (entry.isIntersecting) visible.add(plot);
+      else visible.delete(plot);
+    }
+    drawCharts();
+  },
+  { rootMargin: "250px" },
+);
 
 let width = 0;
 new ResizeObserver(() => {
@@ -24,29 +31,41 @@ new ResizeObserver(() => {
 }).observe(byId("charts"));
 
 // zoom: see Plot; span: called with the ends of the axis whenever curves came.
-export function useCharts(zoomTo, spanIs) { zoom = zoomTo; onSpan = spanIs; }
+export function useCharts(zoomTo, spanIs) {
+  zoom = zoomTo;
+  onSpan = spanIs;
+}
 
 export async function layOut() {
   const charts = state.open.length ? await ask("charts", { run: state.open }) : [];
   const now = JSON.stringify(charts);
   if (now === shape) return;
   shape = now;
-  watcher.disconnect(); visible.clear();
-  const before = new Map(plots), closed = new Map([...document.querySelectorAll(".section")].map(section => [section.dataset.name, !section.open]));
+  watcher.disconnect();
+  visible.clear();
+  const before = new Map(plots),
+    closed = new Map([...document.querySelectorAll(".section")].map(section => [section.dataset.name, !section.open]));
   plots.clear();
   const sections = new Map();
   for (const chart of charts) sections.set(chart.section, [...(sections.get(chart.section) ?? []), chart]);
   const scrolled = scrollY;
-  byId("charts").replaceChildren(...[...sections].map(([section, members]) => {
-    const cards = members.map(chart => {
-      // A chart that stays as it was keeps what the reader has opened.
-      const key = JSON.stringify(chart), plot = before.get(key) ?? new Plot(chart, zoom);
-      plots.set(key, plot);
-      return plot.card;
-    });
-    return el("details", { class: "section", "data-name": section, open: !(closed.get(section) ?? section === "More") }, el("summary", {}, el("h2", {}, section), el("span", { class: "soft" }, String(members.length))),
-      el("div", { class: "charts" }, ...cards));
-  }));
+  byId("charts").replaceChildren(
+    ...[...sections].map(([section, members]) => {
+      const cards = members.map(chart => {
+        // A chart that stays as it was keeps what the reader has opened.
+        const key = JSON.stringify(chart),
+          plot = before.get(key) ?? new Plot(chart, zoom);
+        plots.set(key, plot);
+        return plot.card;
+      });
+      return el(
+        "details",
+        { class: "section", "data-name": section, open: !(closed.get(section) ?? section === "More") },
+        el("summary", {}, el("h2", {}, section), el("span", { class: "soft" }, String(members.length))),
+        el("div", { class: "charts" }, ...cards),
+      );
+    }),
+  );
   scrollTo(0, scrolled);
   findCharts();
   for (const plot of plots.values()) watcher.observe(plot.card);
@@ -55,9 +74,15 @@ export async function layOut() {
 export async function drawCharts() {
   const shown = [...visible].filter(plot => plot.card.offsetParent);
   if (!shown.length || !state.open.length) return;
-  const turn = ++asked, [low, high] = state.range ?? [null, null];
+  const turn = ++asked,
+    [low, high] = state.range ?? [null, null];
   const answer = await ask("curves", {
-    run: state.open, name: [...new Set(shown.flatMap(plot => plot.names()))], axis: state.axis, low, high, window: state.window,
+    run: state.open,
+    name: [...new Set(shown.flatMap(plot => plot.names()))],
+    axis: state.axis,
+    low,
+    high,
+    window: state.window,
     points: 2 * Math.max(300, Math.max(...shown.map(plot => plot.area.clientWidth))),
   });
   if (turn !== asked) return;
@@ -67,12 +92,18 @@ export async function drawCharts() {
   onSpan(span);
 }
 
-export function redrawCharts() { for (const plot of plots.values()) if (plot.u) plot.remake(); }
+export function redrawCharts() {
+  for (const plot of plots.values()) if (plot.u) plot.remake();
+}
 
 export function findCharts() {
   const wanted = byId("find-chart").value.trim().toLowerCase();
   for (const plot of plots.values()) {
-    const words = [plot.chart.section, plot.chart.title, ...plot.chart.curves.flatMap(curve => [curve.name, curve.label])];
+    const words = [
+      plot.chart.section,
+      plot.chart.title,
+      ...plot.chart.curves.flatMap(curve => [curve.name, curve.label]),
+    ];
     plot.card.hidden = !words.some(word => word.toLowerCase().includes(wanted));
   }
   for (const section of document.querySelectorAll(".section")) {

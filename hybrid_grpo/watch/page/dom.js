@@ -38,8 +38,12 @@ export function duration(seconds) {
   return hours < 48 ? `${hours} h ${String(minutes % 60).padStart(2, "0")} min` : `${Math.round(hours / 24)} days`;
 }
 
-export const place = (axis, value) =>
-  axis === "hours" ? `${value.toFixed(value < 10 ? 3 : 1)} h` : `${axis === "step" ? "step " : ""}${Math.round(value).toLocaleString("en-US")}${axis === "tokens" ? " tokens" : ""}`;
+export const whole = value => Math.round(value).toLocaleString("en-US");
+
+export function place(axis, value) {
+  if (axis === "hours") return `${value.toFixed(value < 10 ? 3 : 1)} h`;
+  return axis === "step" ? `step ${whole(value)}` : `${whole(value)} tokens`;
+}
 
 // Lists in `parameters` are given several times; what is empty is left out.
 export async function ask(question, parameters = {}) {
@@ -48,7 +52,9 @@ export async function ask(question, parameters = {}) {
     for (const item of Array.isArray(value) ? value : [value])
       if (item !== null && item !== undefined && item !== "") query.append(name, item);
   const response = await fetch(`api/${question}?${query}`);
-  const answer = await response.json().catch(() => ({ error: "The server has failed: see what it says where it was started." }));
+  const answer = await response
+    .json()
+    .catch(() => ({ error: "The server has failed: see what it says where it was started." }));
   if (!response.ok) throw new Error(answer.error);
   return answer;
 }

@@ -1,12 +1,12 @@
 // The list of runs: which are there, how far they are, and which of them are shown.
-import { byId, duration, el } from "./dom.js";
+import { byId, duration, el, whole } from "./dom.js";
 import { runColor, state } from "./state.js";
 
 const QUIET_S = 60;
 
 function progress(run) {
   if (run.step === null || run.step === undefined) return "no steps yet";
-  const steps = `step ${run.step.toLocaleString("en-US")}${run.steps ? ` of ${run.steps.toLocaleString("en-US")}` : ""}`;
+  const steps = `step ${whole(run.step)}${run.steps ? ` of ${whole(run.steps)}` : ""}`;
   if (run.steps && run.step >= run.steps) return `${steps}, finished`;
   const quiet = run.age > Math.max(QUIET_S, 5 * (run.step_seconds ?? 0));
   if (quiet) return `${steps}, silent for ${duration(run.age)}`;
@@ -15,7 +15,11 @@ function progress(run) {
 }
 
 function isLive(run) {
-  return !(run.steps && run.step >= run.steps) && run.age !== null && run.age <= Math.max(QUIET_S, 5 * (run.step_seconds ?? 0));
+  return (
+    !(run.steps && run.step >= run.steps) &&
+    run.age !== null &&
+    run.age <= Math.max(QUIET_S, 5 * (run.step_seconds ?? 0))
+  );
 }
 
 const items = new Map();
@@ -24,9 +28,16 @@ const items = new Map();
 export function showRuns(choose) {
   const wanted = byId("find-run").value.toLowerCase();
   byId("count").textContent = `${state.open.length} of ${state.runs.size}`;
-  for (const [name, item] of items) if (!state.runs.has(name)) { item.line.remove(); items.delete(name); }
+  for (const [name, item] of items)
+    if (!state.runs.has(name)) {
+      item.line.remove();
+      items.delete(name);
+    }
   for (const run of state.runs.values()) {
-    if (!items.has(run.run)) { items.set(run.run, makeItem(run, choose)); byId("runs").append(items.get(run.run).line); }
+    if (!items.has(run.run)) {
+      items.set(run.run, makeItem(run, choose));
+      byId("runs").append(items.get(run.run).line);
+    }
     update(items.get(run.run), run);
     items.get(run.run).line.hidden = !run.run.toLowerCase().includes(wanted);
   }
@@ -35,18 +46,32 @@ export function showRuns(choose) {
 function makeItem(run, choose) {
   const item = {
     box: el("input", { type: "checkbox", onchange: event => choose(run.run, event.target.checked) }),
-    live: el("i", { class: "live", title: "being written" }), progress: el("span", { class: "soft" }),
-    done: el("span"), note: el("span"),
+    live: el("i", { class: "live", title: "being written" }),
+    progress: el("span", { class: "soft" }),
+    done: el("span"),
+    note: el("span"),
   };
-  item.label = el("label", { class: "run", title: run.folder }, item.box, el("span", { class: "name" }, run.run, item.live), item.progress,
-    el("span", { class: "track" }, item.done), item.note);
-  item.only = el("button", { type: "button", class: "only", "aria-label": `Show only ${run.run}`, onclick: () => choose(run.run, true, true) }, "only");
+  item.label = el(
+    "label",
+    { class: "run", title: run.folder },
+    item.box,
+    el("span", { class: "name" }, run.run, item.live),
+    item.progress,
+    el("span", { class: "track" }, item.done),
+    item.note,
+  );
+  item.only = el(
+    "button",
+    { type: "button", class: "only", "aria-label": `Show only ${run.run}`, onclick: () => choose(run.run, true, true) },
+    "only",
+  );
   item.line = el("li", {}, item.label, item.only);
   return item;
 }
 
 function update(item, run) {
-  const isOpen = state.open.includes(run.run), reading = isOpen && state.numbers.get(run.run);
+  const isOpen = state.open.includes(run.run),
+    reading = isOpen && state.numbers.get(run.run);
   item.box.checked = isOpen;
   item.label.style.setProperty("--run", isOpen ? `var(${runColor(run.run)})` : "var(--faint)");
   item.live.hidden = !isLive(run);
@@ -55,6 +80,10 @@ function update(item, run) {
   item.only.hidden = state.runs.size < 2;
   const damaged = reading && reading.damaged > 0;
   item.note.className = damaged ? "bad" : "soft";
-  item.note.textContent = reading && reading.read < 1 ? `reading, ${Math.floor(100 * reading.read)} %: curves are coarse until then`
-    : damaged ? `${reading.damaged} damaged lines are left out` : "";
+  item.note.textContent =
+    reading && reading.read < 1
+      ? `reading, ${Math.floor(100 * reading.read)} %: curves are coarse until then`
+      : damaged
+        ? `${reading.damaged} damaged lines are left out`
+        : "";
 }

@@ -1,9 +1,16 @@
 // What is shown. It stands in the page's address, so that a reload or a bookmark shows the same.
 
 export const state = {
-  view: "curves", open: [], axis: "step", window: "", range: null,
+  view: "curves",
+  open: [],
+  axis: "step",
+  window: "",
+  range: null,
   // Of the server: all runs by name; of those that are open, the numbers, the alarms, and the settings that differ.
-  runs: new Map(), numbers: new Map(), alarms: [], differing: [],
+  runs: new Map(),
+  numbers: new Map(),
+  alarms: [],
+  differing: [],
 };
 
 export function remember() {
