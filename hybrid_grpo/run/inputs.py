@@ -36,8 +36,11 @@ from hybrid_grpo.rewards.loading import Reward, load_entries
 from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.evaluation import EvalSet
+from hybrid_grpo.run.guests import Guests
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.pretraining import PretrainingLoss
+from hybrid_grpo.turns import Conversations, conversations_of, with_tools
+from hybrid_grpo.turns.tools import tool_names
 
 if TYPE_CHECKING:
     from hybrid_grpo.policy import Policy
@@ -63,6 +66,10 @@ class RunInputs:
     """Tokens that end a completion."""
     pretraining: PretrainingLoss | None
     """Learned beside the rewards; None where `ptx.coef` is 0."""
+    guests: Guests
+    """Other writers of the groups; there may be none."""
+    conversations: Conversations | None
+    """Answer the turns of completions; None without `rollout.tools`."""
     facts: dict[str, str]
     """What was read, in lines for the console and the run folder."""
 
@@ -112,7 +119,12 @@ class RunInputs:
         """A meter for the numbers of the run's rewards, held-out sets and `sources` of prompts."""
         samples = max((held_out.settings.rollout.num_generations for held_out in self.eval_sets), default=1)
         names = [held_out.name for held_out in self.eval_sets]
-        return Meter(self.rewards.names, names, device, sources, samples)
+        tools = tool_names(self.conversations.tools.names) if self.conversations else []
+        return Meter(self.rewards.names, names, device, sources, samples, self.guests.names, tools)
+
+    def tool_numbers(self) -> Numbers:
+        """What the tools did since the last call of this, by metric."""
+        return {} if self.conversations is None else self.conversations.numbers()
 
     @property
     def _all_prompts(self) -> list[list[Prompt]]:
@@ -136,13 +148,16 @@ class RunInputs:
         tokenizer = load_tokenizer(config.policy.model)
         rewards = {setting: Rewards(found, config.scoring, tokenizer) for setting, found in loaded.items()}
         own = rewards["rewards"]
+        ends = stop_ids(config.policy.model, tokenizer, config.rollout.stop_ids, model_config)
+        conversations = conversations_of(config, tokenizer, ends)
+        data = with_tools(config.data, conversations)
         stream: PromptStream | None = None
         if config.data.streaming:
-            stream = PromptStream(config.data, tokenizer, config.run.seed, partial(_check_ids, model_config))
+            stream = PromptStream(data, tokenizer, config.run.seed, partial(_check_ids, model_config))
             prompts, report = stream.prompts, stream.fact
-            check_lengths(model_config, stream.longest + config.rollout.max_completion_tokens)
+            check_lengths(model_config, stream.longest + config.rollout.max_read_tokens)
         else:
-            prompts, report = read_prompts(config.data, tokenizer)
+            prompts, report = read_prompts(data, tokenizer)
         if stream is None and len(prompts) < config.rollout.prompts_per_step:
             raise UserError(
                 f"rollout.prompts_per_step {config.rollout.prompts_per_step} is more than the {len(prompts)} prompts"
@@ -152,10 +167,10 @@ class RunInputs:
         own.check_columns(prompts[0].columns)
         check_prompts(prompts, model_config, config.rollout)
         check_token_ids(config.rollout, model_config)
-        ends = stop_ids(config.policy.model, tokenizer, config.rollout.stop_ids, model_config)
         eval_sets: list[EvalSet] = []
         for held_out in sets:
-            read, line = read_prompts(held_out.data, tokenizer, held_out_source(held_out))
+            asked = with_tools(held_out.data, conversations)
+            read, line = read_prompts(asked, tokenizer, held_out_source(held_out))
             if shared := count_equal(prompts, read):
                 line += f"; {shared} of them are prompts to train on too: see hybrid-grpo data"
             drawn = held_out.rollout
@@ -176,10 +191,15 @@ class RunInputs:
         if pretraining is not None:
             facts["ptx"] = pretraining.fact
             check_prompt_ids(pretraining.rows, model_config)
+        guests = Guests(config, tokenizer, prompts, ends, model_config.get_text_config().vocab_size)
+        facts |= guests.facts
         outcome = config.eval.outcome or reward_name(config.rewards[0])
         facts["sampling"] = sampling_line(config.rollout, ends, tokenizer)
         facts["rewards"] = ", ".join(f"{reward.weight:g} {reward_name(reward)}" for reward in config.rewards)
-        return cls(tokenizer, own, outcome, prompts, stream, eval_sets, objective, ends, pretraining, facts)
+        if conversations is not None:
+            facts["tools"] = ", ".join(conversations.tools.names)
+        parts = (eval_sets, objective, ends, pretraining, guests, conversations)
+        return cls(tokenizer, own, outcome, prompts, stream, *parts, facts)
 
 
 def _load_rewards(config: TrainConfig, sets: list[HeldOut]) -> dict[str, list[Reward]]:
@@ -199,7 +219,7 @@ def _load_rewards(config: TrainConfig, sets: list[HeldOut]) -> dict[str, list[Re
 
 def check_prompts(prompts: list[Prompt], model_config: Any, rollout: RolloutConfig) -> None:
     """Refuse prompts that the model cannot read, or complete at the length that is asked for."""
-    check_lengths(model_config, max(len(prompt.token_ids) for prompt in prompts) + rollout.max_completion_tokens)
+    check_lengths(model_config, max(len(prompt.token_ids) for prompt in prompts) + rollout.max_read_tokens)
     _check_ids(model_config, prompts)
 
 
