@@ -18,12 +18,10 @@ from hybrid_grpo.config.commands import (
     CheckDataConfig,
     EvaluateConfig,
     GenerateConfig,
-    ModelRunConfig,
     RewardStageConfig,
     ScoreConfig,
     ServeRewardConfig,
     SftConfig,
-    TrainConfig,
 )
 from hybrid_grpo.config.data import DataConfig, PtxConfig
 from hybrid_grpo.config.errors import UserError, refuse
@@ -31,6 +29,7 @@ from hybrid_grpo.config.held_out import check_best, held_out_sets
 from hybrid_grpo.config.network import bearer_token, is_loopback
 from hybrid_grpo.config.publishing import PublishOptionsConfig
 from hybrid_grpo.config.rewards import RewardConfig
+from hybrid_grpo.config.train import ModelRunConfig, TrainConfig
 
 _MOST_ROWS = 2**16
 """Completions of one rollout on a rank. More would not fit in memory, and already their plan would take minutes."""

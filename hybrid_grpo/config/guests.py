@@ -11,7 +11,7 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import SECTION, Count, Name, Text
 
 if TYPE_CHECKING:
-    from hybrid_grpo.config.commands import TrainConfig
+    from hybrid_grpo.config.train import TrainConfig
 
 
 @dataclass(frozen=True, config=SECTION)
