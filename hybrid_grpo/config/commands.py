@@ -115,10 +115,8 @@ class TrainConfig(ModelRunConfig):
             "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
             " the settings of curriculum",
         )
-        refuse(
-            self.data.streaming and self.curriculum.follows,
-            "data.streaming keeps no success rates, which the settings of curriculum follow: take out one of the two",
-        )
+        files = [guest.name for guest in rollout.guests if guest.path is not None]
+        self.data.check_stream(follows=self.curriculum.follows, guests=files, teacher=self.teacher.is_set)
         for reward in self.rewards:
             for source in reward.sources:
                 refuse(

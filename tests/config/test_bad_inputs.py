@@ -150,6 +150,11 @@ SETTINGS = [
     ("--data.streaming=true --data.split=train[:9]", "data.split train[:9] needs all rows", "name a whole split"),
     ("--data.streaming=true --data.over_long=refuse", "data.over_long refuse needs all rows", "set it to drop"),
     ("--data.streaming=true --curriculum.sampling=difficulty", "data.streaming keeps no success rates"),
+    ("--data.streaming=true --teacher.model=model", "teacher is checked with all prompts", "data.streaming does not"),
+    (
+        "--data.streaming=true --rollout.guests='[{name: old, weight: baseline, path: train.jsonl}]'",
+        "rollout.guests old: a file has completions of prompts that are known before the run",
+    ),
     ("train --data.task=letters --data.streaming=true", "data.task letters makes its rows itself"),
     (
         "train --policy.model=model --rewards exact_match --data.streaming=true --data.mixture='[{path: train.jsonl}]'",
