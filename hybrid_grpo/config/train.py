@@ -112,10 +112,7 @@ class TrainConfig(ModelRunConfig):
             "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
             " the settings of curriculum",
         )
-        refuse(
-            self.data.streaming and self.curriculum.follows,
-            "data.streaming keeps no success rates, which the settings of curriculum follow: take out one of the two",
-        )
+        self.data.check_stream(follows=self.curriculum.follows, teacher=self.teacher.is_set)
         for reward in self.rewards:
             for source in reward.sources:
                 refuse(
@@ -153,11 +150,6 @@ class TrainConfig(ModelRunConfig):
 
     def _check_teacher(self) -> None:
         self.teacher.check(self.data.prompt_column)
-        refuse(
-            self.teacher.prompt_column is not None and self.data.streaming,
-            f"teacher.prompt_column {self.teacher.prompt_column} is looked for in all rows before the run, which"
-            " data.streaming reads only as it goes: take out one of them",
-        )
         compares = ("baseline", "scale_rewards", "combine_rewards", "step_credit", "overlong_buffer", "kl_in")
         for name in (*compares, "dynamic_sampling") if self.rollout.num_generations < 2 else ():
             value, default = getattr(self.grpo, name), GrpoConfig.__dataclass_fields__[name].default

@@ -160,6 +160,7 @@ SETTINGS = [
     ("--data.streaming=true --data.split=train[:9]", "data.split train[:9] needs all rows", "name a whole split"),
     ("--data.streaming=true --data.over_long=refuse", "data.over_long refuse needs all rows", "set it to drop"),
     ("--data.streaming=true --curriculum.sampling=difficulty", "data.streaming keeps no success rates"),
+    ("--data.streaming=true --teacher.model=model", "teacher is checked with all prompts", "data.streaming does not"),
     ("train --data.task=letters --data.streaming=true", "data.task letters makes its rows itself"),
     (
         "train --policy.model=model --rewards exact_match --data.streaming=true --data.mixture='[{path: train.jsonl}]'",
