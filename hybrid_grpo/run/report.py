@@ -98,6 +98,8 @@ def charts(lines: list[Line]) -> list[dict[str, Any]]:
     for section, members in CHARTS.items():
         for chart in members:
             curves = [curve for pattern in chart["metrics"] for curve in _curves(pattern, known, lines)]
+            if chart.get("compared"):
+                curves = [_compared(curve) for curve in curves] if len(curves) > 1 else []
             band = chart["band"] if chart.get("band") in known else None
             caption = describe(band).meaning if band else ""
             entry = {
@@ -117,9 +119,18 @@ def _curves(pattern: str, known: list[str], lines: list[Line]) -> Iterable[dict[
     expression = re.compile(re.sub(r"<\w+>", "([^/]+)", pattern))
     for match in filter(None, map(expression.fullmatch, known)):
         metric = describe(match[0])
-        label = " @".join(match.groups()) if match.groups() else metric.name.split("/")[1].replace("_", " ")
+        stage, what, *_ = metric.name.split("/")
+        label = " @".join(match.groups()) if match.groups() else (stage if what == "mean" else what).replace("_", " ")
         values = _column(metric.name, lines)
         yield {"label": label, "meaning": metric.meaning, "noisy": _is_noisy(metric), "values": values}
+
+
+def _compared(curve: dict[str, Any]) -> dict[str, Any]:
+    """The curve with `drawn`, its values as shares of the way from its lowest to its highest one."""
+    values = [value for value in curve["values"] if value is not None]
+    low, high = min(values), max(values)
+    drawn = [None if value is None else (value - low) / (high - low or 1.0) for value in curve["values"]]
+    return {**curve, "drawn": drawn}
 
 
 def _column(name: str, lines: list[Line]) -> list[float | None]:
