@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -170,7 +171,10 @@ def test_the_three_stages_hand_on_what_they_make(tmp_path, monkeypatch):
     assert len(list(place.parent.glob("three-stages.*/of an earlier run"))) == 1
     monkeypatch.chdir(SCRIPTS.parent)
     for name in ("sft/model", "reward/model"):  # which the launcher would have left
-        (place / name).mkdir(parents=True)
+        shutil.copytree(place / "task/model", place / name)
+    (place / "pairs").mkdir()
+    for name in ("train", "heldout"):
+        (place / f"pairs/{name}.jsonl").write_text('{"prompt": "ba=", "chosen": "ab", "rejected": "a"}\n')
     warmup = parse(SftConfig, sft[sft.index("sft") + 1 :], "sft").config
     sampled = parse(GenerateConfig, generate[generate.index("generate") + 1 :], "generate").config
     judge = parse(RewardStageConfig, reward[reward.index("reward") + 1 :], "reward").config

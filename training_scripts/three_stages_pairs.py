@@ -16,8 +16,8 @@ from hybrid_grpo.rewards.rules import exact_match, letters_in_place
 
 NOISE = 0.1
 """Share of the pairs whose labels are exchanged, in each file."""
-PAIRS_OF_A_PROMPT = 16
 CLEAR = 1.0
+"""Least difference of the true scores of a pair. Only a right and a wrong answer are so far apart."""
 HELD_OUT_PROMPTS = 500
 
 
@@ -46,7 +46,7 @@ def make_pairs(samples: list[dict[str, Any]], seed: int) -> dict[str, list[dict[
                 for one, other in itertools.permutations(groups[prompt], 2)
                 if groups[prompt][one] - groups[prompt][other] >= CLEAR
             ]
-            rows[split] += draw.sample(found, min(len(found), PAIRS_OF_A_PROMPT))
+            rows[split] += draw.sample(found, len(found))
         for row in draw.sample(rows[split], round(NOISE * len(rows[split]))):
             row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
     return rows
