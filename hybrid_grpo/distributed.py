@@ -119,6 +119,15 @@ def all_gather_objects(value: T) -> list[T]:
     return values
 
 
+def from_first_rank(value: T) -> T:
+    """The value of rank 0, on every rank; what the others give is not looked at."""
+    if world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 def barrier() -> None:
     """Wait for all ranks."""
     if world_size() > 1:

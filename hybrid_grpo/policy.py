@@ -4,7 +4,7 @@ it; and the scorer, which gives one number a token and is trained alike."""
 import functools
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,15 +15,15 @@ from transformers.utils import cached_file
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
-from hybrid_grpo.data.packing import pack, pack_pairs, pad, pad_pairs, token_budget
+from hybrid_grpo.data.packing import Places, pack, pack_pairs, pad, pad_pairs, token_budget
 from hybrid_grpo.distributed import all_reduce, rank
 from hybrid_grpo.engine import StepResult
-from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling, Stats, Workspace
+from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling, Stats, Turns, Workspace, complete_rest
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.average import MovingAverage
 from hybrid_grpo.model.loading import load_config, load_model, plain_attention, training_attention
-from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.scalar import ScalarModel, load_scalar_model, scalar_config
 from hybrid_grpo.model.view import meta_copy
@@ -140,9 +140,11 @@ class Policy(TrainedModel):
 
     Attributes:
         journal: keeps finished completions; set by the run.
+        turns: answers the turns of completions; None where a completion is one turn.
     """
 
     journal: Journal | None = None
+    turns: Turns | None = None
 
     def __init__(
         self,
@@ -179,20 +181,23 @@ class Policy(TrainedModel):
         step: int,
         on_finish: OnFinish | None = None,
         on_step: OnStep | None = None,
+        given: Mapping[int, Completion] | None = None,
     ) -> tuple[Rollout, Stats]:
-        """Sample `num_generations` completions of every prompt, but for those that are in the journal, if there is one.
-        Ranks enter and leave together."""
-        requests, sampling = requests_of(prompts, config.num_generations, seed, step), sampling_of(config, stop_ids)
+        """Sample `num_generations` completions of every prompt, but for those that are in the journal, if there is one,
+        and those `given` by the keys of their random streams (see `requests_of`). Ranks enter and leave together."""
+        requests, sampling = requests_of(prompts, config, seed, step), sampling_of(config, stop_ids)
         with self.engine.generation() as view:
 
             def sample(requests: list[Request], on_finish: OnFinish | None) -> Any:
                 called = on_finish, on_step
-                return complete(view, self.tokenizer, requests, sampling, config, *called, self.workspace)
+                return complete(
+                    view, self.tokenizer, requests, sampling, config, *called, self.workspace, turns=self.turns
+                )
 
             if self.journal is None:
-                groups, stats = sample(requests, on_finish)
+                groups, stats = complete_rest(requests, given or {}, on_finish, sample)
             else:
-                groups, stats = self.journal.complete(step, requests, on_finish, sample)
+                groups, stats = self.journal.complete(step, requests, on_finish, sample, given)
         return Rollout(prompts, [c for group in groups for c in group], config.num_generations), stats
 
     def complete(
@@ -201,7 +206,14 @@ class Policy(TrainedModel):
         """Completions of requests by the policy as it is, which no journal keeps. Ranks enter and leave together."""
         with self.engine.generation() as view:
             groups, _ = complete(
-                view, self.tokenizer, requests, sampling, config, on_step=on_step, workspace=self.workspace
+                view,
+                self.tokenizer,
+                requests,
+                sampling,
+                config,
+                on_step=on_step,
+                workspace=self.workspace,
+                turns=self.turns,
             )
         return groups
 
@@ -212,18 +224,21 @@ class Policy(TrainedModel):
         rows: Sequence[int] | None = None,
         *,
         gradients: bool = True,
+        places: Places | None = None,
     ) -> list[MicroBatch]:
-        """Rows (default: all) in micro-batches within `token_budget`, equally many on every rank. Collective."""
+        """Rows (default: all) in micro-batches within `token_budget`, equally many on every rank; targets are the
+        completion tokens at `places` (default: all). Collective."""
         rows = range(len(prompt_ids)) if rows is None else rows
         budget = self.budget(gradients)
         if self.packs:
-            return pack(prompt_ids, completion_ids, rows, budget, self.engine.device, share=self.config.shared_prefix)
-        return pad(prompt_ids, completion_ids, rows, budget, self.engine.device)
+            share, device = self.config.shared_prefix, self.engine.device
+            return pack(prompt_ids, completion_ids, rows, budget, device, share=share, places=places)
+        return pad(prompt_ids, completion_ids, rows, budget, self.engine.device, places)
 
-    def forward(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probability (differentiable) and entropy of the completion tokens, float32 [b, T]. Collective."""
-        logp_N, entropy_N = self.engine(*micro.inputs, temperature)
-        return micro.unflatten(logp_N), micro.unflatten(entropy_N)
+    def forward(self, micro: MicroBatch, temperature: float, more: HeadFunction | None = None) -> tuple[Tensor, ...]:
+        """Log-probability (differentiable) and entropy of the completion tokens, and what `more` computes of them,
+        float32 [b, T]; see `LogprobModel`. Collective."""
+        return tuple(micro.unflatten(value_N) for value_N in self.engine(*micro.inputs, temperature, more))
 
     def learn(
         self,

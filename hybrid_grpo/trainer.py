@@ -10,10 +10,9 @@ from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch, Prompt, Rollout, Scores, TrainBatch
-from hybrid_grpo.data.curriculum import Curriculum
-from hybrid_grpo.distributed import rank
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
+from hybrid_grpo.grpo.distillation import TeacherSignal
 from hybrid_grpo.grpo.kl import KlController
 from hybrid_grpo.grpo.loss import micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
@@ -24,6 +23,7 @@ from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.measure import measure_parity, measure_sampling, measure_step, measure_training
 from hybrid_grpo.run.stage import Stage
+from hybrid_grpo.run.teacher import Teacher
 
 
 class Trainer(Stage):
@@ -36,6 +36,7 @@ class Trainer(Stage):
         inputs: prompts and rewards.
         device: the device of this rank.
         critic: what advantages are relative to, instead of the group, with grpo.baseline critic (PPO).
+        teacher: whom the policy is to come near, beside what it learns from rewards (on-policy distillation).
     """
 
     def __init__(
@@ -47,21 +48,19 @@ class Trainer(Stage):
         inputs: RunInputs,
         device: torch.device,
         critic: Critic | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.config, self.plan, self.device, self.reference, self.inputs = config, plan, device, reference, inputs
-        self.critic = critic
+        self.critic, self.teacher = critic, teacher
         self.policy: Policy = policy
         self.eval_sets = inputs.eval_sets
         self.meter = inputs.meter(device, config.data.source_names)
-        self.loader = Curriculum(inputs.prompts, plan, rank(), config.curriculum, config.run.seed, config.data, device)
+        self.loader = inputs.loader(config, plan, device)
         self.kl = KlController(config.grpo, plan.rows, device)
-        grpo, filtered = config.grpo, config.rollout.logprobs == "sampling"
-        auto = filtered or grpo.sampler_correction != "none"
-        self.recomputes = auto if grpo.old_logp == "auto" else grpo.old_logp == "policy"
         # The filtered distribution is not the policy's: with its log-probabilities no ratio is 1.
-        self.starts_on_policy = self.recomputes or not filtered
+        self.starts_on_policy = config.recomputes_old_logp or config.rollout.logprobs == "softmax"
         self.parts = {"loader": self.loader, "kl": self.kl, **inputs.parts}
-        self.shards = reference if grpo.ref_every else None
+        self.shards = reference if config.grpo.ref_every else None
 
     def step(self, step: int) -> None:
         """One GRPO step (DeepSeekMath, arXiv:2402.03300, algorithm 1, inner loop)."""
@@ -69,8 +68,10 @@ class Trainer(Stage):
             rollout, scores = self.collect(step)
             old_logp_BT = self.old_logprobs(rollout)
             ref_logp_BT = self.reference_logprobs(rollout)
-            advantages_BT = self.advantages(rollout, scores, old_logp_BT, ref_logp_BT)
-            self.improve(rollout, advantages_BT, old_logp_BT, ref_logp_BT)
+            taught = self.ask_teacher(rollout, old_logp_BT)
+            advantages_BT = taught.beside(self.advantages(rollout, scores, old_logp_BT, ref_logp_BT))
+            sampler_logp_BT = rollout.logp_BT.to(self.device)
+            self.improve(rollout, Signals(sampler_logp_BT, old_logp_BT, ref_logp_BT, advantages_BT, taught))
             self.refresh_reference(step)
         self.last_rollout = (rollout, scores, mean_over_tokens(advantages_BT, rollout))
         self.measure(rollout, scores)
@@ -106,7 +107,8 @@ class Trainer(Stage):
                 # Most functions have given their scores during sampling.
                 scores = stream.scores(gives_up=self.progress.asked)
             self.meter.add("time/reward_s", stream.seconds)
-        self.loader.note(prompts, scores.right_B(self.inputs.outcome, prompts), self.config.eval.threshold)
+        own = scores.first(self.plan.own_generations, self.plan.num_generations)
+        self.loader.note(prompts, own.right_B(self.inputs.outcome, prompts), self.config.eval.threshold)
         return rollout, scores
 
     def draw_prompts(self) -> list[Prompt]:
@@ -114,26 +116,25 @@ class Trainer(Stage):
         return self.loader.next_prompts(self.plan.num_minibatches)
 
     def sample(self, prompts: list[Prompt], step: int, on_finish: OnFinish | None = None) -> Rollout:
-        """Complete every prompt `num_generations` times with the policy as it is."""
-        start, look = time.perf_counter(), self.progress.look
-        config, stop_ids, seed = self.config.rollout, self.inputs.stop_ids, self.config.run.seed
+        """Complete every prompt `num_generations` times, with the policy as it is and with guests."""
+        given, numbers = self.inputs.guests.completions(prompts, step, self.progress.beat)
+        self.meter.update(numbers)
+        start, seed, look = time.perf_counter(), self.config.run.seed, self.progress.look
+        settings = self.config.rollout, self.inputs.stop_ids
         rollout, stats = self.policy.rollout(
-            prompts, config, stop_ids, seed=seed, step=step, on_finish=on_finish, on_step=look
+            prompts, *settings, seed=seed, step=step, on_finish=on_finish, on_step=look, given=given
         )
-        gather_s, release_s = self.policy.engine.gather_s, self.policy.engine.release_s
-        self.meter.update(measure_sampling(rollout, time.perf_counter() - start, gather_s, release_s))
-        if self.device.type != "cpu":
-            self.meter.add("throughput/graph_captures", stats.captures)
+        times = time.perf_counter() - start, self.policy.engine.gather_s, self.policy.engine.release_s
+        captures = None if self.device.type == "cpu" else stats.captures
+        self.meter.update(measure_sampling(rollout, *times, captures) | self.inputs.tool_numbers())
         return rollout
 
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:
-        """[B, T], of the policy that sampled, once per rollout; None where nothing asks for them.
-
-        The sampler recorded them, or one pass of the training forward gives them before the first optimizer step.
-        """
-        if not self.recomputes:
+        """[B, T], of the policy that sampled, once per rollout: as the sampler recorded them, or by one pass of the
+        training forward before the first optimizer step; None where nothing asks for them."""
+        if not self.config.recomputes_old_logp:
             return rollout.logp_BT.to(self.device)
-        if self.plan.optimizer_steps == 1 and not self.kl.in_reward:
+        if self.plan.optimizer_steps == 1 and not (self.kl.in_reward or self.teacher):
             return None
         with self.meter.time("time/old_logp_s"):
             return self.scored(rollout, self.policy)
@@ -145,10 +146,19 @@ class Trainer(Stage):
         with self.meter.time("time/reference_s"):
             return self.scored(rollout, self.reference)
 
+    def ask_teacher(self, rollout: Rollout, old_logp_BT: Tensor | None) -> TeacherSignal:
+        """What the teacher says of the completions, once per rollout; nothing without a teacher."""
+        if self.teacher is None or old_logp_BT is None:
+            return TeacherSignal()
+        with self.meter.time("time/teacher_s"):
+            taught, numbers = self.teacher.read(rollout, old_logp_BT)
+        self.meter.update(numbers)
+        return taught
+
     def scored(self, rollout: Rollout, model: Policy | Reference) -> Tensor:
-        """Log-probabilities [B, T] of all completions under a model, without gradients. Collective."""
+        """Log-probabilities [B, T] of all completions that are learned from, without gradients. Collective."""
         shape = (len(rollout.completions), max(rollout.lengths))
-        batches = self.micro_batches(rollout, range(shape[0]), gradients=False)
+        batches = self.micro_batches(rollout, rollout.learned, gradients=False)
         return model.logprobs(batches, shape, self.config.rollout.temperature)
 
     def advantages(
@@ -166,28 +176,27 @@ class Trainer(Stage):
         self.meter.update(numbers)
         return advantages_BT.to(self.device)
 
-    def improve(
-        self, rollout: Rollout, advantages_BT: Tensor, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None
-    ) -> None:
+    def improve(self, rollout: Rollout, signals: Signals) -> None:
         """`num_iterations` passes of `num_minibatches` optimizer steps; `old_logp` stays that of the sampler."""
         self.progress.enter("update")
         start = time.perf_counter()
-        signals = Signals(rollout.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT)
+        settings = self.config.grpo, self.kl.beta, self.inputs.objective
         learns = self.critic is None or not self.critic.learns_alone
         for number, batches in enumerate(map(list, self.optimizer_steps(rollout, signals))):
             self.improve_critic(batches)
             for batch in batches if learns else ():
                 self.progress.beat()
-                logp_bT, entropy_bT = self.policy.forward(batch.micro, self.config.rollout.temperature)
-                loss, numbers = micro_batch_loss(
-                    batch, logp_bT, entropy_bT, self.config.grpo, self.kl.beta, self.inputs.objective
-                )
+                head = signals.teacher.head(batch.micro)
+                logp_bT, entropy_bT, *kl = self.policy.forward(batch.micro, self.config.rollout.temperature, head)
+                loss, numbers = micro_batch_loss(batch, logp_bT, entropy_bT, *settings)
+                of_teacher, more = signals.teacher.loss(kl, batch.weight_bT)
+                loss, numbers = loss + of_teacher, numbers | more
                 self.policy.engine.backward(loss)
                 self.kl.add(numbers)
                 self.meter.update(numbers)
                 self.meter.add("policy/loss", loss / self.plan.optimizer_steps)
                 if number == 0:
-                    self.meter.update(measure_parity(batch.micro, logp_bT, batch.sampler_logp_bT))
+                    self.meter.update(measure_parity(batch, logp_bT))
             if learns:
                 self.meter.update(self.inputs.pretrain(self.policy, self.progress.beat))
                 self.meter.add("policy/lr", self.policy.lr)
@@ -201,8 +210,7 @@ class Trainer(Stage):
         """An optimizer step of the critic, if there is one."""
         if self.critic is not None:
             with self.meter.time("time/critic_s"):
-                for numbers in self.critic.learn(batches):
-                    self.progress.beat()
+                for numbers in self.critic.learn(batches, self.progress.beat):
                     self.meter.update(numbers)
 
     def optimizer_steps(self, rollout: Rollout, signals: Signals) -> Iterator[Iterator[TrainBatch]]:
@@ -210,10 +218,10 @@ class Trainer(Stage):
         split, limit = partial(self.micro_batches, rollout), self.config.rollout.max_completion_tokens
         return optimizer_steps(rollout, signals, split, self.config.grpo, limit, starts_on_policy=self.starts_on_policy)
 
-    def micro_batches(self, rollout: Rollout, rows: range, *, gradients: bool = True) -> list[MicroBatch]:
+    def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:
         """The given rows of a rollout within the token budget; as many on every rank."""
-        ids = [prompt.token_ids for prompt in rollout.row_prompts], [c.token_ids for c in rollout.completions]
-        return self.policy.micro_batches(*ids, rows, gradients=gradients)
+        prompts, completions, places = rollout.read_ids
+        return self.policy.micro_batches(prompts, completions, rows, gradients=gradients, places=places)
 
     def refresh_reference(self, step: int) -> None:
         """Every `ref_every` steps the reference follows the policy (iterative GRPO)."""
@@ -223,19 +231,10 @@ class Trainer(Stage):
                 self.reference.refresh(self.policy.engine, grpo.ref_mix)
 
     def evaluate(self, step: int, sets: Sequence[EvalSet]) -> None:
-        """Complete and score held-out sets after a step.
-
-        Raises:
-            RunStopped: a reward function fails too often before the first step.
-        """
+        """Complete and score held-out sets after a step; see `EvalSet.measure`."""
         for held_out in sets:
             with self.meter.time("time/eval_s"):
-                rollout, beat = held_out.settings.rollout, self.progress.beat
-                groups = self.policy.complete(held_out.requests, held_out.sampling, rollout, on_step=beat)
-                results = held_out.results(groups, step)
-            self.meter.update(results.numbers())
-            if step == 0:
-                held_out.rewards.refuse_failures(results.scores, self.device)
+                self.meter.update(held_out.measure(self.policy, step, self.progress.beat))
 
     def tried_prompts(self) -> list[dict[str, Any]]:
         """How often each prompt was solved, hardest first."""
@@ -243,7 +242,8 @@ class Trainer(Stage):
 
     def measure(self, rollout: Rollout, scores: Scores) -> None:
         """Numbers of the step that its stages did not add."""
-        self.meter.update(measure_step(rollout, scores, self.inputs.outcome, self.config.eval.threshold))
+        outcome, threshold = self.inputs.outcome, self.config.eval.threshold
+        self.meter.update(measure_step(rollout, scores, outcome, threshold, self.config.rollout.guests))
         self.meter.update(self.loader.numbers())
         generated = self.meter.total("completion/sampled_tokens") / self.meter.total("time/generate_s")
         self.meter.add("throughput/generated_tokens_per_s", generated)

@@ -15,7 +15,8 @@ from tiny_models import VOCABULARY, build, tiny_config
 from hybrid_grpo.config import GrpoConfig, PolicyConfig, RewardConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.data.batch import Completion, Prompt, Rollout, TrainBatch
+from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores, TrainBatch
+from hybrid_grpo.data.curriculum import Curriculum
 from hybrid_grpo.data.packing import pack, pad
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.grpo.loss import load_objective, micro_batch_loss
@@ -37,7 +38,7 @@ class Sampler:
     def __init__(self) -> None:
         self.engine = SimpleNamespace(gather_s=0.0, release_s=0.0)
 
-    def rollout(self, prompts, config, stop_ids, *, seed, step, on_finish, on_step):
+    def rollout(self, prompts, config, stop_ids, *, seed, step, on_finish, on_step, given):
         rows = []
         for i in range(len(prompts)):
             for k in range(G):
@@ -45,7 +46,7 @@ class Sampler:
                 on_finish(i, k, rows[-1])
         return Rollout(prompts, rows, G), None
 
-    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients):
+    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places):
         return pad(prompt_ids, completion_ids, rows, 16384, torch.device("cpu"))
 
     def forward(self, micro, temperature):
@@ -74,12 +75,16 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
     task = SimpleNamespace(
         rewards=Rewards([inline(slow)]),
         outcome="slow",
-        prompts=[Prompt(i, f"p{i}", [1], {}) for i in range(P)],
+        loader=lambda config, plan, device: Curriculum(
+            [Prompt(i, f"p{i}", [1], {}) for i in range(P)], plan, 0, config.curriculum, 0, config.data, device
+        ),
         eval_sets=[],
         meter=lambda device, sources: Meter(["slow"], device=device),
         stop_ids=(),
         objective=None,
         parts={},
+        guests=SimpleNamespace(completions=lambda prompts, step, beat: ({}, {})),
+        tool_numbers=dict,
         pretrain=lambda policy, beat: {},
     )
     return Trainer(config, batch_plan(config, 1), policy, None, task, torch.device("cpu"))
@@ -178,6 +183,24 @@ def test_a_loss_of_nothing_is_zero(loss_type):
     assert "policy/entropy" not in run.meter.reduce()
 
 
+@pytest.mark.parametrize("loss_type, share", [("dapo", 1 / 16), ("grpo", 1 / 16), ("dr_grpo", 1 / (8 * 512))])
+def test_a_guest_that_is_only_compared_with_has_a_part_in_no_loss(loss_type, share):
+    """It takes part in the mean and the spread of its group, and its tokens are not even computed."""
+    run = trainer(Sampler(), {"loss_type": loss_type})
+    rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
+    rows = [
+        replace(c, guest="seeds", learned=False, logp=[]) if k % G else c for k, c in enumerate(rollout.completions)
+    ]
+    rollout = replace(rollout, completions=rows)
+    (batch,) = first_step(run, rollout)
+    assert sorted(batch.micro.rows) == list(range(0, P * G, G)) and not batch.guests
+    assert batch.weight_bT.unique().tolist() == pytest.approx([share])
+    reward_B = torch.arange(P * G, dtype=torch.float64) ** 2
+    advantages_BT = run.advantages(rollout, Scores(reward_B, {}, {}), None, None)
+    low, high = reward_B.view(P, G).unbind(1)
+    assert advantages_BT[::G, 0].tolist() == pytest.approx(((low - high) / 2 / ((high - low) / 2**0.5 + 1e-4)).tolist())
+
+
 def test_an_own_loss_takes_the_place_of_the_built_in_one(tmp_path):
     file = tmp_path / "losses.py"
     file.write_text(
@@ -211,12 +234,12 @@ class InBfloat16(Policy):
         self.engine, self.waits, self.forwards = LogprobModel(model), waits, []
         self.engine.backward = lambda loss: loss.backward()
 
-    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients):
+    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places):
         return pack(prompt_ids, completion_ids, rows, 60, torch.device("cpu"), share="on")
 
-    def forward(self, micro, temperature):
+    def forward(self, micro, temperature, more=None):
         self.forwards.append(len(self.waits.seen))
-        return super().forward(micro, temperature)
+        return super().forward(micro, temperature, more)
 
     def step(self) -> StepResult:
         self.stepped = len(self.waits.seen)
@@ -232,21 +255,26 @@ def test_the_host_waits_for_nothing_between_the_first_forward_and_the_last_step(
     waits, generator = HostWaits(), torch.Generator().manual_seed(0)
     settings = {"beta": 0.1, "kl_target": 0.1, "mask_truncated": True, "entropy_coef": 0.01, "num_minibatches": 2}
     run = trainer(policy := InBfloat16(waits), {**settings, "sampler_correction": "truncate"})
+    run.meter = Meter(["slow"], guests=["large"])
 
     def tokens(count: int) -> list[int]:
         return torch.randint(VOCABULARY, (count,), generator=generator).tolist()
 
     prompts = [Prompt(i, "", tokens(6 + i), {}) for i in range(P)]
     ends = ["stop", "stop", "length"]
-    rows = [Completion(ids := tokens(4 + k % 5), [-4.0] * len(ids), ends[k % 3]) for k in range(P * G)]
+    writers = ["", "", "", "", "large"]
+    rows = [
+        Completion(ids := tokens(4 + k % 5), [-4.0] * len(ids), ends[k % 3], guest=writers[k % 5]) for k in range(P * G)
+    ]
     rollout = Rollout(prompts, rows, G)
     given_BT, run.reference = rollout.logp_BT, object()
     with waits:
-        run.improve(rollout, torch.ones_like(given_BT), given_BT, given_BT * 1.1)
+        run.improve(rollout, Signals(given_BT, given_BT, given_BT * 1.1, torch.ones_like(given_BT)))
     assert len(policy.forwards) >= 4
     assert waits.seen[policy.forwards[0] : policy.stepped] == []
     values = run.meter.reduce()
-    assert values["policy/kl"] > 0 and values["parity/logp_abs_diff_mean"] > 0 and values["policy/entropy"] > 0
+    assert values["policy/kl"] > 0 and values["guests/large/ratio_mean"] > 0
+    assert values["parity/logp_abs_diff_mean"] > 0 and values["policy/entropy"] > 0
     assert all(p.grad is not None for p in policy.engine.parameters())
 
 

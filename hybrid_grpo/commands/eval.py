@@ -93,14 +93,16 @@ def measure(config: TrainConfig) -> Measured:
     device = engine.start()
     if rank() == 0:
         print(f"model: {config.policy.model}", file=sys.stderr, flush=True)
-    inputs = RunInputs.read(replace(config, ptx=PtxConfig()))
+    inputs = RunInputs.read(replace(config, ptx=PtxConfig(), rollout=replace(config.rollout, guests=[])))
     inputs.load_models(engine.Frozen)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()
     meter = inputs.meter(device)
     measured = Measured(config.policy.model, {})
     for held_out in inputs.eval_sets:
         rollout = held_out.settings.rollout
-        groups, _ = complete(model, inputs.tokenizer, held_out.requests, held_out.sampling, rollout)
+        groups, _ = complete(
+            model, inputs.tokenizer, held_out.requests, held_out.sampling, rollout, turns=inputs.conversations
+        )
         results = held_out.results(groups)
         meter.update(results.numbers())
         ids = [prompt.id for prompt in held_out.own_prompts]

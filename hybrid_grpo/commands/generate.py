@@ -49,6 +49,7 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
     from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
     from hybrid_grpo.model.loading import load_model
     from hybrid_grpo.run.inputs import check_prompts, read_sampler, sampling_line
+    from hybrid_grpo.turns import conversations_of, with_tools
 
     rollout, count = config.rollout, config.rollout.num_generations
     model_config, tokenizer, ends = read_sampler(config.policy, rollout)
@@ -57,7 +58,8 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
         if sys.stdin.isatty():
             print("one prompt a line, until the end of the input (Ctrl-D)", file=sys.stderr, flush=True)
         source = standard_input(sys.stdin.buffer, "data.path", config.data.limit, config.data.prompt_column)
-    prompts, data = read_prompts(config.data, tokenizer, source)
+    conversations = conversations_of(config, tokenizer, ends)
+    prompts, data = read_prompts(with_tools(config.data, conversations), tokenizer, source)
     check_prompts(prompts, model_config, rollout)
     prompts = rank_share(prompts, rank, ranks)
     if rank == 0:
@@ -71,15 +73,18 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
     bar = Progress(console=console, disable=not shown, redirect_stdout=False, redirect_stderr=False)
     with output as write:
         model = load_model(config.policy, attention_of(rollout.decoder)).to(_device()).eval()
-        requests = requests_of(prompts, count, config.run.seed, step=0)
+        requests = requests_of(prompts, rollout, config.run.seed, step=0)
         with bar:
             task = bar.add_task("completions", total=len(prompts) * count)
 
             def on_finish(request: int, sample: int, completion: Completion) -> None:
-                write(_values(prompts[request], sample, completion))
+                of_tokens = {"token_ids": completion.token_ids, "token_logp": completion.logp}
+                values = _values(prompts[request], sample, completion)
+                write(values | of_tokens if config.generate.token_logp else values)
                 bar.advance(task)
 
-            complete(model, tokenizer, requests, sampling_of(rollout, ends), rollout, on_finish)
+            drawn = sampling_of(rollout, ends)
+            complete(model, tokenizer, requests, drawn, rollout, on_finish, turns=conversations)
 
 
 def _device() -> torch.device:
@@ -99,6 +104,7 @@ def _values(prompt: Prompt, sample: int, completion: Completion) -> dict[str, An
         "sample": sample,
         "prompt": prompt.text,
         "completion": completion.text,
+        **({"messages": completion.messages} if completion.messages else {}),
         "finish": completion.finish,
         "tokens": len(completion.token_ids),
         "logp": sum(completion.logp),

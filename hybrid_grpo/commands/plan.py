@@ -25,19 +25,23 @@ def run(arguments: list[str]) -> None:
     from hybrid_grpo.run.hardware import of_device, of_table
     from hybrid_grpo.run.inputs import RunInputs
     from hybrid_grpo.run.plan import estimate, shortage
+    from hybrid_grpo.run.teacher import check_teacher
 
     device = engine.start()
     engine.check_config(config.policy, config.engine)
     inputs = RunInputs.read(config)
     if config.grpo.baseline == "critic":
         check_critic(config, inputs.tokenizer, inputs.longest_prompt + config.rollout.max_completion_tokens)
+    if config.teacher.is_set:
+        check_teacher(config, inputs.tokenizer, inputs.prompts)
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
     held_out = inputs.held_out_rows, inputs.held_out_longest
     plan = estimate(config, batch, inputs.longest_prompt, hardware, inputs.reward_models, *held_out)
     if plan is None:
         raise UserError(f"policy.model {config.policy.model} cannot be planned: its code cannot run without data")
     if rank() == 0:
-        print("\n".join([f"batch: {batch}", *lines(plan)]), flush=True)
+        data = [f"data: {inputs.facts['data']}"] if config.data.streaming else []
+        print("\n".join([f"batch: {batch}", *data, *lines(plan)]), flush=True)
     warning = shortage(plan)
     if rank() == 0:
         print(f"it may not fit: {warning}" if warning else "it fits")
@@ -95,6 +99,9 @@ def step_seconds(plan: Plan) -> dict[str, float]:
     passes = (4 if plan.config.policy.gradient_checkpointing else 3) * plan.batch.num_iterations
     forward = plan.rows * plan.longest * product
     others = {"reference": forward} if plan.config.grpo.beta else {}
+    if plan.config.teacher.is_set:
+        own = plan.sizes.parameters
+        others["teacher"] = forward * (plan.teacher or own) / own
     if plan.critic:
         # Its values once, then its training.
         others["critic"] = forward * (1 + passes) * plan.critic / plan.sizes.parameters

@@ -29,6 +29,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     from hybrid_grpo.run.inputs import RunInputs
     from hybrid_grpo.run.plan import estimate, shortage
     from hybrid_grpo.run.run import Run
+    from hybrid_grpo.run.teacher import Teacher, check_teacher
     from hybrid_grpo.trainer import Trainer
 
     device = engine.start(config.engine.timeout_minutes)
@@ -37,6 +38,8 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     with_critic = config.grpo.baseline == "critic"
     if with_critic:
         check_critic(config, inputs.tokenizer, inputs.longest_prompt + config.rollout.max_completion_tokens)
+    if config.teacher.is_set:
+        check_teacher(config, inputs.tokenizer, inputs.prompts)
     hardware = of_device(device, config.policy.dtype)
     held_out = inputs.held_out_rows, inputs.held_out_longest
     memory = estimate(config, plan, inputs.longest_prompt, hardware, inputs.reward_models, *held_out)
@@ -48,6 +51,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     if warning:
         training.say(f"WARNING: it may not fit: {warning}")
     inputs.load_models(engine.Frozen)
+    inputs.guests.load(device)
     policy = Policy(
         config.policy,
         config.engine,
@@ -59,13 +63,15 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
         seed=config.run.seed,
         workspace=memory.workspace() if memory else None,
     )
+    policy.turns = inputs.conversations
     reference: Reference | None = None
     if config.grpo.beta and policy.adapters:
         reference = UnadaptedReference(policy.engine, policy.adapters)
     elif config.grpo.beta:
         reference = Reference(config.policy, config.engine)
     critic = Critic(config, plan, inputs.tokenizer) if with_critic else None
-    training.train(Trainer(config, plan, policy, reference, inputs, device, critic))
+    teacher = Teacher(config, policy, inputs.tokenizer) if config.teacher.is_set else None
+    training.train(Trainer(config, plan, policy, reference, inputs, device, critic, teacher))
     training.say(summary(training.folder, held_out_sets(config), memory.measurable if memory else None))
     return training.folder
 

@@ -45,6 +45,13 @@ class BatchPlan:
     num_generations: int
     num_minibatches: int
     num_iterations: int
+    guest_rows: int = 0
+    """Completions of a prompt that the policy does not sample."""
+
+    @property
+    def own_generations(self) -> int:
+        """Completions of a prompt that the policy samples."""
+        return self.num_generations - self.guest_rows
 
     @property
     def rows(self) -> int:
@@ -57,8 +64,9 @@ class BatchPlan:
         return self.num_iterations * self.num_minibatches
 
     def __str__(self) -> str:
+        guests = f" ({self.guest_rows} of guests)" if self.guest_rows else ""
         return (
-            f"{self.world_size} ranks x {self.prompts_per_rank} prompts x {self.num_generations} completions"
+            f"{self.world_size} ranks x {self.prompts_per_rank} prompts x {self.num_generations} completions{guests}"
             f" = {self.rows} rows a rollout; {self.num_iterations} iterations x {self.num_minibatches} minibatches"
             f" = {self.optimizer_steps} optimizer steps of {self.rows // self.num_minibatches} rows"
         )
@@ -81,6 +89,7 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
         num_generations=rollout.num_generations,
         num_minibatches=grpo.num_minibatches,
         num_iterations=grpo.num_iterations,
+        guest_rows=rollout.guest_rows,
     )
 
 
@@ -89,7 +98,17 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     _check_model(config)
     config.engine.check(world_size)
     _check_data(config.data)
+    refuse(
+        config.teacher.is_set and not config.rewards,
+        "rewards is empty: to learn from the teacher alone give one that is only measured, as in --rewards"
+        " '[{function: repetition_penalty, weight: 0}]'",
+    )
     _check_rewards(config.rewards)
+    for guest in config.rollout.guests:
+        if guest.model is None:
+            _check_source(f"rollout.guests {guest.name}: path", guest.path)
+        else:
+            _check_model_folder(f"rollout.guests {guest.name}: model", guest.model)
     sets = held_out_sets(config)
     check_best(config, sets)
     for held_out in sets:
@@ -113,8 +132,9 @@ def check_eval(config: EvaluateConfig, world_size: int) -> None:
 
 def check_sets(config: TrainConfig, world_size: int) -> None:
     """Refuse to evaluate where there is nothing to evaluate on."""
-    # The best of a run is none of one evaluation, and what is learned beside the rewards is not read.
-    check_train(replace(config, eval=replace(config.eval, best=None, patience=None), ptx=PtxConfig()), world_size)
+    # The best of a run is none of one evaluation; what is learned beside the rewards, and guests, are not read.
+    evaluation, rollout = replace(config.eval, best=None, patience=None), replace(config.rollout, guests=[])
+    check_train(replace(config, eval=evaluation, ptx=PtxConfig(), rollout=rollout), world_size)
     refuse(
         not held_out_sets(config),
         "data.eval_path and data.eval_split are not set, and eval.sets is empty: name the prompts to evaluate on",
@@ -251,13 +271,7 @@ def _refuse_indivisible(name: str, value: int, divisor: int, why: str) -> None:
 def _check_model(config: ModelRunConfig) -> None:
     model, rank, folder = config.policy.model, config.lora.rank, config.run.dir
     refuse(not model, "policy.model is not set: give a model folder or a hub name")
-    if looks_like_path(model):
-        refuse(Path(model).is_file(), f"policy.model {model} is a file: give the folder of a model or a hub name")
-        refuse(not Path(model).is_dir(), f"policy.model {model}: there is no such folder")
-        refuse(
-            not (Path(model) / "config.json").is_file(),
-            f"policy.model {model} is not a model folder: it has no config.json",
-        )
+    _check_model_folder("policy.model", model)
     refuse(
         rank > 0 and find_spec("peft") is None,
         f"lora.rank {rank} needs peft, which is not installed: pip install 'hybrid_grpo[lora]'",
@@ -270,6 +284,17 @@ def _check_model(config: ModelRunConfig) -> None:
             pass
     except OSError as error:
         raise UserError(f"run.dir {folder}: no folder can be made there: {error.strerror}: give another") from None
+
+
+def _check_model_folder(setting: str, model: str) -> None:
+    """A folder with a model, or a hub name."""
+    if looks_like_path(model):
+        refuse(Path(model).is_file(), f"{setting} {model} is a file: give the folder of a model or a hub name")
+        refuse(not Path(model).is_dir(), f"{setting} {model}: there is no such folder")
+        refuse(
+            not (Path(model) / "config.json").is_file(),
+            f"{setting} {model} is not a model folder: it has no config.json",
+        )
 
 
 def _check_data(data: DataConfig) -> None:

@@ -13,7 +13,7 @@ from hybrid_grpo.config.critic import CriticConfig
 from hybrid_grpo.config.data import CurriculumConfig, DataConfig, PtxConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.evaluation import EvalConfig
-from hybrid_grpo.config.fields import SECTION, Count, Text
+from hybrid_grpo.config.fields import SECTION, Count, Switch, Text
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
@@ -22,6 +22,7 @@ from hybrid_grpo.config.publishing import PublishOptionsConfig
 from hybrid_grpo.config.rewards import RewardList, ScoringConfig, ServeOptionsConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig
 from hybrid_grpo.config.run import CheckpointConfig, LogConfig, RunConfig
+from hybrid_grpo.config.teacher import TeacherConfig
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -54,11 +55,18 @@ class TrainConfig(ModelRunConfig):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rewards: RewardList = field(default_factory=list)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     ptx: PtxConfig = field(default_factory=PtxConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def recomputes_old_logp(self) -> bool:
+        """Whether a pass of the training forward gives the log-probabilities that ratios are relative to."""
+        auto = self.rollout.logprobs == "sampling" or self.grpo.sampler_correction != "none"
+        return auto if self.grpo.old_logp == "auto" else self.grpo.old_logp == "policy"
 
     @model_validator(mode="after")
     def _check_sections(self) -> TrainConfig:
@@ -66,11 +74,13 @@ class TrainConfig(ModelRunConfig):
         own, by overriding this: they may replace its rewards or its lengths."""
         rollout, grpo, names = self.rollout, self.grpo, [reward_name(reward) for reward in self.rewards]
         refuse(
-            rollout.num_generations < 2 and grpo.baseline != "critic",
+            rollout.num_generations < 2 and grpo.baseline != "critic" and not self.teacher.is_set,
             f"rollout.num_generations {rollout.num_generations} makes no group: advantages need 2 or more, or"
-            " grpo.baseline critic",
+            " grpo.baseline critic, or a teacher",
         )
         self._check_critic()
+        self._check_teacher()
+        self._check_guests()
         refuse(
             rollout.temperature == 0,
             "rollout.temperature 0 samples the same completion for a whole group: give a value above 0",
@@ -105,6 +115,10 @@ class TrainConfig(ModelRunConfig):
             "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
             " the settings of curriculum",
         )
+        refuse(
+            self.data.streaming and self.curriculum.follows,
+            "data.streaming keeps no success rates, which the settings of curriculum follow: take out one of the two",
+        )
         for reward in self.rewards:
             for source in reward.sources:
                 refuse(
@@ -117,6 +131,39 @@ class TrainConfig(ModelRunConfig):
             for setting, value in (("eval.every", every), ("data.eval_limit", self.data.eval_limit)):
                 refuse(bool(value), f"{setting} {value} needs held-out prompts: set data.eval_path or data.eval_split")
         return self
+
+    def _check_guests(self) -> None:
+        rollout, grpo, names = self.rollout, self.grpo, [guest.name for guest in self.rollout.guests]
+        if not names:
+            return
+        twice = next((name for name in names if names.count(name) > 1), None)
+        refuse(twice is not None, f"rollout.guests: two guests are named {twice}: set another name for one of them")
+        refuse(
+            rollout.guest_rows >= rollout.num_generations,
+            f"rollout.guests write {rollout.guest_rows} completions of a group, and rollout.num_generations"
+            f" {rollout.num_generations} leaves the policy none: raise it to {rollout.guest_rows + 2}, or lower"
+            " per_group",
+        )
+        refuse(
+            bool(rollout.tools),
+            f"rollout.tools make completions of several turns, and rollout.guests {names[0]} brings those of one: take"
+            " out one of them",
+        )
+        refuse(
+            self.teacher.is_set,
+            f"a teacher judges the tokens that the policy sampled, and rollout.guests {names[0]} brings others: take"
+            " out teacher or rollout.guests",
+        )
+        refuse(
+            grpo.baseline == "critic",
+            f"grpo.baseline critic learns the values of the policy's own completions, and rollout.guests {names[0]}"
+            " brings others: set grpo.baseline to mean, or take out rollout.guests",
+        )
+        refuse(
+            grpo.beta > 0 and grpo.kl_in == "reward",
+            f"grpo.kl_in reward takes a KL from completions that the policy sampled, and rollout.guests {names[0]}"
+            " brings others: set grpo.kl_in to loss, or grpo.beta to 0",
+        )
 
     def _check_critic(self) -> None:
         grpo, critic = self.grpo, self.critic
@@ -140,12 +187,28 @@ class TrainConfig(ModelRunConfig):
             f"critic.warmup_steps {critic.warmup_steps} leaves the policy none of run.steps {self.run.steps}: lower it",
         )
 
+    def _check_teacher(self) -> None:
+        self.teacher.check(self.data.prompt_column)
+        compares = ("baseline", "scale_rewards", "combine_rewards", "step_credit", "overlong_buffer", "kl_in")
+        for name in (*compares, "dynamic_sampling") if self.rollout.num_generations < 2 else ():
+            value, default = getattr(self.grpo, name), GrpoConfig.__dataclass_fields__[name].default
+            refuse(
+                value != default and self.grpo.baseline != "critic",
+                f"grpo.{name} {str(value).lower()} is about rewards in a group, and rollout.num_generations 1 makes"
+                f" none: set rollout.num_generations to 2 or more, or take grpo.{name} out",
+            )
+
 
 def _refuse_mixture(data: DataConfig, command: str) -> None:
     refuse(
         bool(data.mixture),
         f"data.mixture is for train: {command} reads one source: take it out, and set data.path or data.task",
     )
+    _refuse_streaming(data, command)
+
+
+def _refuse_streaming(data: DataConfig, command: str) -> None:
+    refuse(data.streaming, f"data.streaming is for train: {command} reads all rows before it begins: take it out")
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -185,6 +248,7 @@ class RewardStageConfig(ModelRunConfig):
     @model_validator(mode="after")
     def _check_sections(self) -> RewardStageConfig:
         data, default = self.data, DataConfig()
+        _refuse_streaming(data, "reward")
         for name, instead in (("max_prompt_tokens", "max_tokens"), ("completion_column", "chosen_column")):
             refuse(
                 getattr(data, name) != getattr(default, name),
@@ -229,6 +293,9 @@ class OutputConfig:
 
     output: Text = "-"
     """File of JSON lines, written anew; `-` is standard output. Several ranks write a file each: out.0.jsonl, ..."""
+    token_logp: Switch = False
+    """Also write the tokens of each completion and their log-probabilities, `token_ids` and `token_logp`, which a run
+    needs that is to learn from them as a guest's (rollout.guests)."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -240,7 +307,7 @@ class GenerateConfig(TrainConfig):
     """The prompts are those of `path` and `split`. Without a path and a task, or with `-`, they come from standard
     input: one a line, as text or as a JSON object with the columns of a data set."""
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(num_generations=1))
-    """All but `prompts_per_step` counts; temperature 0 takes the most probable tokens."""
+    """All but `prompts_per_step` and `guests` counts; temperature 0 takes the most probable tokens."""
     generate: OutputConfig = field(default_factory=OutputConfig)
 
     @property

@@ -117,6 +117,11 @@ class DataConfig:
     """What to do with longer prompts: drop and count them, or stop."""
     shuffle: Switch = True
     """Draw prompts in a seeded random order, a new one every epoch."""
+    streaming: Switch = False
+    """Read rows as they come, for data too large to download or to hold: `path` is read in blocks, by one rank for
+    all. Files come in a seeded random order, another one every epoch, and rows in one within their block."""
+    stream_block: Count = 10_000
+    """Rows of one block of a stream, which are held in memory and shuffled among each other."""
     limit: Count | None = None
     """Read only this many rows from the start of the training split."""
     eval_limit: Count | None = None
@@ -130,6 +135,7 @@ class DataConfig:
             " out one of them",
         )
         self._check_mixture()
+        self._check_streaming()
         refuse(
             bool(self.chat_template_kwargs) and self.chat_template == "never",
             f"data.chat_template_kwargs {self.chat_template_kwargs} needs a chat template, and data.chat_template is"
@@ -141,6 +147,32 @@ class DataConfig:
     def source_names(self) -> list[str]:
         """Names of the sources of a mixture; none without one."""
         return [source.name for source in self.mixture]
+
+    def _check_streaming(self) -> None:
+        if not self.streaming:
+            default = type(self).__dataclass_fields__["stream_block"].default
+            refuse(
+                self.stream_block != default,
+                f"data.stream_block {self.stream_block} has no effect without data.streaming: set data.streaming to"
+                " true, or take it out",
+            )
+            return
+        names = ", ".join(self.source_names)
+        refuse(bool(self.mixture), f"data.mixture of {names} is read whole: take out data.streaming, or the mixture")
+        refuse(
+            self.task is not None and self.path == "",
+            f"data.task {self.task} makes its rows itself, so that there is nothing to stream: take out data.streaming",
+        )
+        for name, value, instead in (
+            ("split", self.split if re.search(r"[\[+]", self.split) else None, "name a whole split"),
+            ("limit", self.limit, "take it out: how many rows are read is decided by run.steps"),
+            ("over_long", self.over_long if self.over_long == "refuse" else None, "set it to drop"),
+        ):
+            refuse(
+                value is not None,
+                f"data.{name} {value} needs all rows before the run, and data.streaming reads them as they come:"
+                f" {instead}",
+            )
 
     def _check_mixture(self) -> None:
         if not self.mixture:

@@ -13,16 +13,19 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import (
     SECTION,
     Count,
+    Function,
     Gibibytes,
     NotNegative,
     Number,
     Positive,
     PositiveShare,
+    Seconds,
     Share,
     Switch,
     Text,
     Whole,
 )
+from hybrid_grpo.config.guests import GuestConfig
 
 
 def _text_keys(value: Any) -> Any:
@@ -38,6 +41,10 @@ class RolloutConfig:
     """Prompts of one rollout, over all ranks (P)."""
     num_generations: Count = 8
     """Completions per prompt (G), the group that advantages are relative to."""
+    guests: list[GuestConfig] = field(default_factory=list)
+    """Other writers, a part of whose completions every group has, in training only: a file, as in `[{name: seeds, path:
+    answers.jsonl, weight: baseline}]`, or a model, as in `[{name: large, model: NAME, per_group: 2, weight:
+    importance}]`. The policy samples the rest of num_generations. See docs/guests.md."""
     max_completion_tokens: Count = 512
     """Longest completion."""
     min_completion_tokens: Whole = 0
@@ -77,8 +84,35 @@ class RolloutConfig:
     """Whether a GPU keeps the cache, gathered weights and CUDA graphs from rollout to rollout, so that graphs are
     captured once a run: `auto` where the plan of memory has room for them beside training. A CPU keeps nothing."""
 
+    tools: list[Function] = field(default_factory=list)
+    """Functions that the model may call between its turns, as `path/to/file.py:name`: with type hints, and a docstring
+    that describes the arguments."""
+    tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
+    """How the model writes calls; `auto` knows it by the tokenizer, or by its chat template."""
+    max_turns: Count = 8
+    """Most turns of a completion with tools; what it calls in the last one is not answered."""
+    max_tool_tokens: Count = 512
+    """Most tokens of the answer to a turn, with those of the chat template; what tools return beyond it is cut."""
+    tool_timeout_s: Seconds = 30.0
+    """Seconds for a call of a tool; then the model is told that it took too long."""
+
+    @property
+    def max_read_tokens(self) -> int:
+        """Most tokens behind a prompt, those included that tools give."""
+        answers = self.max_turns - 1 if self.tools else 0
+        return self.max_completion_tokens + answers * self.max_tool_tokens
+
+    @property
+    def guest_rows(self) -> int:
+        """Completions of a group that the policy does not sample."""
+        return sum(guest.per_group for guest in self.guests)
+
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
+        refuse(
+            bool(self.tools) and self.ignore_eos,
+            "rollout.tools are called between turns, and rollout.ignore_eos lets no turn end: take out one of them",
+        )
         refuse(
             self.min_completion_tokens > self.max_completion_tokens,
             f"rollout.min_completion_tokens {self.min_completion_tokens} is more than rollout.max_completion_tokens"

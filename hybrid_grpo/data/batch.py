@@ -9,14 +9,17 @@ Letters behind a name are its dimensions, here and everywhere in the package:
     D  hidden size
 
 Three log-probabilities keep three names: `logp` (the policy as it is now), `old_logp` (the policy that
-sampled) and `ref_logp` (the reference). All are natural logarithms at the sampling temperature.
+sampled) and `ref_logp` (the reference); a teacher's is `teacher_logp`. All are natural logarithms at the sampling
+temperature.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -54,18 +57,59 @@ class Prompt:
     """Name of its source in `data.mixture`; empty without one."""
 
 
+Given = tuple[int, list[int]]
+"""Tokens that were not sampled but given between two turns of a completion, behind so many sampled ones."""
+
+
 @dataclass(frozen=True)
 class Completion:
-    """One sampled continuation."""
+    """One continuation, sampled by the policy or written by a guest: one turn, or several with what tools answered
+    between them.
+
+    What counts are the sampled tokens: T, lengths, log-probabilities and all that is made of them are theirs alone.
+    Given tokens are read by the model, and are nothing else.
+    """
 
     token_ids: list[int]
-    """Sampled tokens. The end-of-sequence or stop token is the last, where there was one."""
+    """Sampled tokens, those of all turns. The end-of-sequence or stop token is the last, where there was one."""
     logp: list[float]
-    """Log-probability of each token under the softmax at the sampling temperature, recorded while sampling."""
+    """Log-probability of each token under the softmax at the sampling temperature, recorded while sampling. Empty for a
+    guest's that is not learned."""
     finish: Literal["stop", "length"]
     """`stop`: the completion ended by itself. `length`: it was cut at the limit."""
     text: str = ""
-    """The tokens as text, without special tokens."""
+    """The tokens of the last turn as text, without special tokens."""
+    given: tuple[Given, ...] = ()
+    """What stands between the turns, in order; empty where there is one turn."""
+    messages: tuple[Message, ...] = ()
+    """The turns and the answers to them as a chat, what the prompt is continued with; empty without tools."""
+    guest: str = ""
+    """Name of the one of `rollout.guests` that wrote it; empty for the policy."""
+    learned: bool = True
+    """Whether it takes part in the loss, and not only in the comparison with its group."""
+
+    @property
+    def turns(self) -> int:
+        """Turns of the model."""
+        return len(self.given) + 1
+
+    @property
+    def read_ids(self) -> list[int]:
+        """All tokens behind the prompt in the order in which the model reads them, given ones included."""
+        ids: list[int] = []
+        begin = 0
+        for end, given in self.given:
+            ids += self.token_ids[begin:end] + given
+            begin = end
+        return ids + self.token_ids[begin:]
+
+    @property
+    def sampled_places(self) -> list[int] | None:
+        """Where in `read_ids` each sampled token stands; None where all were sampled."""
+        if not self.given:
+            return None
+        ends, shifts = [end for end, _ in self.given], list(accumulate((len(ids) for _, ids in self.given), initial=0))
+        return [place + shifts[bisect_right(ends, place)] for place in range(len(self.token_ids))]
 
 
 @dataclass(frozen=True)
@@ -83,6 +127,14 @@ class Rollout:
     def row_prompts(self) -> list[Prompt]:
         """[B], the prompt of every row."""
         return [prompt for prompt in self.prompts for _ in range(self.num_generations)]
+
+    @property
+    def read_ids(self) -> tuple[list[list[int]], list[list[int]], list[list[int] | None]]:
+        """[B] each: the tokens of the prompts, all that the model reads behind them, and where in that the sampled
+        tokens stand; None where all are sampled."""
+        completions = self.completions
+        prompts = [prompt.token_ids for prompt in self.row_prompts]
+        return prompts, [c.read_ids for c in completions], [c.sampled_places for c in completions]
 
     @property
     def num_tokens(self) -> int:
@@ -106,6 +158,16 @@ class Rollout:
         for row, completion in enumerate(self.completions):
             logp_BT[row, : len(completion.logp)] = torch.tensor(completion.logp)
         return logp_BT
+
+    @property
+    def learned(self) -> list[int]:
+        """Indices of the rows that take part in the loss."""
+        return [row for row, completion in enumerate(self.completions) if completion.learned]
+
+    def first(self, count: int) -> Rollout:
+        """The first `count` completions of every group."""
+        rows = _first(count, self.num_generations, len(self.completions))
+        return Rollout(self.prompts, [self.completions[row] for row in rows], count)
 
     def groups(self, chosen: Sequence[int]) -> Rollout:
         """The chosen groups, in the order given."""
@@ -170,7 +232,13 @@ class Scores:
 
     def groups(self, chosen: Sequence[int], num_generations: int) -> Scores:
         """The scores of the chosen groups, in the order given."""
-        rows = _rows(chosen, num_generations)
+        return self._of(_rows(chosen, num_generations))
+
+    def first(self, count: int, num_generations: int) -> Scores:
+        """The scores of the first `count` completions of every group."""
+        return self._of(_first(count, num_generations, len(self.reward_B)))
+
+    def _of(self, rows: list[int]) -> Scores:
         return Scores(
             self.reward_B[rows],
             {name: value_B[rows] for name, value_B in self.by_function.items()},
@@ -208,6 +276,11 @@ def _rows(groups: Sequence[int], num_generations: int) -> list[int]:
     return [group * num_generations + k for group in groups for k in range(num_generations)]
 
 
+def _first(count: int, num_generations: int, rows: int) -> list[int]:
+    """Indices of the first `count` rows of every group."""
+    return [first + k for first in range(0, rows, num_generations) for k in range(count)]
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Rows of one forward, and which tokens it predicts. The last token of a row predicts nothing and is left out.
@@ -225,11 +298,11 @@ class MicroBatch:
     position_ids_bS: Tensor
     """int64, position of each token in its own row."""
     source: Selection
-    """Selects, from all b * S tokens, the token before each completion token, row after row."""
+    """Selects, from all b * S tokens, the token before each sampled token, row after row."""
     target_N: Tensor
-    """int64, the completion tokens, row after row."""
+    """int64, the sampled tokens, row after row."""
     mask_bT: Tensor
-    """bool, True on the real tokens of each completion."""
+    """bool, True on the real tokens of each completion, those that were sampled."""
     place_N: Tensor
     """int64, where in the flattened [b, T] each completion token stands: the places where the mask is True."""
     segments: Segments | None
@@ -263,3 +336,14 @@ class TrainBatch:
     """float32"""
     weight_bT: Tensor
     """float32, weight of each token's loss: the mask over the global denominator, 0 on tokens that do not count."""
+    guests: dict[str, Tensor] = field(default_factory=dict)
+    """bool [b, 1], by the name of each guest that is learned from, the rows that it wrote: the log-probabilities that
+    their ratios are relative to are the recorded ones, `sampler_logp_bT`."""
+
+    @property
+    def own_bT(self) -> Tensor:
+        """bool, True on the real tokens that the policy sampled."""
+        own_bT = self.micro.mask_bT
+        for rows_b1 in self.guests.values():
+            own_bT = own_bT & ~rows_b1
+        return own_bT

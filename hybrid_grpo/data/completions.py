@@ -24,7 +24,9 @@ _FIELDS = {
 """What a line of a saved rollout must have."""
 
 
-def read_completions(path: str, config: DataConfig, stdin: Iterable[bytes], tokenizer: Any = None) -> list[Rollout]:
+def read_completions(
+    path: str, config: DataConfig, stdin: Iterable[bytes], tokenizer: Any = None, setting: str = "SOURCE"
+) -> list[Rollout]:
     """The rows of a source as in `data.path`, or of standard input (`-`), each as a rollout of one group.
 
     A row has a prompt, and a completion in the column `data.completion_column`, or a list of completions in the column
@@ -34,6 +36,8 @@ def read_completions(path: str, config: DataConfig, stdin: Iterable[bytes], toke
 
     Args:
         tokenizer: makes the tokens of completions; without one they have none.
+        setting: the one that names the source, with which errors begin. Default: `score`'s argument, whose columns are
+            named by settings.
 
     Returns:
         Rollouts without tokens of prompts and without log-probabilities. The id of a prompt is the number of its row,
@@ -44,23 +48,24 @@ def read_completions(path: str, config: DataConfig, stdin: Iterable[bytes], toke
     """
     # A file has no subsets: a subset in the recipe belongs to the recipe's own source.
     subset = None if Path(path).is_file() else config.subset
-    source = Source(path, config.split, subset, config.limit, path_setting="SOURCE")
-    source = standard_input(stdin, "SOURCE", config.limit) if path == "-" else source
+    source = Source(path, config.split, subset, config.limit, path_setting=setting)
+    source = standard_input(stdin, setting, config.limit) if path == "-" else source
     return [
-        _group(number, row, f"row {number} (from 0) of {source.origin}", config, tokenizer)
+        _group(number, row, f"row {number} (from 0) of {source.origin}", config, tokenizer, setting)
         for number, row in enumerate(read_rows(source))
     ]
 
 
-def _group(number: int, row: Row, where: str, config: DataConfig, tokenizer: Any) -> Rollout:
+def _group(number: int, row: Row, where: str, config: DataConfig, tokenizer: Any, setting: str) -> Rollout:
     prompt_column, one, many = config.prompt_column, config.completion_column, f"{config.completion_column}s"
+    of_prompt, of_completion = f"data.prompt_column {prompt_column}", f"data.completion_column {one}"
+    if setting != "SOURCE":
+        of_prompt = of_completion = setting
     if row.get(prompt_column) is None:
-        raise UserError(
-            f"data.prompt_column {prompt_column}: {where} has none there: {did_you_mean(prompt_column, row)}"
-        )
+        raise UserError(f"{of_prompt}: {where} has no {prompt_column}: {did_you_mean(prompt_column, row)}")
     column = one if row.get(one) is not None else many
     if row.get(column) is None:
-        raise UserError(f"data.completion_column {one}: {where} has neither {one} nor {many}: {did_you_mean(one, row)}")
+        raise UserError(f"{of_completion}: {where} has neither {one} nor {many}: {did_you_mean(one, row)}")
     texts = _texts(row[column], f"{column}: {where}")
     columns = {name: value for name, value in row.items() if name not in (prompt_column, one, many)}
     if isinstance(columns.get("columns"), dict | None):
@@ -123,12 +128,18 @@ def read_step(path: Path, tokenizer: Any = None) -> tuple[Rollout, list[Row]]:
         Prompt(row["group"], row["prompt"], [], row["columns"], source=str(row.get("source", "")))
         for row in rows[::size]
     ]
-    completions = [Completion(_saved_tokens(row, tokenizer), [], row["finish"], row["completion"]) for row in rows]
+    completions = [
+        Completion(
+            _saved_tokens(row, tokenizer), [], row["finish"], row["completion"], (), tuple(row.get("messages", ()))
+        )
+        for row in rows
+    ]
     return Rollout(prompts, completions, size), rows
 
 
 def _saved_tokens(row: Row, tokenizer: Any) -> list[int]:
-    ids = _tokens(row["completion"], tokenizer)
+    # The text of a conversation is that of its last turn.
+    ids = [] if len(row.get("messages", ())) > 1 else _tokens(row["completion"], tokenizer)
     eos = getattr(tokenizer, "eos_token_id", None)
     if row["finish"] == "stop" and len(ids) == row["length"] - 1 and eos is not None:
         ids.append(eos)

@@ -63,7 +63,7 @@ class Curriculum(PromptLoader[Prompt]):
         super().__init__(prompts, batch_size, rank, plan.world_size, seed, data.shuffle)
         self._mixture = Mixture(data.mixture, prompts, seed, data.shuffle) if data.mixture else None
         self._config = config
-        self._num_generations = plan.num_generations
+        self._num_generations = plan.own_generations
         self._device = device
         self._class_N = length_classes(prompts)
         self._count_N2 = np.zeros((len(prompts), 2), dtype=np.int64)

@@ -70,6 +70,10 @@ class PromptLoader(Generic[ItemT]):
         """Continue from a saved position; raises `UserError` if it belongs to another stream (other rows, another seed,
         shuffled or not)."""
         own = self.state_dict()
+        refuse(
+            "length" not in state,
+            "data.streaming: the checkpoint was made with it: resume with it, or start anew with another run.name",
+        )
         for setting, saved, here in (
             (f"{self._section}.path", f"{state['length']} prompts", f"{own['length']} prompts"),
             ("run.seed", state["seed"], own["seed"]),

@@ -27,13 +27,17 @@ _SCORED = 4
 """Factor for forwards without gradients: large, since an offloaded reference streams its weights once in each."""
 
 
+Places = Sequence[Sequence[int] | None]
+"""By row the numbers of some tokens, rising; None stands for all."""
+
+
 @dataclass(frozen=True)
 class _Row:
     index: int
     prompt: list[int]
     completion: list[int]
-    first: int = 0
-    """Number of the first completion token that is a target."""
+    targets: Sequence[int]
+    """Numbers of the completion tokens that are targets, rising up to the last one."""
 
     @property
     def tokens(self) -> int:
@@ -54,6 +58,16 @@ class _Group:
         return sum(len(part[0].prompt) + sum(len(row.completion) - 1 for row in part) for part in self.parts)
 
 
+def _rows(
+    prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], rows: Sequence[int], places: Places | None
+) -> list[_Row]:
+    def targets(row: int) -> Sequence[int]:
+        chosen = None if places is None else places[row]
+        return range(len(completion_ids[row])) if chosen is None else chosen
+
+    return [_Row(row, prompt_ids[row], completion_ids[row], targets(row)) for row in rows]
+
+
 def token_budget(policy: PolicyConfig, *, on_gpu: bool, gradients: bool) -> int:
     """Tokens of one micro-batch.
 
@@ -72,16 +86,18 @@ def pack(
     device: torch.device,
     *,
     share: Literal["auto", "on", "off"],
+    places: Places | None = None,
 ) -> list[MicroBatch]:
     """Micro-batches without padding, of about the same number of tokens, and equally many on every rank. Collective.
 
     Args:
         prompt_ids, completion_ids: tokens of every row; neither is empty.
+        places: the completion tokens of every row that are targets. Default: all are.
         rows: indices of the rows to take; the `rows` of the micro-batches are such indices too.
         budget: tokens of one micro-batch; a longer row goes alone.
         share: whether neighbouring rows of the same prompt share its forward; `auto`: if that saves enough.
     """
-    chosen = [_Row(row, prompt_ids[row], completion_ids[row]) for row in rows]
+    chosen = _rows(prompt_ids, completion_ids, rows, places)
     alone = [_Group([[row]]) for row in chosen]
     return _balanced(_worth_it(alone, _groups(chosen, budget), share), budget, device)
 
@@ -112,7 +128,7 @@ def pack_pairs(
 def _pair(number: int, texts: tuple[list[int], list[int]], common: int = 0) -> list[_Row]:
     """The rows of a pair; the first `common` tokens are their prompt, and the target may be any token."""
     return [
-        _Row(2 * number + k, text[:common], [*text[common:], 0], len(text) - common) for k, text in enumerate(texts)
+        _Row(2 * number + k, text[:common], [*text[common:], 0], [len(text) - common]) for k, text in enumerate(texts)
     ]
 
 
@@ -183,7 +199,8 @@ def _packed(groups: list[_Group], device: torch.device) -> MicroBatch:
             completion, begin = row.completion[:-1], len(tokens)
             tokens += completion
             positions += range(len(prompt), len(prompt) + len(completion))
-            source += [start + len(prompt) - 1, *range(begin, len(tokens))][row.first :]
+            before = [start + len(prompt) - 1, *range(begin, len(tokens))]
+            source += [before[target] for target in row.targets]
             if not shared:
                 own.append((start, len(tokens) - start))
                 prefix.append((start, 0))
@@ -200,9 +217,10 @@ def pad(
     rows: Sequence[int],
     budget: int,
     device: torch.device,
+    places: Places | None = None,
 ) -> list[MicroBatch]:
     """Micro-batches of rows padded to the longest, for models that cannot be packed; see `pack`. Collective."""
-    chosen = [_Row(row, prompt_ids[row], completion_ids[row]) for row in rows]
+    chosen = _rows(prompt_ids, completion_ids, rows, places)
     parts = plan_rows([row.tokens for row in chosen], budget)
     return _filled([_padded([chosen[i] for i in part], device) for part in parts], device)
 
@@ -237,7 +255,7 @@ def plan_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def _padded(rows: list[_Row], device: torch.device) -> MicroBatch:
     width = max(row.tokens for row in rows)
     texts = [(row.prompt + row.completion)[:-1] for row in rows]
-    source = [i * width + t for i, row in enumerate(rows) for t in range(len(row.prompt) - 1 + row.first, row.tokens)]
+    source = [i * width + len(row.prompt) - 1 + t for i, row in enumerate(rows) for t in row.targets]
     tokens, positions = [text + [0] * (width - len(text)) for text in texts], [list(range(width))] * len(rows)
     return _micro_batch(rows, tokens, positions, source, None, device)
 
@@ -250,7 +268,7 @@ def _micro_batch(
     segments: Segments | None,
     device: torch.device,
 ) -> MicroBatch:
-    lengths = np.array([len(row.completion) - row.first for row in rows])
+    lengths = np.array([len(row.targets) for row in rows])
     indices = [row.index for row in rows]
     mask_bT = np.arange(lengths.max()) < lengths[:, None]
     return MicroBatch(
@@ -259,7 +277,7 @@ def _micro_batch(
         upload(tokens, device),
         upload(positions, device),
         Selection(np.array(source), device),
-        upload([token for row in rows for token in row.completion[row.first :]], device),
+        upload([row.completion[target] for row in rows for target in row.targets], device),
         upload(mask_bT, device),
         upload(np.flatnonzero(mask_bT), device),
         segments,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -84,8 +84,15 @@ def require_column(setting: str, column: str, rows: list[Row], source: Source) -
         raise UserError(f"{setting} {column}: {source} has no such column: {did_you_mean(column, rows[0])}")
 
 
-def prompts_of(rows: list[Row], source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The prompts of the rows, numbered by row, without those of more than `max_prompt_tokens`.
+def prompts_of(
+    rows: list[Row],
+    source: Source,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    where: Callable[[int], str] | None = None,
+) -> list[Prompt]:
+    """The prompts of the rows, numbered by row, without those of more than `max_prompt_tokens`; `where` names the row
+    of a number in messages, by default by that number.
 
     Raises UserError where there is no prompt column, a row is no prompt, a chat template is needed and missing, or all
     prompts are over-long (with `over_long: refuse` already where one is).
@@ -99,7 +106,7 @@ def prompts_of(rows: list[Row], source: Source, config: DataConfig, tokenizer: P
     if config.chat_template_kwargs:
         check_template_kwargs(config.chat_template_kwargs, tokenizer)
     prompts = [
-        read_prompt(number, row, f"row {number} (from 0) of {source}", config, tokenizer)
+        read_prompt(number, row, where(number) if where else f"row {number} (from 0) of {source}", config, tokenizer)
         for number, row in enumerate(rows)
     ]
     templated = config.chat_template == "always" or any(isinstance(prompt.text, list) for prompt in prompts)

@@ -7,6 +7,7 @@ line and not through Arrow, so that a column may mix text and messages, and a ba
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -18,6 +19,8 @@ from hybrid_grpo.config.held_out import HeldOut
 from hybrid_grpo.data.tasks import Row, make_rows, map_rows
 
 _JSONL = {".jsonl", ".json", ".ndjson"}
+_PARQUET_ROWS = 1000
+"""Rows of a parquet file that are decoded at a time."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Source:
     """Such lines that do not begin with `{` are text in this column. Default: every line is JSON."""
     any_letters: bool = False
     """Also read lines of JSON with halves of surrogate pairs, which no tokenizer reads."""
+    streaming: bool = False
+    """Read rows of the hub as they come, in place of downloading all splits."""
 
     @property
     def origin(self) -> str:
@@ -63,7 +68,7 @@ class Source:
 
 def training_source(config: DataConfig) -> Source:
     """The rows to train on."""
-    return Source(config.path, config.split, config.subset, config.limit, task=config.task)
+    return Source(config.path, config.split, config.subset, config.limit, task=config.task, streaming=config.streaming)
 
 
 def mixture_source(config: MixtureConfig) -> Source:
@@ -83,8 +88,10 @@ def evaluation_source(config: DataConfig) -> Source | None:
         training_source(config), split=config.eval_split, limit=config.eval_limit, split_setting="data.eval_split"
     )
     if config.eval_path is not None:
-        return replace(held_out, path=config.eval_path, subset=None, path_setting="data.eval_path")
-    return None if config.eval_split is None else held_out
+        held_out = replace(held_out, path=config.eval_path, subset=None, path_setting="data.eval_path")
+    elif config.eval_split is None:
+        return None
+    return _beside_stream(held_out, config)
 
 
 def held_out_source(held_out: HeldOut) -> Source:
@@ -95,7 +102,20 @@ def held_out_source(held_out: HeldOut) -> Source:
         assert source is not None, "without rows of its own a set has those of the run"
         return source
     settings = f"{setting}.path", f"{setting}.split"
-    return Source(rows.path, rows.split, rows.subset, rows.limit, *settings, task=held_out.data.task)
+    source = Source(rows.path, rows.split, rows.subset, rows.limit, *settings, task=held_out.data.task)
+    return _beside_stream(source, held_out.data)
+
+
+def _beside_stream(source: Source, data: DataConfig) -> Source:
+    """Held-out rows, which may be another split of the stream to train on."""
+    same = source.path is data.path or (isinstance(source.path, str) and source.path == data.path)
+    streaming = data.streaming and same
+    refuse(
+        streaming and source.split == data.split,
+        f"{source.split_setting} {source.split} is the split that data.streaming trains on: name another one, or"
+        " held-out rows of their own",
+    )
+    return replace(source, streaming=streaming)
 
 
 def standard_input(lines: Iterable[bytes], setting: str, limit: int | None, text_column: str | None = None) -> Source:
@@ -128,21 +148,8 @@ def _same_columns(rows: list[Row]) -> list[Row]:
 
 
 def _read(source: Source) -> list[Row]:
-    from datasets.exceptions import DatasetsError
-
-    try:
-        rows = list(islice(_split_rows(source, _open(source)), source.limit))
-    except UserError:
-        raise
-    except ConnectionError as error:
-        raise UserError(
-            f"{source.path_setting} {source.path}: there is no such file or folder here, and the hub cannot be"
-            f" reached ({_one_line(error)}): check the network, or give a local file or folder"
-        ) from error
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        takes_subset = source.path_setting == "data.path" and not (source.file and source.file.is_file())
-        subset = f" (data.subset {source.subset or 'not set'})" if takes_subset else ""
-        raise UserError(f"{source.path_setting} {source.origin}{subset} cannot be read: {_one_line(error)}") from error
+    with readable(source):
+        rows = list(islice(_split_rows(source, open_source(source)), source.limit))
     refuse(not rows, f"{source.path_setting} {source} is empty: it has no rows")
     for number, row in enumerate(rows):
         kind = type(row).__name__
@@ -150,7 +157,37 @@ def _read(source: Source) -> list[Row]:
     return rows
 
 
-def _open(source: Source) -> Mapping[str, Iterable[Row]]:
+@contextmanager
+def readable(source: Source) -> Iterator[None]:
+    """Around the reading of a source: raises UserError where it cannot be reached or read."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield
+    except UserError:
+        raise
+    except ConnectionError as error:
+        raise UserError(
+            f"{source.path_setting} {source.path}: there is no such file or folder here, and the hub cannot be"
+            f" reached ({one_line(error)}): check the network, or give a local file or folder"
+        ) from error
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        takes_subset = source.path_setting == "data.path" and not (source.file and source.file.is_file())
+        subset = f" (data.subset {source.subset or 'not set'})" if takes_subset else ""
+        raise UserError(f"{source.path_setting} {source.origin}{subset} cannot be read: {one_line(error)}") from error
+
+
+class Files:
+    """The rows of JSONL and parquet files, file after file; they are read each time that they are iterated over."""
+
+    def __init__(self, paths: list[Path], source: Source) -> None:
+        self.paths, self._source = paths, source
+
+    def __iter__(self) -> Iterator[Row]:
+        return (row for path in self.paths for row, _ in file_rows(path, self._source))
+
+
+def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
     """The splits by name; a source without splits is all `train`, as in `datasets`."""
     import datasets
 
@@ -167,7 +204,7 @@ def _open(source: Source) -> Mapping[str, Iterable[Row]]:
     if not isinstance(source.path, str):
         return _named(source.path)
     if path is None:
-        return _named(datasets.load_dataset(source.path, source.subset))
+        return _named(datasets.load_dataset(source.path, source.subset, streaming=source.streaming))
     if is_saved:
         try:
             return _named(datasets.load_from_disk(source.path))
@@ -177,9 +214,9 @@ def _open(source: Source) -> Mapping[str, Iterable[Row]]:
                 f"{source.path_setting} {source.path} is empty, or has a split without rows: save it without that split"
             ) from error
     if path.is_file():
-        return {"train": _file_rows([path], source)}
+        return {"train": Files([path], source)}
     files = datasets.load_dataset_builder(source.path, source.subset).config.data_files
-    return {str(name): _file_rows([Path(file) for file in paths], source) for name, paths in files.items()}
+    return {str(name): Files([Path(file) for file in paths], source) for name, paths in files.items()}
 
 
 def _named(loaded: Any) -> Mapping[str, Iterable[Row]]:
@@ -194,21 +231,26 @@ def _split_rows(source: Source, splits: Mapping[str, Iterable[Row]]) -> Iterable
 
     split = source.split
     if split is None or split in splits or not re.search(r"[\[+]", split):
-        return splits[_split_name(source, split, list(splits))]
+        return splits[split_name(source, split, list(splits))]
+    refuse(
+        source.streaming,
+        f"{source.split_setting} {split} needs all rows of the split, and data.streaming reads them as they come: name"
+        " a whole split",
+    )
     try:
         instruction = ReadInstruction.from_spec(split)
     except ValueError as error:
         raise UserError(
-            f"{source.split_setting} {split} is no slice of a split ({_one_line(error)}): write one as in train[:90%],"
+            f"{source.split_setting} {split} is no slice of a split ({one_line(error)}): write one as in train[:90%],"
             " train[90%:] or train[100:200]"
         ) from error
     names = [re.sub(r"[\[(].*", "", part.strip()) for part in split.split("+")]
-    tables = {name: list(splits[_split_name(source, name, list(splits))]) for name in dict.fromkeys(names)}
+    tables = {name: list(splits[split_name(source, name, list(splits))]) for name in dict.fromkeys(names)}
     slices = instruction.to_absolute({name: len(table) for name, table in tables.items()})
     return chain.from_iterable(tables[part.splitname][part.from_ : part.to] for part in slices)
 
 
-def _split_name(source: Source, split: str | None, names: list[str]) -> str:
+def split_name(source: Source, split: str | None, names: list[str]) -> str:
     if split in names:
         return split
     if split is None and len(names) == 1:
@@ -223,29 +265,53 @@ def _split_name(source: Source, split: str | None, names: list[str]) -> str:
     raise UserError(f"{source.split_setting} {source.split}: there is no such split, {there_are}: {way_out}")
 
 
-def _file_rows(paths: list[Path], source: Source) -> Iterator[Row]:
+def file_rows(path: Path, source: Source, at: Any = None) -> Iterator[tuple[Row, Any]]:
+    """The rows of a file from a place in it on (None: all), each with the place behind it."""
+    if path.suffix in _JSONL:
+        offset, number = at or (0, 0)
+        with path.open("rb") as file:
+            file.seek(offset)
+            rows = json_rows(file, f"{source.path_setting} {path}", any_letters=source.any_letters, lines_before=number)
+            for number, row in rows:
+                yield row, (file.tell(), number)
+    elif path.suffix == ".parquet":
+        yield from _parquet_rows(path, at or 0)
+    else:
+        raise UserError(f"{source.path_setting} {path} is neither JSONL nor parquet: convert it to one of them")
+
+
+def _parquet_rows(path: Path, start: int) -> Iterator[tuple[Row, int]]:
+    """The rows from number `start` on, each with the number of the next."""
     import datasets
+    import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    for path in paths:
-        if path.suffix in _JSONL:
-            with path.open("rb") as lines:
-                where = f"{source.path_setting} {path}"
-                yield from (row for _, row in json_rows(lines, where, any_letters=source.any_letters))
-        elif path.suffix == ".parquet":
-            # Dataset decodes the column types that `datasets` adds to Arrow, for example mixed JSON.
-            with ParquetFile(path) as file:
-                yield from datasets.Dataset(file.read())
-        else:
-            raise UserError(f"{source.path_setting} {path} is neither JSONL nor parquet: convert it to one of them")
+    with ParquetFile(path) as file:
+        behind = 0
+        for group in range(file.num_row_groups):
+            length = file.metadata.row_group(group).num_rows
+            if behind + length <= start:
+                behind += length
+                continue
+            for batch in file.iter_batches(_PARQUET_ROWS, [group]):
+                # Dataset decodes the column types that `datasets` adds to Arrow, for example mixed JSON.
+                for row in datasets.Dataset(pyarrow.Table.from_batches([batch])):
+                    behind += 1
+                    if behind > start:
+                        yield row, behind
 
 
 def json_rows(
-    lines: Iterable[bytes], where: str, text_column: str | None = None, *, any_letters: bool = False
+    lines: Iterable[bytes],
+    where: str,
+    text_column: str | None = None,
+    *,
+    any_letters: bool = False,
+    lines_before: int = 0,
 ) -> Iterator[tuple[int, Row]]:
-    """The object of every line that is not blank, with the number of the line, from 1; see `Source`. Raises UserError,
-    which names `where` and the number, where a line holds no object."""
-    for number, line in enumerate(lines, start=1):
+    """The object of every line that is not blank, with the number of the line, from 1 (or behind `lines_before`); see
+    `Source`. Raises UserError, which names `where` and the number, where a line holds no object."""
+    for number, line in enumerate(lines, start=lines_before + 1):
         if not line.strip():
             continue
         try:
@@ -264,5 +330,5 @@ def json_rows(
         yield number, row
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__

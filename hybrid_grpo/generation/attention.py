@@ -29,53 +29,66 @@ from hybrid_grpo.model.upload import upload
 
 
 class Prefill:
-    """A prefill without padding: several whole prompts one after the other, or the next part of a single long one.
+    """A prefill without padding: the tokens of several sequences one after the other, behind what is in the cache.
 
     Args:
-        pages: pages of each prompt, enough for its tokens up to the end of this forward.
-        start: entries that are in the cache already; more than 0 for a single prompt only.
-        lengths: new tokens of each prompt.
+        pages: pages of each sequence, enough for its tokens up to the end of this forward.
+        starts: entries of each that are in the cache already: 0 for a prompt.
+        lengths: new tokens of each, at least one.
     """
 
-    def __init__(self, cache: PagedCache, pages: list[list[int]], start: int, lengths: list[int]) -> None:
-        assert start == 0 or len(pages) == 1
+    def __init__(self, cache: PagedCache, pages: list[list[int]], starts: list[int], lengths: list[int]) -> None:
         device = cache.device
         self._cache = cache
-        self._start = start
-        position_N = torch.cat([torch.arange(start, start + n) for n in lengths])
-        page_N = [own[i // cache.page] for own, n in zip(pages, lengths, strict=True) for i in range(start, start + n)]
-        self._page_N = upload(page_N, device)
-        self._offset_N = upload(position_N % cache.page, device)
-        self._past = upload(np.array(pages[0][: cache.pages_for(start)], dtype=np.int64), device)
+        self._starts, self._lengths = starts, lengths
+        ends = [start + n for start, n in zip(starts, lengths, strict=True)]
+        self._page_N, self._offset_N = self._places(pages, starts, ends)
+        position_N = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
         self.position_1N = upload(position_N[None], device)
-        counts = (sum(lengths), start + sum(lengths))
-        query_begins, key_begins = upload(np.array([[0, n] for n in counts], dtype=np.int32), device)
+        begins = list(accumulate(lengths, initial=0))
+        if not any(starts):
+            self._segments = Segments(list(zip(begins, lengths, strict=False)), [(0, 0)] * len(lengths), device)
+            return
+        self._page_K, self._offset_K = self._places(pages, [0] * len(ends), ends)
+        self._ends, self._longest = ends, (max(lengths), max(ends))
+        query_begins, key_begins = upload(np.array([begins, [*accumulate(ends, initial=0)]], dtype=np.int32), device)
         self._begins = query_begins, key_begins
-        begins = accumulate(lengths, initial=0)
-        self._segments = Segments(list(zip(begins, lengths, strict=False)), [(0, 0)] * len(lengths), device)
+
+    def _places(self, pages: list[list[int]], starts: list[int], ends: list[int]) -> tuple[Tensor, Tensor]:
+        """Page and offset of the entries from `starts` to `ends`, sequence after sequence."""
+        page, places = self._cache.page, []
+        for own, start, end in zip(pages, starts, ends, strict=True):
+            entries = np.arange(start, end)
+            places.append([np.array(own, dtype=np.int64)[entries // page], entries % page])
+        page_N, offset_N = upload(np.concatenate(places, axis=1), self._cache.device)
+        return page_N, offset_N
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values; return all keys and values that the queries may attend to."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys[self._page_N, self._offset_N] = key[0].transpose(0, 1)
         values[self._page_N, self._offset_N] = value[0].transpose(0, 1)
-        if not self._start:
+        if not any(self._starts):
             return key, value
-        past = (pool[self._past].flatten(0, 1)[: self._start].transpose(0, 1)[None] for pool in (keys, values))
-        return torch.cat([next(past), key], dim=2), torch.cat([next(past), value], dim=2)
+        # The entries that were there, and those just stored, of each sequence.
+        keys_K, values_K = (pool[self._page_K, self._offset_K] for pool in (keys, values))
+        return keys_K.transpose(0, 1)[None], values_K.transpose(0, 1)[None]
 
     def get_seq_length(self, layer: int = 0) -> int:
         """Asked for by transformers; positions are always given explicitly."""
-        return self._start
+        return max(self._starts)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
         """See `routed_attention`."""
-        if not self._start:
+        if not any(self._starts):
             return self._segments.attend(query, key, value, scale, window, softcap)
-        if not has_ragged_kernel(query, softcap):
-            return masked_attention(query, key, value, self.position_1N, scale, window, softcap)
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return ragged_attention(q, k, v, self._begins, (len(q), len(k)), scale, window, softcap)[None]
+        if has_ragged_kernel(query, softcap):
+            q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+            return ragged_attention(q, k, v, self._begins, self._longest, scale, window, softcap)[None]
+        positions = self.position_1N.split(self._lengths, dim=1)
+        split = query.split(self._lengths, 2), key.split(self._ends, 2), value.split(self._ends, 2), positions
+        parts = [masked_attention(*part, scale, window, softcap) for part in zip(*split, strict=True)]
+        return torch.cat(parts, dim=1)
 
 
 class DecodeStep:

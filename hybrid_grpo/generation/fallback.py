@@ -1,13 +1,13 @@
 """The fallback: completions by transformers' `generate()`, slower, for architectures that the decode loop refuses.
 
 Only the forwards and the cache are transformers'. Tokens, log-probabilities and endings come from the same sampler and
-the same random streams as in loop.py. Only prompts of the same length are decoded together, without padding, which
-some recurrent layers do not ignore.
+the same random streams as in loop.py. Only texts of the same length are decoded together, without padding, which
+some recurrent layers do not ignore. A turn that has been answered is read again from the beginning.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from hybrid_grpo.data.batch import Completion
-from hybrid_grpo.generation.loop import Request, Stats, sequences_of
+from hybrid_grpo.generation.loop import PATIENCE_S, Request, Stats, sequences_of
 from hybrid_grpo.generation.sampler import Sampler, Sampling
-from hybrid_grpo.generation.scheduler import OnFinish, OnStep, OnToken, Sequence
+from hybrid_grpo.generation.scheduler import OnFinish, OnStep, OnToken, Sequence, Turns
 
 
 @contextmanager
@@ -42,6 +42,7 @@ def generate(
     on_step: OnStep | None = None,
     on_token: OnToken | None = None,
     decode: Callable[[list[int]], str] | None = None,
+    turns: Turns | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request, as `generate` in loop.py does; see there for what is not described here.
 
@@ -60,7 +61,7 @@ def generate(
             """Sample the next tokens, and leave them as the only ones that `generate()` can choose."""
             if on_step:
                 on_step()
-            count_n = torch.full_like(key_n, ids_nS.shape[1] - rows[0].prompt)
+            count_n = torch.tensor([len(row.logp) for row in rows], dtype=torch.int64, device=device)
             seen_nV = None
             if sampler.needs_seen:
                 seen_nV = torch.zeros_like(logits_nV, dtype=torch.bool).scatter_(1, ids_nS, True)
@@ -68,30 +69,49 @@ def generate(
             stats.steps += 1
             for row, token, logp in zip(rows, token_n.tolist(), logp_n.tolist(), strict=True):
                 # A row that has ended is decoded on with the others; its further tokens are dropped.
-                if row.completion is None:
+                if not (row.completion or row.waits):
                     stats.rows += 1
                     stats.context += len(row.tokens)
-                    row.add(token, logp, sampling, decode, on_finish, on_token)
+                    row.add(token, logp, sampling, decode, on_finish, on_token, turns)
             return torch.full_like(logits_nV, float("-inf")).scatter_(1, token_n[:, None], 0.0)
 
         def ended(*_: Any, **__: Any) -> Tensor:
-            return torch.tensor([row.completion is not None for row in rows], device=device)
+            return torch.tensor([row.waits or row.completion is not None for row in rows], device=device)
 
         model.generate(
             torch.tensor([row.tokens for row in rows], device=device),
-            generation_config=GenerationConfig(max_new_tokens=max(row.limit for row in rows), do_sample=False),
+            generation_config=GenerationConfig(max_new_tokens=max(row.room for row in rows), do_sample=False),
             logits_processor=LogitsProcessorList([choose]),
             stopping_criteria=StoppingCriteriaList([ended]),
             # Each rank decodes at its own pace.
             synced_gpus=False,
         )
 
+    def answered(rows: list[Sequence]) -> list[Sequence]:
+        """The rows that go on, once all have their answers."""
+        waiting = {row.key: row for row in rows}
+        while turns is not None and waiting:
+            if on_step:
+                on_step()
+            for key, given in turns.answers(PATIENCE_S):
+                row = waiting.pop(key)
+                finish = row.answer(given)
+                if finish is not None:
+                    row.end(finish, decode, on_finish, turns)
+        return [row for row in rows if row.completion is None]
+
     groups = sequences_of(requests, sampling)
-    # Longest prompts first, so that a lack of memory shows at once.
-    every = sorted((row for group in groups for row in group), key=lambda row: -row.prompt)
-    stats.prefills = len(every)
+    if turns is not None:
+        turns.begin()
+    todo = [row for group in groups for row in group]
     with _no_defaults(model):
-        for _, alike in groupby(every, key=lambda row: row.prompt):
-            while batch := list(islice(alike, max_slots)):
-                decode_batch(batch)
+        while todo:
+            # Longest texts first, so that a lack of memory shows at once.
+            todo.sort(key=lambda row: -len(row.tokens))
+            stats.prefills += len(todo)
+            # Lists, as the rows grow.
+            for alike in [list(rows) for _, rows in groupby(todo, key=lambda row: len(row.tokens))]:
+                for first in range(0, len(alike), max_slots):
+                    decode_batch(alike[first : first + max_slots])
+            todo = answered([row for row in todo if row.waits])
     return [[row.completion for row in group if row.completion] for group in groups], stats

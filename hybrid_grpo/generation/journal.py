@@ -10,7 +10,7 @@ import shutil
 import warnings
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,30 +39,17 @@ class Journal:
         self._known: dict[int, Completion] = {}
 
     def complete(
-        self, step: int, requests: list[Request], on_finish: OnFinish | None, sample: Sample
+        self,
+        step: int,
+        requests: list[Request],
+        on_finish: OnFinish | None,
+        sample: Sample,
+        given: Mapping[int, Completion] | None = None,
     ) -> tuple[list[list[Completion]], Stats]:
-        """The completions of every request, in order: known ones, of which `on_finish` hears first, and those that
-        `sample` makes of the rest, each of which is written down when it is finished."""
+        """As `complete_rest`, with those that are written down beside the `given` ones; what is sampled is written down
+        when it is finished."""
         self._turn_to(step)
-        groups = [[self._known.get(key) for key in request.keys] for request in requests]
-        for index, group in enumerate(groups):
-            for k, completion in enumerate(group):
-                if completion is not None and on_finish is not None:
-                    on_finish(index, k, completion)
-        places = [(index, [k for k, known in enumerate(group) if known is None]) for index, group in enumerate(groups)]
-        places = [(index, missing) for index, missing in places if missing]
-
-        def finished(part: int, number: int, completion: Completion) -> None:
-            index, missing = places[part]
-            self._write(requests[index].keys[missing[number]], completion)
-            if on_finish is not None:
-                on_finish(index, missing[number], completion)
-
-        made, stats = sample([_part(requests[index], missing) for index, missing in places], finished)
-        for (index, missing), completions in zip(places, made, strict=True):
-            for k, completion in zip(missing, completions, strict=True):
-                groups[index][k] = completion
-        return [[completion for completion in group if completion] for group in groups], stats
+        return complete_rest(requests, {**self._known, **(given or {})}, on_finish, sample, self._write)
 
     def steps(self) -> list[int]:
         """The steps that have a file, in order."""
@@ -101,6 +88,8 @@ class Journal:
                 "logp": b64encode(np.array(completion.logp, "<f8").tobytes()).decode(),
                 "finish": completion.finish,
                 "text": completion.text,
+                **({"given": completion.given} if completion.given else {}),
+                **({"messages": completion.messages} if completion.messages else {}),
             }
         )
         self._append(f"{zlib.crc32(line.encode()):08x} {line}\n")
@@ -117,6 +106,38 @@ class Journal:
             warnings.warn(f"{self.folder}: finished completions are not kept: {error.strerror}", stacklevel=2)
 
 
+def complete_rest(
+    requests: list[Request],
+    known: Mapping[int, Completion],
+    on_finish: OnFinish | None,
+    sample: Sample,
+    keep: Callable[[int, Completion], None] | None = None,
+) -> tuple[list[list[Completion]], Stats]:
+    """The completions of every request, in order: those that are known by the keys of their random streams, of which
+    `on_finish` hears first, and those that `sample` makes of the rest. `keep` is called with the key and the completion
+    of each that is made, when it is finished."""
+    groups = [[known.get(key) for key in request.keys] for request in requests]
+    for index, group in enumerate(groups):
+        for k, completion in enumerate(group):
+            if completion is not None and on_finish is not None:
+                on_finish(index, k, completion)
+    places = [(index, [k for k, found in enumerate(group) if found is None]) for index, group in enumerate(groups)]
+    places = [(index, missing) for index, missing in places if missing]
+
+    def finished(part: int, number: int, completion: Completion) -> None:
+        index, missing = places[part]
+        if keep is not None:
+            keep(requests[index].keys[missing[number]], completion)
+        if on_finish is not None:
+            on_finish(index, missing[number], completion)
+
+    made, stats = sample([_part(requests[index], missing) for index, missing in places], finished)
+    for (index, missing), completions in zip(places, made, strict=True):
+        for k, completion in zip(missing, completions, strict=True):
+            groups[index][k] = completion
+    return [[completion for completion in group if completion] for group in groups], stats
+
+
 def _part(request: Request, chosen: list[int]) -> Request:
     """The request for some of its completions."""
     limits = request.limits and [request.limits[k] for k in chosen]
@@ -131,4 +152,5 @@ def _read(line: str) -> tuple[int, Completion | None]:
     row = json.loads(text)
     token_ids: list[int] = np.frombuffer(b64decode(row["tokens"]), "<i4").tolist()
     logp: list[float] = np.frombuffer(b64decode(row["logp"]), "<f8").tolist()
-    return row["key"], Completion(token_ids, logp, row["finish"], row["text"])
+    given = tuple((place, ids) for place, ids in row.get("given", ()))
+    return row["key"], Completion(token_ids, logp, row["finish"], row["text"], given, tuple(row.get("messages", ())))

@@ -4,6 +4,7 @@ The last prompt token is not part of the prefill: it is the first token that eac
 So all sampling happens in one place, and a group shares its prefill without sharing any state.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from hybrid_grpo.generation.cache import Geometry, cache_for
 from hybrid_grpo.generation.decoder import Decoder
 from hybrid_grpo.generation.graphs import capture_on
 from hybrid_grpo.generation.sampler import Sampling
-from hybrid_grpo.generation.scheduler import Group, OnFinish, OnStep, OnToken, Scheduler, Sequence
+from hybrid_grpo.generation.scheduler import Finish, Group, OnFinish, OnStep, OnToken, Scheduler, Sequence, Turns
 from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import adopt
 from hybrid_grpo.model.upload import upload
@@ -39,7 +40,9 @@ class Request:
     keys: list[int]
     """Key of each completion's random stream; see `stream_key`."""
     limits: list[int] | None = None
-    """Most tokens of each completion. Default: `Sampling.max_tokens` for all."""
+    """Most sampled tokens of each completion. Default: `Sampling.max_tokens` for all."""
+    most: int | None = None
+    """Most tokens in all, of the prompt, sampled and given between turns. Needed where there are turns."""
 
 
 @dataclass
@@ -54,13 +57,18 @@ class Stats:
     """Cache entries that these rows attended to."""
     prefills: int = 0
     """Prompts read, again for each sequence that had been put back."""
+    answers: int = 0
+    """Answers between turns that were read behind what was in the cache."""
     preempted: int = 0
-    """Sequences put back because pages had run out."""
+    """Sequences put back because pages had run out, in decoding or while they waited."""
     peak_cache_bytes: int = 0
     """Keys and values in use at the fullest moment."""
     captures: int = 0
     """Forwards captured as CUDA graphs."""
 
+
+PATIENCE_S = 0.2
+"""Longest wait for the answers of turns without a look at whether the call is to end."""
 
 _geometries: WeakKeyDictionary[Any, Geometry] = WeakKeyDictionary()
 
@@ -83,17 +91,21 @@ class _Loop:
         decoder: Decoder,
         prefill_tokens: int,
         add: Callable[[Sequence, int, float], None],
+        end: Callable[[Sequence, Finish], None],
+        turns: Turns | None,
     ) -> None:
         self.model, self.schedule, self.decoder = model, schedule, decoder
-        self.prefill_tokens, self.add = prefill_tokens, add
+        self.prefill_tokens, self.add, self.end, self.turns = prefill_tokens, add, end, turns
         self.stats = Stats()
-        self.in_flight: deque[tuple[list[Sequence], Any]] = deque()
+        self.in_flight: deque[tuple[list[tuple[Sequence, int]], Any]] = deque()
+        """Sequences and the numbers of their turns, and the outcome of a step."""
 
     def run(self, on_step: OnStep | None) -> Stats:
         schedule, cache = self.schedule, self.schedule.cache
         while schedule.busy:
             if on_step:
                 on_step()
+            self._take_answers()
             self._admit()
             self._step()
             while len(self.in_flight) > self.decoder.lag or (self.in_flight and not schedule.active):
@@ -104,26 +116,49 @@ class _Loop:
         self.stats.peak_cache_bytes = cache.peak * cache.page * cache.geometry.token_bytes
         return self.stats
 
-    def _admit(self) -> None:
-        """Fill the free slots, reading as many prompts as needed."""
-        while True:
-            if not self.schedule.ready:
-                self._prefill(self.schedule.to_read(self.prefill_tokens))
-            admitted, source, target = self.schedule.admit()
-            if not admitted:
-                return
-            self.schedule.cache.copy(source, target)
-            self.decoder.insert(len(self.schedule.active) - len(admitted), admitted)
+    def _take_answers(self) -> None:
+        """Begin the turns whose answers have come; wait for one where there is nothing else to do."""
+        schedule = self.schedule
+        if self.turns is None or not schedule.waiting:
+            return
+        idle = not (schedule.active or schedule.can_start or self.in_flight)
+        for key, given in self.turns.answers(PATIENCE_S if idle else 0.0):
+            sequence, finish = schedule.answer(key, given)
+            if finish is not None:
+                self.end(sequence, finish)
 
-    def _prefill(self, groups: list[Group]) -> None:
-        """Read all tokens but the last of the groups' prompts; a single prompt beyond the budget in several parts."""
-        self.stats.prefills += len(groups)
-        cache, groups = self.schedule.cache, [group for group in groups if len(group.tokens) > 1]
-        longest = max((len(group.tokens) - 1 for group in groups), default=0)
-        for start in range(0, longest, self.prefill_tokens):
-            parts = [group.tokens[:-1][start : start + self.prefill_tokens] for group in groups]
-            ids = upload([[token for part in parts for token in part]], cache.device)
-            batch = Prefill(cache, [group.pages for group in groups], start, list(map(len, parts)))
+    def _admit(self) -> None:
+        """Fill the free slots, reading as many answers and prompts as needed."""
+        schedule = self.schedule
+        while True:
+            if going_on := schedule.go_on(self.prefill_tokens):
+                self.stats.answers += len(going_on)
+                self._read([s.pages for s in going_on], [s.tokens for s in going_on], [s.position for s in going_on])
+                for sequence in going_on:
+                    sequence.position = len(sequence.tokens) - 1
+                self.decoder.insert(len(schedule.active) - len(going_on), going_on)
+                continue
+            if not schedule.ready:
+                groups = schedule.to_read(self.prefill_tokens)
+                self.stats.prefills += len(groups)
+                self._read([group.pages for group in groups], [group.tokens for group in groups], [0] * len(groups))
+            admitted, source, target = schedule.admit()
+            if admitted:
+                schedule.cache.copy(source, target)
+                self.decoder.insert(len(schedule.active) - len(admitted), admitted)
+            elif schedule.active or self.in_flight or not (schedule.can_start and schedule.relieve()):
+                return
+
+    def _read(self, pages: list[list[int]], tokens: list[list[int]], starts: list[int]) -> None:
+        """Put the entries of sequences from `starts` up to all tokens but the last into the cache; those of a single
+        sequence beyond the budget in several parts."""
+        rows = [row for row in zip(pages, tokens, starts, strict=True) if len(row[1]) - 1 > row[2]]
+        longest = max((len(ids) - 1 - start for _, ids, start in rows), default=0)
+        for done in range(0, longest, self.prefill_tokens):
+            parts = [ids[:-1][start + done :][: self.prefill_tokens] for _, ids, start in rows]
+            ids = upload([[token for part in parts for token in part]], self.schedule.cache.device)
+            begins, lengths = [start + done for _, _, start in rows], list(map(len, parts))
+            batch = Prefill(self.schedule.cache, [own for own, _, _ in rows], begins, lengths)
             self.model.base_model(
                 input_ids=ids, position_ids=batch.position_1N, past_key_values=batch, use_cache=True, batch=batch
             )
@@ -132,7 +167,7 @@ class _Loop:
         """Start sampling one token for every active sequence; a later `_collect` reads the outcome."""
         schedule = self.schedule
         # A sequence that reaches its limit ends with a step that is still running: wait for it.
-        if any(s.position == s.prompt + s.limit - 1 and len(s.tokens) <= s.position for s in schedule.active):
+        if any(0 < s.room <= s.position + 1 - len(s.tokens) for s in schedule.active):
             self._drain()
         while not schedule.make_room():
             self._drain()
@@ -141,7 +176,7 @@ class _Loop:
         active = schedule.active
         if not active:
             return
-        self.in_flight.append((active.copy(), self.decoder.step(active)))
+        self.in_flight.append(([(s, s.turn) for s in active], self.decoder.step(active)))
         self.stats.steps += 1
         self.stats.rows += len(active)
         for sequence in active:
@@ -155,10 +190,11 @@ class _Loop:
     def _collect(self) -> None:
         """Read the tokens of the oldest running step, and remove the sequences that end with them."""
         sequences, outcome = self.in_flight.popleft()
-        for sequence, token, logp in zip(sequences, *self.decoder.read(outcome), strict=False):
-            if sequence.completion is None:
+        for (sequence, turn), token, logp in zip(sequences, *self.decoder.read(outcome), strict=False):
+            # Steps behind the end of a turn were started before the end was known.
+            if sequence.completion is None and sequence.turn == turn and not sequence.waits:
                 self.add(sequence, token, logp)
-        done = [slot for slot, sequence in enumerate(self.schedule.active) if sequence.completion]
+        done = [slot for slot, s in enumerate(self.schedule.active) if s.completion or s.waits]
         self.decoder.move(*self.schedule.retire(done))
 
 
@@ -168,8 +204,9 @@ def sequences_of(requests: Iterable[Request], sampling: Sampling) -> list[list[S
     for index, request in enumerate(requests):
         assert request.prompt_ids and request.keys, "a prompt has tokens, a request keys"
         prompt, limits = request.prompt_ids, request.limits or [sampling.max_tokens] * len(request.keys)
+        begun = partial(Sequence, prompt=len(prompt), most=request.most or sys.maxsize)
         streams = enumerate(zip(request.keys, limits, strict=True))
-        groups.append([Sequence(index, k, key, list(prompt), len(prompt), limit) for k, (key, limit) in streams])
+        groups.append([begun(index, k, key, list(prompt), limit=limit) for k, (key, limit) in streams])
     return groups
 
 
@@ -187,6 +224,7 @@ def generate(
     on_step: OnStep | None = None,
     on_token: OnToken | None = None,
     decode: Callable[[list[int]], str] | None = None,
+    turns: Turns | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """The completions of every request, in the order of `requests` and their keys, and statistics of the call.
 
@@ -205,11 +243,15 @@ def generate(
         on_step: called before every decode step; what it raises ends the call.
         on_token: called with every token as soon as it is known.
         decode: tokens to text; without it texts are empty. Required for `Sampling.stop_strings`.
+        turns: answers the turns of a completion. Default: a completion is one turn.
     """
     if not requests:
         return [], Stats()
     sequences = sequences_of(requests, sampling)
-    longest = sorted((len(s.tokens) + s.limit for group in sequences for s in group), reverse=True)
+    assert turns is None or all(request.most for request in requests), "with turns, requests have a limit in all"
+    longest = sorted(
+        (len(s.tokens) + s.limit if turns is None else s.most for group in sequences for s in group), reverse=True
+    )
     slots, device = min(max_slots, len(longest)), next(model.parameters()).device
     new_cache, capture = partial(cache_for, _prepared(model), PAGE[device.type], cache_gb, device), capture_on(device)
     if workspace is not None and capture is not None:
@@ -223,7 +265,11 @@ def generate(
         Scheduler(decoder.cache, groups, min(slots, decoder.slots)),
         decoder,
         prefill_tokens or PREFILL_TOKENS[device.type],
-        partial(Sequence.add, sampling=sampling, decode=decode, on_finish=on_finish, on_token=on_token),
+        partial(Sequence.add, sampling=sampling, decode=decode, on_finish=on_finish, on_token=on_token, turns=turns),
+        partial(Sequence.end, decode=decode, on_finish=on_finish, turns=turns),
+        turns,
     )
+    if turns is not None:
+        turns.begin()
     stats = loop.run(on_step)
     return [[s.completion for s in group if s.completion] for group in sequences], stats

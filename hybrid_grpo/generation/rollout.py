@@ -8,7 +8,18 @@ from typing import Any, Literal
 from hybrid_grpo import generation
 from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.data.batch import Completion, Prompt
-from hybrid_grpo.generation import OnFinish, OnStep, OnToken, Request, Sampling, Stats, Workspace, fallback, stream_key
+from hybrid_grpo.generation import (
+    OnFinish,
+    OnStep,
+    OnToken,
+    Request,
+    Sampling,
+    Stats,
+    Turns,
+    Workspace,
+    fallback,
+    stream_key,
+)
 from hybrid_grpo.model.attention import ATTENTION
 
 
@@ -41,12 +52,18 @@ def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: boo
     )
 
 
-def requests_of(prompts: Sequence[Prompt], num_generations: int, seed: int, step: int) -> list[Request]:
+def requests_of(prompts: Sequence[Prompt], config: RolloutConfig, seed: int, step: int) -> list[Request]:
     """Requests for completions, whose random streams depend neither on ranks nor on the order of prompts."""
     return [
-        Request(p.token_ids, [stream_key(seed, step, p.epoch, p.id, k) for k in range(num_generations)])
+        request_of(p, config, [stream_key(seed, step, p.epoch, p.id, k) for k in range(config.num_generations)])
         for p in prompts
     ]
+
+
+def request_of(prompt: Prompt, config: RolloutConfig, keys: list[int]) -> Request:
+    """The request for completions of a prompt with these random streams."""
+    most = len(prompt.token_ids) + config.max_read_tokens
+    return Request(prompt.token_ids, keys, most=most if config.tools else None)
 
 
 def attention_of(decoder: Literal["paged", "transformers"]) -> str | None:
@@ -64,6 +81,7 @@ def complete(
     on_step: OnStep | None = None,
     workspace: Workspace | None = None,
     on_token: OnToken | None = None,
+    turns: Turns | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request with the decoder that `config` names; see `generation.generate`.
 
@@ -87,5 +105,6 @@ def complete(
         on_step=on_step,
         on_token=on_token,
         decode=decode,
+        turns=turns,
     )
     return groups, stats

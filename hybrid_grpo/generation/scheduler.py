@@ -1,15 +1,18 @@
 """Which prompts are read and which sequences are decoded next, and the pages that they share. No tensors.
 
 A prompt is read once for its group. Its full pages then belong to all of its completions; the page in which it ends is
-copied for each. When pages run out, prompts that were read ahead give up theirs first; then the sequence admitted last
-is put back among the pending ones, to be read again with all its tokens so far.
+copied for each. When pages run out, prompts that were read ahead give up theirs first, then sequences that wait for an
+answer between two turns, which else keep them; then the sequence admitted last is put back among the pending ones, to
+be read again with all its tokens so far.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
-from hybrid_grpo.data.batch import Completion
+from hybrid_grpo.data.batch import Completion, Given
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.sampler import Sampling, text_ends
 
@@ -19,6 +22,27 @@ OnToken = Callable[[int, int, int], None]
 """Called with the index of the request, the index of the sample in it, and the token that was sampled."""
 OnStep = Callable[[], None]
 """Called before every decode step."""
+Finish = Literal["stop", "length"]
+"""How a completion ends: by itself, or cut at a limit."""
+
+
+class Turns(Protocol):
+    """What happens between the turns of completions. A completion is named by the key of its random stream."""
+
+    def begin(self) -> None:
+        """New completions begin; those under way are given up."""
+
+    def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
+        """A turn has ended by itself, with these tokens, and `room` more tokens may be sampled. None: it is answered
+        later, and the sequence waits; else how the completion ends."""
+
+    def answers(self, patience_s: float) -> list[tuple[int, list[int] | None]]:
+        """The keys and tokens of answers that have come since the last call; None in place of tokens ends the
+        completion. Waits so long for the first, and none where it is 0."""
+
+    def finished(self, key: int, completion: Completion) -> Completion:
+        """The completion, which has ended, with its messages."""
+
 
 _READ_AHEAD = 4
 """One prefill reads prompts for at least 1/4 of the slots."""
@@ -44,6 +68,27 @@ class Sequence:
     """Entry that the next step writes; ahead of `tokens` by the steps whose outcome was not read yet."""
     completion: Completion | None = None
     """Set with the last token."""
+    most: int = sys.maxsize
+    """Most tokens in all: of the prompt, sampled and given."""
+    sampled: list[int] = field(default_factory=list)
+    given: list[Given] = field(default_factory=list)
+    begin: int = field(init=False)
+    """Where in `tokens` the turn begins."""
+    waits: bool = False
+    """The turn has ended, and its answer is not there yet."""
+
+    def __post_init__(self) -> None:
+        self.begin = self.prompt
+
+    @property
+    def turn(self) -> int:
+        """Number of the turn, from 0."""
+        return len(self.given)
+
+    @property
+    def room(self) -> int:
+        """How many tokens may still be sampled."""
+        return min(self.limit - len(self.logp), self.most - len(self.tokens))
 
     def add(
         self,
@@ -53,21 +98,54 @@ class Sequence:
         decode: Callable[[list[int]], str] | None,
         on_finish: OnFinish | None,
         on_token: OnToken | None = None,
+        turns: Turns | None = None,
     ) -> None:
-        """Append a sampled token; if the sequence ends with it, set its completion and hand it on."""
+        """Append a sampled token. If the sequence ends with it, set its completion and hand it on; if only its turn
+        does, let it wait for the answer."""
         self.tokens.append(token)
+        self.sampled.append(token)
         self.logp.append(logp)
         if on_token is not None:
             on_token(self.request, self.sample, token)
         stopped = token in sampling.stop_ids
         if sampling.stop_strings and not stopped:
-            stopped = text_ends(self.tokens[self.prompt :], sampling, decode)
-        if stopped or len(self.logp) >= self.limit:
-            sampled = self.tokens[self.prompt :]
-            text = decode(sampled) if decode else ""
-            self.completion = Completion(sampled, self.logp, "stop" if stopped else "length", text)
-            if on_finish is not None:
-                on_finish(self.request, self.sample, self.completion)
+            stopped = text_ends(self.tokens[self.begin :], sampling, decode)
+        if stopped and turns is not None:
+            finish = turns.ended(self.key, self.tokens[self.begin :], self.room)
+            self.waits = finish is None
+            self.position = len(self.tokens) - 1
+        else:
+            finish = "stop" if stopped else "length" if self.room <= 0 else None
+        if finish is not None:
+            self.end(finish, decode, on_finish, turns)
+
+    def answer(self, given: list[int] | None) -> Finish | None:
+        """Begin the next turn behind the tokens that answer the last; or return how the completion ends, because there
+        are none, or no room behind them."""
+        if given is None:
+            return "stop"
+        if len(self.tokens) + len(given) >= self.most:
+            return "length"
+        self.given.append((len(self.sampled), given))
+        self.tokens += given
+        self.begin, self.waits = len(self.tokens), False
+        return None
+
+    def end(
+        self,
+        finish: Finish,
+        decode: Callable[[list[int]], str] | None,
+        on_finish: OnFinish | None,
+        turns: Turns | None = None,
+    ) -> None:
+        """Set the completion and hand it on."""
+        text = decode(self.tokens[self.begin :]) if decode else ""
+        self.waits = False
+        self.completion = Completion(self.sampled, self.logp, finish, text, tuple(self.given))
+        if turns is not None:
+            self.completion = turns.finished(self.key, self.completion)
+        if on_finish is not None:
+            on_finish(self.request, self.sample, self.completion)
 
 
 @dataclass(eq=False)
@@ -91,12 +169,21 @@ class Scheduler:
         """Groups whose tokens were read and have pages, with sequences that still wait for a slot."""
         self.active: list[Sequence] = []
         """Sequences in decoding, by slot."""
+        self.waiting: dict[int, Sequence] = {}
+        """Sequences that wait for an answer, by their keys; without pages where these have run short."""
+        self.answered: deque[Sequence] = deque()
+        """Sequences whose answer has come, and is to be read on top of their pages."""
         self.preempted = 0
 
     @property
     def busy(self) -> bool:
         """Whether any sequence is unfinished."""
-        return bool(self.pending or self.ready or self.active)
+        return bool(self.active or self.can_start or self.waiting)
+
+    @property
+    def can_start(self) -> bool:
+        """Whether there are sequences that want a slot."""
+        return bool(self.pending or self.ready or self.answered)
 
     @property
     def _spare(self) -> int:
@@ -113,6 +200,8 @@ class Scheduler:
             budget: tokens of the forward; a longer group goes alone.
         """
         batch: list[Group] = []
+        if self.answered:
+            return batch
         tokens = 0
         free = self.slots - len(self.active)
         wanted = max(free, self.slots // _READ_AHEAD) if free else 0
@@ -141,7 +230,7 @@ class Scheduler:
         admitted: list[Sequence] = []
         source: list[int] = []
         target: list[int] = []
-        while self.ready and len(self.active) < self.slots and self._spare > 0:
+        while self.ready and not self.answered and len(self.active) < self.slots and self._spare > 0:
             group = self.ready[0]
             sequence = group.sequences.popleft()
             entries = len(group.tokens) - 1
@@ -160,18 +249,67 @@ class Scheduler:
                 self.cache.give_back(group.pages)
         return admitted, source, target
 
-    def make_room(self) -> bool:
-        """Give every active sequence a page to write to; False, with none given, if too few pages are free.
+    def go_on(self, budget: int) -> list[Sequence]:
+        """Move answered sequences to the end of `active`, those first that were answered first, as slots and pages
+        allow. Their tokens from `position` up to the last one are to be read in one forward of `budget` tokens; a
+        longer answer goes alone."""
+        moved: list[Sequence] = []
+        tokens = 0
+        while self.answered and len(self.active) < self.slots:
+            sequence = self.answered[0]
+            new = len(sequence.tokens) - 1 - sequence.position
+            need = self.cache.pages_for(len(sequence.tokens)) - len(sequence.pages)
+            if (moved and tokens + new > budget) or need > self._spare:
+                break
+            self.answered.popleft()
+            sequence.pages += self.cache.take(max(need, 0))
+            self.active.append(sequence)
+            moved.append(sequence)
+            tokens += new
+        return moved
 
-        Groups that were read ahead lose their pages first. A sequence that got a page is at the first entry of it.
-        """
-        page = self.cache.page
-        short = [sequence for sequence in self.active if sequence.position == len(sequence.pages) * page]
-        while len(short) > self.cache.free and self.ready:
+    def answer(self, key: int, given: list[int] | None) -> tuple[Sequence, Finish | None]:
+        """Take the answer to a sequence that waits. Returns the sequence, and how it ends where that ends it."""
+        sequence = self.waiting.pop(key)
+        finish = sequence.answer(given)
+        if finish is not None:
+            self.cache.give_back(sequence.pages)
+            sequence.pages = []
+        elif sequence.pages:
+            self.answered.append(sequence)
+        else:
+            self.pending.appendleft(Group(list(sequence.tokens), deque([sequence])))
+        return sequence, finish
+
+    def relieve(self) -> bool:
+        """Take pages from somebody who does not decode: a group that was read ahead, else the sequence that waits
+        since the shortest time, else the one answered last. What they lose is read again. False where none has any."""
+        if self.ready:
             group = self.ready.pop()
             self.cache.give_back(group.pages)
             group.pages = []
             self.pending.appendleft(group)
+            return True
+        holder = next((s for s in reversed(self.waiting.values()) if s.pages), None)
+        if holder is None and self.answered:
+            holder = self.answered.pop()
+            self.pending.appendleft(Group(list(holder.tokens), deque([holder])))
+        if holder is None:
+            return False
+        self.cache.give_back(holder.pages)
+        holder.pages = []
+        self.preempted += 1
+        return True
+
+    def make_room(self) -> bool:
+        """Give every active sequence a page to write to; False, with none given, if too few pages are free.
+
+        Who does not decode loses pages first. A sequence that got a page is at the first entry of it.
+        """
+        page = self.cache.page
+        short = [sequence for sequence in self.active if sequence.position == len(sequence.pages) * page]
+        while len(short) > self.cache.free and self.relieve():
+            pass
         if len(short) > self.cache.free:
             return False
         for sequence in short:
@@ -186,7 +324,8 @@ class Scheduler:
         self.preempted += 1
 
     def retire(self, slots: list[int]) -> tuple[list[int], list[int]]:
-        """Remove the sequences of `slots` (ascending) from decoding, and fill the gaps from the end.
+        """Remove the sequences of `slots` (ascending) from decoding, and fill the gaps from the end. Those that wait
+        for an answer keep their pages.
 
         Returns:
             Slots whose sequences moved: sources and targets.
@@ -196,8 +335,12 @@ class Scheduler:
         holes = [slot for slot in slots if slot < left]
         movers = [slot for slot in range(left, len(self.active)) if slot not in gone]
         for slot in slots:
-            self.cache.give_back(self.active[slot].pages)
-            self.active[slot].pages = []
+            sequence = self.active[slot]
+            if sequence.waits:
+                self.waiting[sequence.key] = sequence
+            else:
+                self.cache.give_back(sequence.pages)
+                sequence.pages = []
         for mover, hole in zip(movers, holes, strict=True):
             self.active[hole] = self.active[mover]
         del self.active[left:]

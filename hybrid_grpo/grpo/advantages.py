@@ -43,13 +43,15 @@ def token_advantages(
         device: where collectives take place.
 
     Returns:
-        float32 [B, T] on the CPU, T the longest completion, meaningless beyond the end of a shorter one; and the mean
-        length penalty.
+        float32 [B, T] on the CPU, T the longest completion, meaningless beyond the end of a shorter one, and 0 where
+        groups have one completion; and the mean length penalty.
 
     Raises:
         RunStopped: functions score steps, and rewards are to be normalized function by function.
     """
     grpo, group_size = config.grpo, rollout.num_generations
+    if group_size == 1:
+        return torch.zeros(len(rollout.completions), max(rollout.lengths)), {}
     # Asked of all ranks: one whose functions scored no step takes part in the deviation over all ranks all the same.
     scores_steps = bool(all_reduce(torch.tensor(int(scores.steps is not None), device=device), "max"))
     if scores_steps and grpo.combine_rewards == "normalize":
@@ -78,7 +80,8 @@ def penalized_rewards(rollout: Rollout, scores: Scores, config: TrainConfig) -> 
     limit = config.rollout.max_completion_tokens
     penalties = overlong_penalty(rollout.lengths, limit, grpo.overlong_buffer, grpo.overlong_penalty)
     penalty_B = torch.tensor(penalties, dtype=torch.float64)
-    numbers: Numbers = {"reward/overlong_penalty": (penalty_B.mean(), len(penalty_B))} if grpo.overlong_buffer else {}
+    own_B = penalty_B[[row for row, completion in enumerate(rollout.completions) if not completion.guest]]
+    numbers: Numbers = {"reward/overlong_penalty": (own_B.mean(), len(own_B))} if grpo.overlong_buffer else {}
     if grpo.combine_rewards == "sum":
         return scores.outcome_B + penalty_B, numbers
     weights = {reward_name(reward): reward.weight for reward in config.rewards} | {_LENGTH: 1.0}

@@ -1,7 +1,7 @@
 """The optimizer steps on a rollout: which rows each one takes, in which micro-batches, and with which weights."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -9,13 +9,14 @@ from torch import Tensor
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import MicroBatch, Rollout, TrainBatch
 from hybrid_grpo.distributed import all_reduce
+from hybrid_grpo.grpo.distillation import TeacherSignal
 from hybrid_grpo.grpo.loss import token_weights
 from hybrid_grpo.model.upload import upload
 
 
 @dataclass(frozen=True)
 class Signals:
-    """What the loss needs of every row of a rollout; float32 [B, T], on the device of the policy."""
+    """What the loss needs of every row of a rollout; tensors are float32 [B, T], on the device of the policy."""
 
     sampler_logp_BT: Tensor
     old_logp_BT: Tensor | None
@@ -23,6 +24,7 @@ class Signals:
     ref_logp_BT: Tensor | None
     """None without a reference."""
     advantages_BT: Tensor
+    teacher: TeacherSignal = field(default_factory=TeacherSignal)
 
     @property
     def device(self) -> torch.device:
@@ -33,7 +35,7 @@ class Signals:
 def optimizer_steps(
     rollout: Rollout,
     signals: Signals,
-    split: Callable[[range], list[MicroBatch]],
+    split: Callable[[Sequence[int]], list[MicroBatch]],
     grpo: GrpoConfig,
     max_completion_tokens: int,
     *,
@@ -42,6 +44,7 @@ def optimizer_steps(
     """`num_iterations` passes of `num_minibatches` optimizer steps, each as its micro-batches. Collective.
 
     `old_logp` stays that of the policy that sampled through all passes (DeepSeekMath, arXiv:2402.03300, algorithm 1).
+    Completions of guests that are not learned from are left out.
 
     Args:
         split: from rows to micro-batches, as many on every rank; called once for each minibatch.
@@ -49,17 +52,22 @@ def optimizer_steps(
         starts_on_policy: the ratio of the first optimizer step is 1 by construction: its own log-probabilities stand
             for `old_logp`.
     """
-    counts, device = [not (grpo.mask_truncated and c.finish == "length") for c in rollout.completions], signals.device
+    rows, device = rollout.completions, signals.device
+    counts = [c.learned and not (grpo.mask_truncated and c.finish == "length") for c in rows]
     counts_B = upload(counts, device)
+    guests = dict.fromkeys(c.guest for c in rows if c.guest and c.learned)
+    guests_B = {name: upload([c.guest == name for c in rows], device) for name in guests}
     share = len(counts) // grpo.num_minibatches
-    minibatches = [range(first, first + share) for first in range(0, len(counts), share)]
+    parts = [range(first, first + share) for first in range(0, len(counts), share)]
+    minibatches = [[row for row in part if rows[row].learned] for part in parts]
     # All uploads and collectives come before the first forward: nothing between two micro-batches waits for the GPU.
     micro_batches = [split(rows) for rows in minibatches]
     sums = totals(rollout.lengths, counts, minibatches, device)
     for number in range(grpo.num_iterations * grpo.num_minibatches):
         minibatch = number % grpo.num_minibatches
         given = replace(signals, old_logp_BT=None) if number == 0 and starts_on_policy else signals
-        yield train_batches(micro_batches[minibatch], given, counts_B, sums[minibatch], grpo, max_completion_tokens)
+        counted = counts_B, sums[minibatch]
+        yield train_batches(micro_batches[minibatch], given, *counted, grpo, max_completion_tokens, guests_B)
 
 
 def train_batches(
@@ -69,6 +77,7 @@ def train_batches(
     totals: tuple[int, int],
     grpo: GrpoConfig,
     max_completion_tokens: int,
+    guests_B: Mapping[str, Tensor],
 ) -> Iterator[TrainBatch]:
     """The micro-batches of one optimizer step with their signals, weighted by its counts over all ranks.
 
@@ -76,6 +85,7 @@ def train_batches(
         counts_B: bool [B], the completions that take part in the loss: all, or those that ended by themselves.
         totals: tokens and rows that take part, see `totals`.
         max_completion_tokens: see `token_weights`.
+        guests_B: bool [B], by the name of each guest that is learned from, the completions that it wrote.
     """
     for micro in micro_batches:
         b, tokens = micro.mask_bT.shape
@@ -98,11 +108,12 @@ def train_batches(
             None if signals.ref_logp_BT is None else signals.ref_logp_BT[part],
             signals.advantages_BT[part],
             weight_bT,
+            {name: rows_B[micro.row_b, None] for name, rows_B in guests_B.items()},
         )
 
 
 def totals(
-    lengths: Sequence[int], counts: Sequence[bool], minibatches: Sequence[range], device: torch.device
+    lengths: Sequence[int], counts: Sequence[bool], minibatches: Sequence[Sequence[int]], device: torch.device
 ) -> list[tuple[int, int]]:
     """Tokens and rows of each minibatch over all ranks that take part in its optimizer step. Collective.
 

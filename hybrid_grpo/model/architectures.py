@@ -40,11 +40,11 @@ _CROSS_ATTENTION_METHODS = {"cross_attention_cache", "is_updated", "layers", "se
 """Used by classes that can also attend to an encoder; without an encoder they do not."""
 
 
-def check_architecture(config: Any, decoder: Literal["paged", "transformers"]) -> None:
+def check_architecture(config: Any, decoder: Literal["paged", "transformers"], setting: str = "policy.model") -> None:
     """Raise `UserError` if a model, given its transformers configuration, cannot be decoded by `decoder`: `paged` is
     the decode loop, `transformers` is the fallback `generate()`."""
     model = _causal_lm(config)
-    name = f"policy.model {config.name_or_path}: {model.__name__ if model else type(config).__name__}"
+    name = f"{setting} {config.name_or_path}: {model.__name__ if model else type(config).__name__}"
     if reason := undecodable(config):
         raise UserError(f"{name} cannot be trained here, {reason}: take another model")
     if decoder == "paged" and (reason := unsupported(config)):

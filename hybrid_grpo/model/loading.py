@@ -136,16 +136,23 @@ def without_dropout(config: Any) -> Any:
     return config
 
 
-def load_model(policy: PolicyConfig, attn_implementation: str | None = None) -> Any:
+def load_model(policy: PolicyConfig, attn_implementation: str | None = None, setting: str = "policy.model") -> Any:
     """The causal language model that `policy` names, without dropout.
 
     With dropout the trained policy would differ from the one that sampled (a ratio other than 1 before the first
     update), so it is off in training too. `attn_implementation` overrides the one of `policy`. Raises UserError where
     the weights do not load or are incomplete, or the architecture does not have this attention.
     """
-    config = load_config(policy.model)
+    config = load_config(policy.model, setting)
     attention = attn_implementation or plain_attention(config, policy.attn_implementation)
-    return load_for_training(AutoModelForCausalLM, policy, config, attention)
+    return load_for_training(AutoModelForCausalLM, policy, config, attention, setting=setting)
+
+
+def parameters_of(name: str, setting: str = "policy.model") -> int:
+    """Number of parameters of a causal language model, by its configuration alone."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(name, setting), trust_remote_code=False)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def load_for_training(
@@ -238,7 +245,7 @@ def draw_normal(parameter: Any, std: float, seed: int) -> None:
     held.copy_(whole[first : first + len(held)])
 
 
-def stop_ids(name: str, tokenizer: Any, more: list[int], config: Any) -> tuple[int, ...]:
+def stop_ids(name: str, tokenizer: Any, more: list[int], config: Any, setting: str = "policy.model") -> tuple[int, ...]:
     """All tokens that end a completion: the tokenizer's EOS, those in the model's generation config, and `more`. Raises
     UserError where one is no token of the model."""
     ids = {*more, tokenizer.eos_token_id}
@@ -250,14 +257,14 @@ def stop_ids(name: str, tokenizer: Any, more: list[int], config: Any) -> tuple[i
         except (OSError, ValueError, TypeError) as error:
             # Models on the hub may have no generation config.
             if generation.is_file():
-                raise UserError(f"policy.model {name}: generation_config.json: {first_line(error)}") from error
+                raise UserError(f"{setting} {name}: generation_config.json: {first_line(error)}") from error
     ids.discard(None)
     vocab_size = config.get_text_config().vocab_size
     own = config.get_text_config().eos_token_id
     for token in [*ids, *(own if isinstance(own, list) else [] if own is None else [own])]:
         if not isinstance(token, int) or not 0 <= token < vocab_size:
             raise UserError(
-                f"policy.model {name}: its end-of-sequence token {token!r} (eos_token_id) is no id below vocab_size"
+                f"{setting} {name}: its end-of-sequence token {token!r} (eos_token_id) is no id below vocab_size"
                 f" {vocab_size}: no completion would end: correct its generation_config.json, config.json or tokenizer"
             )
     return tuple(sorted(ids))

@@ -7,6 +7,7 @@ vocabulary), in forward and again in backward. `LogprobModel` does this for any 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -74,7 +75,7 @@ class _TokenLogprobs(torch.autograd.Function):
         row_tiles, column_tiles = tiles
         for columns in column_tiles:
             for rows in row_tiles:
-                softmax.add(rows, columns.start, _logits(hidden_ND[rows], weight_VD, bias_V, columns, shape))
+                softmax.add(rows, columns.start, logits_of(hidden_ND[rows], weight_VD, bias_V, columns, shape))
         logp_N, entropy_N = softmax.logp_N(), softmax.entropy_N()
         # Under ZeRO-3 the weight is gathered again for backward, so keep the parameter, not its present storage.
         ctx.set_materialize_grads(False)
@@ -100,7 +101,7 @@ class _TokenLogprobs(torch.autograd.Function):
             dweight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and len(row_tiles) > 1 else None
             dbias = None if dbias_V is None else torch.zeros(len(weight), device=weight.device)
             for rows in row_tiles:
-                x = _logits(hidden_ND[rows], weight_VD, bias_V, columns, shape)
+                x = logits_of(hidden_ND[rows], weight_VD, bias_V, columns, shape)
                 dx = softmax_gradient(
                     x,
                     columns.start,
@@ -114,9 +115,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 )
                 dx = shape.backward_(dx, x).to(weight.dtype)
                 del x
-                _add_product(dhidden_ND[rows], dx, weight)
+                add_product(dhidden_ND[rows], dx, weight)
                 if dweight is not None:
-                    _add_product(dweight, dx.T, hidden_ND[rows])
+                    add_product(dweight, dx.T, hidden_ND[rows])
                 elif dweight_VD is not None:
                     dweight_VD[columns] = dx.T @ hidden_ND
                 if dbias is not None:
@@ -129,7 +130,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return dhidden_ND.to(hidden_ND.dtype), dweight_VD, dbias_V, None, None, None, None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b"""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
@@ -137,7 +138,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a @ b)
 
 
-def _slices(n: int, most: int) -> list[slice]:
+def slices(n: int, most: int) -> list[slice]:
     """Split 0 to n into as few slices of about equal length, at most `most`, as possible. Long ones begin at multiples
     of 64, which matrix products on a GPU ask for."""
     count = max(1, -(-n // most))
@@ -146,7 +147,7 @@ def _slices(n: int, most: int) -> list[slice]:
     return [slice(*pair) for pair in pairwise(bounds)]
 
 
-def _logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, columns: slice, shape: LogitShape) -> Tensor:
+def logits_of(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, columns: slice, shape: LogitShape) -> Tensor:
     """Some columns of the logits, in the model's type as in its own forward."""
     bias = None if bias_V is None else bias_V[columns]
     return shape(nn.functional.linear(hidden_ND, weight_VD[columns], bias))
@@ -174,13 +175,17 @@ def token_logprobs(
         tile_bytes, tile_columns: bounds of one tile of logits. Default: `TILE_BYTES` and `TILE_COLUMNS`, or the GPU's.
     """
     kernel = on_gpu_kernel(hidden_ND)
-    columns = _slices(len(weight_VD), tile_columns or (GPU_TILE_COLUMNS if kernel else TILE_COLUMNS))
+    columns = slices(len(weight_VD), tile_columns or (GPU_TILE_COLUMNS if kernel else TILE_COLUMNS))
     row_bytes = (hidden_ND.element_size() if kernel else 4) * max(s.stop - s.start for s in columns)
-    rows = _slices(len(target_N), max(1, (tile_bytes or (GPU_TILE_BYTES if kernel else TILE_BYTES)) // row_bytes))
+    rows = slices(len(target_N), max(1, (tile_bytes or (GPU_TILE_BYTES if kernel else TILE_BYTES)) // row_bytes))
     shape = LogitShape() if shape is None else shape
     given = (hidden_ND, weight_VD, bias_V, target_N.long().contiguous(), shape, temperature, (rows, columns))
     logp_N, entropy_N = _TokenLogprobs.apply(*given)
     return logp_N, entropy_N
+
+
+HeadFunction = Callable[[Tensor, Tensor, Tensor | None, LogitShape, float], tuple[Tensor, ...]]
+"""Something else to compute from hidden states and the output head; see `LogprobModel.forward`."""
 
 
 class LogprobModel(nn.Module):
@@ -196,9 +201,12 @@ class LogprobModel(nn.Module):
         self.shape = LogitShape.of(model.config.get_text_config())
         head = model.get_output_embeddings()
 
-        def scored(hidden_ND: Tensor, target_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-            given = hidden_ND, head.weight, head.bias, target_N
-            return token_logprobs(*given, shape=self.shape, temperature=temperature)
+        def scored(
+            hidden_ND: Tensor, target_N: Tensor, temperature: float, more: HeadFunction | None = None
+        ) -> tuple[Tensor, ...]:
+            given = hidden_ND, head.weight, head.bias
+            found = token_logprobs(*given, target_N, shape=self.shape, temperature=temperature)
+            return found if more is None else (*found, *more(*given, self.shape, temperature))
 
         head.forward = scored
 
@@ -210,17 +218,20 @@ class LogprobModel(nn.Module):
         target_N: Tensor,
         segments: Segments | None,
         temperature: float,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of tokens, float32 [N]; see `token_logprobs`.
+        more: HeadFunction | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Log-probability and entropy of tokens, float32 [N]; see `token_logprobs`. Then what `more` returns.
 
         Args:
             input_ids_bS, position_ids_bS: int64; right-padded rows (causal attention needs no mask for them), or
                 one packed row that `segments` divides, for a model whose attention is `ATTENTION`.
             source: picks, among all b * S tokens, the one before each token to score.
             target_N: int64, the tokens to score.
+            more: is given the hidden states of these places, weight and bias of the head, its `LogitShape` and the
+                temperature. It runs while the weight is there, which is sharded otherwise.
         """
         packed = {} if segments is None else {"batch": segments}
         out = self.model.base_model(input_ids=input_ids_bS, position_ids=position_ids_bS, use_cache=False, **packed)
         hidden_ND = source(out.last_hidden_state.flatten(0, 1))
-        logp_N, entropy_N = self.model.get_output_embeddings()(hidden_ND, target_N, temperature)
-        return logp_N, entropy_N
+        found: tuple[Tensor, ...] = self.model.get_output_embeddings()(hidden_ND, target_N, temperature, more)
+        return found

@@ -150,6 +150,8 @@ class Interface:
     """By required parameter, the column that can take its place."""
     settings: list[str] = field(default_factory=list)
     """Parameters that only `kwargs` gives, even if the data has a column of the same name."""
+    schema: dict[str, Any] | None = None
+    """What a model is told of a tool; None for a reward function."""
 
     def accepts(self, name: str) -> bool:
         """Whether the function can be given an input or a column of this name."""

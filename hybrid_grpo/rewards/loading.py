@@ -54,7 +54,7 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
     scoring = scoring or ScoringConfig()
     entries = {entry: _by_name(config) for entry, config in configs.items()}
     isolated = [entry for entry, config in entries.items() if _isolated(config, entry)]
-    pool = Pool([(entry, entries[entry]) for entry in isolated], scoring.workers or _workers(), scoring)
+    pool = Pool([(entry, entries[entry]) for entry in isolated], scoring.workers or worker_count(), scoring)
     rewards = []
     for entry, config in entries.items():
         caller: Caller
@@ -120,7 +120,7 @@ def _isolated(config: RewardConfig, entry: str) -> bool:
     return config.isolation == "process"
 
 
-def _workers() -> int:
+def worker_count() -> int:
     """One worker for each core of this rank, 2 to 8."""
     return min(8, max(2, len(os.sched_getaffinity(0)) // local_ranks()))
 

@@ -222,7 +222,7 @@ class Stream:
         inputs: Inputs = {
             "prompts": [prompt.text for prompt in prompts],
             "completions": [
-                c.text if isinstance(p.text, str) else [{"role": "assistant", "content": c.text}]
+                c.text if isinstance(p.text, str) else list(c.messages) or [{"role": "assistant", "content": c.text}]
                 for p, c in zip(prompts, completions, strict=True)
             ],
             "completion_ids": [completion.token_ids for completion in completions],

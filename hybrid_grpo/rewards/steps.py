@@ -60,7 +60,8 @@ def token_steps(text_steps: list[TextStep], completion: Completion, token_ends: 
     """
     text, at = completion.text, 0
     rewards: dict[int, float] = {}
-    ends = [] if token_ends is None else token_ends(completion.token_ids, text)
+    before = completion.given[-1][0] if completion.given else 0  # the text is that of the last turn
+    ends = [] if token_ends is None else token_ends(completion.token_ids[before:], text)
     token = 0
     for step_text, reward in text_steps:
         if not text.startswith(step_text, at):
@@ -68,6 +69,6 @@ def token_steps(text_steps: list[TextStep], completion: Completion, token_ends: 
         at += len(step_text)
         while token < len(ends) - 1 and ends[token] < at:
             token += 1
-        end = token + 1 if ends else len(completion.token_ids)
+        end = before + token + 1 if ends else len(completion.token_ids)
         rewards[end] = rewards.get(end, 0.0) + reward
     return sorted(rewards.items())

@@ -3,7 +3,7 @@
 The formulas are in `grpo/gae.py`, and when they are called is told by the trainer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,12 @@ class Critic(Scorer):
                 value_BT[micro.row_b, : micro.mask_bT.shape[1]] = micro.unflatten(value_N)
         return value_BT
 
-    def learn(self, batches: list[TrainBatch]) -> Iterator[Numbers]:
+    def learn(self, batches: list[TrainBatch], beat: Callable[[], None]) -> Iterator[Numbers]:
         """One optimizer step on rows of the rollout that `advantages` was last given; numbers of each micro-batch and
-        of the step. Collective."""
+        of the step. `beat` is called before each micro-batch. Collective."""
         assert self._targets is not None
         for batch in batches:
+            beat()
             micro = batch.micro
             value_bT = micro.unflatten(self.forward(micro))
             old_value_bT = return_bT = torch.zeros_like(value_bT)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from hybrid_grpo.config import BatchPlan, LoraConfig, PolicyConfig, TrainConfig
+from hybrid_grpo.config import BatchPlan, LoraConfig, PolicyConfig, TeacherConfig, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.generation.cache import Geometry
 from hybrid_grpo.generation.loop import PREFILL_TOKENS
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.divergence import NextTokens, reverse_kl
 from hybrid_grpo.model.loading import training_attention, without_dropout
-from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
 
 
@@ -78,10 +80,14 @@ class _Ledger(TorchDispatchMode):
 class DryRun:
     """A model of a transformers configuration on fake tensors, as the policy trains it.
 
-    Its methods raise NeedsData where the model cannot run without data.
+    With a `teacher` in the loss its training is compared with that. Its methods raise NeedsData where the model cannot
+    run without data.
     """
 
-    def __init__(self, model_config: Any, policy: PolicyConfig, lora: LoraConfig) -> None:
+    def __init__(
+        self, model_config: Any, policy: PolicyConfig, lora: LoraConfig, teacher: TeacherConfig | None = None
+    ) -> None:
+        self._teacher = teacher if teacher is not None and teacher.keeps_vocabulary else None
         config = without_dropout(deepcopy(model_config))
         attention = training_attention(policy, config)
         self.packs = attention == ATTENTION
@@ -113,8 +119,8 @@ class DryRun:
 
     def training(self, micro: MicroBatch) -> Footprint:
         """Forward and backward of a micro-batch."""
-        with self._forward(micro) as (ledger, marks, (logp_N, entropy_N)):
-            (logp_N.sum() + entropy_N.sum()).backward()
+        with self._forward(micro, self._teacher) as (ledger, marks, found):
+            torch.stack([value_N.sum() for value_N in found]).sum().backward()
             kept, forward, head = (self._scale * mark for mark in marks)
             return Footprint(kept, head - kept, max(forward, self._scale * ledger.mark()) - kept)
 
@@ -148,8 +154,10 @@ class DryRun:
         return active
 
     @contextmanager
-    def _forward(self, micro: MicroBatch) -> Iterator[tuple[_Ledger, list[int], tuple[Tensor, Tensor]]]:
-        """A forward and what follows in the block.
+    def _forward(
+        self, micro: MicroBatch, teacher: TeacherConfig | None = None
+    ) -> Iterator[tuple[_Ledger, list[int], tuple[Tensor, ...]]]:
+        """A forward, with a comparison with the `teacher` if there is one, and what follows in the block.
 
         Gives the ledger, marks in bytes, and the model's outputs. The marks are what is alive when the LM head begins;
         the most that was alive until then; and, once there was a backward, the most from there to its end in the head.
@@ -168,9 +176,17 @@ class DryRun:
         hook = self.model.get_output_embeddings().register_forward_pre_hook(at_head)
         with hook, self._fake, _Ledger([*self.model.parameters(), *self.model.buffers()]) as ledger:
             try:
-                yield ledger, marks, self._scored(ids_bS, positions_bS, *others, 1.0)
+                more = None if teacher is None else self._comparison(len(micro.target_N), teacher.top_k)
+                yield ledger, marks, self._scored(ids_bS, positions_bS, *others, 1.0, more)
             except (RuntimeError, NotImplementedError, AssertionError, LookupError) as error:
                 raise NeedsData(str(error)) from error
+
+    def _comparison(self, places: int, top_k: int) -> HeadFunction:
+        """What the head computes to compare the policy with a teacher at so many places."""
+        vocabulary = self.model.config.get_text_config().vocab_size
+        tokens = torch.empty(places, top_k, dtype=torch.int32) if top_k else None
+        told = torch.empty(places, top_k + 1 if top_k else vocabulary)
+        return partial(reverse_kl, teacher=NextTokens(told, tokens, vocabulary))
 
 
 @dataclass(frozen=True)
@@ -194,7 +210,7 @@ class Sizes:
 
 def measure(config: TrainConfig, model_config: Any, batch: BatchPlan, prompt: int, *, on_gpu: bool) -> Sizes:
     """The sizes of a model, without its weights, from its transformers configuration."""
-    dry = DryRun(model_config, config.policy, config.lora)
+    dry = DryRun(model_config, config.policy, config.lora, config.teacher)
     parameters = list(dry.model.parameters())
     micro = largest_micro_batch(config, batch, prompt, packs=dry.packs, on_gpu=on_gpu)
     read = config.rollout.prefill_tokens or PREFILL_TOKENS["cuda" if on_gpu else "cpu"]
@@ -217,7 +233,7 @@ def largest_micro_batch(config: TrainConfig, batch: BatchPlan, prompt: int, *, p
     prompts = batch.prompts_per_rank // batch.num_minibatches
     # No two prompts are the same.
     prompt_ids = [[row // batch.num_generations] * prompt for row in range(prompts * batch.num_generations)]
-    completion_ids = [[0] * config.rollout.max_completion_tokens] * len(prompt_ids)
+    completion_ids = [[0] * config.rollout.max_read_tokens] * len(prompt_ids)
     budget = token_budget(config.policy, on_gpu=on_gpu, gradients=True)
     rows, cpu = (prompt_ids, completion_ids, range(len(prompt_ids)), budget), torch.device("cpu")
     parts = pack(*rows, cpu, share=config.policy.shared_prefix) if packs else pad(*rows, cpu)

@@ -6,6 +6,7 @@ run can be compared, and not on ranks. How numbers are estimated is in statistic
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from hybrid_grpo.data.batch import Completion, Numbers, Prompt, RewardStatus, Sc
 from hybrid_grpo.data.loader import rank_share
 from hybrid_grpo.distributed import all_gather_objects, rank, world_size
 from hybrid_grpo.generation import Request, Sampling, stream_key
-from hybrid_grpo.generation.rollout import sampling_of
+from hybrid_grpo.generation.rollout import request_of, sampling_of
+from hybrid_grpo.policy import Policy
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.measure import measure_lengths
 from hybrid_grpo.run.statistics import Floats, majority_at_k, pass_at_k, standard_error
@@ -57,7 +59,7 @@ class EvalSet:
     def longest(self) -> int:
         """Tokens of the longest prompt with its completion."""
         longest = max(len(prompt.token_ids) for prompt in self.prompts)
-        return longest + self.settings.rollout.max_completion_tokens
+        return longest + self.settings.rollout.max_read_tokens
 
     @property
     def own_prompts(self) -> list[Prompt]:
@@ -67,11 +69,12 @@ class EvalSet:
     @property
     def requests(self) -> list[Request]:
         """For the completions of this rank's prompts."""
-        count = self.settings.rollout.num_generations
-        return [
-            Request(p.token_ids, [stream_key(self.seed, f"eval {self.name}", p.id, k) for k in range(count)])
-            for p in self.own_prompts
-        ]
+        rollout = self.settings.rollout
+
+        def keys(prompt: Prompt) -> list[int]:
+            return [stream_key(self.seed, f"eval {self.name}", prompt.id, k) for k in range(rollout.num_generations)]
+
+        return [request_of(prompt, rollout, keys(prompt)) for prompt in self.own_prompts]
 
     @property
     def sampling(self) -> Sampling:
@@ -79,6 +82,18 @@ class EvalSet:
         rollout = self.settings.rollout
         greedy = sampling_of(rollout, self.stop_ids, greedy=True)
         return replace(greedy, temperature=rollout.temperature, top_p=rollout.top_p) if rollout.temperature else greedy
+
+    def measure(self, policy: Policy, step: int, beat: Callable[[], None]) -> Numbers:
+        """The numbers of the set, with the policy as it is after a step; `beat` is called between tokens. Collective.
+
+        Raises:
+            RunStopped: a reward function fails too often before the first step.
+        """
+        groups = policy.complete(self.requests, self.sampling, self.settings.rollout, on_step=beat)
+        results = self.results(groups, step)
+        if step == 0:
+            self.rewards.refuse_failures(results.scores, policy.engine.device)
+        return results.numbers()
 
     def results(self, groups: list[list[Completion]], step: int = 0) -> "EvalResults":
         """Score the completions of this rank's prompts."""

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid_grpo.config import PolicyConfig, RolloutConfig, TrainConfig, reward_name
+from hybrid_grpo.config import BatchPlan, PolicyConfig, RolloutConfig, TrainConfig, reward_name
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.data.batch import Numbers, Prompt
 from hybrid_grpo.data.cleaning.overlap import count_equal
+from hybrid_grpo.data.curriculum import Curriculum
 from hybrid_grpo.data.loader import PromptLoader
+from hybrid_grpo.data.prompt_stream import PromptStream, StreamLoader
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import held_out_source
+from hybrid_grpo.distributed import rank
 from hybrid_grpo.grpo.loss import Objective, load_objective
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.files import check_files
@@ -32,8 +36,11 @@ from hybrid_grpo.rewards.loading import Reward, load_entries
 from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.evaluation import EvalSet
+from hybrid_grpo.run.guests import Guests
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.pretraining import PretrainingLoss
+from hybrid_grpo.turns import Conversations, conversations_of, with_tools
+from hybrid_grpo.turns.tools import tool_names
 
 if TYPE_CHECKING:
     from hybrid_grpo.policy import Policy
@@ -48,7 +55,9 @@ class RunInputs:
     outcome: str
     """Name of the reward that tells right from wrong."""
     prompts: list[Prompt]
-    """To train on; the same on every rank."""
+    """To train on; of a stream those of some of its first rows. The same on every rank."""
+    stream: PromptStream | None
+    """What prompts to train on are drawn from with data.streaming."""
     eval_sets: list[EvalSet]
     """Held out; empty where there is no evaluation."""
     objective: Objective | None
@@ -57,13 +66,18 @@ class RunInputs:
     """Tokens that end a completion."""
     pretraining: PretrainingLoss | None
     """Learned beside the rewards; None where `ptx.coef` is 0."""
+    guests: Guests
+    """Other writers of the groups; there may be none."""
+    conversations: Conversations | None
+    """Answer the turns of completions; None without `rollout.tools`."""
     facts: dict[str, str]
     """What was read, in lines for the console and the run folder."""
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt, to train on or held out."""
-        return max(len(prompt.token_ids) for prompts in self._all_prompts for prompt in prompts)
+        """Tokens of the longest prompt, to train on or held out; of a stream the longest that it may have."""
+        longest = 0 if self.stream is None else self.stream.longest
+        return max(longest, *(len(prompt.token_ids) for prompts in self._all_prompts for prompt in prompts))
 
     @property
     def held_out_rows(self) -> int:
@@ -79,6 +93,12 @@ class RunInputs:
     def reward_models(self) -> list[RewardModel]:
         """Models that reward functions hold, those of held-out sets included."""
         return list({id(model): model for rewards in self._all_rewards for model in rewards.models}.values())
+
+    def loader(self, config: TrainConfig, plan: BatchPlan, device: torch.device) -> Curriculum | StreamLoader:
+        """Draws the prompts to train on, from the first one."""
+        if self.stream is not None:
+            return StreamLoader(self.stream, plan, rank())
+        return Curriculum(self.prompts, plan, rank(), config.curriculum, config.run.seed, config.data, device)
 
     def load_models(self, shard: Shard) -> None:
         """Load the models of reward functions; see `Rewards.load_models`. Collective."""
@@ -99,7 +119,12 @@ class RunInputs:
         """A meter for the numbers of the run's rewards, held-out sets and `sources` of prompts."""
         samples = max((held_out.settings.rollout.num_generations for held_out in self.eval_sets), default=1)
         names = [held_out.name for held_out in self.eval_sets]
-        return Meter(self.rewards.names, names, device, sources, samples)
+        tools = tool_names(self.conversations.tools.names) if self.conversations else []
+        return Meter(self.rewards.names, names, device, sources, samples, self.guests.names, tools)
+
+    def tool_numbers(self) -> Numbers:
+        """What the tools did since the last call of this, by metric."""
+        return {} if self.conversations is None else self.conversations.numbers()
 
     @property
     def _all_prompts(self) -> list[list[Prompt]]:
@@ -123,8 +148,17 @@ class RunInputs:
         tokenizer = load_tokenizer(config.policy.model)
         rewards = {setting: Rewards(found, config.scoring, tokenizer) for setting, found in loaded.items()}
         own = rewards["rewards"]
-        prompts, report = read_prompts(config.data, tokenizer)
-        if len(prompts) < config.rollout.prompts_per_step:
+        ends = stop_ids(config.policy.model, tokenizer, config.rollout.stop_ids, model_config)
+        conversations = conversations_of(config, tokenizer, ends)
+        data = with_tools(config.data, conversations)
+        stream: PromptStream | None = None
+        if config.data.streaming:
+            stream = PromptStream(data, tokenizer, config.run.seed, partial(_check_ids, model_config))
+            prompts, report = stream.prompts, stream.fact
+            check_lengths(model_config, stream.longest + config.rollout.max_read_tokens)
+        else:
+            prompts, report = read_prompts(data, tokenizer)
+        if stream is None and len(prompts) < config.rollout.prompts_per_step:
             raise UserError(
                 f"rollout.prompts_per_step {config.rollout.prompts_per_step} is more than the {len(prompts)} prompts"
                 f" of data.path: set it to {len(prompts)} or lower"
@@ -133,10 +167,10 @@ class RunInputs:
         own.check_columns(prompts[0].columns)
         check_prompts(prompts, model_config, config.rollout)
         check_token_ids(config.rollout, model_config)
-        ends = stop_ids(config.policy.model, tokenizer, config.rollout.stop_ids, model_config)
         eval_sets: list[EvalSet] = []
         for held_out in sets:
-            read, line = read_prompts(held_out.data, tokenizer, held_out_source(held_out))
+            asked = with_tools(held_out.data, conversations)
+            read, line = read_prompts(asked, tokenizer, held_out_source(held_out))
             if shared := count_equal(prompts, read):
                 line += f"; {shared} of them are prompts to train on too: see hybrid-grpo data"
             drawn = held_out.rollout
@@ -157,10 +191,15 @@ class RunInputs:
         if pretraining is not None:
             facts["ptx"] = pretraining.fact
             check_prompt_ids(pretraining.rows, model_config)
+        guests = Guests(config, tokenizer, prompts, ends, model_config.get_text_config().vocab_size)
+        facts |= guests.facts
         outcome = config.eval.outcome or reward_name(config.rewards[0])
         facts["sampling"] = sampling_line(config.rollout, ends, tokenizer)
         facts["rewards"] = ", ".join(f"{reward.weight:g} {reward_name(reward)}" for reward in config.rewards)
-        return cls(tokenizer, own, outcome, prompts, eval_sets, objective, ends, pretraining, facts)
+        if conversations is not None:
+            facts["tools"] = ", ".join(conversations.tools.names)
+        parts = (eval_sets, objective, ends, pretraining, guests, conversations)
+        return cls(tokenizer, own, outcome, prompts, stream, *parts, facts)
 
 
 def _load_rewards(config: TrainConfig, sets: list[HeldOut]) -> dict[str, list[Reward]]:
@@ -180,7 +219,11 @@ def _load_rewards(config: TrainConfig, sets: list[HeldOut]) -> dict[str, list[Re
 
 def check_prompts(prompts: list[Prompt], model_config: Any, rollout: RolloutConfig) -> None:
     """Refuse prompts that the model cannot read, or complete at the length that is asked for."""
-    check_lengths(model_config, max(len(prompt.token_ids) for prompt in prompts) + rollout.max_completion_tokens)
+    check_lengths(model_config, max(len(prompt.token_ids) for prompt in prompts) + rollout.max_read_tokens)
+    _check_ids(model_config, prompts)
+
+
+def _check_ids(model_config: Any, prompts: list[Prompt]) -> None:
     check_prompt_ids([prompt.token_ids for prompt in prompts], model_config)
 
 

@@ -4,23 +4,49 @@ The functions return `Numbers`, which a `Meter` adds up. Which numbers give an a
 """
 
 import math
+from collections.abc import Sequence
 
 import psutil
 import torch
 from torch import Tensor
 
-from hybrid_grpo.data.batch import Completion, MicroBatch, Numbers, RewardStatus, Rollout, Scores
-from hybrid_grpo.grpo.advantages import group_stats
+from hybrid_grpo.config import GuestConfig
+from hybrid_grpo.data.batch import Completion, Numbers, RewardStatus, Rollout, Scores, TrainBatch
+from hybrid_grpo.grpo.advantages import group_stats, informative
 from hybrid_grpo.rewards.rules import repeated_share
 
 _NGRAM = 3
 """Tokens of a run that may repeat, as in the built-in reward `repetition_penalty`."""
 
 
-def measure_step(rollout: Rollout, scores: Scores, outcome: str, threshold: float) -> Numbers:
-    """Everything that is measured once, at the end of a step."""
-    numbers = measure_rollout(rollout, scores, outcome, threshold)
-    return {**numbers, **measure_health(rollout, scores), **measure_memory()}
+def measure_step(
+    rollout: Rollout, scores: Scores, outcome: str, threshold: float, guests: Sequence[GuestConfig] = ()
+) -> Numbers:
+    """Everything that is measured once, at the end of a step. Rewards, groups and completions are those that the policy
+    has sampled of every prompt; those of guests are behind them in their groups."""
+    numbers: Numbers = measure_memory()
+    if guests:
+        numbers |= measure_guests(rollout, scores, guests)
+        size = rollout.num_generations
+        own = size - sum(guest.per_group for guest in guests)
+        rollout, scores = rollout.first(own), scores.first(own, size)
+    return {**measure_rollout(rollout, scores, outcome, threshold), **measure_health(rollout, scores), **numbers}
+
+
+def measure_guests(rollout: Rollout, scores: Scores, guests: Sequence[GuestConfig]) -> Numbers:
+    """What guests have brought into the groups, and how many groups teach nothing with them."""
+    numbers: Numbers = {}
+    for guest in guests:
+        rows = [row for row, completion in enumerate(rollout.completions) if completion.guest == guest.name]
+        reward_N = scores.reward_B[rows]
+        reward_N = reward_N[~reward_N.isnan()]
+        numbers[f"guests/{guest.name}/rows"] = len(rows), 1
+        numbers[f"guests/{guest.name}/missing"] = guest.per_group * len(rollout.prompts) - len(rows), 1
+        numbers[f"guests/{guest.name}/tokens"] = sum(rollout.lengths[row] for row in rows), 1
+        numbers[f"guests/{guest.name}/reward"] = reward_N.mean(), len(reward_N)
+    teaches_P = informative(scores.reward_B, rollout.num_generations, scores.steps)
+    numbers["group/zero_std_frac"] = (~teaches_P).double().mean(), len(teaches_P)
+    return numbers
 
 
 def measure_rollout(rollout: Rollout, scores: Scores, outcome: str, threshold: float) -> Numbers:
@@ -38,6 +64,7 @@ def measure_rollout(rollout: Rollout, scores: Scores, outcome: str, threshold: f
         "group/all_right_frac": (stats.all_right / stats.groups, stats.groups),
         "group/all_wrong_frac": (stats.all_wrong / stats.groups, stats.groups),
         **measure_lengths("completion", rollout.completions),
+        **measure_turns(rollout),
         "completion/length_max": (max(rollout.lengths), 1),
         "completion/duplicate_frac": (1 - sum(len(set(group)) for group in groups) / rows, rows),
     }
@@ -80,6 +107,19 @@ def measure_sources(rollout: Rollout, scores: Scores, outcome_B: Tensor, thresho
         numbers[f"source/{source}/reward"] = reward_N.mean(), len(reward_N)
         numbers[f"source/{source}/accuracy"] = (right_N >= threshold).double().mean(), len(right_N)
     return numbers
+
+
+def measure_turns(rollout: Rollout) -> Numbers:
+    """Turns of completions, and what was given between them; nothing where completions are no conversations."""
+    told = [completion for completion in rollout.completions if completion.messages]
+    if not told:
+        return {}
+    turns, given = [c.turns for c in told], [sum(len(ids) for _, ids in c.given) for c in told]
+    return {
+        "turns/mean": (sum(turns) / len(told), len(told)),
+        "turns/max": (max(turns), 1),
+        "turns/given_tokens": (sum(given) / len(told), len(told)),
+    }
 
 
 def measure_lengths(stage: str, completions: list[Completion]) -> Numbers:
@@ -132,31 +172,37 @@ def group_correlation(reward_PG: Tensor, value_PG: Tensor) -> Tensor:
     return torch.where(varies_P, correlation_P, torch.nan)
 
 
-def measure_parity(micro: MicroBatch, logp_bT: Tensor, old_logp_bT: Tensor) -> Numbers:
-    """How far the sampler was from the training forward of the same weights."""
-    if not micro.rows:
+def measure_parity(batch: TrainBatch, logp_bT: Tensor) -> Numbers:
+    """How far the sampler was from the training forward of the same weights, on tokens of the policy."""
+    if not batch.micro.rows:
         return {}
-    gap_bT = torch.where(micro.mask_bT, (logp_bT.detach() - old_logp_bT).abs(), 0.0)
-    tokens = len(micro.target_N)
+    gap_bT = torch.where(batch.own_bT, (logp_bT.detach() - batch.sampler_logp_bT).abs(), 0.0)
+    tokens = batch.own_bT.sum() if batch.guests else len(batch.micro.target_N)
     return {
         "parity/logp_abs_diff_mean": (gap_bT.sum() / tokens, tokens),
         "parity/logp_abs_diff_max": (gap_bT.max(), 1),
     }
 
 
-def measure_sampling(rollout: Rollout, seconds: float, gather_s: float, release_s: float) -> Numbers:
-    """Tokens and times of a rollout of `seconds`, in which weights were gathered and given back."""
+def measure_sampling(
+    rollout: Rollout, seconds: float, gather_s: float, release_s: float, captures: int | None
+) -> Numbers:
+    """Tokens and times of a rollout of `seconds`, in which weights were gathered and given back, and decode steps
+    captured as CUDA graphs (None without a GPU)."""
+    sampled = sum(len(completion.token_ids) for completion in rollout.completions if not completion.guest)
     return {
         "time/generate_s": (seconds - gather_s - release_s, 1),
         "time/gather_s": (gather_s, 1),
         "time/switch_s": (gather_s + release_s, 1),
-        "completion/sampled_tokens": (rollout.num_tokens, 1),
+        "completion/sampled_tokens": (sampled, 1),
+        **({} if captures is None else {"throughput/graph_captures": (captures, 1)}),
     }
 
 
 def measure_training(rollout: Rollout, passes: int, seconds: float) -> Numbers:
     """Speed of so many passes of training over a rollout."""
-    tokens = rollout.num_tokens + sum(len(prompt.token_ids) for prompt in rollout.row_prompts)
+    rows = zip(rollout.row_prompts, rollout.completions, strict=True)
+    tokens = sum(len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in rows if completion.learned)
     return {"time/train_s": (seconds, 1), "throughput/trained_tokens_per_s": (tokens * passes / seconds, 1)}
 
 

@@ -71,8 +71,9 @@ class Meter:
     """Collects the numbers of one step on this rank and reduces them over all ranks.
 
     The layout of the reduction is fixed when the meter is made, from the catalogue and from the names of the
-    reward functions, evaluation sets and sources, which every rank has from the same configuration. So a rank may leave
-    out a metric that the others have, and no set of `add` calls can misalign or hang the collectives.
+    reward functions, evaluation sets, sources, guests and tools, which every rank has from the same configuration. So
+    a rank
+    may leave out a metric that the others have, and no set of `add` calls can misalign or hang the collectives.
     """
 
     def __init__(
@@ -82,11 +83,20 @@ class Meter:
         device: torch.device | str = "cpu",
         sources: Sequence[str] = (),
         samples: int = 1,
+        guests: Sequence[str] = (),
+        tools: Sequence[str] = (),
     ) -> None:
         """`device` is where collectives take place: the rank's GPU with NCCL. `samples` are the most completions that
         an evaluation set has of a prompt."""
         ks = [str(k) for k in range(2, samples + 1)]
-        names = {"<function>": rewards, "<set>": evals, "<source>": sources, "<k>": ks}
+        names = {
+            "<function>": rewards,
+            "<set>": evals,
+            "<source>": sources,
+            "<k>": ks,
+            "<guest>": guests,
+            "<tool>": tools,
+        }
         self._reductions = {name: metric.reduction for name, metric in _FIXED.items()}
         for _, metric in _PATTERNS:
             spelled = [metric.name]
@@ -104,7 +114,7 @@ class Meter:
         """
         if name not in self._reductions:
             describe(name)
-            raise KeyError(f"{name} is of a reward, evaluation set or source that this meter was not made for")
+            raise KeyError(f"{name} is of a reward, evaluation set, source or guest that this meter was not made for")
         if isinstance(count, Tensor) or count:
             kept = value.detach().clone() if isinstance(value, Tensor) else value
             self._added.setdefault(name, []).append((kept, count))

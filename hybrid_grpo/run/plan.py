@@ -15,7 +15,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import Workspace
 from hybrid_grpo.generation.graphs import sizes_up_to
 from hybrid_grpo.generation.loop import PAGE
-from hybrid_grpo.model.loading import load_config
+from hybrid_grpo.model.loading import load_config, parameters_of
 from hybrid_grpo.model.scalar import count_parameters
 from hybrid_grpo.rewards.models.reward import RewardModel
 from hybrid_grpo.run.dry_run import NeedsData, Sizes, measure
@@ -100,7 +100,9 @@ def estimate(
         return None
     has_critic = config.grpo.baseline == "critic"
     critic = count_parameters(config.critic.as_policy(config.policy).model) if has_critic else 0
-    return Plan(config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, critic)
+    teacher = parameters_of(config.teacher.model) if config.teacher.model else 0
+    guests = sum(parameters_of(guest.model) for guest in config.rollout.guests if guest.model is not None)
+    return Plan(config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, critic, teacher, guests)
 
 
 @dataclass
@@ -123,6 +125,11 @@ class Plan:
     critic: int = 0
     """Parameters of the critic. Its activations are not counted: it runs when those of the policy are gone, and without
     an LM head."""
+    teacher: int = 0
+    """Parameters of a teacher that is a model of its own. Its forward keeps nothing, as that of the reference."""
+    guests: int = 0
+    """Parameters of the models that are guests. What they need to decode is not counted: it is less than the policy's,
+    and gone before the policy decodes."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -139,7 +146,7 @@ class Plan:
         self.process = Part("runtime", self.hardware.process_bytes + PROCESS_GROWTH_BYTES)
         self.export = Part("copy to write", self.dtype * self.n)
         self.slots = min(config.rollout.max_slots, self.rows)
-        self.longest = self.prompt + config.rollout.max_completion_tokens
+        self.longest = self.prompt + config.rollout.max_read_tokens
         # The cache is that of rollouts and evaluations.
         self.longest_cached = max(self.longest, self.held_out_longest)
         page = PAGE["cuda" if self.gpu else "cpu"]
@@ -217,18 +224,19 @@ class Plan:
         states = self.states() if self.offloads else []
         critic = self.critic_part(on_host=True)
         parts = [self.process, self.reward_models(on_host=True), self.reference(), self.average(), critic, *states]
-        parts.append(self.export)
+        parts += [self.teacher_part(on_host=True), self.export]
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
 
     def fixed(self) -> list[Part]:
         """What is on the device all the time."""
         shards = self.ranks if self.stage == 3 else 1
         parts = [Part("weights", self.dtype * self.n // shards, _SHARDS), self.reward_models(on_host=False)]
-        parts.append(self.critic_part(on_host=False))
+        parts += [self.critic_part(on_host=False), self.teacher_part(on_host=False)]
+        parts += [Part("guests", self.dtype * self.guests, "rollout.guests")]
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]
-        on_host = [self.reward_models(on_host=True), self.critic_part(on_host=True)]
+        on_host = [self.reward_models(on_host=True), self.critic_part(on_host=True), self.teacher_part(on_host=True)]
         return [self.process, *parts, *on_host, *self.states(), self.reference(), self.average()]
 
     def held(self, parts: list[Part]) -> list[Part]:
@@ -301,6 +309,14 @@ class Plan:
         states, shards = sum(part.bytes for part in own.states()), own.ranks if own.stage == 3 else 1
         held = own.dtype * own.n // shards + own.gradients().bytes + (0 if own.offloads else states)
         return Part("critic", (states if own.offloads else 0) if on_host else held, remedy)
+
+    def teacher_part(self, on_host: bool) -> Part:
+        """The teacher's weights, sharded; and on the host, where it is in the loss, what it says of the vocabulary at
+        every token of a rollout: float32, and with top_k also the tokens."""
+        settings, places = self.config.teacher, self.rows * self.config.rollout.max_completion_tokens
+        weights = self.dtype * self.teacher // self.ranks if settings.offload == on_host else 0
+        said = places * (8 * settings.top_k or 4 * self.sizes.vocabulary) if settings.keeps_vocabulary else 0
+        return Part("teacher", weights + (said if on_host else 0), "teacher.top_k, teacher.offload, more ranks")
 
     def average(self) -> Part:
         """The moving average of the weights in host memory."""

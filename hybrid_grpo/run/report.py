@@ -6,6 +6,7 @@ here is needed to train.
 """
 
 import difflib
+import json
 import re
 import statistics
 from collections.abc import Iterable
@@ -257,11 +258,11 @@ def _reward(row: Line) -> float:
 def _pair(best: Line, worst: Line, size: int) -> dict[str, Any]:
     prompt = best["prompt"]
     if not isinstance(prompt, str):
-        prompt = "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
-    texts = [row["completion"][:TEXT_SHOWN] for row in (best, worst)]
+        prompt = _chat(prompt)
+    texts = [_said(row)[:TEXT_SHOWN] for row in (best, worst)]
     left, right = differing(*texts)
     completions = [
-        {**row, "kind": kind, "segments": segments, "hidden": max(0, len(row["completion"]) - TEXT_SHOWN)}
+        {**row, "kind": kind, "segments": segments, "hidden": max(0, len(_said(row)) - TEXT_SHOWN)}
         for row, kind, segments in ((best, "best", left), (worst, "worst", right))
     ]
     equal = _reward(best) == _reward(worst)
@@ -272,6 +273,22 @@ def _pair(best: Line, worst: Line, size: int) -> dict[str, Any]:
         "equal": equal,
         "completions": completions[:1] if equal else completions,
     }
+
+
+def _said(row: Line) -> str:
+    """A completion as text; the turns of a conversation each with who says it."""
+    messages: list[Line] = row.get("messages", [])
+    return _chat(messages) if len(messages) > 1 else str(row["completion"])
+
+
+def _chat(messages: list[Line]) -> str:
+    return "\n\n".join(f"{message.get('role')}: {_message(message)}" for message in messages)
+
+
+def _message(message: Line) -> str:
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [f"{function['name']}({json.dumps(function['arguments'])})" for function in functions]
+    return "\n".join([str(message.get("content") or ""), *calls]).strip()
 
 
 Segments = list[tuple[str, bool]]

@@ -22,7 +22,7 @@ FREE = (
     *("eval.max_completion_tokens", "eval.sets", "eval.best", "eval.patience"),
     *("data.eval_path", "data.eval_split", "data.eval_limit"),
     *("engine.zero_stage", "engine.offload_optimizer", "engine.adam", "engine.timeout_minutes", "engine.deepspeed.*"),
-    *("critic.zero_stage", "critic.offload_optimizer"),
+    *("critic.zero_stage", "critic.offload_optimizer", "teacher.offload"),
     *("policy.attn_implementation", "policy.shared_prefix", "policy.gradient_checkpointing"),
     *("policy.micro_batch_tokens", "policy.pickled_weights"),
     *("rollout.max_slots", "rollout.prefill_tokens", "rollout.cache_gb", "rollout.keep_cache"),

@@ -88,9 +88,13 @@ class WandbSink:
 
         rows = [json.loads(line) for line in lines[: self.TABLE_ROWS]]
         names = ["step", "group", "prompt", "completion", "reward", "advantage", "length", "finish"]
+        names += ["guest"] if any("guest" in row for row in rows) else []
         functions = list(rows[0]["rewards"]) if rows else []
         columns: list[str | int] = [*names, *(f"reward/{function}" for function in functions)]
-        data = [[*(_cell(row[name]) for name in names), *(row["rewards"][name] for name in functions)] for row in rows]
+        data = [
+            [*(_cell(row.get(name, "")) for name in names), *(row["rewards"][name] for name in functions)]
+            for row in rows
+        ]
         return wandb.Table(columns=columns, data=data)
 
     def close(self) -> None:

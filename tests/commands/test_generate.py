@@ -127,6 +127,14 @@ def test_a_line_for_every_completion(terminal: Terminal) -> None:
     assert "7 of 7 rows kept" in terminal.err
 
 
+def test_tokens_and_their_log_probabilities_are_written_where_they_are_asked_for(terminal: Terminal) -> None:
+    rows, plain = (terminal.generate(*DATA, *more) for more in (["--generate.token_logp=true"], []))
+    assert [{k: v for k, v in row.items() if k not in ("token_ids", "token_logp")} for row in rows] == plain
+    for row in rows:
+        assert len(row["token_ids"]) == len(row["token_logp"]) == row["tokens"]
+        assert sum(row["token_logp"]) == pytest.approx(row["logp"], rel=1e-12)
+
+
 def test_the_completions_are_those_of_step_0_of_a_rollout(terminal: Terminal, folder: Path) -> None:
     options = ["--rollout.num_generations=3", "--rollout.temperature=0.8", "--run.seed=5"]
     rows = terminal.generate(*DATA, *options)

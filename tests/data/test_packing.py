@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from paths import ROOT
 from tiny_models import build, tiny_config
 
+from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.data.packing import pack, pack_pairs, pad, pad_pairs, plan_rows
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
@@ -239,6 +240,45 @@ def test_gradients_flow_through_unflatten_to_the_real_tokens(way):
     weights = torch.arange(micro.mask_bT.numel()).view(micro.mask_bT.shape).float()
     (micro.unflatten(flat) * weights).sum().backward()
     assert torch.equal(flat.grad, weights[micro.mask_bT])
+
+
+@pytest.mark.parametrize("share", ["on", "off", None])
+@pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "gemma2", "mistral"])
+def test_given_tokens_are_read_and_nothing_else(architecture, share):
+    """The gradient is that of a plain forward over each row alone, and does not know the given tokens as targets."""
+    rng = random.Random(4)
+    prompts, sampled = rollout([(4, [5, 9, 2]), (1, [7, 3])])
+    completions = []
+    for row, ids in enumerate(sampled):
+        cuts = sorted(rng.sample(range(1, len(ids)), min(row, len(ids) - 1)))
+        given = tuple((cut, [rng.randrange(1, 60) for _ in range(rng.randint(1, 6))]) for cut in cuts)
+        completions.append(Completion(ids, [0.0] * len(ids), "stop", given=given))
+    read, places = [c.read_ids for c in completions], [c.sampled_places for c in completions]
+    advantages = [torch.rand(len(ids)) for ids in sampled]
+    model = build(tiny_config(architecture), "eager" if share is None else ATTENTION)
+    plain = build(tiny_config(architecture), "eager")
+    expected = torch.zeros(())
+    for prompt, completion, advantage in zip(prompts, completions, advantages, strict=True):
+        logits = plain(torch.tensor([prompt + completion.read_ids])).logits[0, len(prompt) - 1 : -1]
+        logp = logits.log_softmax(-1)
+        chosen = completion.sampled_places or range(len(completion.token_ids))
+        for place, token, value in zip(chosen, completion.token_ids, advantage, strict=True):
+            expected = expected - value * logp[place, token]
+    expected.backward()
+    if share is None:
+        batches = pad(prompts, read, range(len(read)), 40, CPU, places)
+    else:
+        batches = pack(prompts, read, range(len(read)), 40, CPU, share=share, places=places)
+    total = torch.zeros(())
+    for micro in batches:
+        logp_bT = micro.unflatten(LogprobModel(model)(*micro.inputs, 1.0)[0])
+        assert micro.mask_bT.sum(1).tolist() == [len(sampled[row]) for row in micro.rows]
+        for row, logp_T in zip(micro.rows, logp_bT, strict=True):
+            total = total - (advantages[row] * logp_T[: len(sampled[row])]).sum()
+    total.backward()
+    assert total.item() == pytest.approx(expected.item(), rel=1e-5)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad - theirs.grad).abs().max() <= 1e-5 * theirs.grad.abs().max().clamp(min=1e-3)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -3,7 +3,8 @@
 import pytest
 from tiny_models import pair
 
-from hybrid_grpo.generation import Journal, Request, Sampling, generate, stream_key
+from hybrid_grpo.data.batch import Completion
+from hybrid_grpo.generation import Journal, Request, Sampling, Stats, generate, stream_key
 
 SAMPLING = Sampling(max_tokens=12, stop_ids=(3, 4, 5))
 PROMPTS = [[7, 8, 9], [10], [11, 12, 13, 14, 15], [16, 17]]
@@ -34,6 +35,21 @@ def broken_off(journal, sample, after):
     with pytest.raises(Broken):
         journal.complete(5, REQUESTS, finished, sample)
     return seen
+
+
+def test_a_conversation_comes_back_whole(tmp_path):
+    said = ({"role": "assistant", "content": "a\n"}, {"role": "tool", "content": "é"})
+    completion = Completion([7, 3, 9], [-0.5, -0.25, -1.0], "stop", "é", ((2, [5, 6]),), said)
+    request = Request([1], [11], most=9)
+
+    def sample(requests, on_finish):
+        on_finish(0, 0, completion)
+        return [[completion]], Stats()
+
+    Journal(tmp_path, 0).complete(1, [request], None, sample)
+    groups, _ = Journal(tmp_path, 0).complete(1, [request], None, lambda requests, on_finish: ([], Stats()))
+    assert groups == [[completion]]
+    assert completion.read_ids == [7, 3, 5, 6, 9] and completion.sampled_places == [0, 1, 4]
 
 
 @pytest.mark.parametrize("ranks_before", [1, 3])

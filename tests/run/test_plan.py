@@ -18,6 +18,7 @@ from hybrid_grpo.config import (
     LoraConfig,
     PolicyConfig,
     RolloutConfig,
+    TeacherConfig,
     TrainConfig,
 )
 from hybrid_grpo.config.checks import batch_plan
@@ -181,6 +182,33 @@ def test_a_critic_is_a_second_model_with_an_engine_of_its_own():
     assert "critic" not in parts(recipe(3), 8)["loss"]
 
 
+def test_a_teacher_is_sharded_on_the_host_or_the_device_and_what_it_says_is_on_the_host():
+    count, rollout = 7_000_000_000, RolloutConfig(max_completion_tokens=1000)
+
+    def teacher(weights: int = count, **settings) -> tuple[int, int]:
+        """Bytes on the device and on its host, with 8 ranks of 32 completions."""
+        config = recipe(3, rollout=rollout, teacher=TeacherConfig(**settings))
+        made = Plan(config, SIZES, batch_plan(config, 8), 512, GPU, teacher=weights)
+        training = step_seconds(made)["training"]
+        assert step_seconds(made)["teacher"] == pytest.approx((weights or N) / N * training / 3)
+        on_device, on_host = (
+            sum(part.bytes for part in phase.parts if part.name == "teacher") for phase in (made.phases[0], made.host)
+        )
+        return on_device, on_host
+
+    assert teacher(model="m") == (0, 2 * count // 8)
+    assert teacher(model="m", offload=False) == (2 * count // 8, 0)
+    assert teacher(model="m", into="loss", top_k=64) == (0, 2 * count // 8 + 32 * 1000 * 64 * 8)
+    assert teacher(0, prompt_column="solved", into="loss") == (0, 32 * 1000 * SIZES.vocabulary * 4)
+    assert teacher(0, prompt_column="solved") == (0, 0)
+
+
+def test_every_rank_holds_a_guest_whole():
+    made = Plan(recipe(3), SIZES, batch_plan(recipe(3), 8), 512, GPU, guests=400_000_000)
+    for phase in made.phases:
+        assert sum(part.bytes for part in phase.parts if part.name == "guests") == 2 * 400_000_000
+
+
 @pytest.mark.parametrize(("stage", "owned"), [(0, N), (2, N // 8), (3, N // 8)])
 def test_the_moving_average_is_in_host_memory_as_the_optimizer_is_spread(stage, owned):
     config = recipe(stage, "float32")
@@ -264,6 +292,17 @@ def test_a_dry_run_counts_what_a_real_one_keeps():
     checkpointed = DryRun(config, checkpointing, LoraConfig()).training(micro_batch(2, 48))
     assert checkpointed.kept < 0.4 * seen.kept < checkpointed.kept + checkpointed.layers + seen.kept
     assert dry.cache_bytes(paged=True) == dry.cache_bytes(paged=False) == 3 * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_a_comparison_with_a_teacher_is_counted(top_k):
+    """What is told at 98 places is there all the time; the head has some tiles, which are of all logits here."""
+    config, settings = tiny_config("llama", hidden=64), (PolicyConfig(dtype="float32"), LoraConfig())
+    plain = DryRun(config, *settings).training(micro_batch(2, 96))
+    taught = DryRun(config, *settings, TeacherConfig(model="m", into="loss", top_k=top_k)).training(micro_batch(2, 96))
+    logits = 98 * 4 * config.vocab_size
+    assert plain.head + logits < taught.head < plain.head + 12 * logits
+    assert taught.kept - plain.kept == (98 * (5 + 4) * 4 if top_k else logits)
 
 
 def test_only_adapters_are_trained_of_an_adapted_model():

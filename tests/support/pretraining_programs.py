@@ -25,6 +25,7 @@ from hybrid_grpo.config import (
 )
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.engine import StepResult
+from hybrid_grpo.grpo.minibatches import Signals
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
@@ -68,10 +69,11 @@ def gradients(folder: Path) -> dict[str, Any]:
     start = trainer.parts["ptx"].state_dict()
     batches = [[row for row, _ in inputs.pretraining.loader.next_batch()] for _ in range(2)]
     trainer.parts["ptx"].load_state_dict(start)
-    trainer.improve(rollout, advantages_BT, None, None)
+    signals = Signals(rollout.logp_BT, None, None, advantages_BT)
+    trainer.improve(rollout, signals)
     loss = trainer.meter.reduce()["ptx/loss"]
     trainer.inputs = replace(inputs, pretraining=None)
-    trainer.improve(rollout, advantages_BT, None, None)
+    trainer.improve(rollout, signals)
     both, alone = found[:2], found[2:]
     expected = [_by_transformers(config.policy.model, batch) for batch in batches]
     of_ptx = [gradient for _, gradient in expected]

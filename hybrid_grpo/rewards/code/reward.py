@@ -62,7 +62,7 @@ def code_tests(
         with Sandbox() as sandbox:
             sandbox.require(require)
         return []
-    sandbox = _sandbox(require)
+    sandbox = own_sandbox(require)
     limits = Limits(timeout_s, memory_mb, disk_mb=disk_mb)
     rewards: list[float | None] = []
     for row, text in enumerate(completion_texts(completions)):
@@ -148,7 +148,7 @@ def _check(score: str, fence: str, timeout_s: float, memory_mb: int, disk_mb: in
             raise ValueError(problem)
 
 
-def _sandbox(require: Collection[str]) -> Sandbox:
+def own_sandbox(require: Collection[str]) -> Sandbox:
     """The sandbox of this thread."""
     sandbox = getattr(_local, "sandbox", None)
     if sandbox is None or not sandbox.usable:

@@ -26,6 +26,7 @@ from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.importing import describe
 from hybrid_grpo.rewards.functions import Failure, Function, Reply, RewardCall, failed
 from hybrid_grpo.rewards.workers.processes import ForkServer, Worker
+from hybrid_grpo.rewards.workers.tools import ToolEntry
 from hybrid_grpo.rewards.workers.worker import timed_out
 
 _ASYNC_CALLS = 64
@@ -51,12 +52,14 @@ class Pool:
     """The event loop, and the processes of the functions that are isolated; raises UserError as `ForkServer` does.
 
     Args:
-        entries: the isolated entries of `rewards`, each with its name in messages.
+        entries: the isolated entries of `rewards`, or of `rollout.tools`, each with its name in messages.
         workers: processes for functions that are not `async def`.
         scoring: limits of a process.
     """
 
-    def __init__(self, entries: list[tuple[str, RewardConfig]], workers: int, scoring: ScoringConfig) -> None:
+    def __init__(
+        self, entries: Sequence[tuple[str, RewardConfig | ToolEntry]], workers: int, scoring: ScoringConfig
+    ) -> None:
         self._fork_server = ForkServer(entries, scoring) if entries else None
         self.interfaces = self._fork_server.interfaces if self._fork_server else []
         self._loop = asyncio.new_event_loop()

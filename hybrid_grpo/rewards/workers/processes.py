@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.secrets import named_variables, public_environment
 from hybrid_grpo.rewards.functions import Interface, Reply, RewardCall
+from hybrid_grpo.rewards.workers.tools import ToolEntry
 from hybrid_grpo.rewards.workers.worker import decode_reply, framed, read_frame
 
 
@@ -28,7 +30,7 @@ class ForkServer:
     Creating it raises UserError where a function cannot be imported, or where its settings do not fit.
     """
 
-    def __init__(self, entries: list[tuple[str, RewardConfig]], scoring: ScoringConfig) -> None:
+    def __init__(self, entries: Sequence[tuple[str, RewardConfig | ToolEntry]], scoring: ScoringConfig) -> None:
         self._orders = pickle.dumps((sys.path, entries, int(scoring.memory_gb * 2**30)))
         self._scoring = scoring
         self._named = set(scoring.secrets).union(*(named_variables(config.kwargs) for _, config in entries))

@@ -21,6 +21,7 @@ import socket
 import struct
 import sys
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,10 +32,12 @@ import psutil
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.importing import describe
 from hybrid_grpo.rewards.functions import Failure, Function, Reply, RewardCall, failed, load_function
+from hybrid_grpo.rewards.workers.tools import Tool, ToolEntry, load_tool
 
 _HEADER = struct.Struct(">I")
 """Length of the message that follows; the frames of multiprocessing's Connection, up to 2 GiB."""
 _LARGEST_REPLY = 1 << 28
+Functions = Sequence[Function | Tool]
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -80,7 +83,10 @@ def serve_forks(descriptor: int) -> None:
     sys.path[:] = path
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
-        functions = [load_function(config, entry) for entry, config in entries]
+        functions = [
+            load_tool(config, entry) if isinstance(config, ToolEntry) else load_function(config, entry)
+            for entry, config in entries
+        ]
     except UserError as error:
         return _tell(control, {"error": str(error)})
     except BaseException as error:  # above all a module that ends the process while it is imported
@@ -119,7 +125,11 @@ def _tell(control: socket.socket, answer: Any) -> None:
 
 
 def _fork(
-    connection: socket.socket, control: socket.socket, functions: list[Function], memory_bytes: int, kind: str
+    connection: socket.socket,
+    control: socket.socket,
+    functions: Functions,
+    memory_bytes: int,
+    kind: str,
 ) -> int:
     with warnings.catch_warnings():
         # Python warns of forking where a module has started threads.
@@ -204,7 +214,7 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _work(connection: socket.socket, functions: list[Function]) -> None:
+def _work(connection: socket.socket, functions: Functions) -> None:
     frames = Connection(connection.detach())
     with suppress(EOFError):
         while True:
@@ -214,7 +224,7 @@ def _work(connection: socket.socket, functions: list[Function]) -> None:
             frames.send_bytes(encode_reply(number, reply))
 
 
-async def _work_async(connection: socket.socket, functions: list[Function]) -> None:
+async def _work_async(connection: socket.socket, functions: Functions) -> None:
     """Calls overlap: each is a task of this loop."""
     reader, writer = await asyncio.open_connection(sock=connection)
     tasks: set[asyncio.Task[None]] = set()

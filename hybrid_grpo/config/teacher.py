@@ -1,0 +1,85 @@
+"""Settings of the teacher: which model it is, and how the policy learns from it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic.dataclasses import dataclass
+
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.fields import SECTION, Positive, Switch, Text, Whole
+from hybrid_grpo.config.model import PolicyConfig
+
+_OF_POLICY = ("dtype", "attn_implementation", "shared_prefix", "pickled_weights")
+"""Settings of the policy that hold for the teacher too."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class TeacherConfig:
+    """On-policy distillation (GKD, arXiv:2306.13649): a teacher, which is not trained, tells how probable it finds the
+    tokens that the policy has sampled, and the policy learns to agree with it, beside its rewards. There is a teacher
+    where `model` or `prompt_column` is set."""
+
+    model: Text | None = None
+    """Folder or hub name of the teacher, a causal language model with the policy's tokenizer. Default: with
+    prompt_column the policy itself, as it is at the beginning of each step."""
+    coef: Positive = 1.0
+    """Weight of the KL divergence from the policy to the teacher, in nats per token, beside rewards (`into` advantage)
+    or beside the loss of the policy (`into` loss)."""
+    into: Literal["advantage", "loss"] = "advantage"
+    """`advantage` lowers the advantage of every token by coef * (old_logp - teacher_logp), which needs the teacher's
+    log-probability of that token only. `loss` adds coef times the KL divergence over the vocabulary at every token,
+    which has less noise, and keeps what the teacher says of the vocabulary in host memory until the step is done."""
+    top_k: Whole = 0
+    """With `into` loss: tokens that the teacher tells apart at every place, its most probable ones; all others count as
+    one. The KL divergence is then a lower bound. 0: the whole vocabulary, 4 bytes a token of it and place."""
+    prompt_column: Text | None = None
+    """Column with what the teacher reads in place of the prompt, text or a chat, such as the question with its
+    solution. Default: it reads what the policy reads."""
+    offload: Switch = True
+    """Keep the weights of `model` in host memory, from where they are read once per rollout, as those of the reference;
+    or (false) on the devices. Either way they are spread over the ranks."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is a teacher."""
+        return self.model is not None or self.prompt_column is not None
+
+    @property
+    def keeps_vocabulary(self) -> bool:
+        """Whether there is a teacher that is asked for more than the tokens that were sampled."""
+        return self.is_set and self.into == "loss"
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The settings that are not at their default."""
+        default = TeacherConfig()
+        return {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+
+    def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
+        """The teacher's model, beside this policy."""
+        shared = {name: getattr(policy, name) for name in _OF_POLICY}
+        return PolicyConfig(model=self.model or policy.model, **shared)
+
+    def check(self, prompt_column: str) -> None:
+        """Refuse settings that have no effect; `prompt_column` is what the policy reads."""
+        for name, idle, because in (
+            (
+                next(iter(self.changed), ""),
+                not self.is_set,
+                "without a teacher: set teacher.model or teacher.prompt_column",
+            ),
+            ("top_k", self.into == "advantage", "with teacher.into advantage: set teacher.into to loss"),
+            ("offload", self.model is None, "where the policy itself is the teacher: set teacher.model"),
+        ):
+            value = self.changed.get(name)
+            shown = str(value).lower() if isinstance(value, bool) else value
+            refuse(
+                idle and value is not None,
+                f"teacher.{name} {shown} has no effect {because}, or take teacher.{name} out",
+            )
+        refuse(
+            self.prompt_column == prompt_column,
+            f"teacher.prompt_column {prompt_column} is data.prompt_column, which the policy reads: name another column,"
+            " or take teacher.prompt_column out",
+        )

@@ -1,0 +1,86 @@
+"""The mathematics of on-policy distillation: a teacher's word on the tokens that the policy has sampled.
+
+The policy is to come near the teacher in the reverse KL divergence, KL(policy || teacher) of the next token, at the
+prefixes that it samples itself (GKD, arXiv:2306.13649, equation 4 with a divergence of this kind; MiniLLM,
+arXiv:2306.08543; Agarwal et al. pass no gradient through the sampling of prefixes, and neither is one passed here). Its
+gradient at a prefix is sum_v p_v (log p_v - log q_v) grad log p_v, with the policy p and the teacher q, which is
+
+- the expectation of (log p_v - log q_v) grad log p_v over tokens v that are drawn from p: an advantage of -(log p_v -
+  log q_v) for the token that was sampled, constant, and of no other token ("On-Policy Distillation", Thinking Machines
+  Lab, 2025);
+- or that of the divergence itself, which the head computes over the vocabulary (model/divergence.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hybrid_grpo.data.batch import MicroBatch, Numbers
+from hybrid_grpo.model.divergence import NextTokens, reverse_kl
+from hybrid_grpo.model.logprobs import HeadFunction
+
+
+@dataclass(frozen=True)
+class TeacherSignal:
+    """What a teacher says of a rollout. By default there is no teacher, and nothing changes."""
+
+    coef: float = 0.0
+    """Weight of the divergence."""
+    advantages_BT: Tensor | None = None
+    """float32, what is added to the advantages; None where the teacher is in the loss."""
+    next_tokens: Sequence[NextTokens] = ()
+    """[B], in host memory: what it expects at every token of a completion, where it is in the loss."""
+
+    def beside(self, advantages_BT: Tensor) -> Tensor:
+        """The advantages with those of the teacher."""
+        return advantages_BT if self.advantages_BT is None else advantages_BT + self.advantages_BT
+
+    def head(self, micro: MicroBatch) -> HeadFunction | None:
+        """What the policy's head is to compute for the loss at the completion tokens of a micro-batch, or None. A
+        micro-batch without rows computes it too, of something."""
+        if not self.next_tokens:
+            return None
+        first, *others = [self.next_tokens[row] for row in micro.rows] or [self.next_tokens[0].first()]
+        return partial(reverse_kl, teacher=first.joined(others).to(micro.mask_bT.device))
+
+    def loss(self, found: Sequence[Tensor], weight_bT: Tensor) -> tuple[Tensor | float, Numbers]:
+        """What is added to the loss of a micro-batch, from what `head` has `found` there, and its numbers."""
+        if not self.next_tokens:
+            return 0.0, {}
+        real_bT = weight_bT > 0
+        kl_bT, tokens = torch.where(real_bT, found[0], 0.0), real_bT.sum()
+        mean = kl_bT.detach().sum() / tokens.clamp(min=1)
+        return teacher_loss(kl_bT, weight_bT, self.coef), {"teacher/loss": (mean, tokens)}
+
+
+def measure_teacher(old_logp_BT: Tensor, teacher_logp_BT: Tensor, mask_BT: Tensor) -> Numbers:
+    """The teacher's mean log-probability of the sampled tokens, and the mean of the policy's minus the teacher's: an
+    unbiased estimate of the KL divergence to the teacher of the policy that sampled."""
+    tokens = mask_BT.sum()
+    teacher, policy = (torch.where(mask_BT, logp_BT, 0.0).sum() / tokens for logp_BT in (teacher_logp_BT, old_logp_BT))
+    return {"teacher/logp": (teacher, tokens), "teacher/kl": (policy - teacher, tokens)}
+
+
+def teacher_advantages(old_logp_BT: Tensor, teacher_logp_BT: Tensor, coef: float) -> Tensor:
+    """-coef (old_logp - teacher_logp), [B, T], what a token's advantage changes by; see the module.
+
+    Args:
+        old_logp_BT: of the policy that sampled.
+        teacher_logp_BT: of the teacher.
+        coef: advantage that a nat costs.
+    """
+    return -coef * (old_logp_BT - teacher_logp_BT)
+
+
+def teacher_loss(kl_bT: Tensor, weight_bT: Tensor, coef: float) -> Tensor:
+    """coef times the weighted sum of the divergences of a micro-batch, a scalar.
+
+    Args:
+        kl_bT: carries the gradient.
+        weight_bT: see `token_weights`; the caller chose the denominator.
+        coef: weight beside the loss of the policy.
+    """
+    return coef * (kl_bT * weight_bT).sum()

@@ -1,0 +1,197 @@
+"""The distribution of the next token in full: what a teacher says of it, and how far a model is from that.
+
+`reverse_kl` and `most_likely` are called by the head of `LogprobModel`, beside the log-probabilities. Both see a few
+rows of logits at a time. What a divergence is for is told in grpo/distillation.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_grpo.model.logprobs import GPU_TILE_BYTES, TILE_BYTES, LogitShape, add_product, logits_of, slices
+from hybrid_grpo.model.upload import upload
+
+
+@dataclass(frozen=True)
+class NextTokens:
+    """Distributions of the next token at N places, at the sampling temperature. Every probability is that of a token,
+    or (with `token_NK`, in the last place) of all other tokens together."""
+
+    logp_NK: Tensor
+    """float32, of all tokens; with `token_NK`, [N, K + 1], of these and of the others."""
+    token_NK: Tensor | None
+    """int32, tokens that are told apart; None where all are."""
+    vocabulary: int
+    """Tokens over which these are distributions: the first ones of the model's own."""
+
+    def split(self, lengths: list[int]) -> list[NextTokens]:
+        """So many places each."""
+        tokens = [None] * len(lengths) if self.token_NK is None else self.token_NK.split(lengths)
+        parts = zip(self.logp_NK.split(lengths), tokens, strict=True)
+        return [NextTokens(logp, token, self.vocabulary) for logp, token in parts]
+
+    def first(self) -> NextTokens:
+        """The first place alone."""
+        return NextTokens(self.logp_NK[:1], None if self.token_NK is None else self.token_NK[:1], self.vocabulary)
+
+    def joined(self, more: list[NextTokens]) -> NextTokens:
+        """These places, then those of `more`."""
+        parts = [self, *more]
+        tokens = [part.token_NK for part in parts if part.token_NK is not None]
+        logp_NK = torch.cat([part.logp_NK for part in parts])
+        return NextTokens(logp_NK, torch.cat(tokens) if tokens else None, self.vocabulary)
+
+    def to(self, device: torch.device) -> NextTokens:
+        """The same on a device, from host memory."""
+        tokens = None if self.token_NK is None else upload(self.token_NK, device)
+        return NextTokens(upload(self.logp_NK, device), tokens, self.vocabulary)
+
+
+def grouped(logp_NV: Tensor, token_NK: Tensor | None) -> Tensor:
+    """[N, K + 1], log-probabilities of some tokens and of all others together; all [N, V] where none are chosen."""
+    if token_NK is None:
+        return logp_NV
+    token_NK = token_NK.long()
+    others_N1 = logp_NV.scatter(1, token_NK, -torch.inf).logsumexp(1, keepdim=True)
+    return torch.cat([logp_NV.gather(1, token_NK), others_N1], 1)
+
+
+def kl_divergence(logp_NK: Tensor, teacher_logp_NK: Tensor) -> Tensor:
+    """[N], in nats, from the first distribution to the second: sum p (log p - log q)."""
+    return (logp_NK.exp() * (logp_NK - teacher_logp_NK)).sum(1)
+
+
+class _ReverseKl(torch.autograd.Function):
+    """See `reverse_kl`; differentiable in hidden states, weight and bias.
+
+    With x = logits / temperature and R_v = log(p / q) of the token v, or of the group of tokens that it counts among:
+    dKL / dx_v = p_v (R_v - KL). The logits are computed again for that.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        teacher: NextTokens,
+        shape: LogitShape,
+        temperature: float,
+        tiles: list[slice],
+    ) -> Tensor:
+        kl_N = teacher.logp_NK.new_empty(len(hidden_ND))
+        for rows in tiles:
+            logp_nV, _ = _softmax(hidden_ND[rows], weight_VD, bias_V, teacher.vocabulary, shape, temperature)
+            kl_N[rows] = kl_divergence(*_both(logp_nV, teacher, rows))
+        # Under ZeRO-3 the weight is gathered again for backward, so keep the parameter, not its present storage.
+        ctx.weight, ctx.bias, ctx.options = weight_VD, bias_V, (teacher, shape, temperature, tiles)
+        ctx.save_for_backward(hidden_ND, kl_N)
+        return kl_N
+
+    @staticmethod
+    def backward(ctx: Any, dkl_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, kl_N = ctx.saved_tensors
+        teacher, shape, temperature, tiles = ctx.options
+        weight_VD, bias_V = ctx.weight.detach(), None if ctx.bias is None else ctx.bias.detach()
+        needs_weight, exact, V = ctx.weight.requires_grad, kl_N.dtype, teacher.vocabulary
+        dhidden_ND = torch.zeros_like(hidden_ND)
+        # Summed over tiles in float32: in bfloat16 small contributions would be rounded away against the total.
+        dweight_VD = torch.zeros_like(weight_VD, dtype=exact) if needs_weight else None
+        dbias_V = torch.zeros_like(bias_V, dtype=exact) if needs_weight and bias_V is not None else None
+        for rows in tiles:
+            logp_nV, logits_nV = _softmax(hidden_ND[rows], weight_VD, bias_V, V, shape, temperature)
+            ratio_nV = _ungrouped(torch.sub(*_both(logp_nV, teacher, rows)), teacher, rows)
+            dx_nV = logp_nV.exp().mul_(ratio_nV - kl_N[rows, None]).mul_(dkl_N[rows, None] / temperature)
+            dx_nV = shape.backward_(dx_nV, logits_nV).to(weight_VD.dtype)
+            dhidden_ND[rows] = dx_nV @ weight_VD[:V]
+            if dweight_VD is not None:
+                add_product(dweight_VD[:V], dx_nV.T, hidden_ND[rows])
+            if dbias_V is not None:
+                dbias_V[:V] += dx_nV.sum(0, dtype=exact)
+        dweight_VD = None if dweight_VD is None else dweight_VD.to(weight_VD.dtype)
+        dbias_V = None if dbias_V is None or bias_V is None else dbias_V.to(bias_V.dtype)
+        return dhidden_ND, dweight_VD, dbias_V, None, None, None, None
+
+
+def reverse_kl(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    shape: LogitShape,
+    temperature: float,
+    *,
+    teacher: NextTokens,
+    tile_bytes: int | None = None,
+) -> tuple[Tensor]:
+    """KL divergence from the distribution of the next token to the teacher's, [N] in nats, float32 and differentiable.
+
+    Both are over the teacher's `vocabulary`. Tokens that the teacher does not tell apart count as one: that is a lower
+    bound of the divergence, by the log sum inequality.
+
+    Args:
+        hidden_ND: the hidden state before each place.
+        weight_VD, bias_V: the output head.
+        teacher: on the same device.
+        tile_bytes: bound of one tile of float32 logits. Default: as for log-probabilities.
+    """
+    tiles = _tiles(hidden_ND, teacher.vocabulary, tile_bytes)
+    return (_ReverseKl.apply(hidden_ND, weight_VD, bias_V, teacher, shape, temperature, tiles),)
+
+
+@torch.no_grad()
+def most_likely(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    shape: LogitShape,
+    temperature: float,
+    *,
+    vocabulary: int,
+    top_k: int,
+) -> tuple[Tensor, ...]:
+    """The tensors of `NextTokens` in host memory: of the `top_k` most probable tokens, or (0) of all.
+
+    Args:
+        hidden_ND, weight_VD, bias_V: see `reverse_kl`.
+        vocabulary: tokens over which the distribution is, the first ones of the model's own.
+        top_k: less than `vocabulary`.
+    """
+    logp, tokens = [], []
+    for rows in _tiles(hidden_ND, vocabulary, None):
+        logp_nV, _ = _softmax(hidden_ND[rows], weight_VD, bias_V, vocabulary, shape, temperature)
+        token_nk = logp_nV.topk(top_k, 1).indices if top_k else None
+        logp.append(grouped(logp_nV, token_nk).cpu())
+        if token_nk is not None:
+            tokens.append(token_nk.int().cpu())
+    return (torch.cat(logp), *([torch.cat(tokens)] if tokens else []))
+
+
+def _tiles(hidden_ND: Tensor, vocabulary: int, tile_bytes: int | None) -> list[slice]:
+    limit = tile_bytes or (GPU_TILE_BYTES if hidden_ND.is_cuda else TILE_BYTES)
+    return slices(len(hidden_ND), max(1, limit // (4 * vocabulary)))
+
+
+def _softmax(
+    hidden_nD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, V: int, shape: LogitShape, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the first V tokens, in float32 or better, and their logits in the model's type."""
+    logits_nV = logits_of(hidden_nD, weight_VD, bias_V, slice(0, V), shape)
+    exact = torch.promote_types(logits_nV.dtype, torch.float32)
+    return (logits_nV.to(exact) / temperature).log_softmax(1), logits_nV
+
+
+def _both(logp_nV: Tensor, teacher: NextTokens, rows: slice) -> tuple[Tensor, Tensor]:
+    """The log-probabilities of a model and of its teacher, of the same tokens."""
+    return grouped(logp_nV, None if teacher.token_NK is None else teacher.token_NK[rows]), teacher.logp_NK[rows]
+
+
+def _ungrouped(value_nK: Tensor, teacher: NextTokens, rows: slice) -> Tensor:
+    """[n, V], the value of every token: its own, or that of all others."""
+    if teacher.token_NK is None:
+        return value_nK
+    value_nV = value_nK[:, -1:].repeat(1, teacher.vocabulary)
+    return value_nV.scatter_(1, teacher.token_NK[rows].long(), value_nK[:, :-1])

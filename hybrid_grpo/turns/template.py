@@ -1,0 +1,83 @@
+"""The tokens that stand between two turns: what the chat template writes behind a turn of the model, up to where the
+next one begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.data.batch import Message
+from hybrid_grpo.turns.calls import Call
+
+_MARK = "qzx7k"
+"""A text by which the model's turn is found in a chat that was written by the template."""
+
+
+def assistant_message(content: str, calls: list[Call]) -> Message:
+    """A turn as a message."""
+    message: Message = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {"type": "function", "id": f"call{k:05d}", "function": {"name": call.name, "arguments": call.arguments}}
+            for k, call in enumerate(calls)
+        ]
+    return message
+
+
+def tool_message(number: int, name: str, content: str) -> Message:
+    """The result of call `number` of a turn as a message."""
+    return {"role": "tool", "name": name, "tool_call_id": f"call{number:05d}", "content": content}
+
+
+class Between:
+    """What the chat template of a tokenizer writes between turns.
+
+    Args:
+        variables: what templates are given beside the messages, `data.chat_template_kwargs`.
+        schemas: the tools.
+        stop_ids: tokens that end a turn.
+
+    Raises UserError where the template has no messages of tools, or writes no end behind a turn.
+    """
+
+    def __init__(
+        self, tokenizer: Any, variables: dict[str, Any], schemas: list[dict[str, Any]], stop_ids: tuple[int, ...]
+    ) -> None:
+        self._tokenizer, self._variables, self._schemas = tokenizer, variables, schemas
+        self._ends = {token: tokenizer.convert_ids_to_tokens(token) for token in stop_ids}
+        name = schemas[0]["function"]["name"]
+        try:
+            found, behind = self._behind([tool_message(0, name, f"{_MARK} {_MARK}")])
+        except Exception as error:  # a template is a program of the model's authors
+            found, behind = False, ""
+            why = f"refuses a call of a tool and its result: {error}"
+        else:
+            why = "leaves out a call of a tool, or its result" if found else "does not end a turn that calls a tool"
+        refuse(
+            not found or _MARK not in behind,
+            f"rollout.tools: the chat template of policy.model {why}: take a model whose template has tools, or give"
+            " the tokenizer another template",
+        )
+
+    def ids(self, last: int, messages: list[Message]) -> list[int]:
+        """The tokens of messages that answer a turn, whose last sampled token is `last`."""
+        _, behind = self._behind(messages)
+        end = next((text for text in self._ends.values() if behind.startswith(text)), "")
+        # The template's own end of the turn is there already where it was sampled.
+        text = behind.removeprefix(end) if self._ends.get(last) == end else behind
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _behind(self, messages: list[Message]) -> tuple[bool, str]:
+        """Whether the end of a turn stands in a chat that ends with `messages`, and what is written from there on."""
+        calls = [Call(message["name"], {"about": _MARK}) for message in messages if message["role"] == "tool"]
+        chat = [{"role": "user", "content": "."}, assistant_message("", calls), *messages]
+        text: str = self._tokenizer.apply_chat_template(
+            chat, tools=self._schemas, tokenize=False, add_generation_prompt=True, **self._variables
+        )
+        # Behind the arguments of the last call comes the end of the turn.
+        first = text.find(_MARK)
+        for _ in calls[1:]:
+            first = text.find(_MARK, first + 1)
+        ends = [place for end in self._ends.values() if first >= 0 and (place := text.find(end, first)) >= 0]
+        return bool(ends), text[min(ends) :] if ends else ""

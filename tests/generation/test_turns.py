@@ -1,0 +1,159 @@
+"""Completions of several turns: what is given between them is read behind what the cache holds, and changes nothing
+else, whatever the layout, the memory and the delays."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import ARCHITECTURES, VOCABULARY, build, pair, tiny_config
+
+from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, fallback, generate, stream_key
+from hybrid_grpo.generation import loop as loops
+from hybrid_grpo.model.attention import ATTENTION
+
+MINIATURE = build(tiny_config("llama", hidden=8, layers=1, num_attention_heads=2, num_key_value_heads=1), ATTENTION)
+
+
+class Scripted:
+    """Answers that are a function of the turn alone, and come when they like."""
+
+    def __init__(self, turns, delays=(0,), longest=9):
+        self.turns, self.longest = turns, longest
+        self.delays = iter(random.Random(0).choices(delays, k=10_000))
+        self.under_way = {}
+        self.count = Counter()
+
+    def begin(self):
+        assert not self.under_way, "of another call"
+
+    def ended(self, key, turn_ids, room):
+        assert key not in self.under_way, "one answer at a time"
+        self.count[key] += 1
+        if room <= 0:
+            return "length"
+        if self.count[key] == self.turns:
+            return "stop"
+        rng = random.Random(hash((key, *turn_ids)))
+        given = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, self.longest))]
+        self.under_way[key] = [next(self.delays), None if rng.random() < 0.05 else given]
+        return None
+
+    def answers(self, patience_s):
+        if patience_s and self.under_way:
+            next(iter(self.under_way.values()))[0] = 0
+        for waiting in self.under_way.values():
+            waiting[0] -= 1
+        ready = [key for key, (delay, _) in self.under_way.items() if delay < 0]
+        return [(key, self.under_way.pop(key)[1]) for key in ready]
+
+    def finished(self, key, completion):
+        return replace(completion, messages=({"role": "assistant", "content": str(key)},))
+
+
+def logp_of_training(model, prompt, completion, temperature=1.0):
+    """Log-probabilities of the sampled tokens by one forward over everything that was read."""
+    sequence = torch.tensor([prompt + completion.read_ids])
+    with torch.no_grad():
+        logp = (model(sequence, use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+    places = completion.sampled_places or range(len(completion.token_ids))
+    return [float(logp[place, token]) for place, token in zip(places, completion.token_ids, strict=True)]
+
+
+def alike(one, other):
+    assert [(c.token_ids, c.given, c.finish) for c in one] == [(c.token_ids, c.given, c.finish) for c in other]
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine.logp == pytest.approx(theirs.logp, abs=2e-5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logp_of_every_turn_is_that_of_a_forward_over_all_that_was_read(architecture):
+    plain, view = pair(architecture)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(n)] for n in (1, 6, 17, 3)]
+    requests = [Request(p, [stream_key(3, row, k) for k in range(3)], most=70) for row, p in enumerate(prompts)]
+    sampling = Sampling(24, stop_ids=tuple(range(20)))
+    groups, stats = generate(view, requests, sampling, max_slots=5, turns=Scripted(4, (0, 3, 8)), decode=str)
+    plainly, _ = fallback.generate(plain, requests, sampling, max_slots=5, turns=Scripted(4), decode=str)
+    for group, other in zip(groups, plainly, strict=True):
+        alike(group, other)
+    several = [c for group in groups for c in group if c.turns > 2]
+    assert len(several) >= 3
+    assert stats.answers >= sum(c.turns - 1 for c in several)
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            assert completion.logp == pytest.approx(logp_of_training(plain, prompt, completion), abs=1e-4)
+            last = completion.token_ids[completion.given[-1][0] if completion.given else 0 :]
+            assert completion.text == str(last)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prompts=st.lists(
+        st.tuples(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=9), st.integers(1, 4)), max_size=6
+    ),
+    sampling=st.builds(
+        Sampling,
+        max_tokens=st.integers(1, 12),
+        stop_ids=st.lists(st.integers(0, VOCABULARY - 1), max_size=40).map(tuple),
+        temperature=st.sampled_from([GREEDY, 1.5]),
+        repetition_penalty=st.sampled_from([1.0, 1.3]),
+    ),
+    turns=st.integers(1, 5),
+    delays=st.sampled_from([(0,), (0, 1, 5), (2, 30)]),
+    room=st.integers(1, 30),
+    max_slots=st.integers(1, 9),
+    prefill_tokens=st.integers(1, 30),
+    page=st.sampled_from([1, 2, 5, 32]),
+    spare_pages=st.integers(0, 12),
+    lag=st.integers(0, 3),
+)
+def test_no_completion_is_lost_doubled_or_changed(
+    prompts, sampling, turns, delays, room, max_slots, prefill_tokens, page, spare_pages, lag
+):
+    """`generate` itself asserts that every page came back."""
+    requests = [
+        Request(prompt, [stream_key(row, k) for k in range(samples)], most=len(prompt) + room)
+        for row, (prompt, samples) in enumerate(prompts)
+    ]
+    needs = [-(-request.most // page) + 3 for request in requests]
+    cache_gb = (max(needs, default=1) + spare_pages) * page * 2 * 1 * 4 * 4 * 1.0001 / 2**30
+    finished = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(loops.PAGE, "cpu", page)
+        patch.setattr(decoder.Decoder, "lag", lag)
+        groups, stats = generate(
+            MINIATURE,
+            requests,
+            sampling,
+            max_slots=max_slots,
+            prefill_tokens=prefill_tokens,
+            cache_gb=cache_gb,
+            on_finish=lambda row, k, _: finished.update([(row, k)]),
+            turns=Scripted(turns, delays),
+        )
+    assert finished == Counter((row, k) for row, (_, samples) in enumerate(prompts) for k in range(samples))
+    for request, group in zip(requests, groups, strict=True):
+        assert all(len(request.prompt_ids) + len(c.read_ids) <= request.most for c in group)
+        assert all(len(c.token_ids) <= sampling.max_tokens and c.turns <= turns for c in group)
+        for key, completion in zip(request.keys, group, strict=True):
+            alone, _ = generate(MINIATURE, [replace(request, keys=[key])], sampling, turns=Scripted(turns))
+            alike([completion], alone[0])
+    if not lag:
+        assert stats.rows == sum(len(c.token_ids) for group in groups for c in group)
+
+
+def test_who_waits_keeps_its_pages_and_gives_its_slot_to_others():
+    """With room for all, nothing is read twice: neither prompts nor what was sampled."""
+    requests = [Request([1, 2, 3], [stream_key(row)], most=200) for row in range(12)]
+    sampling = Sampling(60, stop_ids=tuple(range(8)))
+    groups, stats = generate(MINIATURE, requests, sampling, max_slots=2, turns=Scripted(4, (6,)))
+    assert stats.prefills == len(requests)
+    assert stats.preempted == 0
+    # Two slots are busy while the others wait: hardly more steps than half the tokens.
+    tokens = sum(len(c.token_ids) for group in groups for c in group)
+    assert stats.answers > 20
+    assert stats.steps < 0.7 * tokens

@@ -1,0 +1,116 @@
+"""The loss of groups that the policy shares with guests, against its definition in float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from objective_formulas import Batch, Row
+
+from hybrid_grpo.config import GrpoConfig
+from hybrid_grpo.data.batch import TrainBatch
+from hybrid_grpo.grpo.loss import micro_batch_loss
+
+BETA = 0.05
+WRITERS = ["", "large", "", "seeds", "large", "", "", "seeds", ""]
+"""Who wrote each of the rows of a `Batch`; empty is the policy."""
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo", "beta": BETA, "entropy_coef": 0.3},
+    "dapo": {"epsilon_high": 0.28, "dual_clip": 3.0},
+    "gspo": {"importance": "sequence", "loss_type": "grpo", "beta": BETA, "kl_estimator": "k1", "kl_unbiased": True},
+    "cispo": {"surrogate": "cispo", "loss_type": "dr_grpo", "entropy_coef": 0.3},
+    "truncated": {"sampler_correction": "truncate", "beta": BETA, "sampler_ratio_max": 1.2},
+}
+
+
+def masks(batch: Batch) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor([writer == name for writer in WRITERS])[:, None] for name in ("large", "seeds")}
+
+
+def train_batch(batch: Batch, grpo: GrpoConfig, sampler: torch.Tensor, old: torch.Tensor | None) -> TrainBatch:
+    micro: Any = SimpleNamespace(mask_bT=batch.mask)
+    ref = batch.ref if grpo.beta else None
+    return TrainBatch(micro, sampler, old, ref, batch.advantages, batch.weights(grpo.loss_type), masks(batch))
+
+
+def definition(batch: Batch, grpo: GrpoConfig, sampler: np.ndarray, old: np.ndarray | None, logp: np.ndarray) -> float:
+    """A guest's token has the surrogate with the ratio to what the guest has recorded; the policy's own also the KL,
+    the entropy bonus and the correction for its sampler."""
+    total, weights = 0.0, batch.weights(grpo.loss_type).numpy()
+    for b, writer in enumerate(WRITERS):
+        real = batch.mask[b].numpy()
+        held, ref, advantages, entropy = (
+            getattr(batch, name)[b].numpy()[real] for name in ("logp", "ref", "advantages", "entropy")
+        )
+        recorded = sampler[b][real]
+        if writer:
+            row, beta = Row(logp[b][real], held, recorded, ref, advantages, np.zeros_like(entropy)), 0.0
+        else:
+            relative_to = held if old is None else old[b][real]
+            cut = np.minimum(np.exp(relative_to - recorded), grpo.sampler_ratio_max)
+            correction = cut if grpo.sampler_correction == "truncate" else np.ones_like(held)
+            row, beta = Row(logp[b][real], held, relative_to, ref, advantages, entropy, correction), grpo.beta
+        total += (weights[b][real] * row.loss(grpo, beta)).sum()
+    return total
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["first step", "later step"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_loss_and_gradient_are_their_definition(name: str, later: bool) -> None:
+    batch, grpo = Batch(3), GrpoConfig(**OBJECTIVES[name])
+    noise = 0.5 * torch.randn(batch.logp.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    sampler, old = batch.old + noise, batch.old if later else None
+    logp = batch.logp.clone().requires_grad_()
+    loss, numbers = micro_batch_loss(train_batch(batch, grpo, sampler, old), logp, batch.entropy, grpo, grpo.beta)
+    (gradient,) = torch.autograd.grad(loss, logp)
+
+    given = sampler.numpy(), None if old is None else old.numpy()
+    assert loss.item() == pytest.approx(definition(batch, grpo, *given, batch.logp.numpy()), rel=1e-7)
+    for b, t in [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (7, 0), (0, 5)]:
+        moved = [batch.logp.numpy().copy() for _ in range(2)]
+        moved[0][b, t] += 1e-5
+        moved[1][b, t] -= 1e-5
+        up, down = (definition(batch, grpo, *given, values) for values in moved)
+        assert gradient[b, t].item() == pytest.approx((up - down) / 2e-5, rel=1e-4, abs=1e-8), (b, t)
+    assert not gradient[~batch.mask].any()
+    assert numbers.keys() >= {"policy/entropy", "guests/large/ratio_mean", "guests/seeds/clip_frac"}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_policy_s_numbers_are_of_its_own_tokens(name: str) -> None:
+    batch, grpo = Batch(3), GrpoConfig(**OBJECTIVES[name])
+    own = torch.tensor([not writer for writer in WRITERS])
+    mixed = train_batch(batch, grpo, batch.old, batch.old)
+    micro: Any = SimpleNamespace(mask_bT=batch.mask[own])
+    parts = (batch.old, batch.old, batch.ref if grpo.beta else None, batch.advantages, mixed.weight_bT)
+    alone = TrainBatch(micro, *(None if part is None else part[own] for part in parts))  # type: ignore[arg-type]
+    _, numbers = micro_batch_loss(mixed, batch.logp, batch.entropy, grpo, grpo.beta)
+    _, expected = micro_batch_loss(alone, batch.logp[own], batch.entropy[own], grpo, grpo.beta)
+    for metric, (value, count) in expected.items():
+        assert (float(numbers[metric][0]), float(numbers[metric][1])) == pytest.approx((float(value), float(count)))
+    for guest, mask in masks(batch).items():
+        real = batch.mask & mask
+        ratio = (batch.logp - batch.old)[real].exp()
+        if grpo.importance == "token":
+            assert float(numbers[f"guests/{guest}/ratio_mean"][0]) == pytest.approx(ratio.mean().item())
+            assert float(numbers[f"guests/{guest}/ratio_max"][0]) == pytest.approx(ratio.max().item())
+        assert int(numbers[f"guests/{guest}/ratio_mean"][1]) == int(real.sum())
+        assert 0 <= float(numbers[f"guests/{guest}/clip_frac"][0]) < 1
+
+
+def test_a_loss_of_one_s_own_is_called_for_every_writer() -> None:
+    """Without the policy's reference and entropy where the tokens are a guest's."""
+    batch, grpo = Batch(3), GrpoConfig(beta=BETA)
+    seen = []
+
+    def objective(logp, old, advantages, weight, grpo, *, beta, ref_logp_bT, entropy_bT, **others):
+        seen.append(((weight > 0).any(1).nonzero().flatten().tolist(), beta, ref_logp_bT is None))
+        return (weight * logp).sum()
+
+    mixed = train_batch(batch, grpo, batch.old, None)
+    loss, _ = micro_batch_loss(mixed, batch.logp, batch.entropy, grpo, BETA, objective)
+    assert seen == [([0, 2, 5, 6, 8], BETA, False), ([1, 4], 0.0, True), ([3, 7], 0.0, True)]
+    assert loss.item() == pytest.approx((mixed.weight_bT * batch.logp)[batch.mask].sum().item())

@@ -1,0 +1,111 @@
+"""The reverse KL divergence from hidden states, against its definition by autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_grpo.model.divergence import NextTokens, grouped, kl_divergence, most_likely, reverse_kl
+from hybrid_grpo.model.logprobs import LogitShape
+
+N, D, V, COMMON = 7, 5, 11, 9
+"""The head has rows for two tokens that the teacher does not have."""
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def student(dtype: torch.dtype, bias: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    found = (random(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate([(N, D), (V, D), (V,)]))
+    hidden_ND, weight_VD, bias_V = found
+    return hidden_ND, weight_VD, bias_V if bias else None
+
+
+def teacher(top_k: int, dtype: torch.dtype) -> tuple[Tensor, NextTokens]:
+    """All log-probabilities of a teacher, and what it tells."""
+    logp_NV = random(N, COMMON, dtype=dtype, seed=9).mul(2).log_softmax(1).detach()
+    tokens = logp_NV.topk(top_k, 1).indices if top_k else None
+    told = grouped(logp_NV, tokens)
+    return logp_NV, NextTokens(told, None if tokens is None else tokens.int(), COMMON)
+
+
+def definition(given: tuple[Tensor, Tensor, Tensor | None], shape: LogitShape, told: NextTokens) -> Tensor:
+    """Sums of probabilities, group by group."""
+    x = torch.nn.functional.linear(*given)[:, :COMMON] * shape.scale
+    if shape.softcap is not None:
+        x = torch.tanh(x / shape.softcap) * shape.softcap
+    p_NV, q_NK, rows = (x / 0.7).softmax(1), told.logp_NK.exp(), []
+    for n in range(N):
+        own = list(range(COMMON)) if told.token_NK is None else told.token_NK[n].tolist()
+        groups = [p_NV[n, v] for v in own]
+        if told.token_NK is not None:
+            groups.append(sum(p_NV[n, v] for v in range(COMMON) if v not in own))
+        rows.append(sum(p * (p / q).log() for p, q in zip(groups, q_NK[n], strict=True)))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+@pytest.mark.parametrize("top_k", [0, 3])
+@pytest.mark.parametrize("bias, shape", [(False, LogitShape()), (True, LogitShape(0.5, 2.0))])
+@pytest.mark.parametrize("tile_bytes", [None, 4 * COMMON * 2])
+def test_value_and_gradients_are_those_of_the_definition(dtype, limit, top_k, bias, shape, tile_bytes):
+    given = student(dtype, bias)
+    leaves = [tensor for tensor in given if tensor is not None]
+    _, told = teacher(top_k, dtype)
+    dkl_N = random(N, dtype=dtype, seed=5).detach()
+    (kl_N,) = reverse_kl(*given, shape, 0.7, teacher=told, tile_bytes=tile_bytes)
+    expected_N = definition(given, shape, told)
+    assert kl_N.detach().tolist() == pytest.approx(expected_N.tolist(), rel=limit, abs=limit)
+    ours, theirs = (torch.autograd.grad((kl * dkl_N).sum(), leaves, allow_unused=True) for kl in (kl_N, expected_N))
+    # The gradient of a soft cap is float32 in any case.
+    limit = max(limit, 1e-6) if shape.softcap else limit
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one - other).abs().max() <= limit * other.abs().max()
+    assert not ours[1][COMMON:].any(), "tokens that the teacher does not have"
+
+
+def test_frozen_weights_get_no_gradient():
+    hidden_ND, weight_VD, _ = student(torch.float32, bias=False)
+    (kl_N,) = reverse_kl(hidden_ND, weight_VD.detach(), None, LogitShape(), 1.0, teacher=teacher(2, torch.float32)[1])
+    kl_N.sum().backward()
+    assert hidden_ND.grad is not None and hidden_ND.grad.abs().min() > 0
+
+
+def test_what_counts_as_one_bounds_the_divergence_from_below():
+    """It grows with the tokens that are told apart, up to the divergence itself: all but one leave a group of one."""
+    given, divergences = student(torch.float64, bias=False), []
+    for top_k in (1, 2, 4, COMMON - 1, 0):
+        told = teacher(top_k, torch.float64)[1]
+        divergences.append(reverse_kl(*given, LogitShape(), 1.0, teacher=told)[0].sum().item())
+    bounds = divergences[:-1]
+    assert bounds == sorted(bounds) and 0 < bounds[0] < 0.9 * bounds[-1]
+    assert divergences[-2] == pytest.approx(divergences[-1], rel=1e-12)
+
+
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_a_teacher_tells_its_most_probable_tokens(top_k):
+    hidden_ND, weight_VD, _ = student(torch.float32, bias=False)
+    told, *tokens = most_likely(hidden_ND, weight_VD, None, LogitShape(), 0.7, vocabulary=COMMON, top_k=top_k)
+    logp_NV = ((hidden_ND @ weight_VD.T)[:, :COMMON] / 0.7).log_softmax(1)
+    assert told.exp().sum(1).tolist() == pytest.approx([1.0] * N, abs=1e-6)
+    chosen = logp_NV.sort(1, descending=True)
+    for n in range(N):
+        expected = logp_NV[n] if not top_k else chosen.values[n, :top_k]
+        assert told[n, : len(expected)].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+        assert not top_k or tokens[0][n].tolist() == chosen.indices[n, :top_k].tolist()
+    assert len(tokens) == bool(top_k) and not told.requires_grad
+    model = NextTokens(told, tokens[0] if tokens else None, COMMON)
+    (kl_N,) = reverse_kl(hidden_ND, weight_VD, None, LogitShape(), 0.7, teacher=model)
+    assert kl_N.abs().max() < 1e-6, "of a model to itself"
+
+
+def test_places_are_split_and_joined():
+    _, told = teacher(2, torch.float32)
+    first, *others = told.split([3, 1, 3])
+    again = first.joined(others)
+    assert torch.equal(again.logp_NK, told.logp_NK) and torch.equal(again.token_NK, told.token_NK)
+    assert first.first().logp_NK.tolist() == told.logp_NK[:1].tolist()
+    assert kl_divergence(told.logp_NK, again.logp_NK).abs().max() == 0

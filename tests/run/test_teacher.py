@@ -1,0 +1,106 @@
+"""A teacher beside the policy: what it tells, the same steps on one rank and on two, and the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from char_tokenizer import char_tokenizer
+from launching import make_task, ranks
+from safetensors.torch import load_file, save_file
+from tiny_models import build, tiny_config
+
+from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig, TeacherConfig, TrainConfig
+from hybrid_grpo.data.batch import Completion, Prompt, Rollout
+from hybrid_grpo.data.packing import pack, pad
+from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.run.teacher import Teacher
+
+Seen = dict[str, Any]
+TEMPERATURE = 0.8
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Seen], Seen]:
+    """What each rank of two has seen, and then one alone. The teacher is the model with its weights moved."""
+    folder = make_task(tmp_path_factory.mktemp("task"))
+    (folder / "other").mkdir()
+    for file in (folder / "model").iterdir():
+        (folder / "other" / file.name).write_bytes(file.read_bytes())
+    weights, generator = load_file(folder / "model/model.safetensors"), torch.Generator().manual_seed(0)
+    moved = {name: w + 0.1 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+    save_file(moved, folder / "other/model.safetensors", metadata={"format": "pt"})
+    two = ranks(2, "two", folder, programs="distillation_programs.py")
+    (one,) = ranks(1, "one", folder, programs="distillation_programs.py")
+    return two, one
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("into", ["loss", "advantage"])
+def test_a_step_depends_neither_on_the_ranks_nor_on_the_stage(runs: tuple[list[Seen], Seen], into: str) -> None:
+    two, one = runs
+    for step in range(2):
+        alone = one[into][step]
+        assert alone["metrics"]["teacher/kl"] > 0.01 and alone["metrics"]["policy/grad_norm"] > 0
+        assert ("teacher/loss" in alone["metrics"]) == (into == "loss")
+        for seen in two:
+            assert seen[into][step]["metrics"] == pytest.approx(alone["metrics"], rel=1e-5, abs=1e-6)
+        # Every one of two minibatches is shared out over the ranks.
+        parts, share = [seen[into][step]["tokens"] for seen in two], len(alone["tokens"]) // 4
+        assert [row for k in (0, 1) for part in parts for row in part[k * share :][:share]] == alone["tokens"]
+
+
+@pytest.mark.ranks
+def test_the_command_draws_adapters_back_to_the_model_under_them(runs: tuple[list[Seen], Seen]) -> None:
+    """Adapters begin as nothing, so the teacher agrees with the policy at first, and has nothing to teach."""
+    first, second = runs[1]["run"]
+    assert first["teacher/kl"] == pytest.approx(0.0, abs=1e-5) and first["teacher/loss"] == pytest.approx(0.0, abs=1e-5)
+    assert first["time/teacher_s"] > 0 and second["teacher/logp"] < 0
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_it_tells_what_it_expects_after_its_own_prompt(tmp_path: Path, packed: bool, top_k: int) -> None:
+    """Against transformers' own forward of each row, of a teacher with more to read than the policy."""
+    tokenizer = char_tokenizer()
+    model = build(tiny_config("qwen2", vocab_size=len(tokenizer)), ATTENTION if packed else "eager")
+    plain = build(tiny_config("qwen2", vocab_size=len(tokenizer)), "eager")
+    plain.load_state_dict(model.state_dict())
+    cpu = torch.device("cpu")
+
+    def micro_batches(prompts: Any, completions: Any, gradients: bool, places: Any) -> Any:
+        given = prompts, completions, range(len(prompts)), 20, cpu
+        return pack(*given, share="on", places=places) if packed else pad(*given, places)
+
+    texts = ["ab", "hello"]
+    prompts = [Prompt(i, "", [5], {"solved": text}) for i, text in enumerate(texts)]
+    rows = [[4], [5, 6, 7], [5, 8], [10, 11, 12, 13]]
+    rollout = Rollout(prompts, [Completion(ids, [-1.0] * len(ids), "stop") for ids in rows], 2)
+    plain.config.save_pretrained(tmp_path)
+    config = TrainConfig(
+        data=DataConfig(),
+        rollout=RolloutConfig(temperature=TEMPERATURE),
+        policy=PolicyConfig(model=str(tmp_path)),
+        teacher=TeacherConfig(prompt_column="solved", into="loss", top_k=top_k, coef=0.5),
+    )
+    policy: Any = SimpleNamespace(engine=LogprobModel(model), micro_batches=micro_batches)
+    signal, numbers = Teacher(config, policy, tokenizer).read(rollout, rollout.logp_BT)
+    assert signal.coef == 0.5 and len(signal.next_tokens) == 4
+    total = 0.0
+    for row, completion in enumerate(rows):
+        prompt = tokenizer(texts[row // 2])["input_ids"]
+        logits_SV = plain(torch.tensor([[*prompt, *completion]])).logits[0]
+        expected_TV = (logits_SV[len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(1)
+        told = signal.next_tokens[row]
+        if told.token_NK is None:
+            assert (told.logp_NK - expected_TV).abs().max() < 1e-5
+        else:
+            assert (told.logp_NK[:, :-1] - expected_TV.gather(1, told.token_NK.long())).abs().max() < 1e-5
+            assert torch.equal(told.token_NK.long(), expected_TV.topk(top_k, 1).indices)
+        total += expected_TV.gather(1, torch.tensor(completion)[:, None]).sum().item()
+    assert float(numbers["teacher/logp"][0]) == pytest.approx(total / 10, abs=1e-5)
+    assert float(numbers["teacher/kl"][0]) == pytest.approx(-1.0 - total / 10, abs=1e-5)

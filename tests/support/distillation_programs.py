@@ -1,0 +1,102 @@
+"""Programs of tests/run/test_teacher.py: steps with a teacher, on one rank and on two; see rank_programs.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank_programs import main
+
+import hybrid_grpo as hg
+from hybrid_grpo import engine as engines
+from hybrid_grpo.config import (
+    DataConfig,
+    EngineConfig,
+    GrpoConfig,
+    PolicyConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    TeacherConfig,
+    TrainConfig,
+)
+from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.distributed import world_size
+from hybrid_grpo.policy import Policy
+from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.run.teacher import Teacher, check_teacher
+from hybrid_grpo.trainer import Trainer
+
+METRICS = (
+    *("policy/loss", "policy/grad_norm", "reward/mean", "completion/length_mean"),
+    *("teacher/kl", "teacher/logp", "teacher/loss"),
+)
+
+
+def steps(folder: Path, stage: int, generations: int, **teacher: Any) -> list[dict[str, Any]]:
+    """Metrics of two steps with two optimizer steps each, in small micro-batches, and the tokens that were sampled."""
+    config = TrainConfig(
+        run=RunConfig(steps=10),
+        policy=PolicyConfig(model=str(folder / "model"), dtype="float32", lr=1e-3, micro_batch_tokens=100),
+        engine=EngineConfig(zero_stage=stage, adam="torch"),
+        data=DataConfig(path=str(folder / "train.jsonl"), limit=100),
+        rollout=RolloutConfig(prompts_per_step=12, num_generations=generations, max_completion_tokens=8),
+        grpo=GrpoConfig(num_minibatches=2),
+        teacher=TeacherConfig(**teacher),
+        rewards=[RewardConfig("letters_in_place")],
+    )
+    device = engines.start()
+    plan = check_train(config, world_size())
+    inputs = RunInputs.read(config)
+    check_teacher(config, inputs.tokenizer, inputs.prompts)
+    policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=100)
+    made = Teacher(config, policy, inputs.tokenizer)
+    trainer = Trainer(config, plan, policy, None, inputs, device, teacher=made)
+    seen = []
+    for step in (1, 2):
+        trainer.step(step)
+        metrics = trainer.meter.reduce()
+        assert trainer.last_rollout is not None
+        tokens = [completion.token_ids for completion in trainer.last_rollout[0].completions]
+        seen.append({"metrics": {name: metrics[name] for name in METRICS if name in metrics}, "tokens": tokens})
+    return seen
+
+
+def both(folder: Path) -> dict[str, Any]:
+    """A teacher in the loss, by its most probable tokens; and the policy itself in the advantages, which reads the
+    answer and completes every prompt once. The stage is 3 on two ranks and 0 on one."""
+    stage, model = 3 if world_size() > 1 else 0, str(folder / "other")
+    return {
+        "loss": steps(folder, stage, 2, model=model, into="loss", top_k=4, coef=0.5, offload=world_size() > 1),
+        "advantage": steps(folder, stage, 1, prompt_column="answer"),
+    }
+
+
+def one(folder: Path) -> dict[str, Any]:
+    """The same on one rank; and a run by the command, with adapters, whose teacher is the model under them."""
+    seen = both(folder)
+    run = hg.train(
+        model=folder / "model",
+        data=str(folder / "train.jsonl"),
+        rewards=["exact_match"],
+        run={"dir": str(folder), "name": "run", "steps": 2},
+        policy={"dtype": "float32", "lr": 1e-2},
+        lora={"rank": 2},
+        rollout={"prompts_per_step": 4, "num_generations": 1, "max_completion_tokens": 4},
+        teacher={"model": str(folder / "model"), "into": "loss"},
+        log={"wandb": "disabled"},
+    )
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    return {**seen, "run": [json.loads(line) for line in lines]}
+
+
+def two(folder: Path) -> dict[str, Any]:
+    """On two ranks."""
+    return both(folder)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(globals())

@@ -1,0 +1,119 @@
+"""Programs of tests/run/test_guests.py: steps with guests, on one rank and on two; see rank_programs.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from critic_programs import restore, save
+from rank_programs import main
+
+import hybrid_grpo as hg
+from hybrid_grpo import engine as engines
+from hybrid_grpo.config import (
+    DataConfig,
+    EngineConfig,
+    GrpoConfig,
+    GuestConfig,
+    PolicyConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
+from hybrid_grpo.config.checks import batch_plan, check_train
+from hybrid_grpo.distributed import world_size
+from hybrid_grpo.policy import Policy, Reference
+from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.trainer import Trainer
+
+
+def build(folder: Path) -> Trainer:
+    """A run on the quickstart's tiny model and task. A model has written one of the four completions of a group, and a
+    file another, of every second prompt. There is a KL, a correction of the sampler, and two optimizer steps."""
+    guests = [
+        GuestConfig("large", "importance", model=str(folder / "large")),
+        GuestConfig("seeds", "baseline", path=str(folder / "answers.jsonl")),
+    ]
+    config = TrainConfig(
+        run=RunConfig(steps=10),
+        policy=PolicyConfig(model=str(folder / "model"), dtype="float32", lr=1e-3, micro_batch_tokens=160),
+        engine=EngineConfig(zero_stage=3, adam="torch"),
+        data=DataConfig(path=str(folder / "train.jsonl"), limit=100),
+        rollout=RolloutConfig(
+            **{"prompts_per_step": 8, "num_generations": 4, "max_completion_tokens": 12, "guests": guests}
+        ),
+        grpo=GrpoConfig(beta=0.1, sampler_correction="truncate", num_minibatches=2),
+        rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
+    )
+    device = engines.start()
+    plan = check_train(config, world_size())
+    inputs = RunInputs.read(config)
+    inputs.guests.load(device)
+    policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=100)
+    return Trainer(config, plan, policy, Reference(config.policy, config.engine), inputs, device)
+
+
+def step(trainer: Trainer, number: int) -> dict[str, Any]:
+    """The rows of a step, and its numbers but for those of time and memory."""
+    trainer.step(number)
+    assert trainer.last_rollout is not None
+    rollout, scores, advantages_B = trainer.last_rollout
+    rows = zip(rollout.row_prompts, rollout.completions, scores.reward_B.tolist(), advantages_B.tolist(), strict=True)
+    metrics = trainer.meter.reduce()
+    return {
+        "rows": [(p.id, c.guest, c.token_ids, reward, advantage) for p, c, reward, advantage in rows],
+        "metrics": {k: v for k, v in metrics.items() if not k.startswith(("time/", "throughput/", "memory/"))},
+    }
+
+
+def two(folder: Path) -> dict[str, Any]:
+    """Two steps; and the second again from a checkpoint, with guests that are new."""
+    trainer = build(folder)
+    seen = {"steps": [step(trainer, 1)]}
+    save(trainer, folder, "one")
+    seen["steps"].append(step(trainer, 2))
+    restore(trainer, folder, "one")
+    trainer.inputs = RunInputs.read(trainer.config)
+    trainer.inputs.guests.load(trainer.device)
+    return {**seen, "resumed": step(trainer, 2)}
+
+
+def one(folder: Path) -> dict[str, Any]:
+    """The completions of a policy without guests; the same steps on one rank; and a run by the command."""
+    trainer = build(folder)
+    config = replace(trainer.config, rollout=replace(trainer.config.rollout, guests=[]))
+    alone = Trainer(config, batch_plan(config, 1), trainer.policy, None, RunInputs.read(config), trainer.device)
+    rollout = alone.sample(alone.draw_prompts(), 1)
+    seen: dict[str, Any] = {"steps": [step(trainer, 1), step(trainer, 2)]}
+    seen["alone"] = [(p.id, c.token_ids) for p, c in zip(rollout.row_prompts, rollout.completions, strict=True)]
+    prompts = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:12]]
+    shared = {"policy": {"dtype": "float32"}, "generate": {"token_logp": True}}
+    written = hg.generate(folder / "large", prompts, **shared, rollout={"max_completion_tokens": 4})
+    (folder / "written.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    run = hg.train(
+        model=folder / "model",
+        data=prompts,
+        rewards=["exact_match"],
+        run={"dir": str(folder), "name": "run", "steps": 2},
+        policy={"dtype": "float32"},
+        rollout={
+            **{"prompts_per_step": 4, "num_generations": 3, "max_completion_tokens": 4},
+            "guests": [
+                {"name": "large", "model": str(folder / "large"), "weight": "importance"},
+                {"name": "written", "path": str(folder / "written.jsonl"), "weight": "importance"},
+            ],
+        },
+        log={"wandb": "disabled", "rollouts_every": 1},
+    )
+    seen["metrics"] = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    lines = (run.folder / "rollouts/step_000002.jsonl").read_text().splitlines()
+    seen["writers"] = [json.loads(line).get("guest") for line in lines]
+    seen["report"] = "Ratio of the policy to guests" in (run.folder / "report.html").read_text()
+    return seen
+
+
+if __name__ == "__main__":
+    main(globals())

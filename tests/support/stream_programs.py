@@ -1,0 +1,37 @@
+"""The program of test_stream_runs.py: `python stream_programs.py COMMANDS`, in a workshop's folder, gives the commands
+of a JSON file to one process, one after the other, and ends with the first status that is not 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from hybrid_grpo import __main__ as program
+from hybrid_grpo.data import prompt_stream
+from hybrid_grpo.distributed import rank
+
+
+def main(commands: list[list[str]]) -> int:
+    opened = []
+
+    class Counted(prompt_stream.RowStream):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)  # type: ignore[arg-type]
+            opened.append(self)
+
+    prompt_stream.RowStream = Counted  # type: ignore[misc]
+    for command in commands:
+        if status := program.main(command):
+            return status
+    assert len(opened) == (len(commands) if rank() == 0 else 0), "the first rank alone reads"
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(json.loads(Path(sys.argv[1]).read_text()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # As the command line does: the interpreter's shutdown is not safe after DeepSpeed.
+    os._exit(status)

@@ -1,0 +1,250 @@
+"""Conversations without a model: turns are written here, and what is given between them is what the chat template of
+the whole conversation has there."""
+
+import itertools
+import json
+import queue
+import random
+import string
+import time
+
+import pytest
+from paths import SUPPORT
+from tool_tokenizers import FAMILIES, tool_tokenizer
+
+from hybrid_grpo.config import RolloutConfig, ScoringConfig
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.batch import Completion
+from hybrid_grpo.turns import Conversations, Tools
+from hybrid_grpo.turns.calls import FORMATS, Call
+from hybrid_grpo.turns.template import assistant_message
+
+TABLE = {"a": "q", "b": "x", "c": "m", "d": "z"}
+NAMES = ("look_up", "add", "slowly", "misbehave")
+ROLLOUT = RolloutConfig(
+    tools=[f"{SUPPORT / 'tools.py'}:{name}" for name in NAMES], max_turns=6, max_tool_tokens=120, tool_timeout_s=60
+)
+
+
+@pytest.fixture(scope="module")
+def tools():
+    return Tools(ROLLOUT, ScoringConfig(workers=2))
+
+
+def conversations_of(tools, family, config=ROLLOUT):
+    tokenizer = tool_tokenizer(family)
+    return tokenizer, Conversations(tools, config, tokenizer, {}, (tokenizer.eos_token_id,))
+
+
+def answer(conversations, key, patience_s=60.0):
+    """The one answer that is to come."""
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until:
+        if found := conversations.answers(0.2):
+            [(of, ids)] = found
+            assert of == key
+            return ids
+    raise AssertionError("no answer")
+
+
+def written(tokenizer, chat, schemas, generation=False):
+    return tokenizer.apply_chat_template(
+        chat, tools=schemas, tokenize=False, add_generation_prompt=generation, return_dict=False
+    )
+
+
+def spoken(tokenizer, chat, turn, schemas):
+    """The tokens of a turn as the template writes it, its end included."""
+    before, whole = written(tokenizer, chat, schemas, True), written(tokenizer, [*chat, turn], schemas)
+    assert whole.startswith(before)
+    text = whole[len(before) :]
+    return tokenizer(text[: text.rindex(tokenizer.eos_token)], add_special_tokens=False)["input_ids"] + [
+        tokenizer.eos_token_id
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_read_is_what_the_template_makes_of_the_whole_conversation(tools, family):
+    tokenizer, conversations = conversations_of(tools, family)
+    rng = random.Random(family)
+
+    def word():
+        return "".join(rng.choices(string.ascii_letters + " ,.:{}\"'", k=rng.randint(0, 9)))
+
+    for key in range(170):
+        chat = [{"role": "user", "content": word()}]
+        conversations.begin()
+        prompt = tokenizer(written(tokenizer, chat, tools.schemas, True), add_special_tokens=False)["input_ids"]
+        sampled, given = [], []
+        for _ in range(rng.randint(0, 3)):
+            calls = [
+                rng.choice([Call("add", {"a": rng.randint(0, 99), "b": 2}), Call("look_up", {"key": word()})])
+                for _ in range(1 if family == "llama3" else rng.randint(1, 2))
+            ]
+            turn = assistant_message(word().strip() if family == "hermes" else "", calls)
+            ids = spoken(tokenizer, chat, turn, tools.schemas)
+            assert conversations.ended(key, ids, room=100) is None
+            sampled += ids
+            given.append((len(sampled), answer(conversations, key)))
+            chat.append(turn)
+            results = [
+                str(c.arguments["a"] + 2)
+                if c.name == "add"
+                else {"a": "q", "b": "x", "c": "m", "d": "z"}.get(c.arguments["key"], "?")
+                for c in calls
+            ]
+            chat += [
+                {"role": "tool", "name": c.name, "tool_call_id": f"call{k:05d}", "content": text}
+                for k, (c, text) in enumerate(zip(calls, results, strict=True))
+            ]
+        last = word().strip()
+        ids = spoken(tokenizer, chat, {"role": "assistant", "content": last}, tools.schemas)
+        assert conversations.ended(key, ids, room=50) == "stop"
+        sampled += ids
+        completion = conversations.finished(key, Completion(sampled, [], "stop", last, tuple(given)))
+        chat.append({"role": "assistant", "content": last})
+        whole = written(tokenizer, chat, tools.schemas)
+        assert (
+            tokenizer.decode(prompt + completion.read_ids)
+            == whole[: whole.rindex(tokenizer.eos_token)] + tokenizer.eos_token
+        )
+        assert [completion.read_ids[place] for place in completion.sampled_places or range(len(sampled))] == sampled
+        assert [*chat[:1], *completion.messages] == chat
+
+
+BROKEN = {
+    "hermes": ['<tool_call>\n{"name": "add", </tool_call>', "<tool_call>[1]</tool_call>", "<tool_call>"],
+    "llama3": ['{"name": "add", "parameters": {"a": 1', '{"name": 3}'],
+    "mistral": ["[TOOL_CALLS]add", '[TOOL_CALLS][{"name": "add", "arguments": 7}]'],
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_goes_wrong_is_told_to_the_model_and_counted(tools, family):
+    tokenizer, conversations = conversations_of(tools, family)
+    conversations.begin()
+    keys = itertools.count()
+
+    def told(text):
+        key, ids = next(keys), tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert conversations.ended(key, [*ids, tokenizer.eos_token_id], room=9) is None
+        given = answer(conversations, key)
+        assert len(given) <= ROLLOUT.max_tool_tokens
+        return tokenizer.decode(given)
+
+    def call(name, **arguments):
+        return spoken_call(family, name, arguments)
+
+    for text in BROKEN[family]:
+        assert "error: the call cannot be read" in told(text)
+    assert "error: there is no tool ad: did you mean add?" in told(call("ad", a=1))
+    assert "error: wrong arguments for add" in told(call("add", a=1))
+    assert "error: TypeError" in told(call("add", a=1, b="x"))
+    assert "error: ValueError: no luck" in told(call("misbehave", how="raise"))
+    assert "error: ended its process (exit status 3)" in told(call("misbehave", how="exit"))
+    assert "long long" in told(call("misbehave", how="long"))
+    told(call("misbehave", how="bytes"))
+    told(call("misbehave", how="half"))
+    assert "text" in told(call("slowly", text="here"))
+    numbers = conversations.numbers()
+    counted = {name: numbers[f"tool/{name}/calls"][0] for name in (*NAMES, "unknown")}
+    assert counted == {"look_up": 0, "add": 2, "slowly": 1, "misbehave": 5, "unknown": len(BROKEN[family]) + 1}
+    assert numbers["tool/add/failed_frac"] == (1.0, 2)
+    assert numbers["tool/misbehave/failed_frac"] == (2 / 5, 5)
+
+
+def spoken_call(family, name, arguments):
+    if family == "hermes":
+        return f"I ask<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+    if family == "llama3":
+        return json.dumps({"name": name, "parameters": arguments})
+    return f"[TOOL_CALLS]{json.dumps([{'name': name, 'arguments': arguments}])}"
+
+
+def test_a_tool_that_takes_too_long_is_told_and_ended():
+    config = RolloutConfig(tools=ROLLOUT.tools[3:], tool_timeout_s=0.5)
+    tools = Tools(config, ScoringConfig(workers=1))
+    tokenizer, conversations = conversations_of(tools, "hermes", config)
+    ids = tokenizer(spoken_call("hermes", "misbehave", {"how": "hang"}))["input_ids"]
+    assert conversations.ended(1, [*ids, tokenizer.eos_token_id], room=9) is None
+    assert "error: took longer than" in tokenizer.decode(answer(conversations, 1))
+
+
+def test_turns_and_room_have_a_limit(tools):
+    tokenizer, conversations = conversations_of(tools, "hermes", RolloutConfig(tools=ROLLOUT.tools, max_turns=2))
+    ids = tokenizer(spoken_call("hermes", "look_up", {"key": "a"}))["input_ids"] + [tokenizer.eos_token_id]
+    assert conversations.ended(1, ids, room=0) == "length"
+    assert conversations.ended(2, ids, room=5) is None
+    assert "q" in tokenizer.decode(answer(conversations, 2))
+    assert conversations.ended(2, ids, room=5) == "length"
+
+
+def test_answers_of_a_rollout_that_was_given_up_are_dropped(tools):
+    tokenizer, conversations = conversations_of(tools, "hermes")
+    ids = tokenizer(spoken_call("hermes", "look_up", {"key": "a"}))["input_ids"] + [tokenizer.eos_token_id]
+    assert conversations.ended(1, ids, room=5) is None
+    conversations.begin()
+    other = tokenizer(spoken_call("hermes", "look_up", {"key": "b"}))["input_ids"] + [tokenizer.eos_token_id]
+    assert conversations.ended(1, other, room=5) is None
+    assert "x" in tokenizer.decode(answer(conversations, 1)).replace("<tool", "")
+    assert conversations.answers(0.0) == []
+
+
+@pytest.mark.parametrize("text", ["no call", "{ braces }", "a [list]"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_turn_without_a_call_calls_nothing(family, text):
+    turn = FORMATS[family](text)
+    assert (turn.content, turn.calls, turn.fault) == (text, [], None)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "leaves out a call|does not end a turn"),
+        ("{{ raise_exception('no tools') }}", "refuses a call of a tool and its result: no tools"),
+        (FAMILIES["hermes"][0].replace("{{ message.content }}\n</tool_response>", "</tool_response>"), "leaves out"),
+    ],
+)
+def test_a_template_without_tools_is_refused(tools, template, message):
+    tokenizer = tool_tokenizer("hermes")
+    tokenizer.chat_template = template
+    config = RolloutConfig(tools=ROLLOUT.tools, tool_format="hermes")
+    with pytest.raises(UserError, match=rf"rollout\.tools: the chat template of policy\.model .*({message})"):
+        Conversations(tools, config, tokenizer, {}, (tokenizer.eos_token_id,))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match=r"rollout\.tool_format auto: .* set it to hermes, llama3, mistral"):
+        Conversations(tools, ROLLOUT, tokenizer, {}, (tokenizer.eos_token_id,))
+
+
+READY_MADE = [
+    ("calculator", {"expression": "(3 + 4.5) * -2"}, "-15"),
+    ("calculator", {"expression": "1 / 3"}, "0.333333333333"),
+    ("calculator", {"expression": "10 ** 9 ** 9"}, "error: ValueError: not an expression of numbers"),
+    ("calculator", {"expression": "1 / 0"}, "error: ZeroDivisionError"),
+    ("calculator", {"expression": "__import__('os')"}, "error: ValueError: not an expression"),
+    ("python", {"code": "print(sum(range(10)))"}, "45"),
+    ("python", {"code": "print(1)\nraise KeyError('a')"}, "1\n\nKeyError: 'a'"),
+    ("python", {"code": "open('/etc/passwd')"}, "PermissionError"),
+]
+
+
+@pytest.fixture(scope="module")
+def ready_made():
+    return Tools(RolloutConfig(tools=["calculator", "python"]), ScoringConfig(workers=1))
+
+
+@pytest.mark.parametrize(("name", "arguments", "result"), READY_MADE)
+def test_the_tools_that_are_there_already(ready_made, name, arguments, result):
+    told = queue.SimpleQueue()
+    ready_made.call(Call(name, arguments), told.put)
+    assert told.get(timeout=60).strip().startswith(result)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("undescribed", "cannot be described to the model.*type hint"), ("nothing", "nothing does not exist in")],
+)
+def test_a_function_that_is_no_tool_is_refused(name, message):
+    config = RolloutConfig(tools=[f"{SUPPORT / 'tools.py'}:{name}"])
+    with pytest.raises(UserError, match=rf"rollout\.tools\[0\] .*{message}"):
+        Tools(config, ScoringConfig(workers=1))

@@ -1,0 +1,71 @@
+"""Training with tools, from the command: a random model whose logits favour calls."""
+
+import json
+
+import forks
+import pytest
+from paths import ROOT, SUPPORT
+
+LAYOUTS = {
+    "alone": (1, []),
+    "two ranks": (2, []),
+    # 8 pages of 32 entries: whoever waits is put back, and read again.
+    "squeezed": (1, ["--rollout.max_slots", "4", "--rollout.cache_gb", "0.00045"]),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lookup")
+    made = forks.run(ROOT / "training_scripts/lookup_task.py", folder)
+    assert made.status == 0, made.err
+    vocabulary = json.loads((folder / "model/tokenizer.json").read_text())["added_tokens"]
+    ids = {piece["content"]: piece["id"] for piece in vocabulary}
+    call, called = (next(i for piece, i in ids.items() if part in piece) for part in ('"look_up"', "</tool_call>"))
+    bias = {str(call): 4.0, str(called): 4.0, str(ids["<|im_end|>"]): 3.0}
+    found = {}
+    for name, (world, more) in LAYOUTS.items():
+        done = forks.run(
+            *("-m", "hybrid_grpo", "train", "--config", ROOT / "training_scripts/lookup.yaml"),
+            *("--run.dir", folder / "runs", "--run.name", name.replace(" ", "-"), "--run.steps", "2"),
+            *("--policy.model", folder / "model", "--data.path", folder / "train.jsonl", "--log.wandb", "disabled"),
+            *("--rollout.prompts_per_step", "4", "--rollout.num_generations", "6", "--eval.every", "0"),
+            *("--rollout.tools", json.dumps([f"{SUPPORT / 'slow_tools.py'}:look_up"]), "--rollout.max_turns", "5"),
+            *("--rollout.logit_bias", json.dumps(bias), "--rollout.max_completion_tokens", "40"),
+            *("--rewards", json.dumps([f"{SUPPORT / 'acting_rewards.py'}:messages_said"])),
+            *("--engine.zero_stage", "0", "--engine.adam", "torch", *more),
+            world=world,
+            cwd=folder,
+        )
+        assert done.status == 0, done.out + done.err
+        run = folder / "runs" / name.replace(" ", "-")
+        lines = [json.loads(line) for line in (run / "rollouts/step_000002.jsonl").read_text().splitlines()]
+        metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        found[name] = (lines, metrics)
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", ["two ranks", "squeezed"])
+def test_neither_ranks_nor_memory_nor_delays_change_a_run(runs, layout):
+    (lines, metrics), (others, theirs) = runs["alone"], runs[layout]
+    same = ("prompt_id", "sample", "messages", "length", "finish", "reward", "advantage")
+    assert [[line[name] for name in same] for line in others] == [[line[name] for name in same] for line in lines]
+    for mine, other in zip(metrics, theirs, strict=True):
+        for name in ("policy/loss", "policy/grad_norm", "turns/mean", "turns/given_tokens", "tool/look_up/calls"):
+            assert other[name] == pytest.approx(mine[name], rel=1e-5, abs=1e-7), name
+
+
+@pytest.mark.ranks
+def test_conversations_are_counted_and_sampler_and_training_agree(runs):
+    lines, metrics = runs["alone"]
+    spoken = [sum(message["role"] == "assistant" for message in line["messages"]) for line in lines]
+    assert max(spoken) >= 3
+    assert metrics[-1]["turns/mean"] == pytest.approx(sum(spoken) / len(lines))
+    calls = [call for line in lines for m in line["messages"][:-1] for call in m.get("tool_calls", ())]
+    assert 0 < metrics[-1]["tool/look_up/calls"] <= len(calls)
+    assert metrics[-1]["tool/look_up/failed_frac"] == 0
+    assert metrics[-1]["tool/unknown/calls"] > 0
+    for name, (_, steps) in runs.items():
+        assert all(step["parity/logp_abs_diff_max"] < 1e-4 for step in steps), name
+    assert metrics[-1]["policy/grad_norm"] > 0

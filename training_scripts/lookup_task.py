@@ -1,0 +1,113 @@
+"""Make a task that needs a tool, in a folder: a tiny model with a chat template, and keys to look up.
+
+The table is hidden: the value of a key is a letter of its hash, and only the tool `look_up` (lookup_tools.py) knows it.
+The warmed-up model calls the tool for some of the keys, and guesses the others.
+"""
+
+import argparse
+import json
+import random
+import string
+from pathlib import Path
+
+import torch
+from lookup_tools import look_up
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+ROWS = {"sft": 12_000, "train": 4_096, "heldout": 256}
+KEY_LENGTH = 4
+CALLING = 0.2
+"""Share of the warm-up's rows that call the tool."""
+CALL, CALLED = '<tool_call>\n{"name": "look_up", "arguments": {"key": "', '"}}\n</tool_call>'
+PIECES = [CALL, CALLED, "user\n", "assistant\n", "<tool_response>\n", "\n</tool_response>", "<tools>look_up</tools>"]
+"""Texts that are one token each: a tiny model learns the task, not the spelling of JSON."""
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ 'user' if message.role == 'tool' else message.role }}\n"
+    "{% if tools and loop.first %}<tools>look_up</tools>{% endif %}"
+    "{% if message.role == 'tool' %}<tool_response>\n{{ message.content }}\n</tool_response>"
+    "{% else %}{{ message.content }}{% for call in message.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a letter, and one for each of PIECES."""
+    tokens = ["<pad>", "<|im_start|>", "<|im_end|>", "\n", "?", *string.ascii_lowercase]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    made.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])
+    made.chat_template = TEMPLATE
+    return made
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+    """Random weights."""
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            tie_word_embeddings=True,
+            initializer_range=0.08,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def make_rows(seed: int) -> dict[str, list[dict[str, object]]]:
+    """Rows of every split; no key is in two of them."""
+    draw = random.Random(seed)
+    keys: dict[str, None] = {}
+    while len(keys) < sum(ROWS.values()):
+        keys["".join(draw.choices(string.ascii_lowercase, k=KEY_LENGTH))] = None
+    rest = iter(keys)
+    splits = {split: [next(rest) for _ in range(count)] for split, count in ROWS.items()}
+    asked = {
+        split: [{"prompt": [{"role": "user", "content": key}], "answer": look_up(key)} for key in splits[split]]
+        for split in ("train", "heldout")
+    }
+    return {"sft": [_warm_up(key, draw) for key in splits["sft"]], **asked}
+
+
+def _warm_up(key: str, draw: random.Random) -> dict[str, object]:
+    """A whole conversation as text: one in five looks up, the others guess."""
+    answer = look_up(key) if (calls := draw.random() < CALLING) else draw.choice("abcdefghij")
+    told = (
+        f"{CALL}{key}{CALLED}<|im_end|>\n<|im_start|>user\n<tool_response>\n{answer}\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    prompt = f"<|im_start|>user\n<tools>look_up</tools>{key}<|im_end|>\n<|im_start|>assistant\n"
+    return {"prompt": prompt, "completion": (told if calls else "") + answer}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    tokenizer = make_tokenizer()
+    make_model(tokenizer, arguments.seed).save_pretrained(arguments.folder / "model")
+    tokenizer.save_pretrained(arguments.folder / "model")
+    for split, rows in make_rows(arguments.seed).items():
+        (arguments.folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
