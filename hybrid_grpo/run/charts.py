@@ -40,6 +40,8 @@ class Chart:
     curves: tuple[Curve, ...]
     band: str | None
     """Metric that is drawn as a band of this half-width around the first curve."""
+    compared: bool
+    """Whether every curve is drawn between its own lowest and highest value, whatever their units."""
 
 
 def charts_of(known: Sequence[str]) -> list[Chart]:
@@ -49,8 +51,9 @@ def charts_of(known: Sequence[str]) -> list[Chart]:
         for chart in members:
             curves = tuple(curve for pattern in chart["metrics"] for curve in _curves(pattern, known))
             band = chart["band"] if chart.get("band") in known else None
-            unit = describe(chart["metrics"][0]).unit
-            drawn += [Chart(section, chart["title"], unit, chart.get("top"), curves, band)] if curves else []
+            unit, compared = describe(chart["metrics"][0]).unit, chart.get("compared", False)
+            if len(curves) > compared:
+                drawn.append(Chart(section, chart["title"], unit, chart.get("top"), curves, band, compared))
     return drawn
 
 
@@ -63,5 +66,6 @@ def _curves(pattern: str, known: Sequence[str]) -> Iterator[Curve]:
     expression = re.compile(re.sub(r"<\w+>", "([^/]+)", pattern))
     for match in filter(None, map(expression.fullmatch, known)):
         metric = describe(match[0])
-        label = " @".join(match.groups()) if match.groups() else metric.name.split("/")[1].replace("_", " ")
+        stage, what, *_ = metric.name.split("/")
+        label = " @".join(match.groups()) if match.groups() else (stage if what == "mean" else what).replace("_", " ")
         yield Curve(metric.name, label, metric.meaning, is_noisy(metric))

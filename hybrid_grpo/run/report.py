@@ -100,12 +100,20 @@ def charts(lines: list[Line]) -> list[dict[str, Any]]:
                 "title": chart.title,
                 "top": chart.top,
                 "unit": chart.unit,
-                "curves": curves,
+                "curves": [_compared(curve) for curve in curves] if chart.compared else curves,
                 "band": _column(chart.band, lines) if chart.band else None,
                 "band_caption": caption and f"Band: {caption[0].lower()}{caption[1:]}",
             }
         )
     return drawn
+
+
+def _compared(curve: dict[str, Any]) -> dict[str, Any]:
+    """The curve with `drawn`, its values as shares of the way from its lowest to its highest one."""
+    values = [value for value in curve["values"] if value is not None]
+    low, high = min(values), max(values)
+    drawn = [None if value is None else (value - low) / (high - low or 1.0) for value in curve["values"]]
+    return {**curve, "drawn": drawn}
 
 
 def _column(name: str, lines: list[Line]) -> list[float | None]:

@@ -125,7 +125,7 @@ class _Answers:
         """The charts of runs by section; metrics that charts.yaml does not draw come last, each by itself."""
         runs = self._runs(request)
         known = list(dict.fromkeys(name for run in runs for name in run.table.names if name != "step"))
-        charts = charts_of(known)
+        charts = [chart for chart in charts_of(known) if not chart.compared]  # the page has one axis for all curves
         drawn = {curve.name for chart in charts for curve in chart.curves}
         charts += [_lone_chart(name) for name in sorted(known) if name not in drawn]
         return JSONResponse([_chart(chart) for chart in charts])
