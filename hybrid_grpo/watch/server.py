@@ -216,7 +216,7 @@ def _lone_chart(name: str) -> Chart:
     metric = find(name)
     title = name.replace("_", " ").replace("/", ", ")
     curve = Curve(name, name, metric.meaning if metric else "", metric is not None and is_noisy(metric))
-    return Chart("More", title, metric.unit if metric else "", None, (curve,), None)
+    return Chart("More", title, metric.unit if metric else "", None, (curve,), None, False)
 
 
 def _chart(chart: Chart) -> dict[str, Any]:
