@@ -18,6 +18,7 @@ setup(
         "hybrid_grpo.rewards.code": ["*.ini"],
         "hybrid_grpo.rewards.maths": ["*.yaml"],
         "hybrid_grpo.run": ["*.j2", "*.yaml"],
+        "hybrid_grpo.watch": ["page/*", "page/uplot/*"],
     },
     python_requires=">=3.10,<3.14",
     install_requires=[

@@ -1,6 +1,6 @@
 """Groups with a right answer in them beside groups of the policy alone, on the quickstart's task.
 
-    python benchmarks/guests.py [--seeds 0,1,2] [--steps 60] [--warmup 10] [--json FILE]
+    python benchmarks/guests.py [--seeds 0,1] [--steps 60] [--warmup 25] [--lr 1e-3] [--sides SIDES] [--json FILE]
 
 The policy is the quickstart's after so few steps of its supervised warm-up that it is hardly ever right, and only whole
 answers are rewarded. A group has eight completions: all of the policy (none), or one of them the right answer, from a
@@ -47,7 +47,7 @@ def curve(folder: Path) -> dict[str, Any]:
     }
 
 
-def measure(seed: int, steps: int, warmup: int) -> dict[str, dict[str, Any]]:
+def measure(seed: int, steps: int, warmup: int, lr: str, sides: list[str]) -> dict[str, dict[str, Any]]:
     """The runs of a seed, by name."""
     with tempfile.TemporaryDirectory() as place:
         task, shared = Path(place, "task"), ["--run.dir", place, "--run.seed", str(seed), "--log.wandb", "disabled"]
@@ -63,10 +63,10 @@ def measure(seed: int, steps: int, warmup: int) -> dict[str, dict[str, Any]]:
             Path(place, "quickstart-sft/model"),
         ]
         train += [*shared, "--data.path", task / "train.jsonl", "--data.eval_path", task / "heldout.jsonl"]
-        train += ["--rewards", "exact_match", "--run.steps", str(steps), "--eval.every", "20"]
+        train += ["--rewards", "exact_match", "--run.steps", str(steps), "--eval.every", "20", "--policy.lr", lr]
         train += ["--checkpoint.every", "0", "--checkpoint.every_minutes", "0"]
         found = {}
-        for side in SIDES:
+        for side in sides:
             guest = [{"name": "answers", "path": str(task / "answers.jsonl"), "weight": side}]
             settings = [] if side == "none" else ["--rollout.guests", json.dumps(guest)]
             run("-m", "hybrid_grpo", *train, "--run.name", side, *settings, threads=1)
@@ -78,15 +78,18 @@ def measure(seed: int, steps: int, warmup: int) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0,1,2", help="separated by commas")
+    parser.add_argument("--seeds", default="0,1", help="separated by commas")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=25)
+    parser.add_argument("--lr", default="1e-3")
+    parser.add_argument("--sides", default=",".join(SIDES), help="separated by commas")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    seeds = {seed: measure(int(seed), given.steps, given.warmup) for seed in given.seeds.split(",")}
+    how = given.steps, given.warmup, given.lr, given.sides.split(",")
+    seeds = {seed: measure(int(seed), *how) for seed in given.seeds.split(",")}
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
-        result = {"steps": given.steps, "warmup": given.warmup, "seeds": seeds}
+        result = {"steps": given.steps, "warmup": given.warmup, "lr": given.lr, "seeds": seeds}
         given.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "eval": "accuracy on held-out sets, with intervals; two models compared",
     "plan": "memory and time of a training run, without loading weights",
     "report": "write report.html of a run again",
+    "watch": "a page in the browser over run folders, also while they train",
     "publish": "the trained model of a run with a model card, on the Hugging Face hub or in a folder",
     "generate": "completions of prompts from a file, a pipe or the terminal, as JSON lines",
     "chat": "a conversation with a model, a run or an adapter in the terminal",

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,25 +11,37 @@ import pytest
 import yaml
 from paths import ROOT
 
-from hybrid_grpo.config import GrpoConfig, RewardConfig, RewardStageConfig, SftConfig, TrainConfig, build
-from hybrid_grpo.config.checks import batch_plan, check_reward, check_train
+from hybrid_grpo.config import (
+    GenerateConfig,
+    GrpoConfig,
+    RewardConfig,
+    RewardStageConfig,
+    SftConfig,
+    TrainConfig,
+    build,
+)
+from hybrid_grpo.config.checks import batch_plan, check_generate, check_reward, check_sft, check_train
+from hybrid_grpo.config.held_out import held_out_sets
 from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.run.lock import FolderLock
 
 SCRIPTS = ROOT / "training_scripts"
 RECIPES = sorted(path.name for path in SCRIPTS.glob("gsm8k_*.sh"))
 
 
 def handed_over(script: str, tmp_path: Path, *arguments: str) -> list[list[str]]:
-    """Run a recipe with a launcher that only writes down its arguments; the lists of arguments it got."""
+    """Run a recipe with a launcher that only writes down its arguments, as do programs that need what it would have
+    left; the lists of arguments they got."""
+    calls = f'printf "%s\\x1f" "$@" >>"{tmp_path}/calls"; echo >>"{tmp_path}/calls"'
     # The environment that runs the tests is the one the recipe would have made: nothing is installed into it.
     # It is said at once that there is no GPU: torch, which is asked for that at every launch, takes seconds to import.
     python = f"""case "$*" in
         *"-m pip "*) ;;
         *"torch.cuda.device_count()"*) echo "0 29500" ;;
         *"print(sys.prefix)"*) echo "{tmp_path}" ;;
+        "-m hybrid_grpo generate"* | training_scripts/three_stages_*) {calls} ;;
         *) exec "{sys.executable}" "$@" ;;
     esac"""
-    calls = f'printf "%s\\x1f" "$@" >>"{tmp_path}/calls"; echo >>"{tmp_path}/calls"'
     for name, lines in (("python", python), ("deepspeed", calls)):
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{lines}\n")
         (tmp_path / name).chmod(0o755)
@@ -150,6 +163,62 @@ def test_a_quickstart_that_is_resumed_stays_where_it_is(tmp_path):
         "quickstart-task",
     ]
     assert (tmp_path / "runs/quickstart/metrics.jsonl").read_text() == "mine"
+
+
+@pytest.mark.process
+def test_the_three_stages_hand_on_what_they_make(tmp_path, monkeypatch):
+    place = tmp_path / "runs/three-stages"
+    (place / "of an earlier run").mkdir(parents=True)
+    sft, generate, pairs, reward, train, summary = handed_over("three_stages.sh", tmp_path, "--run.steps", "3")
+    assert len(list(place.parent.glob("three-stages.*/of an earlier run"))) == 1
+    monkeypatch.chdir(SCRIPTS.parent)
+    for name in ("sft/model", "reward/model"):  # which the launcher would have left
+        shutil.copytree(place / "task/model", place / name)
+    (place / "pairs").mkdir()
+    for name in ("train", "heldout"):
+        (place / f"pairs/{name}.jsonl").write_text('{"prompt": "ba=", "chosen": "ab", "rejected": "a"}\n')
+    warmup = parse(SftConfig, sft[sft.index("sft") + 1 :], "sft").config
+    sampled = parse(GenerateConfig, generate[generate.index("generate") + 1 :], "generate").config
+    judge = parse(RewardStageConfig, reward[reward.index("reward") + 1 :], "reward").config
+    config = parse(TrainConfig, train[train.index("train") + 1 :], "train").config
+    for ranks in (1, 2, 4, 8):
+        check_sft(warmup, ranks)
+        check_reward(judge, ranks)
+        check_train(config, ranks)
+    check_generate(sampled, 1)
+    assert [stage.run.name for stage in (warmup, judge, config)] == ["sft", "reward", "train"]
+    assert {stage.run.dir for stage in (warmup, judge, config)} == {str(place)}
+    assert warmup.policy.model == str(place / "task/model")
+    assert {str(place / "sft/model")} == {part.policy.model for part in (sampled, judge, config)}
+    assert sampled.data.path == str(place / "task/sft.jsonl"), "the words of the last stage are in no pair"
+    assert pairs[1:3] == [sampled.generate.output, str(place / "pairs")] and summary[1:] == [str(place)]
+    assert (judge.data.path, judge.data.eval_path) == tuple(
+        str(place / f"pairs/{n}.jsonl") for n in ("train", "heldout")
+    )
+    assert config.run.steps == 3, "settings given to the script go to the last stage"
+    assert config.rewards == [RewardConfig("reward_model", kwargs={"model": str(place / "reward/model")})]
+    proxy, *judged = held_out_sets(config)
+    assert (proxy.name, proxy.rewards) == ("proxy", None)
+    assert [(of_set.name, of_set.rollout.temperature) for of_set in judged] == [("true_score", 1.0), ("greedy", 0.0)]
+    for of_set in judged:
+        assert of_set.rows is None, "the same prompts"
+        assert of_set.rewards == [RewardConfig("exact_match"), RewardConfig("letters_in_place")]
+    took = [line.split()[0] for line in (place / "seconds.txt").read_text().splitlines()]
+    assert took == ["task", "sft", "pairs", "reward", "train"]
+
+
+@pytest.mark.process
+def test_three_stages_that_are_resumed_go_on_where_they_were(tmp_path):
+    place = tmp_path / "runs/three-stages"
+    for name in ("sft/model", "reward/model", "pairs/train.jsonl"):
+        (place / name).mkdir(parents=True)
+    train, _ = handed_over("three_stages.sh", tmp_path, "--run.resume", "auto")
+    assert train[train.index("hybrid_grpo") + 1] == "train"
+    lock = FolderLock(place / "reward")
+    with pytest.raises(subprocess.CalledProcessError, match="status 2"):
+        handed_over("three_stages.sh", tmp_path)
+    lock.release()
+    assert [path.name for path in place.parent.iterdir()] == ["three-stages"], "nothing is moved under a run"
 
 
 def test_held_out_words_are_in_no_other_split(tmp_path):

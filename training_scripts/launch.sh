@@ -1,6 +1,7 @@
 # Sourced by the recipes: `launch COMMAND [settings]` runs hybrid_grpo on the GPUs that CUDA_VISIBLE_DEVICES names, else
 # on $GPUS of them, else on every GPU found; without one on two CPU ranks.
 # Under several nodes, give the DeepSpeed launcher's own options in LAUNCHER, e.g. LAUNCHER="--hostfile hosts".
+# `resumes [settings]` is whether they go on with a run, and `set_aside FOLDER...` makes room for new runs.
 
 launch() {
     local gpus port default
@@ -74,4 +75,20 @@ for process in ranks:
     process.send_signal(signal.Signals["SIG" + sys.argv[2]])
 for process in () if ranks else [*local, launcher]:
     process.terminate()' "$launcher" "$1" 2>/dev/null || true
+}
+
+resumes() {
+    [[ " $* " =~ \ --run\.resume[=\ ]([^\ ]+) ]] && [ "${BASH_REMATCH[1]}" != never ]
+}
+
+set_aside() { # what is there is kept, under another name; nothing is moved where a run in one of the folders is under way
+    local folder lock
+    for folder in "$@"; do
+        for lock in "$folder"/.lock "$folder"/*/.lock; do
+            if [ -e "$lock" ]; then python -m hybrid_grpo.run.lock "${lock%/.lock}"; fi
+        done
+    done
+    for folder in "$@"; do
+        if [ -e "$folder" ]; then mv "$folder" "$folder.$(date +%Y%m%d-%H%M%S)"; fi
+    done
 }

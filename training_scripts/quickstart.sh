@@ -14,25 +14,15 @@ cd "$(dirname "$0")/.."
 setup
 
 runs=${RUNS:-runs} seed=${SEED:-0}
-resume=never
-if [[ " $* " =~ \ --run\.resume[=\ ]([^\ ]+) ]]; then resume=${BASH_REMATCH[1]}; fi
-set_aside() { # a finished run is kept, under another name; one that is under way or resumed is left alone
-    if [ "$resume" != never ]; then return; fi
-    if [ -e "$runs/$1/.lock" ]; then python -m hybrid_grpo.run.lock "$runs/$1"; fi
-    if [ -e "$runs/$1" ]; then mv "$runs/$1" "$runs/$1.$(date +%Y%m%d-%H%M%S)"; fi
-}
-
 case " $* " in
 *" --policy.model"*)
-    set_aside quickstart
+    resumes "$@" || set_aside "$runs/quickstart"
     launch train --run.dir "$runs" --run.name quickstart --run.seed "$seed" "$@"
     exit
     ;;
 esac
 
-set_aside quickstart-task
-set_aside quickstart-sft
-set_aside quickstart
+resumes "$@" || set_aside "$runs/quickstart-task" "$runs/quickstart-sft" "$runs/quickstart"
 if [ ! -e "$runs/quickstart-sft/model" ]; then
     python training_scripts/quickstart_task.py "$runs/quickstart-task" --seed "$seed"
     echo "quickstart: supervised warm-up"

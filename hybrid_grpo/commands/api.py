@@ -102,7 +102,8 @@ def generate(model: Any = None, data: Any = None, *, config: Any = None, **secti
     list of texts.
 
     Returns a dictionary for every completion of this rank's share of the prompts, in the order of the prompts: `id`,
-    `sample`, `prompt`, `completion`, `finish`, `tokens`, `logp` and `columns`.
+    `sample`, `prompt`, `completion`, `finish`, `tokens`, `logp` and `columns`; with `generate={"token_logp": True}`
+    also `token_ids` and `token_logp`.
     """
     from hybrid_grpo.commands.generate import generate as run
 

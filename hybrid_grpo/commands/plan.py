@@ -33,7 +33,7 @@ def run(arguments: list[str]) -> None:
     if config.grpo.baseline == "critic":
         check_critic(config, inputs.tokenizer, inputs.longest_prompt + config.rollout.max_completion_tokens)
     if config.teacher.is_set:
-        check_teacher(config, inputs.tokenizer, inputs.prompts)
+        check_teacher(config, inputs)
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
     held_out = inputs.held_out_rows, inputs.held_out_longest
     plan = estimate(config, batch, inputs.longest_prompt, hardware, inputs.reward_models, *held_out)
@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> None:
 
 def lines(plan: Plan) -> list[str]:
     """The plan as text: a table of parts and phases in GiB, what is in host memory, tokens and time of a step."""
-    from hybrid_grpo.run.metrics import duration
+    from hybrid_grpo.run.catalogue import duration
     from hybrid_grpo.run.plan import gib
 
     hardware, sizes = plan.hardware, plan.sizes

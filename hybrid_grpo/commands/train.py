@@ -39,7 +39,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     if with_critic:
         check_critic(config, inputs.tokenizer, inputs.longest_prompt + config.rollout.max_completion_tokens)
     if config.teacher.is_set:
-        check_teacher(config, inputs.tokenizer, inputs.prompts)
+        check_teacher(config, inputs)
     hardware = of_device(device, config.policy.dtype)
     held_out = inputs.held_out_rows, inputs.held_out_longest
     memory = estimate(config, plan, inputs.longest_prompt, hardware, inputs.reward_models, *held_out)
@@ -70,7 +70,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     elif config.grpo.beta:
         reference = Reference(config.policy, config.engine)
     critic = Critic(config, plan, inputs.tokenizer) if with_critic else None
-    teacher = Teacher(config, policy, inputs.tokenizer) if config.teacher.is_set else None
+    teacher = Teacher(config, policy, inputs) if config.teacher.is_set else None
     training.train(Trainer(config, plan, policy, reference, inputs, device, critic, teacher))
     training.say(summary(training.folder, held_out_sets(config), memory.measurable if memory else None))
     return training.folder

@@ -1,7 +1,8 @@
 """The settings: each beside its meaning and its bounds, how they are read, and the one error that a user sees.
 
-`commands.py` has the whole configuration of each command, the files named for sections have their settings. Imports
-neither torch nor transformers: a mistake costs a moment, not a model load. What settings do is in the other rooms.
+`train.py` has the whole configuration of training and `commands.py` that of every other command; the files named for
+sections have their settings. Imports neither torch nor transformers: a mistake costs a moment, not a model load. What
+settings do is in the other rooms.
 """
 
 # ruff: noqa: F401
@@ -14,14 +15,13 @@ from hybrid_grpo.config.commands import (
     CheckDataConfig,
     EvaluateConfig,
     GenerateConfig,
-    ModelRunConfig,
     PlanConfig,
     PublishConfig,
     RewardStageConfig,
     ScoreConfig,
     ServeRewardConfig,
     SftConfig,
-    TrainConfig,
+    WatchConfig,
 )
 from hybrid_grpo.config.critic import CriticConfig
 from hybrid_grpo.config.data import CurriculumConfig, DataConfig, MixtureConfig, PtxConfig
@@ -36,3 +36,4 @@ from hybrid_grpo.config.rewards import RewardConfig, ScoringConfig, ServeOptions
 from hybrid_grpo.config.rollout import RolloutConfig
 from hybrid_grpo.config.run import LogConfig, RunConfig
 from hybrid_grpo.config.teacher import TeacherConfig
+from hybrid_grpo.config.train import ModelRunConfig, TrainConfig

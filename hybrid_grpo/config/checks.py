@@ -18,12 +18,10 @@ from hybrid_grpo.config.commands import (
     CheckDataConfig,
     EvaluateConfig,
     GenerateConfig,
-    ModelRunConfig,
     RewardStageConfig,
     ScoreConfig,
     ServeRewardConfig,
     SftConfig,
-    TrainConfig,
 )
 from hybrid_grpo.config.data import DataConfig, PtxConfig
 from hybrid_grpo.config.errors import UserError, refuse
@@ -31,6 +29,7 @@ from hybrid_grpo.config.held_out import check_best, held_out_sets
 from hybrid_grpo.config.network import bearer_token, is_loopback
 from hybrid_grpo.config.publishing import PublishOptionsConfig
 from hybrid_grpo.config.rewards import RewardConfig
+from hybrid_grpo.config.train import ModelRunConfig, TrainConfig
 
 _MOST_ROWS = 2**16
 """Completions of one rollout on a rank. More would not fit in memory, and already their plan would take minutes."""
@@ -276,6 +275,15 @@ def _check_model(config: ModelRunConfig) -> None:
         rank > 0 and find_spec("peft") is None,
         f"lora.rank {rank} needs peft, which is not installed: pip install 'hybrid_grpo[lora]'",
     )
+    for package in config.log.trackers:
+        refuse(
+            not _is_installed(package) and not (package == "wandb" and config.log.wandb == "disabled"),
+            f"log.trackers {package}: the package is not installed: pip install {package}, or take it out",
+        )
+    refuse(
+        config.log.wandb_view and not _is_installed("wandb_workspaces"),
+        "log.wandb_view needs wandb-workspaces, which is not installed: pip install wandb-workspaces",
+    )
     try:
         above = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
         refuse(not above.is_dir(), f"run.dir {folder}: {above} is a file, not a folder")
@@ -284,6 +292,12 @@ def _check_model(config: ModelRunConfig) -> None:
             pass
     except OSError as error:
         raise UserError(f"run.dir {folder}: no folder can be made there: {error.strerror}: give another") from None
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package can be imported; a folder of its name that lies in the working folder is none."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def _check_model_folder(setting: str, model: str) -> None:

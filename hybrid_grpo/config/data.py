@@ -148,6 +148,19 @@ class DataConfig:
         """Names of the sources of a mixture; none without one."""
         return [source.name for source in self.mixture]
 
+    def check_stream(self, *, follows: bool, teacher: bool) -> None:
+        """Refuse what other sections want of a stream and it does not have: success rates, which the curriculum
+        `follows`, and the longest of all texts, which a `teacher` must be able to read."""
+        refuse(
+            self.streaming and follows,
+            "data.streaming keeps no success rates, which the settings of curriculum follow: take out one of the two",
+        )
+        refuse(
+            self.streaming and teacher,
+            "teacher is checked with all prompts before the run, which data.streaming does not know: take out one of"
+            " the two",
+        )
+
     def _check_streaming(self) -> None:
         if not self.streaming:
             default = type(self).__dataclass_fields__["stream_block"].default

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import SECTION, Count, Name, Text
+
+if TYPE_CHECKING:
+    from hybrid_grpo.config.train import TrainConfig
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -37,3 +40,43 @@ class GuestConfig:
             " of them",
         )
         return self
+
+
+def check_guests(config: TrainConfig) -> None:
+    """Refuse guests that contradict each other or another section of a training run."""
+    rollout, grpo, names = config.rollout, config.grpo, [guest.name for guest in config.rollout.guests]
+    if not names:
+        return
+    twice = next((name for name in names if names.count(name) > 1), None)
+    refuse(twice is not None, f"rollout.guests: two guests are named {twice}: set another name for one of them")
+    refuse(
+        rollout.guest_rows >= rollout.num_generations,
+        f"rollout.guests write {rollout.guest_rows} completions of a group, and rollout.num_generations"
+        f" {rollout.num_generations} leaves the policy none: raise it to {rollout.guest_rows + 2}, or lower"
+        " per_group",
+    )
+    refuse(
+        bool(rollout.tools),
+        f"rollout.tools make completions of several turns, and rollout.guests {names[0]} brings those of one: take"
+        " out one of them",
+    )
+    refuse(
+        config.teacher.is_set,
+        f"a teacher judges the tokens that the policy sampled, and rollout.guests {names[0]} brings others: take"
+        " out teacher or rollout.guests",
+    )
+    refuse(
+        grpo.baseline == "critic",
+        f"grpo.baseline critic learns the values of the policy's own completions, and rollout.guests {names[0]}"
+        " brings others: set grpo.baseline to mean, or take out rollout.guests",
+    )
+    refuse(
+        grpo.beta > 0 and grpo.kl_in == "reward",
+        f"grpo.kl_in reward takes a KL from completions that the policy sampled, and rollout.guests {names[0]}"
+        " brings others: set grpo.kl_in to loss, or grpo.beta to 0",
+    )
+    refuse(
+        config.data.streaming,
+        f"data.streaming reads prompts as the run goes, and rollout.guests {names[0]} needs all of them before it"
+        " begins: take out one of the two",
+    )

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid_grpo.config.building import build
-from hybrid_grpo.config.commands import ServeRewardConfig, TrainConfig
+from hybrid_grpo.config.commands import ServeRewardConfig
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.evaluation import EvalSetConfig
 from hybrid_grpo.config.rewards import RewardConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig
 from hybrid_grpo.config.tasks import task_settings
+from hybrid_grpo.config.train import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybrid_grpo.config.building import bounds, sections, setting_names, type_name
-from hybrid_grpo.config.commands import SftConfig, TrainConfig
+from hybrid_grpo.config.commands import SftConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.config.rewards import RewardConfig
+from hybrid_grpo.config.train import TrainConfig
 
 _USUAL = """
     policy.model data.path data.task rewards run.name run.steps run.seed run.resume policy.lr policy.dtype

@@ -18,12 +18,13 @@ from hybrid_grpo.config.commands import (
     ScoreConfig,
     ServeRewardConfig,
     SftConfig,
-    TrainConfig,
+    WatchConfig,
 )
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.help import help_text
 from hybrid_grpo.config.recipes import GivenTwice, Settings, check_text, overlay, read_recipe, read_value
 from hybrid_grpo.config.tasks import with_task
+from hybrid_grpo.config.train import TrainConfig
 
 ConfigT = TypeVar(
     "ConfigT",
@@ -38,6 +39,7 @@ ConfigT = TypeVar(
     ChatConfig,
     CheckDataConfig,
     ServeRewardConfig,
+    WatchConfig,
 )
 AnyConfigT = TypeVar("AnyConfigT", covariant=True)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Literal
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import (
     SECTION,
     Count,
@@ -69,17 +70,52 @@ class CheckpointConfig:
     that cannot write its first one stops."""
 
 
+TRACKERS = ("wandb", "tensorboard", "trackio", "mlflow")
+"""What log.trackers may name; also the package of each."""
+
+
 @dataclass(frozen=True, config=SECTION)
 class LogConfig:
     """What is shown and written during the run."""
 
+    trackers: list[Text] = field(default_factory=lambda: ["wandb"])
+    """Where the run is shown as it goes: any of wandb, tensorboard, trackio and mlflow. One that fails does not touch
+    the run."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """`auto` is online where an account is configured, else offline."""
     wandb_project: Text = "hybrid_grpo"
-    """Project on wandb."""
+    """Project on wandb and trackio, experiment on MLflow."""
+    wandb_entity: Text | None = None
+    """Team or user on wandb. Default: that of the account."""
+    wandb_view: Switch = False
+    """Save a view of the run on wandb when it begins: the charts of report.html by question. Needs wandb-workspaces."""
+    group: Text | None = None
+    """Name that runs which belong together share, such as the seeds of one setting. Default: none."""
+    tags: list[Text] = field(default_factory=list)
+    """Words that runs are found by."""
+    notes: Text | None = None
+    """What the run is for. Default: none."""
+    job_type: Text | None = None
+    """Kind of run inside its group, such as baseline. Default: none."""
     rollouts_every: Whole = 1
-    """Steps between rollouts written to rollouts/ and to the wandb table; 0 writes none."""
+    """Steps between rollouts written to rollouts/, of which trackers show samples; 0 writes none."""
+    histograms_every: Whole = 10
+    """Steps between histograms of rewards, lengths and advantages on the trackers, made of the rollouts that are
+    written; 0 makes none."""
     parity_alarm: Positive = 0.05
     """Warn when sampler and training forward differ by more than this, on average, in log-probability."""
     heldout_alarm: Positive = 0.05
     """Warn when held-out accuracy is more than this below its best while the training reward is higher than then."""
+
+    @model_validator(mode="after")
+    def _check(self) -> LogConfig:
+        unknown = next((name for name in self.trackers if name not in TRACKERS), "")
+        refuse(unknown != "", f"log.trackers {unknown} is no tracker: {did_you_mean(unknown, TRACKERS)}")
+        refuse(
+            self.wandb_view and ("wandb" not in self.trackers or self.wandb in ("offline", "disabled")),
+            f"log.wandb_view needs wandb online, and log.trackers is {self.trackers} with log.wandb {self.wandb}:"
+            " take it out, or set log.wandb to online",
+        )
+        twice = next((name for name in self.trackers if self.trackers.count(name) > 1), None)
+        refuse(twice is not None, f"log.trackers names {twice} twice: take one out")
+        return self

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.config.building import sections
-from hybrid_grpo.config.commands import ScoreConfig, TrainConfig
+from hybrid_grpo.config.commands import ScoreConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.importing import functions_of, import_place
 from hybrid_grpo.config.recipes import Settings, overlay, read_recipe
+from hybrid_grpo.config.train import TrainConfig
 
 Row = dict[str, Any]
 

@@ -32,7 +32,8 @@ class TeacherConfig:
     which has less noise, and keeps what the teacher says of the vocabulary in host memory until the step is done."""
     top_k: Whole = 0
     """With `into` loss: tokens that the teacher tells apart at every place, its most probable ones; all others count as
-    one. The KL divergence is then a lower bound. 0: the whole vocabulary, 4 bytes a token of it and place."""
+    one. The KL divergence is then a lower bound. 0: the whole vocabulary, at 4 bytes for each of its tokens and each
+    token that was sampled."""
     prompt_column: Text | None = None
     """Column with what the teacher reads in place of the prompt, text or a chat, such as the question with its
     solution. Default: it reads what the policy reads."""

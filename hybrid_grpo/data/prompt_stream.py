@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
@@ -78,6 +79,7 @@ class PromptStream:
         self._config, self._tokenizer, self._check = config, tokenizer, check
         self._source, self.longest = training_source(config), config.max_prompt_tokens
         self._columns: list[str] = []
+        self._reader = None if config.task is None else cache(partial(row_reader, config.task))
         self._rows: RowStream | None = None
         """On the first rank only."""
         self.prompts, self.fact, shards = self._on_first_rank(lambda: self._look(seed), UserError)
@@ -181,8 +183,8 @@ class PromptStream:
 
     def _read(self, streamed: StreamedRow) -> Row:
         """The row as its task reads it."""
-        task = self._source.task
-        return streamed.row if task is None else row_reader(task, streamed.shard_name)(streamed.number, streamed.row)
+        row, number = streamed.row, streamed.number
+        return row if self._reader is None else self._reader(streamed.shard_name)(number, row)
 
 
 class StreamLoader:

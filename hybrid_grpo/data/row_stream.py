@@ -124,9 +124,8 @@ class RowStream:
                 after = Place(place.epoch + 1)
             # An entropy of zero would be as if it were not given.
             order = self._order(len(taken), place.epoch, place.block + 1)
-            first = json.dumps(taken[0][0].row, default=str) if taken else ""
-            rows_drawn = [taken[number][0] for number in order]
-            self._last = Block(place, rows_drawn, after, zlib.crc32(first.encode()))
+            drawn = [taken[number][0] for number in order]
+            self._last = Block(place, drawn, after, _checksum(taken[0][0].row) if taken else 0)
         return self._last
 
     def _order(self, count: int, *entropy: int) -> list[int]:
@@ -202,6 +201,11 @@ def _rows_of(dataset: Any, number: int, start: int | None) -> Iterator[tuple[Row
     shard, first = dataset.shard(dataset.num_shards, number), start or 0
     for behind, row in enumerate(shard.skip(first) if first else shard, first + 1):
         yield row, behind
+
+
+def _checksum(row: Row) -> int:
+    # Some values, such as images, are no JSON, and are written differently in every process.
+    return zlib.crc32(json.dumps(row, default=lambda value: type(value).__name__).encode())
 
 
 def _is_of_connection(error: Exception) -> bool:

@@ -1,9 +1,10 @@
 """The mathematics of on-policy distillation: a teacher's word on the tokens that the policy has sampled.
 
 The policy is to come near the teacher in the reverse KL divergence, KL(policy || teacher) of the next token, at the
-prefixes that it samples itself (GKD, arXiv:2306.13649, equation 4 with a divergence of this kind; MiniLLM,
-arXiv:2306.08543; Agarwal et al. pass no gradient through the sampling of prefixes, and neither is one passed here). Its
-gradient at a prefix is sum_v p_v (log p_v - log q_v) grad log p_v, with the policy p and the teacher q, which is
+prefixes that it samples itself (GKD, arXiv:2306.13649, section 3, with this divergence). As there, no gradient goes
+through the sampling of prefixes: a token answers for its own divergence only, where MiniLLM (arXiv:2306.08543) credits
+it with those behind it. The gradient at a prefix is sum_v p_v (log p_v - log q_v) grad log p_v, with the policy p and
+the teacher q, which is
 
 - the expectation of (log p_v - log q_v) grad log p_v over tokens v that are drawn from p: an advantage of -(log p_v -
   log q_v) for the token that was sampled, constant, and of no other token ("On-Policy Distillation", Thinking Machines

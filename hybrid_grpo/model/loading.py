@@ -16,7 +16,7 @@ from transformers import logging as transformers_logging
 
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.distributed import all_reduce, rank
+from hybrid_grpo.distributed import all_gather_objects, rank
 from hybrid_grpo.model.architectures import unsupported
 from hybrid_grpo.model.attention import ATTENTION
 
@@ -220,8 +220,8 @@ def load_weights(
 def _refuse_broken_weights(model: Any, start: str) -> None:
     """Raise `UserError`, on all ranks, where weights are not finite. Under ZeRO-3 every rank looks at its shards."""
     broken = [name for name, parameter in model.named_parameters() if not bool(torch.isfinite(_held(parameter)).all())]
-    device = next(model.parameters()).device
-    count = int(all_reduce(torch.tensor(float(len(broken)), device=device), "max"))
+    # As objects: the weights are in host memory, where NCCL reduces nothing.
+    count = max(all_gather_objects(len(broken)))
     if count:
         first = f", {broken[0]} among them" if broken else ""
         raise UserError(f"{start}: {count} of its weights hold NaN or infinity{first}: take one that was not broken")

@@ -3,10 +3,30 @@
 An alarm is also a number (`health/alarm`, `parity/alarm`), which is added to those it was made from.
 """
 
+import json
 import math
+from pathlib import Path
 from statistics import fmean
 
 from hybrid_grpo.config import LogConfig
+from hybrid_grpo.run.files import read_jsonl, replace_text
+
+ALARMS_FILE = "alarms.jsonl"
+"""In a run's folder: step and message of every alarm that was said, one JSON object a line."""
+
+
+def write_alarm(folder: Path, step: int, message: str) -> None:
+    """Add an alarm to those of a run's folder."""
+    with (folder / ALARMS_FILE).open("a", encoding="utf-8") as file:
+        print(json.dumps({"step": step, "message": message}, ensure_ascii=False), file=file)
+
+
+def forget_alarms(folder: Path, done: int) -> None:
+    """Leave only the alarms up to a step in a run's folder."""
+    alarms = read_jsonl(folder / ALARMS_FILE)
+    if alarms:
+        kept = (json.dumps(alarm, ensure_ascii=False) + "\n" for alarm in alarms if alarm["step"] <= done)
+        replace_text(folder / ALARMS_FILE, "".join(kept))
 
 
 class Alarms:

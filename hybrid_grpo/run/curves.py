@@ -40,8 +40,9 @@ def draw_curves(lines: list[Line]) -> str | None:
 
 def _panel(chart: dict[str, Any], steps: list[int]) -> dict[str, Any]:
     """A chart with its curves as points in pixels; empty where no curve has two values, or none ever changes."""
-    curves = [curve for curve in chart["curves"] if sum(map(_is_number, curve["values"])) > 1]
-    values = [value for curve in curves for value in curve["values"] if _is_number(value)]
+    drawn = [(curve["label"], curve.get("drawn", curve["values"])) for curve in chart["curves"]]
+    drawn = [(label, values) for label, values in drawn if sum(map(_is_number, values)) > 1]
+    values = [value for _, values in drawn for value in values if _is_number(value)]
     low, high = min(values, default=0.0), max(values, default=0.0)
     if low == high:
         return {}
@@ -52,7 +53,7 @@ def _panel(chart: dict[str, Any], steps: list[int]) -> dict[str, Any]:
         "unit": chart["unit"],
         "low": f"{low:.4g}",
         "high": f"{high:.4g}",
-        "curves": [{"label": curve["label"], "points": _points(curve["values"], steps, low, high)} for curve in curves],
+        "curves": [{"label": label, "points": _points(values, steps, low, high)} for label, values in drawn],
     }
 
 

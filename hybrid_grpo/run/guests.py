@@ -168,7 +168,10 @@ class _Model:
         )
         highest = max(*(max(prompt.token_ids) for prompt in run.prompts), *run.ends, *map(int, rollout.logit_bias), 0)
         size = config.get_text_config().vocab_size
-        refuse(highest >= size, f"{start} knows {size} tokens, and token {highest} is used: take a larger model")
+        refuse(
+            highest >= size,
+            f"{start} knows {size} tokens, and token {highest} is used: take a guest of the same family of models",
+        )
 
     def load(self, device: torch.device) -> None:
         """Load the weights; raises UserError where they do not load."""

@@ -148,6 +148,7 @@ class RunInputs:
         tokenizer = load_tokenizer(config.policy.model)
         rewards = {setting: Rewards(found, config.scoring, tokenizer) for setting, found in loaded.items()}
         own = rewards["rewards"]
+        check_token_ids(config.rollout, model_config)
         ends = stop_ids(config.policy.model, tokenizer, config.rollout.stop_ids, model_config)
         conversations = conversations_of(config, tokenizer, ends)
         data = with_tools(config.data, conversations)
@@ -166,7 +167,6 @@ class RunInputs:
         facts = {"data": report}
         own.check_columns(prompts[0].columns)
         check_prompts(prompts, model_config, config.rollout)
-        check_token_ids(config.rollout, model_config)
         eval_sets: list[EvalSet] = []
         for held_out in sets:
             asked = with_tools(held_out.data, conversations)

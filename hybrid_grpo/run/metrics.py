@@ -1,70 +1,19 @@
-"""The catalogue of metrics, and the meter that reduces them once per step.
+"""The meter that reduces the metrics of a step once, over micro-batches and ranks, as the catalogue says.
 
-Every number that a run logs is declared once, in metrics.yaml: its name `stage/what[/reduction]`, its meaning, its unit
-and how it is combined over micro-batches and ranks. Writing the numbers down is not done here (see `sinks.py`).
+Writing the numbers down is not done here (see `sinks.py`).
 """
 
-import difflib
 import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
 
 import torch
-import yaml
 from torch import Tensor
 
 from hybrid_grpo import distributed
-
-Reduction = Literal["mean", "sum", "max", "min", "same", "rank_mean"]
-"""How the values added during a step become one number; metrics.yaml explains each."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One entry of the catalogue."""
-
-    name: str
-    meaning: str
-    reduction: Reduction
-    unit: str = ""
-    """Empty for a pure number or a fraction."""
-
-
-_ENTRIES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-CATALOGUE = tuple(Metric(name, **entry) for name, entry in _ENTRIES.items())
-_FIXED = {metric.name: metric for metric in CATALOGUE if "<" not in metric.name}
-_PATTERNS = [(re.compile(re.sub(r"<\w+>", "[^/]+", metric.name)), metric) for metric in CATALOGUE if "<" in metric.name]
-
-
-def find(name: str) -> Metric | None:
-    """The catalogue's entry for `name`, under that name where the entry is a pattern; None where there is none."""
-    if name in _FIXED:
-        return _FIXED[name]
-    return next((replace(metric, name=name) for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
-
-
-def describe(name: str) -> Metric:
-    """The catalogue's entry for `name`; raises KeyError, which names the nearest entry, where there is none."""
-    metric = find(name)
-    if metric is None:
-        nearest = difflib.get_close_matches(name, [metric.name for metric in CATALOGUE], n=1, cutoff=0.0)[0]
-        raise KeyError(f"{name} is not in the catalogue of metrics; the nearest is {nearest}")
-    return metric
-
-
-def duration(seconds: float) -> str:
-    """Readable seconds: under 1 ms, 12 ms, 4.2 s, 3 min 20 s, 2 h 05 min."""
-    if seconds < 0.1:
-        return f"{seconds * 1000:.0f} ms" if seconds >= 0.001 else "under 1 ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes = round(seconds) // 60
-    return f"{minutes} min {round(seconds) % 60:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+from hybrid_grpo.run.catalogue import FIXED, PATTERNS, Reduction, describe
 
 
 class Meter:
@@ -72,8 +21,7 @@ class Meter:
 
     The layout of the reduction is fixed when the meter is made, from the catalogue and from the names of the
     reward functions, evaluation sets, sources, guests and tools, which every rank has from the same configuration. So
-    a rank
-    may leave out a metric that the others have, and no set of `add` calls can misalign or hang the collectives.
+    a rank may leave out a metric that the others have, and no set of `add` calls can misalign or hang the collectives.
     """
 
     def __init__(
@@ -97,8 +45,8 @@ class Meter:
             "<guest>": guests,
             "<tool>": tools,
         }
-        self._reductions = {name: metric.reduction for name, metric in _FIXED.items()}
-        for _, metric in _PATTERNS:
+        self._reductions = {name: metric.reduction for name, metric in FIXED.items()}
+        for _, metric in PATTERNS:
             spelled = [metric.name]
             for placeholder in re.findall(r"<\w+>", metric.name):
                 spelled = [name.replace(placeholder, n) for name in spelled for n in names[placeholder]]

@@ -9,7 +9,6 @@ import difflib
 import json
 import re
 import statistics
-from collections.abc import Iterable
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
@@ -19,8 +18,9 @@ import jinja2
 import yaml
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.run.catalogue import describe, duration, find
+from hybrid_grpo.run.charts import charts_of, is_noisy
 from hybrid_grpo.run.files import read_jsonl, replace_text, rollout_files
-from hybrid_grpo.run.metrics import Metric, describe, duration, find
 
 Line = dict[str, Any]
 """One line of metrics.jsonl."""
@@ -31,9 +31,6 @@ GROUPS_SHOWN = 3
 TEXT_SHOWN = 4000
 """Characters of a prompt or completion."""
 
-
-CHARTS: dict[str, list[dict[str, Any]]] = yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text("utf-8"))
-"""The charts of each section, as charts.yaml describes them."""
 
 PARTS = ("generate", "reward_wait", "reference", "train", "switch")
 """What a step's time is spent on, by metric `time/<part>_s`; the rest of `time/step_s` is `other`."""
@@ -80,47 +77,43 @@ def _merge(lines: list[Line]) -> Line:
     for name in dict.fromkeys(name for line in lines for name in line):
         values = [line[name] for line in lines if line.get(name) is not None]
         metric = find(name)
-        if values and metric is not None and _is_noisy(metric):
+        if values and metric is not None and is_noisy(metric):
             merged[name] = {"max": max, "min": min}.get(metric.reduction, statistics.fmean)(values)
         else:
             merged[name] = values[-1] if values else None
     return merged
 
 
-def _is_noisy(metric: Metric) -> bool:
-    """Whether a metric scatters from step to step, so that its neighbours may be averaged."""
-    return metric.reduction != "same" and not metric.name.startswith("eval/")
-
-
 def charts(lines: list[Line]) -> list[dict[str, Any]]:
     """The charts that have any data, with their curves, captions and units."""
     known = list(dict.fromkeys(name for line in lines for name, value in line.items() if value is not None))
     drawn = []
-    for section, members in CHARTS.items():
-        for chart in members:
-            curves = [curve for pattern in chart["metrics"] for curve in _curves(pattern, known, lines)]
-            band = chart["band"] if chart.get("band") in known else None
-            caption = describe(band).meaning if band else ""
-            entry = {
-                "section": section,
-                "title": chart["title"],
-                "top": chart.get("top"),
-                "unit": describe(chart["metrics"][0]).unit,
-                "curves": curves,
-                "band": _column(band, lines) if band else None,
+    for chart in charts_of(known):
+        caption = describe(chart.band).meaning if chart.band else ""
+        curves = [
+            {"label": c.label, "meaning": c.meaning, "noisy": c.noisy, "values": _column(c.name, lines)}
+            for c in chart.curves
+        ]
+        drawn.append(
+            {
+                "section": chart.section,
+                "title": chart.title,
+                "top": chart.top,
+                "unit": chart.unit,
+                "curves": [_compared(curve) for curve in curves] if chart.compared else curves,
+                "band": _column(chart.band, lines) if chart.band else None,
                 "band_caption": caption and f"Band: {caption[0].lower()}{caption[1:]}",
             }
-            drawn += [entry] if curves else []
+        )
     return drawn
 
 
-def _curves(pattern: str, known: list[str], lines: list[Line]) -> Iterable[dict[str, Any]]:
-    expression = re.compile(re.sub(r"<\w+>", "([^/]+)", pattern))
-    for match in filter(None, map(expression.fullmatch, known)):
-        metric = describe(match[0])
-        label = " @".join(match.groups()) if match.groups() else metric.name.split("/")[1].replace("_", " ")
-        values = _column(metric.name, lines)
-        yield {"label": label, "meaning": metric.meaning, "noisy": _is_noisy(metric), "values": values}
+def _compared(curve: dict[str, Any]) -> dict[str, Any]:
+    """The curve with `drawn`, its values as shares of the way from its lowest to its highest one."""
+    values = [value for value in curve["values"] if value is not None]
+    low, high = min(values), max(values)
+    drawn = [None if value is None else (value - low) / (high - low or 1.0) for value in curve["values"]]
+    return {**curve, "drawn": drawn}
 
 
 def _column(name: str, lines: list[Line]) -> list[float | None]:

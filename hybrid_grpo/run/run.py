@@ -4,7 +4,8 @@ import copy
 import json
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, rank
 from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.run.alarms import Alarms
+from hybrid_grpo.run.alarms import Alarms, write_alarm
 from hybrid_grpo.run.best import Best
 from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints
 from hybrid_grpo.run.divergence import Guard, RollBack
@@ -152,12 +153,10 @@ class Run:
                 done = self._roll_back(stage, diverged)
         if rank() == 0:
             self.journal.clear()
-            with one_line(self.folder):
-                write_report(self.folder)
 
     def _advance(self, stage: Stage, done: int, settings: dict[str, Any]) -> None:
         """Make the steps behind `done`, and export the model."""
-        with Log(self.config.log, self.folder, self.config.run.steps, done or -1, settings) as log:
+        with Log(self.config.log, self.folder, self.config.run.steps, done or -1, settings) as log, self._reported():
             if self._saves and self._saved is None:
                 stage.progress.enter("saving", done)
                 with stage.meter.time("time/checkpoint_s"):
@@ -180,7 +179,6 @@ class Run:
                 except RunStopped as stop:
                     if stage.last_rollout is not None:
                         log.write_rollouts(k, *stage.last_rollout, always=True)
-                    log.close()
                     if self._saved != k - 1:
                         self._save(stage, k - 1, before)
                     if self._saved is None:
@@ -216,6 +214,23 @@ class Run:
             stage.progress.enter("export")
             self._export(stage, k)
             stage.policy.engine.tell_communication()
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Write report.html behind the block, also where the run is stopped."""
+        try:
+            yield
+        except RunStopped:
+            with suppress(UserError):
+                self._write_report()
+            raise
+        self._write_report()
+
+    def _write_report(self) -> None:
+        """Write report.html. Raises UserError where that fails."""
+        if rank() == 0:
+            with one_line(self.folder):
+                write_report(self.folder)
 
     def _judge(self, step: int, values: dict[str, float]) -> None:
         """Show the numbers of a step to the guard. Raises RunStopped or RollBack."""
@@ -343,6 +358,9 @@ class Run:
         """The numbers of a step with its alarms; an alarm that goes off for the first time is also said."""
         for message in self._alarms.watch(step, values):
             self.say(f"ALARM: {message}")
+            if rank() == 0:
+                with one_line(self.folder):
+                    write_alarm(self.folder, step, message)
         return values
 
     def restore(self, stage: Stage) -> int:

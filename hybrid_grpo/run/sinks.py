@@ -1,4 +1,4 @@
-"""Where a run's numbers and rollouts go: metrics.jsonl, the console, wandb and rollouts/.
+"""Where a run's numbers and rollouts go: metrics.jsonl, rollouts/, the console, and trackers such as wandb.
 
 Rank 0 writes everything; the other ranks only hand over their rollouts, so no shared file system is needed.
 What the numbers mean and how they are reduced is not decided here (see `metrics.py`).
@@ -23,11 +23,17 @@ from torch import Tensor
 
 from hybrid_grpo import distributed
 from hybrid_grpo.config import LogConfig
+from hybrid_grpo.config.errors import RunInterrupted
 from hybrid_grpo.data.batch import Rollout, Scores
+from hybrid_grpo.run.alarms import forget_alarms
+from hybrid_grpo.run.catalogue import describe
+from hybrid_grpo.run.divergence import RollBack
 from hybrid_grpo.run.files import json_safe, read_jsonl, replace_text, rollout_files
-from hybrid_grpo.run.metrics import describe
-from hybrid_grpo.run.wandb_sink import WandbSink, resolve_wandb_mode
+from hybrid_grpo.run.trackers.process import TrackerProcess, start_trackers
 from hybrid_grpo.run.writing import one_line
+
+_FINISH_SECONDS, _STOP_SECONDS = 60.0, 8.0
+"""How long the end of a run waits for its trackers, and a run that is asked to stop, which has little time."""
 
 
 class Sink(Protocol):
@@ -48,11 +54,11 @@ class Log:
         Args:
             steps: the last step of the run.
             done: last step to keep when a run resumes: whatever was written for later steps is removed. -1: a new run.
-            settings: the configuration of the run, for wandb.
+            settings: the configuration of the run, for trackers.
         """
         self._every, self._steps, self._rollouts = config.rollouts_every, steps, run_dir / "rollouts"
         self._sinks: list[Sink] = []
-        self._wandb: WandbSink | None = None
+        self._trackers: list[TrackerProcess] = []
         if distributed.rank() != 0:
             return
         with one_line(run_dir):
@@ -60,18 +66,18 @@ class Log:
             for step, path in rollout_files(self._rollouts).items():
                 if step > done:
                     path.unlink()
+            forget_alarms(run_dir, done)
             self._sinks = [JsonlSink(run_dir / "metrics.jsonl", done)]
-        mode = resolve_wandb_mode(config.wandb)
-        if mode != "disabled":
-            self._wandb = WandbSink(config.wandb_project, run_dir, settings or {}, mode, resumes=done >= 0)
-            self._sinks.append(self._wandb)
-        self._sinks.append(ConsoleSink(steps, done))
+        self._trackers = start_trackers(config, run_dir, settings or {}, done)
+        self._sinks += [ConsoleSink(steps, done)]
 
     def __enter__(self) -> Log:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        stopped = kind is not None and issubclass(kind, RunInterrupted)
+        goes_on = kind is None or issubclass(kind, RunInterrupted | RollBack)
+        self.close(_STOP_SECONDS if stopped else _FINISH_SECONDS, failed=not goes_on)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Write the numbers of a step, once per step; raises KeyError for a name that is not in the catalogue."""
@@ -80,6 +86,8 @@ class Log:
         with one_line(self._rollouts.parent):
             for sink in self._sinks:
                 sink.write(step, values)
+        for tracker in self._trackers:
+            tracker.look()
 
     def write_rollouts(
         self, step: int, rollout: Rollout, scores: Scores, advantages_B: Tensor, always: bool = False
@@ -95,15 +103,18 @@ class Log:
         with one_line(self._rollouts.parent):
             self._rollouts.mkdir(parents=True, exist_ok=True)
             replace_text(self._rollouts / f"step_{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
-        if self._wandb:
-            self._wandb.write_rollouts(step, lines)
 
-    def close(self) -> None:
-        """End the outputs; the numbers on disk are complete already."""
-        sinks, self._sinks, self._wandb = self._sinks, [], None
+    def close(self, patience_s: float = _FINISH_SECONDS, failed: bool = False) -> None:
+        """End the outputs; the numbers on disk are complete already. Trackers have so many seconds in all to finish."""
+        sinks, trackers, self._sinks, self._trackers = self._sinks, self._trackers, [], []
         with one_line(self._rollouts.parent):
             for sink in sinks:
                 sink.close()
+        end = time.monotonic() + patience_s
+        for tracker in trackers:
+            tracker.ask(failed)
+        for tracker in trackers:
+            tracker.close(max(0.0, end - time.monotonic()))
 
 
 class JsonlSink:

@@ -27,6 +27,8 @@ from hybrid_grpo.model.loading import check_prompt_ids, load_config, load_model,
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
+from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.turns import with_tools
 
 _LONGEST_PROMPT = 2**20
 """Tokens of what a teacher reads: its own positions are the limit, and not what the policy is given."""
@@ -38,12 +40,12 @@ class Teacher:
     Args:
         config: the run's settings.
         policy: what learns from it; with no `teacher.model` it is its own teacher.
-        tokenizer: the policy's, and the teacher's too.
+        inputs: the tokenizer, which is the teacher's too, and the tools.
     """
 
-    def __init__(self, config: TrainConfig, policy: Policy, tokenizer: Any) -> None:
+    def __init__(self, config: TrainConfig, policy: Policy, inputs: RunInputs) -> None:
         self._policy, self._temperature = policy, config.rollout.temperature
-        self._reads, settings = _reader(config, tokenizer), config.teacher
+        self._reads, settings = _reader(config, inputs), config.teacher
         self._engine: engines.Engine | engines.Frozen = policy.engine
         if settings.model is not None:
             own, fetching = settings.as_policy(config.policy), dict(config.engine.fetching)
@@ -84,28 +86,25 @@ class Teacher:
         return TeacherSignal(coef, teacher_advantages(old_logp_BT, logp_BT, coef)), numbers
 
 
-def check_teacher(config: TrainConfig, tokenizer: Any, prompts: list[Prompt]) -> None:
-    """Refuse a teacher that cannot read what it is given, or cannot be compared with the policy, before weights load.
-
-    Args:
-        tokenizer: the policy's.
-        prompts: all that the policy learns from.
-    """
+def check_teacher(config: TrainConfig, inputs: RunInputs) -> None:
+    """Refuse a teacher that cannot read what it is given, or cannot be compared with the policy, before weights
+    load."""
     settings, policy = config.teacher, config.teacher.as_policy(config.policy)
     setting = "policy.model" if settings.model is None else "teacher.model"
     model_config = load_config(policy.model, setting)
     if settings.model is not None:
-        _check_model(config, model_config, tokenizer)
+        _check_model(config, model_config, inputs.tokenizer)
     refuse(
         settings.top_k >= _vocabulary(config),
         f"teacher.top_k {settings.top_k} is not less than the {_vocabulary(config)} tokens of the vocabulary: set it"
         " to 0, which takes all",
     )
-    read = list(map(_reader(config, tokenizer), prompts))
+    read = list(map(_reader(config, inputs), inputs.prompts))
     check_prompt_ids(read, model_config)
-    limit = getattr(model_config, "max_position_embeddings", None)
-    longest = max(map(len, read)) + config.rollout.max_completion_tokens
-    what = "the longest prompt" if settings.prompt_column is None else f"the longest text of {settings.prompt_column}"
+    limit, column = getattr(model_config, "max_position_embeddings", None), settings.prompt_column
+    what = "the longest prompt" if column is None else f"the longest text of {column}"
+    longest = inputs.longest_prompt if column is None else max(map(len, read))
+    longest += config.rollout.max_completion_tokens
     refuse(
         limit is not None and longest > limit,
         f"{setting} {policy.model} has {limit} positions, and {what} with its completion is {longest} tokens for the"
@@ -139,12 +138,13 @@ def _vocabulary(config: TrainConfig) -> int:
     return min(load_config(name).get_text_config().vocab_size for name in names)
 
 
-def _reader(config: TrainConfig, tokenizer: Any) -> Callable[[Prompt], list[int]]:
+def _reader(config: TrainConfig, inputs: RunInputs) -> Callable[[Prompt], list[int]]:
     """Gives what the teacher reads in place of a prompt. Raises UserError where the row has nothing for it."""
     column = config.teacher.prompt_column
     if column is None:
         return lambda prompt: prompt.token_ids
     data = replace(config.data, prompt_column=column, max_prompt_tokens=_LONGEST_PROMPT)
+    data = with_tools(data, inputs.conversations)
 
     def read(prompt: Prompt) -> list[int]:
         where = f"row {prompt.id} (from 0) of data.path"
@@ -152,7 +152,7 @@ def _reader(config: TrainConfig, tokenizer: Any) -> Callable[[Prompt], list[int]
             known = did_you_mean(column, prompt.columns)
             raise UserError(f"teacher.prompt_column {column}: {where} has no such column: {known}")
         try:
-            return read_prompt(prompt.id, prompt.columns, where, data, tokenizer).token_ids
+            return read_prompt(prompt.id, prompt.columns, where, data, inputs.tokenizer).token_ids
         except UserError as error:
             raise UserError(str(error).replace("data.prompt_column", "teacher.prompt_column")) from None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import wandb_file
 import yaml
 from forks import Done
 from huggingface_hub import ModelCard
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from workshop import Workshop
 
 from hybrid_grpo.__main__ import main
-from hybrid_grpo.run.metrics import describe
+from hybrid_grpo.run.catalogue import describe
 from hybrid_grpo.run.statistics import compare
 
 pytestmark = pytest.mark.process
@@ -389,6 +390,7 @@ def test_wandb_offline_and_the_comms_logger_leave_what_they_saw(workshop: Worksh
     done = workshop.run("sft", "--config", "sft.yaml", *options, WANDB_SILENT="true")
     assert done.status == 0 and "Comm. Op" in done.out, done.err
     folder = workshop.folder / "runs" / "sft"
-    assert list(folder.glob("wandb/offline-run-*/*.wandb"))
+    (kept,) = wandb_file.of_kind(wandb_file.records(folder), "artifact")
+    assert [file.path for file in kept.manifest.contents] == ["config.yaml", "report.html"]
     assert [row["step"] for row in rows_of(folder).values()] == [1, 2]
     AutoModelForCausalLM.from_pretrained(folder / "model")

@@ -1,12 +1,14 @@
 """What a configuration needs of the place where it runs, and the batch equation."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from user import User
 
 from hybrid_grpo.config import (
     TrainConfig,
+    checks,
 )
 from hybrid_grpo.config.checks import batch_plan, check_train
 from hybrid_grpo.config.errors import UserError
@@ -18,6 +20,23 @@ def test_run_dir_must_be_able_to_hold_a_folder(user: User) -> None:
     assert "is a file" in user.refused(f"--run.dir={user.folder / 'train.jsonl' / 'deeper'}")
     assert user.refused("--run.dir=~/runs").startswith("run.dir ~/runs")
     user.train(f"--run.dir={user.folder / 'new' / 'deeper'}")
+
+
+def test_a_tracker_without_its_package_is_refused_with_the_command_that_installs_it(
+    user: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def only(*installed: str) -> None:
+        specs = {package: SimpleNamespace(origin="site-packages") for package in installed}
+        monkeypatch.setattr(checks, "find_spec", lambda package: specs.get(package, SimpleNamespace(origin=None)))
+
+    only()  # of each there is a folder of its name where the user works
+    lacking = "the package is not installed: pip install"
+    assert f"log.trackers mlflow: {lacking} mlflow, or" in user.refused("--log.trackers=[mlflow]")
+    assert f"log.trackers wandb: {lacking} wandb, or" in user.refused("--log.wandb=online")
+    user.train("--log.wandb=disabled")
+    only("wandb")
+    view = user.refused("--log.wandb=online", "--log.wandb_view=true")
+    assert view.startswith("log.wandb_view needs wandb-workspaces, which is not installed: pip install")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8, 64])

@@ -18,6 +18,7 @@ from hybrid_grpo.config import (
     ServeRewardConfig,
     SftConfig,
     TrainConfig,
+    WatchConfig,
 )
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import Parsed, parse
@@ -32,7 +33,7 @@ def help_of(cls: Any, capsys: pytest.CaptureFixture[str], *section: str) -> str:
 
 CLASSES = [
     *(TrainConfig, SftConfig, RewardStageConfig, EvaluateConfig),
-    *(GenerateConfig, ChatConfig, CheckDataConfig, PublishConfig, ServeRewardConfig),
+    *(GenerateConfig, ChatConfig, CheckDataConfig, PublishConfig, ServeRewardConfig, WatchConfig),
 ]
 
 

@@ -118,7 +118,7 @@ def test_wrong_types_name_the_setting_and_what_it_takes(user: User, wrong: str, 
         ("policy: {1: 1}", "there is no setting policy.1: did you mean "),
         ("log: {every: 1}", "there is no setting log.every: did you mean checkpoint.every or eval.every?"),
         ("rewards: [{function: a, wieght: 2}]", "there is no setting rewards[0].wieght: did you mean weight?"),
-        ("log: {xyzzyxyzzyx: 1}", "there is no setting log.xyzzyxyzzyx: known are log.wandb, log.wandb_project, "),
+        ("log: {xyzzyxyzzyx: 1}", "there is no setting log.xyzzyxyzzyx: known are log.trackers, log.wandb, "),
         ("sft: {batch_size: 3}", "there is no setting sft.batch_size: known are run, policy, "),
     ],
 )

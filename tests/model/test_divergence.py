@@ -67,6 +67,19 @@ def test_value_and_gradients_are_those_of_the_definition(dtype, limit, top_k, bi
     assert not ours[1][COMMON:].any(), "tokens that the teacher does not have"
 
 
+def test_in_bfloat16_no_more_than_the_logits_and_the_results_are_rounded():
+    given, told = student(torch.bfloat16, bias=True), teacher(3, torch.float32)[1]
+    exact = [tensor.detach().float().requires_grad_() for tensor in given if tensor is not None]
+    found = []
+    for leaves in (list(given), exact):
+        (kl_N,) = reverse_kl(*leaves, LogitShape(), 0.7, teacher=told, tile_bytes=4 * COMMON * 2)
+        assert kl_N.dtype == torch.float32
+        found.append([kl_N, *torch.autograd.grad(kl_N.sum(), leaves)])
+    for rounded, expected, leaf in zip(found[0][1:], found[1][1:], given, strict=True):
+        assert rounded.dtype == leaf.dtype and (rounded - expected).abs().max() < 0.03 * expected.abs().max()
+    assert (found[0][0] - found[1][0]).abs().max() < 0.03 * found[1][0].max()
+
+
 def test_frozen_weights_get_no_gradient():
     hidden_ND, weight_VD, _ = student(torch.float32, bias=False)
     (kl_N,) = reverse_kl(hidden_ND, weight_VD.detach(), None, LogitShape(), 1.0, teacher=teacher(2, torch.float32)[1])

@@ -6,12 +6,12 @@ from xml.etree import ElementTree
 from hybrid_grpo.run.curves import draw_curves
 
 LINES: list[dict[str, Any]] = [
-    {"step": 0, "eval/heldout/accuracy": 0.125, "eval/hard/accuracy": 0.0},
+    {"step": 0, "eval/heldout/accuracy": 0.125, "eval/hard/accuracy": 0.0, "eval/hard/reward_mean": 40.0},
     {"step": 1, "reward/mean": 0.25, "policy/lr": 1e-6},
     {"step": 2, "reward/mean": 0.5, "policy/lr": 1e-6, "eval/heldout/accuracy": 0.75},
     {
         **{"step": 4, "reward/mean": 1.0, "policy/lr": 1e-6},
-        **{"eval/heldout/accuracy": 0.625, "eval/hard/accuracy": 0.25},
+        **{"eval/heldout/accuracy": 0.625, "eval/hard/accuracy": 0.25, "eval/hard/reward_mean": 30.0},
     },
 ]
 
@@ -29,5 +29,7 @@ def test_curves_are_the_numbers_of_the_run() -> None:
     # 260 x 120 pixels for four steps and for the range of the values; the learning rate never changes.
     assert drawn["Reward"] == [[(65.0, 120.0), (130.0, 80.0), (260.0, 0.0)]]
     assert drawn["Held-out accuracy"] == [[(0.0, 105.0), (130.0, 30.0), (260.0, 45.0)], [(0.0, 120.0), (260.0, 90.0)]]
+    compared = drawn["Rewards, each from its lowest (0) to its highest (1)"]
+    assert compared == [drawn["Reward"][0], [(0.0, 0.0), (260.0, 120.0)]]
     assert "Learning rate" not in drawn
     assert draw_curves(LINES[:1]) is None and draw_curves([]) is None

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hybrid_grpo.run.metrics import CATALOGUE, Meter, describe, find
+from hybrid_grpo.run.catalogue import CATALOGUE, describe, find
+from hybrid_grpo.run.metrics import Meter
 
 
 def test_catalogue_has_one_entry_a_name_in_the_form_stage_what_reduction():
@@ -15,6 +16,7 @@ def test_catalogue_has_one_entry_a_name_in_the_form_stage_what_reduction():
     assert len(set(names)) == len(names)
     assert all(2 <= len(name.split("/")) <= 3 for name in names)
     assert all(metric.meaning.endswith(".") for metric in CATALOGUE)
+    assert {metric.better for metric in CATALOGUE} == {"", "higher", "lower"}
 
 
 def test_a_pattern_describes_the_names_it_matches_and_no_others():

@@ -4,12 +4,12 @@ import re
 import pytest
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.run.metrics import CATALOGUE
+from hybrid_grpo.run.catalogue import CATALOGUE, duration
+from hybrid_grpo.run.charts import CHARTS
 from hybrid_grpo.run.report import (
-    CHARTS,
     PARTS,
+    charts,
     differing,
-    duration,
     key_numbers,
     samples,
     step_parts,
@@ -72,6 +72,27 @@ def test_a_full_run(tmp_path):
     assert data["steps"] == [0, 1, 2, 3, 4]
     assert all(text in page for text in (tmp_path.name, "2.13.0", "abc1234", "my/model", "0.250 →", "0.750"))
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
+
+
+def test_rewards_of_other_scales_are_compared_on_one_pair_of_axes():
+    """A policy that exploits a reward model: the reward rises, what is held out falls."""
+    lines = [
+        {"step": 0, "eval/proxy/reward_mean": -1.0, "eval/true/reward_mean": 0.75, "eval/flat/reward_mean": 2.0},
+        {"step": 1, "reward/mean": 3.0},
+        {"step": 2, "reward/mean": 5.0, "eval/proxy/reward_mean": 3.0, "eval/true/reward_mean": 1.0},
+        {"step": 4, "reward/mean": 4.0, "eval/proxy/reward_mean": 2.0, "eval/true/reward_mean": 0.0},
+    ]
+    title = next(chart["title"] for chart in CHARTS["Results"] if chart.get("compared"))
+    (chart,) = [chart for chart in charts(lines) if chart["title"] == title]
+    assert {curve["label"]: curve["drawn"] for curve in chart["curves"]} == {
+        "reward": [None, 0.0, 1.0, 0.5],
+        "proxy": [0.0, None, 1.0, 0.75],
+        "true": [0.75, None, 1.0, 0.0],
+        "flat": [0.0, None, None, None],
+    }
+    assert chart["curves"][2]["values"] == [0.75, None, 1.0, 0.0], "what the page says in numbers"
+    alone = charts([{"step": line["step"], "reward/mean": line.get("reward/mean")} for line in lines])
+    assert title not in {chart["title"] for chart in alone}, "nothing to compare"
 
 
 def test_completions_cannot_break_out_of_the_page(tmp_path):

@@ -1,10 +1,7 @@
 import io
 import json
 import math
-import sys
-import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +16,6 @@ from hybrid_grpo.run.sinks import (
     Log,
     rollout_lines,
 )
-from hybrid_grpo.run.wandb_sink import WandbSink, resolve_wandb_mode
 
 QUIET = LogConfig(wandb="disabled")
 
@@ -188,82 +184,3 @@ def test_console_on_a_terminal_shows_progress_and_numbers(monkeypatch):
     sink.write(3, {"reward/mean": 0.125})
     sink.close()
     assert "3/4" in stream.getvalue() and "reward 0.125" in stream.getvalue()
-
-
-@pytest.fixture
-def no_account(monkeypatch, tmp_path):
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-
-
-def test_wandb_is_online_only_with_an_account(no_account, monkeypatch, tmp_path):
-    assert resolve_wandb_mode("auto") == "offline"
-    (tmp_path / "netrc").write_text("machine elsewhere login user password x\n")
-    assert resolve_wandb_mode("auto") == "offline"
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
-    assert resolve_wandb_mode("auto") == "online"
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert resolve_wandb_mode("auto") == "disabled"
-    assert resolve_wandb_mode("offline") == "offline", "a setting outranks the environment"
-
-
-def test_wandb_key_in_the_environment_is_an_account(no_account, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    assert resolve_wandb_mode("auto") == "online"
-
-
-class Recorder:
-    """Stands in for wandb: the run that `init` returned, and what was logged; breaks where it is told to."""
-
-    def __init__(self, breaks=""):
-        self.breaks, self.logged, self.url = breaks, [], None
-        self.Table, self.Settings = SimpleNamespace, SimpleNamespace
-
-    def _reach(self, place):
-        if self.breaks == place:
-            raise RuntimeError(f"no {place}\ntoday")
-
-    def init(self, **kwargs):
-        self._reach("init")
-        self.kwargs = kwargs
-        return self
-
-    def log(self, values, step):
-        self._reach("log")
-        self.logged.append((step, values))
-
-    def finish(self):
-        self._reach("finish")
-
-
-@pytest.mark.parametrize("breaks", ["import", "init", "log", "finish"])
-def test_no_failure_of_wandb_reaches_the_run_and_each_is_told_once(breaks, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "wandb", None if breaks == "import" else Recorder(breaks))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        sink = WandbSink("project", tmp_path, {}, "offline")
-        sink.write(1, {"reward/mean": 1.0})
-        sink.write(2, {"reward/mean": 1.0})
-        sink.write_rollouts(2, rollout_lines(2, *make_rollout()))
-        sink.close()
-    assert len(caught) == 1
-    assert str(caught[0].message).startswith("wandb is off for the rest of this run: ")
-
-
-def test_wandb_gets_the_numbers_the_table_and_on_resume_the_same_run(monkeypatch, tmp_path):
-    wandb = Recorder()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    sink = WandbSink("project", tmp_path, {"lr": 1e-4}, "offline")
-    first = wandb.kwargs
-    sink.write(2, {"reward/mean": 1.0})
-    sink.write_rollouts(2, rollout_lines(2, *make_rollout()))
-    assert wandb.logged[0] == (2, {"reward/mean": 1.0})
-    table = wandb.logged[1][1]["rollouts"]
-    assert table.columns[-1] == "reward/exact" and [row[-1] for row in table.data] == [1.0, None, 0.5, 0.5]
-    assert {row[2] for row in table.data} == {"sort: ba", '[{"role": "user", "content": "?"}]'}
-    assert (first["name"], first["config"], first["mode"]) == (tmp_path.name, {"lr": 1e-4}, "offline")
-    WandbSink("project", tmp_path, {}, "offline", resumes=True)
-    assert wandb.kwargs["id"] == first["id"]
-    WandbSink("project", tmp_path, {}, "offline")
-    assert wandb.kwargs["id"] != first["id"]

@@ -88,7 +88,8 @@ def test_it_tells_what_it_expects_after_its_own_prompt(tmp_path: Path, packed: b
         teacher=TeacherConfig(prompt_column="solved", into="loss", top_k=top_k, coef=0.5),
     )
     policy: Any = SimpleNamespace(engine=LogprobModel(model), micro_batches=micro_batches)
-    signal, numbers = Teacher(config, policy, tokenizer).read(rollout, rollout.logp_BT)
+    inputs: Any = SimpleNamespace(tokenizer=tokenizer, conversations=None)
+    signal, numbers = Teacher(config, policy, inputs).read(rollout, rollout.logp_BT)
     assert signal.coef == 0.5 and len(signal.next_tokens) == 4
     total = 0.0
     for row, completion in enumerate(rows):

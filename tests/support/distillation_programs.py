@@ -50,10 +50,9 @@ def steps(folder: Path, stage: int, generations: int, **teacher: Any) -> list[di
     device = engines.start()
     plan = check_train(config, world_size())
     inputs = RunInputs.read(config)
-    check_teacher(config, inputs.tokenizer, inputs.prompts)
+    check_teacher(config, inputs)
     policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=100)
-    made = Teacher(config, policy, inputs.tokenizer)
-    trainer = Trainer(config, plan, policy, None, inputs, device, teacher=made)
+    trainer = Trainer(config, plan, policy, None, inputs, device, teacher=Teacher(config, policy, inputs))
     seen = []
     for step in (1, 2):
         trainer.step(step)

@@ -1,5 +1,5 @@
 """The program of test_stream_runs.py: `python stream_programs.py COMMANDS`, in a workshop's folder, gives the commands
-of a JSON file to one process, one after the other, and ends with the first status that is not 0."""
+of a JSON file to one process, one after the other, and ends with the status of the last; all others are to be 0."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def main(commands: list[list[str]]) -> int:
             opened.append(self)
 
     prompt_stream.RowStream = Counted  # type: ignore[misc]
+    status = 0
     for command in commands:
-        if status := program.main(command):
-            return status
+        assert not status
+        status = program.main(command)
     assert len(opened) == (len(commands) if rank() == 0 else 0), "the first rank alone reads"
-    return 0
+    return status
 
 
 if __name__ == "__main__":

@@ -1,0 +1,35 @@
+"""`watch`: a page in the browser over the folders of runs, also while they train. It reads files, and nothing else."""
+
+import sys
+from pathlib import Path
+
+from hybrid_grpo.config import WatchConfig
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.parsing import parse
+
+COMMAND = "watch RUNS..."
+
+
+def run(arguments: list[str]) -> None:
+    """Serve the page until SIGINT or SIGTERM; RUNS are run folders, or folders that hold some."""
+    count = next((at for at, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    named, options = arguments[:count], arguments[count:]
+    config = parse(WatchConfig, options, COMMAND).config
+    if not named:
+        raise UserError(f"usage: hybrid-grpo {COMMAND} [--watch.port N]")
+
+    from hybrid_grpo.watch import server
+    from hybrid_grpo.watch.folders import Folders
+
+    folders = Folders([Path(name) for name in named])
+    port = config.watch.port
+    try:
+        listener = server.listen(port)
+    except OSError as error:
+        raise UserError(
+            f"watch.port {port} cannot be listened at: {error.strerror or error}: give another, or 0 for a free one"
+        ) from None
+    url = f"http://{server.HOST}:{listener.getsockname()[1]}"
+    server.serve(
+        server.application(folders), listener, lambda: print(f"{url} shows {', '.join(named)}", file=sys.stderr)
+    )

@@ -1,0 +1,61 @@
+"""The catalogue of metrics: what every number of a run means, from metrics.yaml.
+
+Each is declared once: its name `stage/what[/reduction]`, its meaning, its unit, how it is combined over micro-batches
+and ranks, and which way is better. Needs no torch, so that programs which only read a run start at once.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+Reduction = Literal["mean", "sum", "max", "min", "same", "rank_mean"]
+"""How the values added during a step become one number; metrics.yaml explains each."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One entry of the catalogue."""
+
+    name: str
+    meaning: str
+    reduction: Reduction
+    unit: str = ""
+    """Empty for a pure number or a fraction."""
+    better: Literal["higher", "lower", ""] = ""
+    """Which values are wanted; empty where neither is better as such."""
+
+
+_ENTRIES = yaml.safe_load(Path(__file__).with_name("metrics.yaml").read_text(encoding="utf-8"))
+CATALOGUE = tuple(Metric(name, **entry) for name, entry in _ENTRIES.items())
+FIXED = {metric.name: metric for metric in CATALOGUE if "<" not in metric.name}
+PATTERNS = [(re.compile(re.sub(r"<\w+>", "[^/]+", metric.name)), metric) for metric in CATALOGUE if "<" in metric.name]
+
+
+def find(name: str) -> Metric | None:
+    """The catalogue's entry for `name`, under that name where the entry is a pattern; None where there is none."""
+    if name in FIXED:
+        return FIXED[name]
+    return next((replace(metric, name=name) for pattern, metric in PATTERNS if pattern.fullmatch(name)), None)
+
+
+def describe(name: str) -> Metric:
+    """The catalogue's entry for `name`; raises KeyError, which names the nearest entry, where there is none."""
+    metric = find(name)
+    if metric is None:
+        nearest = difflib.get_close_matches(name, [metric.name for metric in CATALOGUE], n=1, cutoff=0.0)[0]
+        raise KeyError(f"{name} is not in the catalogue of metrics; the nearest is {nearest}")
+    return metric
+
+
+def duration(seconds: float) -> str:
+    """Readable seconds: under 1 ms, 12 ms, 4.2 s, 3 min 20 s, 2 h 05 min."""
+    if seconds < 0.1:
+        return f"{seconds * 1000:.0f} ms" if seconds >= 0.001 else "under 1 ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds) // 60
+    return f"{minutes} min {round(seconds) % 60:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

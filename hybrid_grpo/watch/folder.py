@@ -1,0 +1,249 @@
+"""One run that is watched: its numbers, settings and alarms, read from its folder as they are asked for."""
+
+import itertools
+import json
+import math
+import re
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from hybrid_grpo.config import LogConfig
+from hybrid_grpo.run.alarms import Alarms
+from hybrid_grpo.run.catalogue import find
+from hybrid_grpo.run.charts import is_noisy
+from hybrid_grpo.run.files import rollout_files
+from hybrid_grpo.watch.metrics_file import MetricsFile, Row, last_row
+from hybrid_grpo.watch.table import Column, Table
+
+AXES = ("step", "tokens", "hours")
+"""What curves are drawn over: steps, tokens sampled (in a supervised run: trained on) so far, hours of work so far."""
+_TIMES = ("time/step_s", "time/eval_s", "time/checkpoint_s")
+_TOKENS = ("completion/sampled_tokens", "sft/tokens")
+_ALARMS = ("parity/alarm", "health/alarm")
+_TELLING = (
+    *("eval/[^/]+/accuracy", "reward/mean", "sft/loss", "reward_model/heldout_accuracy", "reward_model/loss"),
+    *("completion/length_mean", "policy/entropy", "throughput/generated_tokens_per_s"),
+)
+"""Numbers by which runs are compared at a glance."""
+_RECENT = 10
+"""Values that the newest number of a noisy metric is averaged over."""
+
+
+_VERSIONS = itertools.count(time.time_ns() // 10**6)
+"""Never the same again, so that a page also sees that a server or a folder is another one."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """Neighbouring steps at which an alarm was on."""
+
+    first: int
+    last: int
+    metric: str
+    message: str
+
+
+class Run:
+    """A run's folder. Nothing is read before it is asked for, and numbers only as far as `refresh` has come."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        """`name` is how the page calls the run: unique among those that are watched."""
+        self.name, self.folder = name, folder
+        self._config: tuple[int, str, dict[str, Any]] = (0, "", {})
+        self._rollouts: tuple[int, dict[int, Path]] = (0, {})
+        self._tail: tuple[int, Row | None] = (-1, None)
+        self._said: dict[int, list[str]] = {}
+        self._restart()
+        self._file = MetricsFile(folder / "metrics.jsonl", self._hear, self._restart)
+        self.version = next(_VERSIONS)
+        """Another one whenever the numbers have changed."""
+        self._summary: tuple[int, dict[str, Any]] = (-1, {})
+
+    def _restart(self) -> None:
+        """The numbers are read from the start: so are the alarms."""
+        limits = {name: value for name, value in self._section("log").items() if name.endswith("_alarm")}
+        self._said = {}
+        try:
+            self._alarms = Alarms(LogConfig(**limits))
+        except (TypeError, ValueError):  # of a damaged file, or of another version
+            self._alarms = Alarms(LogConfig())
+
+    def _hear(self, row: Row) -> None:
+        values = {name: math.nan if value is None else value for name, value in row.items()}
+        step = int(values.pop("step"))
+        if messages := self._alarms.watch(step, values):
+            self._said[step] = messages
+
+    def refresh(self, seconds: float) -> None:
+        """Read what the run has written since, for about so many seconds at most."""
+        if self._file.read(seconds):
+            self.version = next(_VERSIONS)
+
+    @property
+    def table(self) -> Table:
+        """The numbers; while a large file is being read, lines from all over it."""
+        return self._file.shown
+
+    @property
+    def share_read(self) -> float:
+        """Share of the numbers that has been read."""
+        return self._file.share_read
+
+    @property
+    def damaged(self) -> int:
+        """Lines of metrics.jsonl that could not be read."""
+        return self._file.damaged
+
+    @property
+    def config_text(self) -> str:
+        """config.yaml as it stands; empty where there is none."""
+        return self._read_config()[1]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings by section; empty where config.yaml is missing or damaged."""
+        return self._read_config()[2]
+
+    def _section(self, name: str) -> dict[str, Any]:
+        section = self.settings.get(name)
+        return section if isinstance(section, dict) else {}
+
+    def _read_config(self) -> tuple[int, str, dict[str, Any]]:
+        path = self.folder / "config.yaml"
+        changed = _changed(path)
+        if self._config[0] != changed:
+            try:
+                text = path.read_text(encoding="utf-8", errors="replace")
+                loaded = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            except (OSError, yaml.YAMLError, ValueError, RecursionError):
+                text, loaded = "", {}
+            self._config = changed, text, loaded if isinstance(loaded, dict) else {}
+        return self._config
+
+    def rollouts(self) -> dict[int, Path]:
+        """The files of saved completions by step, in their order."""
+        folder = self.folder / "rollouts"
+        changed = _changed(folder)
+        if self._rollouts[0] != changed:
+            self._rollouts = changed, rollout_files(folder)
+        return self._rollouts[1]
+
+    def axis(self, name: str) -> Column:
+        """[rows]: where each row of the table stands on an axis of `AXES`."""
+        steps = self.table.column("step")
+        if name == "step":
+            return steps
+        # Of a glimpse, each row stands for all steps since the row before.
+        gaps = np.diff(steps, prepend=steps[:1] - 1)
+        parts = np.nan_to_num([self.table.column(part) for part in (_TIMES if name == "hours" else _TOKENS)])
+        total: Column = np.cumsum(parts.sum(axis=0) * gaps)
+        return total / 3600 if name == "hours" else total
+
+    def alarms(self) -> list[Alarm]:
+        """When alarms were on, in words: those of the run where it said them, else what the alarm means."""
+        steps, found = self.table.column("step"), []
+        for metric in _ALARMS:
+            values = self.table.column(metric)
+            seen = np.flatnonzero(~np.isnan(values))
+            on = values[seen] > 0
+            edges = np.flatnonzero(np.diff(np.concatenate([[False], on, [False]]).astype(int)))
+            for start, end in edges.reshape(-1, 2):
+                first, last = (int(steps[seen[at]]) for at in (start, end - 1))
+                found.append(Alarm(first, last, metric, self._message(metric, first)))
+        return sorted(found, key=lambda alarm: alarm.first)
+
+    def _message(self, metric: str, step: int) -> str:
+        sign = "sampler and training" if metric.startswith("parity") else "held-out"
+        meaning = find(metric)
+        said = (message for message in self._said.get(step, ()) if message.startswith(sign))
+        return next(said, meaning.meaning if meaning else metric)
+
+    def outline(self) -> dict[str, Any]:
+        """What the list of runs says, without reading the numbers: progress, and when the run was last heard of."""
+        path = self.folder / "metrics.jsonl"
+        changed = _changed(path)
+        if self._tail[0] != changed:
+            self._tail = changed, last_row(path)
+        row, steps = self._tail[1] or {}, self._section("run").get("steps")
+        return {
+            "run": self.name,
+            "folder": str(self.folder),
+            "step": row.get("step"),
+            "steps": steps if type(steps) is int else None,
+            "age": time.time() - changed / 1e9 if changed else None,
+            "step_seconds": row.get("time/step_s"),
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """Numbers by which runs are compared: the newest ones, and for accuracies the best with its step."""
+        if self._summary[0] != self.version:
+            self._summary = self.version, self._summarize()
+        return self._summary[1]
+
+    def _summarize(self) -> dict[str, Any]:
+        table, numbers = self.table, []
+        steps = table.column("step")
+        for pattern in _TELLING:
+            for name in filter(re.compile(pattern).fullmatch, table.names):
+                values = table.column(name)
+                at = np.flatnonzero(~np.isnan(values))
+                metric = find(name)
+                if not at.size or metric is None:
+                    continue
+                recent = values[at[-_RECENT if is_noisy(metric) else -1 :]]
+                best = at[np.argmax(values[at])] if name.endswith("accuracy") else None
+                numbers.append(
+                    {
+                        "name": name,
+                        "meaning": metric.meaning,
+                        "value": float(recent.mean()),
+                        "best": None if best is None else float(values[best]),
+                        "best_step": None if best is None else int(steps[best]),
+                    }
+                )
+        hours = self.axis("hours")
+        seconds = [second for second in table.column("time/step_s")[-20:].tolist() if not math.isnan(second)]
+        return {
+            "run": self.name,
+            "numbers": numbers,
+            "hours": float(hours[-1]) if hours.size else 0.0,
+            "step_seconds": statistics.median(seconds) if seconds else None,
+        }
+
+
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Settings by their dotted names, each value as JSON, text without quotes."""
+    found: dict[str, str] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return found
+
+
+def differing(runs: list[Run]) -> list[dict[str, Any]]:
+    """Settings that are not the same in all runs, other than where the run is: name, and the values by run."""
+    settings = {run.name: flat(run.settings) for run in runs}
+    known = dict.fromkeys(name for values in settings.values() for name in values)
+    # Those that all runs have come first.
+    names = sorted(known, key=lambda name: any(name not in values for values in settings.values()))
+    return [
+        {"name": name, "values": {run: values.get(name) for run, values in settings.items()}}
+        for name in names
+        if name not in ("run.name", "run.dir") and len({values.get(name) for values in settings.values()}) > 1
+    ]
+
+
+def _changed(path: Path) -> int:
+    """When a file or folder was last written, in nanoseconds; 0 where there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -1,0 +1,59 @@
+"""The runs that are watched: run folders, and folders that hold run folders, also those that come later."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.watch.folder import Run
+
+_DEPTH = 3
+"""Folders between one that was named and a run in it."""
+
+
+class Folders:
+    """All runs under the folders that were named."""
+
+    def __init__(self, named: Sequence[Path]) -> None:
+        """Raises UserError for what is no folder."""
+        for folder in named:
+            if not folder.is_dir():
+                raise UserError(f"{folder} is no folder: give the folder of a run, or one that holds some")
+        self._named = [folder.resolve() for folder in named]
+        self._runs: dict[Path, Run] = {}
+        self.look()
+
+    @property
+    def runs(self) -> dict[str, Run]:
+        """The runs that were found when the folders were last looked at, by name."""
+        return {run.name: run for run in self._runs.values()}
+
+    def look(self) -> dict[str, Run]:
+        """The runs by name, with those that are new; a run whose folder is gone is left out."""
+        found = dict.fromkeys(run for folder in self._named for run in _runs_in(folder, _DEPTH))
+        self._runs = {folder: run for folder, run in self._runs.items() if folder in found}
+        names = {run.name for run in self._runs.values()}
+        for folder in found:
+            if folder not in self._runs:
+                name = _unused(folder, names)
+                names.add(name)
+                self._runs[folder] = Run(name, folder)
+        return self.runs
+
+
+def _runs_in(folder: Path, depth: int) -> list[Path]:
+    if (folder / "metrics.jsonl").is_file():
+        return [folder]
+    if not depth:
+        return []
+    try:
+        inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError:
+        return []
+    return [run for path in inside for run in _runs_in(path, depth - 1)]
+
+
+def _unused(folder: Path, names: set[str]) -> str:
+    """The name of a folder, with as many folders before it as make it unlike the others."""
+    parts = folder.parts[1:] or ("/",)
+    spelled = ("/".join(parts[-length:]) for length in range(1, len(parts) + 1))
+    return next(name for name in spelled if name not in names)

@@ -1,0 +1,62 @@
+// Elements, numbers as people read them, and questions to the server.
+
+export function el(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "style") Object.entries(value).forEach(([key, text]) => element.style.setProperty(key, text));
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children.filter(child => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+export const byId = id => document.getElementById(id);
+
+export function number(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2).replace("e+", "e");
+  if (size >= 1000) return Math.round(value).toLocaleString("en-US");
+  return Number.isInteger(value) ? String(value) : value.toFixed(size >= 100 ? 1 : size >= 10 ? 2 : 3);
+}
+
+export function tick(value) {
+  const size = Math.abs(value);
+  if (size !== 0 && size < 1e-3) return value.toExponential(1).replace(".0e", "e");
+  if (size >= 1e9) return `${+(value / 1e9).toFixed(2)}B`;
+  if (size >= 1e6) return `${+(value / 1e6).toFixed(2)}M`;
+  return size >= 1e4 ? `${+(value / 1e3).toFixed(1)}k` : String(+value.toFixed(6));
+}
+
+export function duration(seconds) {
+  if (seconds < 60) return `${seconds < 10 ? seconds.toFixed(1) : Math.round(seconds)} s`;
+  const minutes = Math.round(seconds / 60);
+  if (minutes < 60) return `${minutes} min`;
+  const hours = Math.floor(minutes / 60);
+  return hours < 48 ? `${hours} h ${String(minutes % 60).padStart(2, "0")} min` : `${Math.round(hours / 24)} days`;
+}
+
+export const whole = value => Math.round(value).toLocaleString("en-US");
+
+export function place(axis, value) {
+  if (axis === "hours") return `${value.toFixed(value < 10 ? 3 : 1)} h`;
+  return axis === "step" ? `step ${whole(value)}` : `${whole(value)} tokens`;
+}
+
+// Lists in `parameters` are given several times; what is empty is left out.
+export async function ask(question, parameters = {}) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(parameters))
+    for (const item of Array.isArray(value) ? value : [value])
+      if (item !== null && item !== undefined && item !== "") query.append(name, item);
+  const response = await fetch(`api/${question}?${query}`);
+  const answer = await response
+    .json()
+    .catch(() => ({ error: "The server has failed: see what it says where it was started." }));
+  if (!response.ok) throw new Error(answer.error);
+  return answer;
+}
+
+export const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

@@ -1,0 +1,159 @@
+// The page: what is chosen, and a question to the server every second for what is new.
+import { drawCharts, findCharts, layOut, redrawCharts, useCharts } from "./charts.js";
+import { ask, byId } from "./dom.js";
+import { showAlarms, showOverview } from "./overview.js";
+import { showRuns } from "./runs.js";
+import { showSamples, startSamples } from "./samples.js";
+import { showSettings } from "./settings.js";
+import { recall, remember, state } from "./state.js";
+
+const EVERY_MS = 800,
+  WHILE_READING_MS = 50;
+let span = [0, 1],
+  seen = "",
+  shown = "",
+  compared = [],
+  timer = 0,
+  polling = false;
+
+function show() {
+  remember();
+  shown = state.open.join();
+  for (const view of document.querySelectorAll(".view")) view.hidden = view.id !== state.view;
+  for (const button of document.querySelectorAll("[data-view]"))
+    button.setAttribute("aria-current", String(button.dataset.view === state.view));
+  byId("tools").hidden = state.view !== "curves";
+  byId("reset").hidden = !state.range;
+  byId("axis").value = state.axis;
+  byId("window").value = state.window;
+  showRuns(choose);
+  if (state.view === "samples") showSamples();
+  if (state.view === "settings") showSettings();
+}
+
+async function showNumbers() {
+  const open = [...state.open];
+  state.alarms = open.length ? await ask("alarms", { run: open }) : [];
+  if (open.join() !== compared.join())
+    state.differing = open.length > 1 ? (await ask("settings", { run: open })).differing : [];
+  compared = open;
+  showOverview();
+  showAlarms(state.range ?? span, zoom, true);
+  await layOut();
+  await drawCharts();
+}
+
+function zoom(range) {
+  state.range = range && range[0] < range[1] ? range : null;
+  show();
+  showAlarms(state.range ?? span, zoom);
+  drawCharts();
+}
+
+function choose(run, isOpen, only = false) {
+  state.open = only ? [run] : isOpen ? [...state.open, run] : state.open.filter(other => other !== run);
+  state.range = null;
+  show();
+  poll();
+}
+
+async function poll() {
+  clearTimeout(timer);
+  if (polling) {
+    timer = setTimeout(poll, WHILE_READING_MS);
+    return;
+  }
+  polling = true;
+  let wait = EVERY_MS;
+  try {
+    const answer = await ask("runs", { run: state.open });
+    byId("connection").textContent = "";
+    state.runs = new Map(answer.runs.map(run => [run.run, run]));
+    state.numbers = new Map(answer.open.map(run => [run.run, run]));
+    const there = state.open.filter(run => state.runs.has(run));
+    if (there.length !== state.open.length) {
+      state.open = there;
+      remember();
+    }
+    if (!state.open.length && !seen && state.runs.size) {
+      // The run that was written last.
+      state.open = [[...state.runs.values()].sort((a, b) => (a.age ?? Infinity) - (b.age ?? Infinity))[0].run];
+      wait = 0;
+    }
+    showRuns(choose);
+    const now = JSON.stringify([state.open, answer.open.map(run => [run.run, run.version])]);
+    if (now !== seen && wait) {
+      await showNumbers();
+      seen = now;
+      // The other views are drawn again for other runs only: what a reader has opened there stays open.
+      if (shown !== state.open.join()) show();
+    }
+    if (answer.open.some(run => run.read < 1)) wait = WHILE_READING_MS;
+  } catch (error) {
+    byId("connection").textContent =
+      error instanceof TypeError ? "The server does not answer: is hybrid-grpo watch still running?" : error.message;
+  } finally {
+    polling = false;
+    clearTimeout(timer);
+    timer = setTimeout(poll, document.hidden ? 10 * EVERY_MS : wait);
+  }
+}
+
+const THEMES = ["", "light", "dark"],
+  THEME_NAMES = { "": "System colours", light: "Light", dark: "Dark" };
+function showTheme() {
+  byId("theme").textContent = THEME_NAMES[document.documentElement.dataset.theme ?? ""];
+}
+byId("theme").addEventListener("click", () => {
+  const now = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme ?? "") + 1) % THEMES.length];
+  if (now) {
+    document.documentElement.dataset.theme = now;
+    localStorage.setItem("theme", now);
+  } else {
+    delete document.documentElement.dataset.theme;
+    localStorage.removeItem("theme");
+  }
+  showTheme();
+  redrawCharts();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawCharts);
+
+for (const button of document.querySelectorAll("[data-view]"))
+  button.addEventListener("click", () => {
+    state.view = button.dataset.view;
+    show();
+    if (state.view === "curves") drawCharts();
+  });
+byId("axis").addEventListener("change", event => {
+  state.axis = event.target.value;
+  zoom(null);
+});
+byId("window").addEventListener("change", event => {
+  state.window = event.target.value;
+  show();
+  drawCharts();
+});
+byId("reset").addEventListener("click", () => zoom(null));
+byId("find-run").addEventListener("input", () => showRuns(choose));
+byId("find-chart").addEventListener("input", findCharts);
+byId("tools").addEventListener("submit", event => event.preventDefault());
+addEventListener("hashchange", () => {
+  recall();
+  show();
+  poll();
+});
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden) poll();
+});
+
+useCharts(zoom, ends => {
+  if (ends.join() === span.join()) return;
+  span = ends;
+  showAlarms(state.range ?? span, zoom, true);
+});
+if (innerWidth < 860) byId("chooser").open = false;
+startSamples();
+recall();
+showTheme();
+show();
+poll();

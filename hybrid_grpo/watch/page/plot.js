@@ -1,0 +1,345 @@
+// One chart: curves of several runs on a pair of axes, with hover, zoom and keys. uPlot draws.
+import { css, el, number, place, tick } from "./dom.js";
+import { look, state } from "./state.js";
+
+const HEIGHT = 190,
+  TALL = 380;
+const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
+const tip = el("div", { class: "tip", hidden: true });
+document.body.append(tip);
+// The plot under the pointer; without one, that with the keyboard's focus says its values.
+let pointed = null;
+
+// The place of the point nearest to x in ascending xs.
+function nearest(xs, x) {
+  let low = 0,
+    high = xs.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] < x) low = middle;
+    else high = middle;
+  }
+  return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
+}
+
+export class Plot {
+  // zoom(range) is called with a range of the axis, or null for all of it.
+  constructor(chart, zoom) {
+    this.chart = chart;
+    this.zoom = zoom;
+    this.u = null;
+    this.key = "";
+    this.lines = [];
+    this.area = el("div", { class: "plot" });
+    this.legend = el("div", { class: "legend" });
+    this.meaning = el(
+      "div",
+      { class: "meaning", hidden: true },
+      ...chart.curves.map(curve => el("p", {}, el("b", {}, curve.label), ` ${curve.meaning}`)),
+    );
+    const what = el(
+      "button",
+      {
+        type: "button",
+        "aria-expanded": "false",
+        "aria-label": `What ${chart.title} means`,
+        onclick: () => {
+          this.meaning.hidden = !this.meaning.hidden;
+          what.setAttribute("aria-expanded", String(!this.meaning.hidden));
+        },
+      },
+      "?",
+    );
+    const larger = el(
+      "button",
+      {
+        type: "button",
+        "aria-pressed": "false",
+        "aria-label": `${chart.title} larger`,
+        onclick: () => {
+          larger.setAttribute("aria-pressed", String(this.card.classList.toggle("wide")));
+          this.remake();
+        },
+      },
+      "⤢",
+    );
+    this.card = el(
+      "article",
+      {
+        class: "chart card",
+        tabindex: 0,
+        role: "group",
+        "aria-label": chart.title,
+        onkeydown: event => this.press(event),
+        onblur: () => this.hide(),
+      },
+      el("header", {}, el("h3", {}, chart.title, " ", chart.unit && el("em", {}, chart.unit)), what, larger),
+      this.area,
+      this.legend,
+      this.meaning,
+    );
+  }
+
+  names() {
+    return this.chart.curves.map(curve => curve.name);
+  }
+
+  // answer: of each run its curves; span: ends of the whole axis.
+  show(answer, span) {
+    this.span = span;
+    this.lines = state.open
+      .flatMap(run =>
+        this.chart.curves.map((curve, number) => {
+          const found = answer[run]?.curves[curve.name];
+          return found && found.raw[0].length ? { run, curve, ...look(run, number), ...found } : null;
+        }),
+      )
+      .filter(Boolean);
+    const key = JSON.stringify([
+      this.lines.map(line => [line.run, line.curve.name, Boolean(line.smooth), line.color, line.raw[0].length <= 40]),
+      state.axis,
+    ]);
+    if (!this.u || key !== this.key) {
+      this.key = key;
+      this.remake();
+    } else this.u.setData(this.data());
+    this.showLegend();
+  }
+
+  data() {
+    const tables = this.lines.flatMap(line => [line.raw, ...(line.smooth ? [line.smooth] : [])]);
+    return tables.length ? uPlot.join(tables) : [[], []];
+  }
+
+  remake() {
+    this.u?.destroy();
+    this.u = null;
+    if (!this.lines.length) return;
+    const series = [
+      {},
+      ...this.lines.flatMap(line => {
+        const strong = {
+          stroke: css(line.color),
+          width: 1.75,
+          dash: line.dash,
+          spanGaps: true,
+          points: { show: line.raw[0].length <= 40, size: 5, fill: css(line.color) },
+        };
+        return line.smooth
+          ? [
+              { ...strong, width: 1, dash: [], alpha: 0.3, points: { show: false }, faint: true },
+              { ...strong, points: { show: false } },
+            ]
+          : [strong];
+      }),
+    ];
+    const axis = {
+      stroke: css("--soft"),
+      font: FONT,
+      ticks: { show: false },
+      grid: { stroke: css("--grid"), width: 1 },
+    };
+    this.u = new uPlot(
+      {
+        width: this.area.clientWidth,
+        height: this.card.classList.contains("wide") ? TALL : HEIGHT,
+        series,
+        legend: { show: false },
+        padding: [8, 10, 0, 0],
+        scales: {
+          x: { time: false, range: () => this.range() },
+          y: { range: (u, low, high) => this.heights(low, high) },
+        },
+        axes: [
+          {
+            ...axis,
+            grid: { show: false },
+            size: 26,
+            space: 70,
+            values: (u, splits) => splits.map(tick),
+            incrs: state.axis === "hours" ? undefined : WHOLE,
+          },
+          { ...axis, size: 48, space: 34, values: (u, splits) => splits.map(tick) },
+        ],
+        cursor: {
+          y: false,
+          sync: { key: "charts", scales: ["x", null] },
+          drag: { x: true, y: false, setScale: false },
+          bind: { dblclick: () => () => this.zoom(null) },
+          dataIdx: present,
+          points: { size: (u, number) => (u.series[number].faint ? 0 : 7) },
+        },
+        hooks: {
+          setSelect: [u => this.select(u)],
+          setCursor: [u => this.hover(u)],
+          drawClear: [u => this.drawAlarms(u)],
+        },
+      },
+      this.data(),
+      this.area,
+    );
+    this.u.over.addEventListener("mouseenter", () => {
+      pointed = this;
+    });
+    this.u.over.addEventListener("mouseleave", () => this.hide());
+  }
+
+  resize() {
+    this.u?.setSize({ width: this.area.clientWidth, height: this.u.height });
+  }
+
+  range() {
+    const [low, high] = state.range ?? this.span;
+    return low < high ? [low, high] : [low - 1, high + 1];
+  }
+
+  heights(low, high) {
+    if (low === null || low === undefined) return [0, 1];
+    if (low >= 0 && low < 0.5 * high) low = 0;
+    if (this.chart.top) {
+      low = Math.min(0, low);
+      high = Math.max(this.chart.top, high);
+    }
+    if (low === high) [low, high] = low > 0 ? [0, 2 * high] : low < 0 ? [low - 1, high + 1] : [0, 1];
+    const room = 0.04 * (high - low);
+    return [low === 0 ? 0 : low - room, high === this.chart.top ? high : high + room];
+  }
+
+  select(u) {
+    if (u.select.width < 4) return;
+    const ends = [u.select.left, u.select.left + u.select.width].map(at => u.posToVal(at, "x"));
+    u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+    this.zoom(ends);
+  }
+
+  hover(u) {
+    if (pointed ? pointed !== this : document.activeElement !== this.card) return;
+    if (u.cursor.left < 0) {
+      tip.hidden = true;
+      return;
+    }
+    const x = u.posToVal(u.cursor.left, "x");
+    const rows = this.lines.map(line => {
+      const value = line.raw[1][nearest(line.raw[0], x)],
+        average = line.smooth?.[1][nearest(line.smooth[0], x)];
+      return el(
+        "tr",
+        {},
+        el("th", { scope: "row" }, swatch(line), this.title(line)),
+        el("td", {}, number(average ?? value)),
+        line.smooth ? el("td", { class: "soft" }, number(value)) : "",
+      );
+    });
+    const averaged = this.lines.some(line => line.smooth);
+    const head = el(
+      "tr",
+      {},
+      el("th", {}, place(state.axis, x)),
+      el("td", { class: "soft" }, averaged ? "average" : ""),
+      averaged ? el("td", { class: "soft" }, "value") : "",
+    );
+    tip.replaceChildren(el("table", {}, head, ...rows));
+    tip.hidden = false;
+    const box = u.over.getBoundingClientRect(),
+      size = tip.getBoundingClientRect();
+    const left = box.left + u.cursor.left + 14;
+    tip.style.left = `${Math.max(4, left + size.width > innerWidth - 4 ? left - size.width - 28 : left)}px`;
+    tip.style.top = `${Math.max(4, Math.min(innerHeight - size.height - 4, box.top + 10))}px`;
+  }
+
+  hide() {
+    if (pointed === this) pointed = null;
+    tip.hidden = true;
+  }
+
+  title(line) {
+    const many = state.open.length > 1,
+      lone = this.chart.curves.length === 1;
+    return many ? (lone ? line.run : `${line.run}, ${line.curve.label}`) : line.curve.label;
+  }
+
+  press(event) {
+    if (event.target !== this.card || !this.u || event.ctrlKey || event.metaKey) return;
+    const u = this.u,
+      [low, high] = this.range(),
+      width = high - low;
+    const at = u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : high;
+    const move = by => {
+      const xs = u.data[0].filter(x => x >= low && x <= high);
+      const x = xs[Math.max(0, Math.min(xs.length - 1, nearest(xs, at) + by))];
+      u.setCursor({ left: u.valToPos(x, "x"), top: 20 });
+    };
+    const keys = {
+      ArrowLeft: () => move(event.shiftKey ? -10 : -1),
+      ArrowRight: () => move(event.shiftKey ? 10 : 1),
+      "+": () => this.zoom([Math.max(low, at - width / 4), Math.min(high, at + width / 4)]),
+      "-": () => this.zoom([Math.max(this.span[0], low - width / 2), Math.min(this.span[1], high + width / 2)]),
+      0: () => this.zoom(null),
+      Escape: () => this.hide(),
+    };
+    if (keys[event.key]) {
+      event.preventDefault();
+      keys[event.key]();
+    }
+  }
+
+  drawAlarms(u) {
+    const { ctx, bbox } = u;
+    ctx.save();
+    ctx.strokeStyle = css("--bad");
+    ctx.globalAlpha = 0.7;
+    ctx.setLineDash([3, 3]);
+    ctx.lineWidth = devicePixelRatio;
+    for (const alarm of state.alarms) {
+      const x = Math.round(u.valToPos(alarm.at[state.axis][0], "x", true));
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+    }
+    ctx.restore();
+  }
+
+  showLegend() {
+    const many = state.open.length > 1;
+    const shown = many
+      ? this.lines.filter(
+          (line, at) =>
+            this.lines.findIndex(other => other.curve === line.curve) === at && this.chart.curves.length > 1,
+        )
+      : this.lines;
+    this.legend.replaceChildren(
+      ...shown.map(line => {
+        const last = line.raw[1].at(-1);
+        return el(
+          "span",
+          { title: `${line.curve.name}: ${line.curve.meaning}` },
+          swatch(many ? { ...line, color: "--soft" } : line),
+          line.curve.label,
+          !many && el("b", {}, number(last)),
+        );
+      }),
+    );
+    const newest = this.lines.map(line => `${this.title(line)} ${number(line.raw[1].at(-1))}`).join(", ");
+    this.card.setAttribute("aria-label", `${this.chart.title}. Newest: ${newest}`);
+  }
+}
+
+const WHOLE = [1, 2, 5]
+  .flatMap(base => Array.from({ length: 13 }, (_, power) => base * 10 ** power))
+  .sort((a, b) => a - b);
+
+// The row of a curve's value nearest to the cursor: curves have values at different places.
+function present(u, series, row) {
+  const values = u.data[series];
+  if (values[row] !== null && values[row] !== undefined) return row;
+  for (let away = 1; row - away >= 0 || row + away < values.length; away++)
+    for (const at of [row - away, row + away]) if (values[at] !== null && values[at] !== undefined) return at;
+  return row;
+}
+
+function swatch(line) {
+  const style = line.dash.length === 0 ? "solid" : line.dash[0] < 4 ? "dotted" : "dashed";
+  return el("i", { class: "swatch", style: { "border-top": `2px ${style} var(${line.color})` } });
+}

@@ -1,0 +1,124 @@
+"""Completions of a run, found by what they say and what they were given. Files are read one at a time, newest first."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SHOWN = 200
+"""Characters of a text in the list."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """Which completions are looked for. Bounds are inclusive; None is no bound."""
+
+    text: str = ""
+    """Part of the prompt, the completion or what tools said in it, in upper or lower case."""
+    finish: str = ""
+    """Why the completion ended; empty: for any reason."""
+    least: float | None = None
+    most: float | None = None
+    """Bounds of the reward. A completion without a reward is in none."""
+    first: int | None = None
+    last: int | None = None
+    """Bounds of the step."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Completions that were found, and where to look on."""
+
+    rows: list[dict[str, Any]]
+    read: int
+    """How many completions were looked at."""
+    next: tuple[int, int] | None
+    """Step and byte at which the search goes on; None: everything has been searched."""
+
+
+def search(
+    files: dict[int, Path], query: Query, start: tuple[int, int] | None = None, limit: int = 200, seconds: float = 0.5
+) -> Found:
+    """The newest completions that fit, at most `limit` and about `seconds` long; from `start`, as `Found.next` has it,
+    or the newest step."""
+    rows: list[dict[str, Any]] = []
+    read, deadline = 0, time.monotonic() + seconds
+    for step in sorted(files, reverse=True):
+        if (start and step > start[0]) or not _within(step, query.first, query.last):
+            continue
+        begin = start[1] if start and step == start[0] else 0
+        for offset, row in _lines(files[step], begin):
+            if len(rows) >= limit or (read and time.monotonic() > deadline):
+                return Found(rows, read, (step, offset))
+            read += 1
+            if _fits(row, query):
+                rows.append(_summary(row, step, offset, query.text))
+    return Found(rows, read, None)
+
+
+def read_row(path: Path, offset: int) -> dict[str, Any] | None:
+    """The completion that begins at a byte of a file; None where none does."""
+    return next((row for at, row in _lines(path, offset) if at == offset), None)
+
+
+def prompt_text(prompt: Any) -> str:
+    """A prompt as text; of a conversation, what was said."""
+    if isinstance(prompt, list):
+        return "\n\n".join(str(message.get("content")) for message in prompt if isinstance(message, dict))
+    return str(prompt)
+
+
+def _lines(path: Path, begin: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Byte and content of each line from a byte on; lines that are no completion are passed over."""
+    try:
+        file = path.open("rb")
+    except OSError:  # the run has cut it
+        return
+    with file:
+        offset = begin
+        file.seek(begin)
+        for line in file:
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if isinstance(row, dict):
+                yield offset, row
+            offset += len(line)
+
+
+def _within(value: float | None, low: float | None, high: float | None) -> bool:
+    if value is None:
+        return low is None and high is None
+    return (low is None or value >= low) and (high is None or value <= high)
+
+
+def _fits(row: dict[str, Any], query: Query) -> bool:
+    if query.finish and row.get("finish") != query.finish:
+        return False
+    if not _within(row.get("reward"), query.least, query.most):
+        return False
+    wanted = query.text.casefold()
+    texts = (prompt_text(row.get("prompt")), str(row.get("completion", "")), prompt_text(row.get("messages") or ""))
+    return any(wanted in text.casefold() for text in texts)
+
+
+def _summary(row: dict[str, Any], step: int, offset: int, text: str) -> dict[str, Any]:
+    numbers = {name: row.get(name) for name in ("group", "sample", "reward", "advantage", "length", "finish")}
+    prompt, completion = prompt_text(row.get("prompt")), str(row.get("completion", ""))
+    return {
+        "step": step,
+        "offset": offset,
+        **numbers,
+        "prompt": _around(prompt, text),
+        "completion": _around(completion, text),
+    }
+
+
+def _around(text: str, wanted: str) -> str:
+    """The beginning of a text, or what stands around the words that were looked for."""
+    at = text.casefold().find(wanted.casefold()) if wanted else 0
+    start = 0 if at < SHOWN // 2 else at - SHOWN // 4
+    return ("… " if start else "") + text[start : start + SHOWN] + (" …" if start + SHOWN < len(text) else "")

@@ -1,0 +1,154 @@
+"""The page in a browser. Skipped where there is no playwright or no Chromium; see benchmarks/watch_page.py."""
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from paths import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+import watch_page
+
+from hybrid_grpo.watch import server
+from hybrid_grpo.watch.folders import Folders
+
+pytest.importorskip("playwright")
+BROWSER = watch_page.browser_path()
+pytestmark = [pytest.mark.process, pytest.mark.skipif(BROWSER is None, reason="needs a Chromium")]
+
+CONTRAST = """() => {
+  const parse = text => (text.match(/[\\d.]+/g) || []).map(Number);
+  const linear = v => v / 255 <= .04045 ? v / 255 / 12.92 : ((v / 255 + .055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => .2126 * linear(r) + .7152 * linear(g) + .0722 * linear(b);
+  const ground = element => {
+    for (let at = element; at; at = at.parentElement) {
+      const color = parse(getComputedStyle(at).backgroundColor);
+      if (color.length === 3 || color[3] === 1) return color;
+    }
+  };
+  const isText = node => node.nodeType === 3 && node.textContent.trim();
+  const texts = [...document.querySelectorAll("body *")].filter(
+    e => e.checkVisibility() && [...e.childNodes].some(isText) && getComputedStyle(e).opacity === "1");
+  return texts.map(e => {
+    const [a, b] = [light(parse(getComputedStyle(e).color)), light(ground(e))].sort((x, y) => y - x);
+    return [(a + .05) / (b + .05), e.className, e.textContent.slice(0, 40)];
+  }).filter(([ratio]) => ratio < 4.5);
+}"""
+"""Texts whose contrast with what is behind them is below WCAG's level AA."""
+
+
+def numbers(rise: float) -> list[dict[str, float]]:
+    return [
+        {
+            "step": step, "reward/mean": rise * step / 60, "policy/entropy": 1.0 - step / 100, "time/step_s": 60.0,
+            "completion/sampled_tokens": 1000.0, "parity/logp_abs_diff_mean": 0.2 if step == 30 else 0.0,
+            "parity/alarm": float(step == 30), **({"eval/heldout/accuracy": step / 60} if step % 20 == 0 else {}),
+        }
+        for step in range(61)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def runs(make_run: Any) -> list[Path]:
+    text = "<img src=x onerror=alert(1)> the answer is 42"
+    row = {"group": 0, "sample": 0, "prompt_id": 0, "prompt": [{"role": "user", "content": "What?"}], "reward": 0.5}
+    row |= {"rewards": {"f": 0.5}, "advantage": 0.1, "length": 9, "finish": "stop", "columns": {"answer": "42"}}
+    saved = {step: [{**row, "step": step, "completion": text if step == 20 else "no"}] for step in (1, 20, 60)}
+    return [
+        make_run("slow", numbers(1.0), "policy: {lr: 0.1}", saved),
+        make_run("fast", numbers(2.0), "policy: {lr: 0.2}"),
+    ]
+
+
+@pytest.fixture
+def url(runs: list[Path]) -> Iterator[str]:
+    listener = server.listen(0)
+    app = server.application(Folders(runs))
+    running = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
+    thread = threading.Thread(target=running.run, args=([listener],))
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    running.should_exit = True
+    thread.join()
+
+
+def test_a_reader_s_way_through_the_page(url: str, runs: list[Path]) -> None:
+    assert BROWSER
+    with watch_page.page(BROWSER) as tab:
+        complaints, asked = [], []
+        tab.on("console", lambda message: complaints.append(message.text))
+        tab.on("pageerror", lambda error: complaints.append(str(error)))
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.goto(f"{url}/#run=slow&run=fast")
+
+        # Every chart is drawn and labelled; the setting that differs and the alarms are named.
+        watch_page.until(tab, "document.querySelectorAll('.chart canvas').length >= 4")
+        assert tab.locator("#overview").inner_text().split("\n")[0].split("\t")[:2] == ["Run", "policy.lr"]
+        assert "sampler and training forward differ by 0.2000 nats" in tab.locator("#alarms").inner_text()
+        titles = [" ".join(title.split()) for title in tab.locator(".chart:visible h3").all_inner_texts()]
+        assert titles[:4] == ["Held-out accuracy", "Reward", "Entropy nats", "Mean gap nats"]
+        reward = tab.locator(".chart", has_text="Reward").first
+
+        # With the keyboard: the values of both runs at the last step, then zoom, and back.
+        reward.focus()
+        tab.keyboard.press("ArrowLeft")
+        tab.wait_for_selector(".tip:visible")
+        tip = tab.locator(".tip").inner_text()
+        assert "slow" in tip and "fast" in tip and "step 59" in tip
+        tab.keyboard.press("+")
+        tab.wait_for_selector("#reset:visible")
+        tab.keyboard.press("0")
+        tab.wait_for_selector("#reset", state="hidden")
+
+        # With the mouse.
+        area = reward.locator(".u-over").bounding_box()
+        tab.mouse.move(area["x"] + 0.5 * area["width"], area["y"] + 50)
+        watch_page.until(tab, "document.querySelector('.tip').innerText.includes('step 30')")
+        tab.mouse.down()
+        tab.mouse.move(area["x"] + 0.75 * area["width"], area["y"] + 50, steps=4)
+        tab.mouse.up()
+        watch_page.until(tab, "location.hash.includes('range=')")
+        low, high = (float(end) for end in tab.url.split("range=")[1].split("&")[0].split("%7E"))
+        assert (low, high) == pytest.approx((30, 45), abs=1)
+        tab.locator("#reset").click()
+
+        # A new step appears by itself.
+        with (runs[0] / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 61, "reward/mean": 77.0, "policy/entropy": 0.1}) + "\n")
+        watch_page.until(tab, "document.body.innerText.includes('step 61')")
+        watch_page.until(tab, "[...document.querySelectorAll('.chart')].some(e => e.ariaLabel.includes('slow 77'))")
+
+        # Completions are found by what they say, and are text, whatever they say.
+        tab.locator("[data-view=samples]").click()
+        tab.fill("[name=text]", "ANSWER is")
+        tab.keyboard.press("Enter")
+        watch_page.until(tab, "document.querySelector('#samples [role=status]').innerText.startsWith('1 found in 3')")
+        tab.locator(".rows tbody tr").focus()
+        tab.keyboard.press("Enter")
+        tab.wait_for_selector(".detail:visible")
+        assert "<img src=x onerror=alert(1)> the answer is 42" in tab.locator(".detail").inner_text()
+        tab.locator("[data-view=settings]").click()
+        watch_page.until(tab, "document.querySelector('#settings').innerText.includes('policy.lr')")
+
+        assert complaints == []
+        assert [address for address in asked if not address.startswith((url, "data:"))] == []
+
+
+@pytest.mark.parametrize("colors", ["light", "dark"])
+@pytest.mark.parametrize("size", ["wide", "phone"])
+def test_texts_can_be_read_and_nothing_is_wider_than_the_screen(url: str, size: str, colors: str) -> None:
+    assert BROWSER
+    with watch_page.page(BROWSER, size, colors) as tab:
+        tab.goto(f"{url}/#run=slow&run=fast")
+        tab.wait_for_selector(".chart canvas")
+        for view in ("curves", "samples", "settings"):
+            tab.locator(f"[data-view={view}]").click()
+            tab.wait_for_selector({"samples": ".rows tbody tr", "settings": ".config"}.get(view, ".u-over"))
+            assert tab.evaluate(CONTRAST) == [], view
+            assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), view

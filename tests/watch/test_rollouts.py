@@ -1,0 +1,83 @@
+import json
+
+import pytest
+
+from hybrid_grpo.watch.rollouts import Query, read_row, search
+
+ROWS = {
+    1: [("sort dcab", "abcd", 1.0, "stop"), ("sort dcab", "dcba", 0.0, "length"), ("sort xy", "Über x", None, "stop")],
+    3: [("sort dcab", "ABCD", 0.5, "stop"), ("sort zz", "", 0.0, "length")],
+}
+
+
+@pytest.fixture
+def files(tmp_path):
+    for step, rows in ROWS.items():
+        names = ("prompt", "completion", "reward", "finish")
+        text = "".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows)
+        (tmp_path / f"step_{step:06d}.jsonl").write_text("\x00broken\n" + text)
+    return {step: tmp_path / f"step_{step:06d}.jsonl" for step in ROWS}
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        (Query(), [(3, "ABCD"), (3, ""), (1, "abcd"), (1, "dcba"), (1, "Über x")]),
+        (Query(text="abcd"), [(3, "ABCD"), (1, "abcd")]),
+        (Query(text="DCAB"), [(3, "ABCD"), (1, "abcd"), (1, "dcba")]),
+        (Query(text="ÜBER"), [(1, "Über x")]),
+        (Query(finish="length"), [(3, ""), (1, "dcba")]),
+        (Query(least=0.5), [(3, "ABCD"), (1, "abcd")]),
+        (Query(least=0, most=0.5), [(3, "ABCD"), (3, ""), (1, "dcba")]),
+        (Query(first=2), [(3, "ABCD"), (3, "")]),
+        (Query(last=2, text="x"), [(1, "Über x")]),
+        (Query(first=4), []),
+    ],
+)
+def test_what_fits_is_found_newest_step_first(files, query, found):
+    answer = search(files, query)
+    assert [(row["step"], row["completion"]) for row in answer.rows] == found
+    assert answer.next is None
+    for row in answer.rows:
+        assert (read_row(files[row["step"]], row["offset"]) or {})["completion"] == row["completion"]
+
+
+@pytest.mark.parametrize("limits", [{"limit": 1}, {"seconds": 0.0}])
+def test_a_search_that_is_cut_goes_on_where_it_was(files, limits):
+    """Whether it found enough, or took too long."""
+    rows, start, turns = [], None, 0
+    while True:
+        answer = search(files, Query(text="sort"), start, **limits)
+        rows += answer.rows
+        start, turns = answer.next, turns + 1
+        if start is None:
+            break
+    assert [row["completion"] for row in rows] == ["ABCD", "", "abcd", "dcba", "Über x"]
+    assert turns >= 5
+
+
+def test_long_texts_are_shown_around_the_searched_words(tmp_path):
+    path = tmp_path / "step_000001.jsonl"
+    long = "a" * 5000 + " needle " + "b" * 5000
+    path.write_text(json.dumps({"prompt": [{"role": "user", "content": long}], "completion": long}) + "\n")
+    (row,) = search({1: path}, Query(text="NEEDLE")).rows
+    for text in (row["prompt"], row["completion"]):
+        assert "needle" in text
+        assert len(text) < 250
+    (row,) = search({1: path}, Query()).rows
+    assert row["completion"].startswith("aaa")
+
+
+def test_what_a_tool_said_is_found(tmp_path):
+    path = tmp_path / "step_000001.jsonl"
+    messages = [{"role": "assistant", "tool_calls": []}, {"role": "tool", "content": "It is raining"}]
+    path.write_text(json.dumps({"prompt": "p", "completion": "c", "messages": messages}) + "\n")
+    assert len(search({1: path}, Query(text="raining")).rows) == 1
+    assert search({1: path}, Query(text="snowing")).rows == []
+
+
+def test_a_place_between_two_lines_or_in_a_file_that_is_gone_has_no_completion(files, tmp_path):
+    assert read_row(files[1], 10) is None
+    assert read_row(files[1], 10**9) is None
+    assert read_row(tmp_path / "gone.jsonl", 0) is None
+    assert search({1: tmp_path / "gone.jsonl"}, Query()).rows == []

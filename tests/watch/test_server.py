@@ -1,0 +1,175 @@
+import asyncio
+import json
+import re
+import socket
+import time
+
+import httpx
+import psutil
+import pytest
+from paths import ROOT
+
+from hybrid_grpo.watch import server
+from hybrid_grpo.watch.folders import Folders
+
+
+class Page:
+    """Asks an application what the page asks."""
+
+    def __init__(self, *folders):
+        self._app = server.application(Folders(folders))
+
+    def get(self, path, host="127.0.0.1", method="GET", **parameters):
+        async def ask():
+            transport = httpx.ASGITransport(self._app)
+            async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as client:
+                return await client.request(method, path, params=parameters)
+
+        return asyncio.run(ask())
+
+    def ask(self, question, **parameters):
+        answer = self.get(f"/api/{question}", **parameters)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+def lines(steps, rise=1.0):
+    for step in range(steps):
+        yield {"step": step, "reward/mean": rise * step, "policy/entropy": 1.0, "own/number": 3, "time/step_s": 3600.0}
+
+
+@pytest.fixture
+def folder(make_run):
+    row = {"step": 2, "group": 0, "sample": 0, "prompt": "p=", "completion": "<b>four</b>", "reward": 1.0, "length": 3}
+    return make_run("one", list(lines(100)), "policy: {lr: 0.1}", {2: [row, {**row, "completion": "five"}]})
+
+
+def test_what_a_run_appends_is_answered_to_the_next_question(folder):
+    page = Page(folder)
+    (before,) = page.ask("runs", run="one")["open"]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 100, "reward/mean": 7.0}) + "\n")
+    answer = page.ask("runs", run="one")
+    (after,), (outline,) = answer["open"], answer["runs"]
+    assert after["version"] > before["version"]
+    assert (after["read"], after["damaged"], outline["step"]) == (1.0, 0, 100)
+    curve = page.ask("curves", run="one", name="reward/mean", window="1")["one"]["curves"]["reward/mean"]
+    assert [axis[-1] for axis in curve["raw"]] == [100, 7.0]
+    assert page.ask("runs", run="one")["open"][0]["version"] == after["version"], "nothing new"
+
+
+def test_charts_are_those_of_the_report_and_then_all_other_metrics(folder):
+    page = Page(folder)
+    page.ask("runs", run="one")
+    charts = {chart["title"]: chart for chart in page.ask("charts", run="one")}
+    assert list(charts) == ["Reward", "Entropy", "own, number", "time, step s"]
+    assert [chart["section"] for chart in charts.values()] == ["Results", "Policy", "More", "More"]
+    assert charts["time, step s"]["unit"] == "s"
+    (curve,) = charts["Entropy"]["curves"]
+    assert curve["name"] == "policy/entropy"
+    assert curve["meaning"].startswith("Entropy")
+
+
+def test_curves_of_two_runs_on_an_axis_in_a_range(folder, make_run):
+    page = Page(folder, make_run("two", list(lines(5000, rise=2.0))))
+    names = ["one", "two"]
+    page.ask("runs", run=names)
+    answer = page.ask("curves", run=names, name=["reward/mean", "policy/entropy"], axis="hours", low=10, high=20)
+    for run, rise in (("one", 1), ("two", 2)):
+        x, y = answer[run]["curves"]["reward/mean"]["raw"]
+        assert x == [float(hour) for hour in range(9, 22)], "a point more on either side"
+        assert y == [rise * (hour - 1.0) for hour in x], "step 0 is the first hour"
+    assert (answer["two"]["from"], answer["two"]["to"]) == (1.0, 5000.0)
+    thinned = page.ask("curves", run="two", name="reward/mean", points=100)["two"]["curves"]["reward/mean"]
+    assert 50 <= len(thinned["raw"][0]) <= 110
+    assert "smooth" in thinned
+    assert "smooth" not in page.ask("curves", run="two", name="reward/mean", window=1)["two"]["curves"]["reward/mean"]
+
+
+def test_settings_alarms_and_samples(folder, make_run):
+    page = Page(folder, make_run("two", [{"step": 1, "parity/alarm": 1.0}], "policy: {lr: 0.2}"))
+    page.ask("runs", run=["one", "two"])
+    settings = page.ask("settings", run=["one", "two"])
+    assert settings["differing"] == [{"name": "policy.lr", "values": {"one": "0.1", "two": "0.2"}}]
+    assert settings["texts"]["two"] == "policy: {lr: 0.2}"
+    (alarm,) = page.ask("alarms", run=["one", "two"])
+    assert (alarm["run"], alarm["at"]["step"]) == ("two", [1.0, 1.0])
+    found = page.ask("samples", run="one", text="FOUR", least="0.5")
+    (row,) = found["rows"]
+    assert (found["read"], found["next"], found["steps"]) == (2, None, [2, 2])
+    assert page.ask("sample", run="one", step=2, offset=row["offset"])["completion"] == "<b>four</b>"
+    assert page.ask("samples", run="two")["steps"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "parameters", "status"),
+    [
+        ("/api/curves", {"run": "../one"}, 404),
+        ("/api/settings", {"run": "/etc"}, 404),
+        ("/api/samples", {}, 400),
+        ("/api/samples", {"run": "one", "least": "x"}, 400),
+        ("/api/samples", {"run": "one", "first": "1e999"}, 400),
+        ("/api/sample", {"run": "one", "step": "2", "offset": "7"}, 404),
+        ("/api/sample", {"run": "one", "step": "2", "offset": "-5"}, 404),
+        ("/api/sample", {"run": "one", "step": "../../x", "offset": "0"}, 400),
+        ("/api/curves", {"run": "one", "axis": "years"}, 400),
+        ("/page/../server.py", {}, 404),
+        ("/page/%2e%2e/server.py", {}, 404),
+        ("/page//etc/passwd", {}, 404),
+        ("/metrics.jsonl", {}, 404),
+        ("/runs/one/config.yaml", {}, 404),
+    ],
+)
+def test_nothing_but_the_page_and_the_runs_is_served(folder, path, parameters, status):
+    answer = Page(folder).get(path, **parameters)
+    assert answer.status_code == status, answer.text
+    assert "policy" not in answer.text
+
+
+def test_other_machines_and_other_pages_are_refused(folder):
+    """It listens at this machine's own address; a web page that names that address its own is refused by its name; and
+    the page itself may ask no other machine for anything."""
+    with server.listen(0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+        places = [place for found in psutil.net_if_addrs().values() for place in found]
+        for address in (place.address for place in places if place.family == socket.AF_INET):
+            if not address.startswith("127."):
+                with pytest.raises(OSError):
+                    socket.create_connection((address, listener.getsockname()[1]), timeout=5)
+    page = Page(folder)
+    assert page.get("/api/runs", host="evil.example").status_code == 400
+    assert page.get("/", host="localhost").status_code == 200
+    assert page.get("/api/runs", method="POST").status_code == 405
+    for path in ("/", "/api/runs", "/page/main.js", "/nothing"):
+        assert "default-src 'self'" in page.get(path).headers["content-security-policy"]
+
+
+def test_the_files_of_the_page_name_only_each_other_and_no_other_machine(folder):
+    page, folder = Page(folder), ROOT / "hybrid_grpo/watch/page"
+    files = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    named = set(re.findall(r'(?:src|href)="page/([^"]+)"', files["index.html"]))
+    named |= {name for text in files.values() for name in re.findall(r'from "\./([^"]+)"', text)}
+    assert named | {"index.html", "uplot/LICENSE"} == files.keys()
+    assert all(page.get(f"/page/{name}").status_code == 200 for name in named)
+    own = {name: text for name, text in files.items() if not name.startswith("uplot/")}
+    assert [name for name, text in own.items() if re.search(r"https?:|innerHTML", text)] == []
+
+
+def test_ids_that_the_page_looks_for_are_in_it():
+    folder = ROOT / "hybrid_grpo/watch/page"
+    page = (folder / "index.html").read_text()
+    for path in folder.glob("*.js"):
+        for name in re.findall(r'byId\("([^"]+)"\)', path.read_text()):
+            assert f'id="{name}"' in page, f"{path.name}: {name}"
+
+
+def test_many_runs_and_metrics_are_answered_quickly(make_run):
+    values = {f"reward/f{number}/mean": number / 7 for number in range(60)}
+    runs = [make_run(f"run{n}", [{"step": step, **values} for step in range(1000)]) for n in range(4)]
+    page, names = Page(*runs), [run.name for run in runs]
+    start = time.process_time()
+    while any(run["read"] < 1 for run in page.ask("runs", run=names)["open"]):
+        pass
+    answer = page.ask("curves", run=names, name=list(values), points=600)
+    assert all(len(answer[run]["curves"]) == 60 for run in names)
+    assert time.process_time() - start < 15
