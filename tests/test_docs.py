@@ -130,6 +130,8 @@ def shortened(command: str) -> str:
         command = f" {command} ".replace(name, value).strip()
     command = command.replace("PORT", free_port())
     trains = re.search(r"hybrid[_-]grpo train|quickstart\.sh", command)
+    if re.search(r"hybrid[_-]grpo sft", command):
+        return f"{command} --run.steps 2"
     return f"{command} {SHORT}" if trains else command
 
 
