@@ -16,7 +16,7 @@ from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.importing import describe
 from hybrid_grpo.rewards.functions import BUILTINS, Function, load_function
-from hybrid_grpo.rewards.loading import _workers, load_rewards
+from hybrid_grpo.rewards.loading import worker_count, load_rewards
 from hybrid_grpo.rewards.rules import exact_match
 from hybrid_grpo.rewards.workers.pool import call_inline
 
@@ -266,4 +266,4 @@ def test_the_ranks_of_a_machine_share_its_cores(monkeypatch, launcher: dict[str,
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(16), raising=False)
-    assert _workers() == workers
+    assert worker_count() == workers
