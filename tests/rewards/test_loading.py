@@ -16,7 +16,7 @@ from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.importing import describe
 from hybrid_grpo.rewards.functions import BUILTINS, Function, load_function
-from hybrid_grpo.rewards.loading import worker_count, load_rewards
+from hybrid_grpo.rewards.loading import load_rewards, worker_count
 from hybrid_grpo.rewards.rules import exact_match
 from hybrid_grpo.rewards.workers.pool import call_inline
 
