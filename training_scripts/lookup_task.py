@@ -10,10 +10,10 @@ import random
 import string
 from pathlib import Path
 
-import torch
 from lookup_tools import look_up
+from quickstart_task import make_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 ROWS = {"sft": 12_000, "train": 4_096, "heldout": 256}
 KEY_LENGTH = 4
@@ -50,27 +50,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """Random weights."""
-    torch.manual_seed(seed)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            tie_word_embeddings=True,
-            initializer_range=0.08,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-
-
 def make_rows(seed: int) -> dict[str, list[dict[str, object]]]:
     """Rows of every split; no key is in two of them."""
     draw = random.Random(seed)
@@ -103,7 +82,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     tokenizer = make_tokenizer()
-    make_model(tokenizer, arguments.seed).save_pretrained(arguments.folder / "model")
+    make_model(tokenizer, arguments.seed, positions=128).save_pretrained(arguments.folder / "model")
     tokenizer.save_pretrained(arguments.folder / "model")
     for split, rows in make_rows(arguments.seed).items():
         (arguments.folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -31,8 +31,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """Random weights."""
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, positions: int = 64) -> Qwen2ForCausalLM:
+    """Random weights, for texts of at most so many tokens."""
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -42,7 +42,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalL
             num_hidden_layers=3,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=64,
+            max_position_embeddings=positions,
             tie_word_embeddings=True,
             initializer_range=0.08,
             bos_token_id=None,

@@ -15,9 +15,7 @@ from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import MicroBatch, Numbers, Rollout, Scores, TrainBatch
 from hybrid_grpo.grpo.gae import ValueTargets, critic_advantages, value_loss
-from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.files import check_files
-from hybrid_grpo.model.loading import load_config, load_tokenizer, training_attention
+from hybrid_grpo.model.companions import check_companion
 from hybrid_grpo.model.scalar import check_scalar
 from hybrid_grpo.policy import Scorer
 
@@ -113,25 +111,12 @@ def check_critic(config: TrainConfig, tokenizer: Any, longest: int) -> None:
     name, model_config = policy.model, check_scalar(policy.model, setting)
     if config.critic.model is None:
         return
-    check_files(name, model_config, pickled=policy.pickled_weights, setting=setting)
-    refuse(
-        load_tokenizer(name, setting).get_vocab() != tokenizer.get_vocab(),
-        f"{setting} {name} has another tokenizer than policy.model {config.policy.model}: take a critic of the same"
-        " family of models",
-    )
+    check_companion(policy, model_config, config.policy, tokenizer, "critic")
     limit = getattr(model_config, "max_position_embeddings", None)
     refuse(
         limit is not None and longest > limit,
         f"{setting} {name} has {limit} positions, and the longest prompt with its completion is {longest} tokens: lower"
         f" data.max_prompt_tokens or rollout.max_completion_tokens by {longest - (limit or 0)}",
-    )
-    packs, policy_packs = (
-        training_attention(policy, loaded) == ATTENTION for loaded in (model_config, load_config(config.policy.model))
-    )
-    refuse(
-        packs != policy_packs,
-        f"{setting} {name} cannot be given rows as policy.model is, with and without padding: set"
-        " policy.attn_implementation to sdpa",
     )
 
 

@@ -20,10 +20,9 @@ from hybrid_grpo.data.batch import Numbers, Prompt, Rollout
 from hybrid_grpo.data.prompts import read_prompt
 from hybrid_grpo.grpo.distillation import TeacherSignal, measure_teacher, teacher_advantages
 from hybrid_grpo.model.architectures import undecodable
-from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.companions import check_companion
 from hybrid_grpo.model.divergence import NextTokens, most_likely
-from hybrid_grpo.model.files import check_files
-from hybrid_grpo.model.loading import check_prompt_ids, load_config, load_model, load_tokenizer, training_attention
+from hybrid_grpo.model.loading import check_prompt_ids, load_config, load_model, training_attention
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
@@ -104,7 +103,7 @@ def check_teacher(config: TrainConfig, inputs: RunInputs) -> None:
     limit, column = getattr(model_config, "max_position_embeddings", None), settings.prompt_column
     what = "the longest prompt" if column is None else f"the longest text of {column}"
     longest = inputs.longest_prompt if column is None else max(map(len, read))
-    longest += config.rollout.max_completion_tokens
+    longest += config.rollout.max_read_tokens
     refuse(
         limit is not None and longest > limit,
         f"{setting} {policy.model} has {limit} positions, and {what} with its completion is {longest} tokens for the"
@@ -116,20 +115,7 @@ def _check_model(config: TrainConfig, model_config: Any, tokenizer: Any) -> None
     own = config.teacher.as_policy(config.policy)
     reason = undecodable(model_config)
     refuse(reason is not None, f"teacher.model {own.model}: {model_config.model_type}: {reason}: take another model")
-    check_files(own.model, model_config, pickled=own.pickled_weights, setting="teacher.model")
-    refuse(
-        load_tokenizer(own.model, "teacher.model").get_vocab() != tokenizer.get_vocab(),
-        f"teacher.model {own.model} has another tokenizer than policy.model {config.policy.model}: take a teacher of"
-        " the same family of models",
-    )
-    packs, policy_packs = (
-        training_attention(own, loaded) == ATTENTION for loaded in (model_config, load_config(config.policy.model))
-    )
-    refuse(
-        packs != policy_packs,
-        f"teacher.model {own.model} cannot be given rows as policy.model is, with and without padding: set"
-        " policy.attn_implementation to sdpa",
-    )
+    check_companion(own, model_config, config.policy, tokenizer, "teacher")
 
 
 def _vocabulary(config: TrainConfig) -> int:

@@ -60,6 +60,7 @@ class Conversations:
         self._stop_ids = set(stop_ids)
         self._under_way: dict[int, _Conversation] = {}
         self._results: queue.SimpleQueue[tuple[int, _Conversation, int, int, str]] = queue.SimpleQueue()
+        self._frames: dict[tuple[int, tuple[str, ...]], int] = {}
         self._waited_s = 0.0
 
     def begin(self) -> None:
@@ -120,12 +121,18 @@ class Conversations:
         """The tokens of all results of a turn, cut to what `max_tool_tokens` leaves for each."""
         names = [call.name for call in conversation.calls]
         results = [conversation.results[number] for number in range(len(names))]
-        empty = [tool_message(k, name, "") for k, name in enumerate(names)]
-        room = self._config.max_tool_tokens - len(self._between.ids(conversation.last, empty))
+        room = self._config.max_tool_tokens - self._frame(conversation.last, tuple(names))
         cut = [self._cut(text, max(0, room // len(names))) for text in results]
         messages = [tool_message(k, name, text) for k, (name, text) in enumerate(zip(names, cut, strict=True))]
         conversation.messages += messages
         return self._between.ids(conversation.last, messages)
+
+    def _frame(self, last: int, names: tuple[str, ...]) -> int:
+        """Tokens of the template around the results of these tools."""
+        if (last, names) not in self._frames:
+            empty = [tool_message(k, name, "") for k, name in enumerate(names)]
+            self._frames[last, names] = len(self._between.ids(last, empty))
+        return self._frames[last, names]
 
     def _cut(self, text: str, tokens: int) -> str:
         short = text[: tokens * _LETTERS_OF_A_TOKEN]

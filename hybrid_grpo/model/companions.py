@@ -1,0 +1,37 @@
+"""What a model that reads along with the policy, a critic or a teacher, must have in common with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybrid_grpo.config import PolicyConfig
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.files import check_files
+from hybrid_grpo.model.loading import load_config, load_tokenizer, training_attention
+
+
+def check_companion(own: PolicyConfig, model_config: Any, policy: PolicyConfig, tokenizer: Any, role: str) -> None:
+    """Refuse a model whose files, tokenizer or attention do not go with the policy's, before weights load.
+
+    Args:
+        own, model_config: the model beside the policy, and its configuration.
+        policy, tokenizer: the policy, and its tokenizer.
+        role: what the model is; the setting ROLE.model names it.
+    """
+    setting = f"{role}.model"
+    check_files(own.model, model_config, pickled=own.pickled_weights, setting=setting)
+    refuse(
+        load_tokenizer(own.model, setting).get_vocab() != tokenizer.get_vocab(),
+        f"{setting} {own.model} has another tokenizer than policy.model {policy.model}: take a {role} of the same"
+        " family of models",
+    )
+    packs, policy_packs = (
+        training_attention(given, loaded) == ATTENTION
+        for given, loaded in ((own, model_config), (own, load_config(policy.model)))
+    )
+    refuse(
+        packs != policy_packs,
+        f"{setting} {own.model} cannot be given rows as policy.model is, with and without padding: set"
+        " policy.attn_implementation to sdpa",
+    )
