@@ -103,9 +103,14 @@ class RolloutConfig:
     what the other limits add up to."""
 
     @property
+    def has_turns(self) -> bool:
+        """Whether completions may have several turns."""
+        return bool(self.tools)
+
+    @property
     def max_read_tokens(self) -> int:
         """Most tokens behind a short prompt, those included that tools give."""
-        answers = self.max_turns - 1 if self.tools else 0
+        answers = self.max_turns - 1 if self.has_turns else 0
         return self.max_completion_tokens + answers * self.max_tool_tokens
 
     def longest(self, prompt: int) -> int:

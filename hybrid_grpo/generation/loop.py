@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hybrid_grpo.data.batch import Completion
+from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation.attention import Prefill
 from hybrid_grpo.generation.cache import Geometry, cache_for
 from hybrid_grpo.generation.decoder import Decoder
@@ -44,6 +44,8 @@ class Request:
     most: int | None = None
     """Most tokens in all, of the prompt, sampled and given between turns; more than those of the prompt. Needed where
     there are turns."""
+    prompt: Prompt | None = None
+    """What `prompt_ids` are the tokens of, for those who answer turns."""
 
 
 @dataclass
@@ -274,6 +276,6 @@ def generate(
         turns,
     )
     if turns is not None:
-        turns.begin()
+        turns.begin(requests)
     stats = loop.run(on_step)
     return [[s.completion for s in group if s.completion] for group in sequences], stats
