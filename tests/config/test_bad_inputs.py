@@ -62,6 +62,7 @@ SETTINGS = [
     ("--rollout.num_generations=1000000", "rollout.num_generations 1000000 x 4 prompts", "lower one"),
     ("--rollout.max_turns=0", "rollout.max_turns 0 must be 1 or greater"),
     ("--rollout.tools='[\"calculator\"]' --rollout.ignore_eos=true", "rollout.tools", "rollout.ignore_eos", "take out"),
+    ("--rollout.tools='[{kwargs: {folder: x}}]'", "rollout.tools[0].function is not set: give one"),
     ("--rollout.max_completion_tokens=9999999999999999999", "must be 9007199254740992 or less"),
     ("--rollout.logit_bias='{\"-1\": 1}'", "rollout.logit_bias '-1' is no token id"),
     *[(f"--rollout.guests='[{{name: g, {guest}}}]' {others}", *says) for guest, others, *says in [
