@@ -51,7 +51,7 @@ class Timed:
         self._loop, self._ready, self._news = asyncio.new_event_loop(), list[int](), threading.Condition()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def begin(self) -> None:
+    def begin(self, requests: Any) -> None:
         self._start_s = time.perf_counter()
 
     def ended(self, key: int, turn_ids: list[int], room: int) -> str | None:

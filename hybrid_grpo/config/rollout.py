@@ -98,9 +98,14 @@ class RolloutConfig:
     """Seconds for a call of a tool; then the model is told that it took too long."""
 
     @property
+    def has_turns(self) -> bool:
+        """Whether completions may have several turns."""
+        return bool(self.tools)
+
+    @property
     def max_read_tokens(self) -> int:
         """Most tokens behind a prompt, those included that tools give."""
-        answers = self.max_turns - 1 if self.tools else 0
+        answers = self.max_turns - 1 if self.has_turns else 0
         return self.max_completion_tokens + answers * self.max_tool_tokens
 
     @property

@@ -102,7 +102,7 @@ def generate(
 
     groups = sequences_of(requests, sampling)
     if turns is not None:
-        turns.begin()
+        turns.begin(requests)
     todo = [row for group in groups for row in group]
     with _no_defaults(model):
         while todo:

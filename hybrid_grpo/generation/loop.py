@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hybrid_grpo.data.batch import Completion
+from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation.attention import Prefill
 from hybrid_grpo.generation.cache import Geometry, cache_for
 from hybrid_grpo.generation.decoder import Decoder
@@ -43,6 +43,8 @@ class Request:
     """Most sampled tokens of each completion. Default: `Sampling.max_tokens` for all."""
     most: int | None = None
     """Most tokens in all, of the prompt, sampled and given between turns. Needed where there are turns."""
+    prompt: Prompt | None = None
+    """What `prompt_ids` are the tokens of, for those who answer turns."""
 
 
 @dataclass
@@ -270,6 +272,6 @@ def generate(
         turns,
     )
     if turns is not None:
-        turns.begin()
+        turns.begin(requests)
     stats = loop.run(on_step)
     return [[s.completion for s in group if s.completion] for group in sequences], stats

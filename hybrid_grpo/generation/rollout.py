@@ -63,7 +63,7 @@ def requests_of(prompts: Sequence[Prompt], config: RolloutConfig, seed: int, ste
 def request_of(prompt: Prompt, config: RolloutConfig, keys: list[int]) -> Request:
     """The request for completions of a prompt with these random streams."""
     most = len(prompt.token_ids) + config.max_read_tokens
-    return Request(prompt.token_ids, keys, most=most if config.tools else None)
+    return Request(prompt.token_ids, keys, most=most if config.has_turns else None, prompt=prompt)
 
 
 def attention_of(decoder: Literal["paged", "transformers"]) -> str | None:

@@ -119,7 +119,7 @@ class RunInputs:
         """A meter for the numbers of the run's rewards, held-out sets and `sources` of prompts."""
         samples = max((held_out.settings.rollout.num_generations for held_out in self.eval_sets), default=1)
         names = [held_out.name for held_out in self.eval_sets]
-        tools = tool_names(self.conversations.tools.names) if self.conversations else []
+        tools = tool_names(self.conversations.tool_names) if self.conversations else []
         return Meter(self.rewards.names, names, device, sources, samples, self.guests.names, tools)
 
     def tool_numbers(self) -> Numbers:
@@ -196,8 +196,8 @@ class RunInputs:
         outcome = config.eval.outcome or reward_name(config.rewards[0])
         facts["sampling"] = sampling_line(config.rollout, ends, tokenizer)
         facts["rewards"] = ", ".join(f"{reward.weight:g} {reward_name(reward)}" for reward in config.rewards)
-        if conversations is not None:
-            facts["tools"] = ", ".join(conversations.tools.names)
+        if conversations is not None and conversations.tool_names:
+            facts["tools"] = ", ".join(conversations.tool_names)
         parts = (eval_sets, objective, ends, pretraining, guests, conversations)
         return cls(tokenizer, own, outcome, prompts, stream, *parts, facts)
 

@@ -27,7 +27,7 @@ class Scripted:
         self.under_way = {}
         self.count = Counter()
 
-    def begin(self):
+    def begin(self, requests):
         assert not self.under_way, "of another call"
 
     def ended(self, key, turn_ids, room):
@@ -39,7 +39,7 @@ class Scripted:
             return "stop"
         rng = random.Random(hash((key, *turn_ids)))
         given = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, self.longest))]
-        self.under_way[key] = [next(self.delays), None if rng.random() < 0.05 else given]
+        self.under_way[key] = [next(self.delays), "stop" if rng.random() < 0.05 else given]
         return None
 
     def answers(self, patience_s):
