@@ -13,7 +13,6 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import (
     SECTION,
     Count,
-    Function,
     Gibibytes,
     NotNegative,
     Number,
@@ -26,6 +25,7 @@ from hybrid_grpo.config.fields import (
     Whole,
 )
 from hybrid_grpo.config.guests import GuestConfig
+from hybrid_grpo.config.tools import ToolConfig
 
 
 def _text_keys(value: Any) -> Any:
@@ -84,9 +84,10 @@ class RolloutConfig:
     """Whether a GPU keeps the cache, gathered weights and CUDA graphs from rollout to rollout, so that graphs are
     captured once a run: `auto` where the plan of memory has room for them beside training. A CPU keeps nothing."""
 
-    tools: list[Function] = field(default_factory=list)
+    tools: list[ToolConfig] = field(default_factory=list)
     """Functions that the model may call between its turns, as `path/to/file.py:name`: with type hints, and a docstring
-    that describes the arguments."""
+    that describes the arguments; with arguments that the model does not give, as in `[{function: search, kwargs:
+    {folder: texts}}]`."""
     tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
     """How the model writes calls; `auto` knows it by the tokenizer, or by its chat template."""
     max_turns: Count = 8
@@ -112,7 +113,7 @@ class RolloutConfig:
 
     @property
     def max_read_tokens(self) -> int:
-        """Most tokens behind a short prompt, those included that tools give."""
+        """Most tokens behind a short prompt, those included that are given between turns."""
         answers = self.max_turns - 1 if self.has_turns else 0
         return self.max_completion_tokens + answers * self.max_tool_tokens
 

@@ -51,7 +51,10 @@ class Tools:
     setting, reads_last = "rollout.tools", False
 
     def __init__(self, config: RolloutConfig, scoring: ScoringConfig) -> None:
-        entries = [(f"rollout.tools[{k}]", ToolEntry(function_text(f))) for k, f in enumerate(config.tools)]
+        entries = [
+            (f"rollout.tools[{k}]", ToolEntry(function_text(tool.function), tool.kwargs))
+            for k, tool in enumerate(config.tools)
+        ]
         pool = Pool(entries, scoring.workers or worker_count(), scoring)
         self.schemas: list[dict[str, Any]] = [interface.schema or {} for interface in pool.interfaces]
         self.names = [str(schema["function"]["name"]) for schema in self.schemas]

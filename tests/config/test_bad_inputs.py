@@ -64,6 +64,7 @@ SETTINGS = [
     ("--rollout.max_turn_tokens=0", "rollout.max_turn_tokens 0 must be 1 or greater"),
     ("--rollout.min_completion_tokens=4 --rollout.max_turn_tokens=3", "rollout.max_turn_tokens 3: set it to that"),
     ("--rollout.tools='[\"calculator\"]' --rollout.ignore_eos=true", "rollout.tools", "rollout.ignore_eos", "take out"),
+    ("--rollout.tools='[{kwargs: {folder: x}}]'", "rollout.tools[0].function is not set: give one"),
     ("--rollout.max_completion_tokens=9999999999999999999", "must be 9007199254740992 or less"),
     ("--rollout.logit_bias='{\"-1\": 1}'", "rollout.logit_bias '-1' is no token id"),
     *[(f"--rollout.guests='[{{name: g, {guest}}}]' {others}", *says) for guest, others, *says in [
