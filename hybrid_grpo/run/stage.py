@@ -9,6 +9,7 @@ from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.run.checkpoint import Shards
 from hybrid_grpo.run.critic import Critic
+from hybrid_grpo.run.details import Details
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.stopping import Progress
 
@@ -39,6 +40,7 @@ class Stage:
         shards: tensors beside the policy's that a checkpoint holds.
         critic: a second model that is trained.
         last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
+        details: what is collected of a step beyond its numbers.
         progress: where the stage says what it does, and hears that it shall stop.
         eval_sets: what the policy is measured on, each after steps of its own.
     """
@@ -48,6 +50,7 @@ class Stage:
     parts: dict[str, Stateful]
     shards: Shards | None = None
     critic: Critic | None = None
+    details = Details()
     progress = Progress()
     last_rollout: tuple[Rollout, Scores, Tensor] | None = None
     eval_sets: Sequence[HeldOutSet] = ()
