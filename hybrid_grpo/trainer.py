@@ -21,7 +21,7 @@ from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.run.critic import Critic
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.run.measure import measure_parity, measure_sampling, measure_step, measure_training
+from hybrid_grpo.run.measure import measure_parity, measure_sampling, measure_speed, measure_step, sampling_spans
 from hybrid_grpo.run.stage import Stage
 from hybrid_grpo.run.teacher import Teacher
 
@@ -71,7 +71,8 @@ class Trainer(Stage):
             taught = self.ask_teacher(rollout, old_logp_BT)
             advantages_BT = taught.beside(self.advantages(rollout, scores, old_logp_BT, ref_logp_BT))
             sampler_logp_BT = rollout.logp_BT.to(self.device)
-            self.improve(rollout, Signals(sampler_logp_BT, old_logp_BT, ref_logp_BT, advantages_BT, taught))
+            with self.meter.time("time/train_s"):
+                self.improve(rollout, Signals(sampler_logp_BT, old_logp_BT, ref_logp_BT, advantages_BT, taught))
             self.refresh_reference(step)
         self.last_rollout = (rollout, scores, mean_over_tokens(advantages_BT, rollout))
         self.last_advantages_BT = advantages_BT
@@ -125,9 +126,10 @@ class Trainer(Stage):
         rollout, stats = self.policy.rollout(
             prompts, *settings, seed=seed, step=step, on_finish=on_finish, on_step=look, given=given
         )
-        times = time.perf_counter() - start, self.policy.engine.gather_s, self.policy.engine.release_s
+        self.meter.spans += (spans := sampling_spans(start, self.policy.engine))
         captures = None if self.device.type == "cpu" else stats.captures
-        self.meter.update(measure_sampling(rollout, *times, captures) | self.inputs.tool_numbers())
+        self.meter.update(measure_sampling(rollout, spans, captures) | self.inputs.tool_numbers())
+        self.details.decoded(stats.course)
         return rollout
 
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:
@@ -179,7 +181,6 @@ class Trainer(Stage):
     def improve(self, rollout: Rollout, signals: Signals) -> None:
         """`num_iterations` passes of `num_minibatches` optimizer steps; `old_logp` stays that of the sampler."""
         self.progress.enter("update")
-        start = time.perf_counter()
         settings = self.config.grpo, self.kl.beta, self.inputs.objective
         learns = self.critic is None or not self.critic.learns_alone
         for number, batches in enumerate(map(list, self.optimizer_steps(rollout, signals))):
@@ -194,6 +195,7 @@ class Trainer(Stage):
                 self.policy.engine.backward(loss)
                 self.kl.add(numbers)
                 self.meter.update(numbers)
+                self.details.learned(batch, logp_bT, entropy_bT)
                 self.meter.add("policy/loss", loss / self.plan.optimizer_steps)
                 if number == 0:
                     self.meter.update(measure_parity(batch, logp_bT))
@@ -201,7 +203,6 @@ class Trainer(Stage):
                 self.meter.update(self.inputs.pretrain(self.policy, self.progress.beat))
                 self.meter.add("policy/lr", self.policy.lr)
                 self.meter.add("policy/grad_norm", self.policy.step().grad_norm)
-        self.meter.update(measure_training(rollout, self.plan.num_iterations, time.perf_counter() - start))
         if self.reference is not None:
             self.meter.add("policy/kl_coef", self.kl.beta)
             self.kl.update()
@@ -245,6 +246,5 @@ class Trainer(Stage):
         outcome, threshold = self.inputs.outcome, self.config.eval.threshold
         self.meter.update(measure_step(rollout, scores, outcome, threshold, self.config.rollout.guests))
         self.meter.update(self.loader.numbers())
-        generated = self.meter.total("completion/sampled_tokens") / self.meter.total("time/generate_s")
-        self.meter.add("throughput/generated_tokens_per_s", generated)
+        self.meter.update(measure_speed(rollout, self.plan.num_iterations, self.meter))
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)

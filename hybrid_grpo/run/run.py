@@ -20,6 +20,7 @@ from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.alarms import Alarms, write_alarm
 from hybrid_grpo.run.best import Best
 from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints
+from hybrid_grpo.run.details import Details
 from hybrid_grpo.run.divergence import Guard, RollBack
 from hybrid_grpo.run.exporting import export, exported
 from hybrid_grpo.run.files import read_jsonl, replace_text, sync
@@ -122,6 +123,7 @@ class Run:
         RunInterrupted where the run was asked to stop; it is saved.
         """
         stage.progress = Progress(self.config.run, stage.policy.engine.device)
+        stage.details = Details(self.config.log, self.config.run.steps)
         try:
             self._train(stage)
         except RunInterrupted:
@@ -170,6 +172,7 @@ class Run:
             k = done
             for k in () if self._best.exhausted else range(done + 1, self.config.run.steps + 1):
                 before = copy.deepcopy(_states(stage))
+                stage.details.begin(k)
                 try:
                     stage.step(k)
                 except RunInterrupted:
@@ -194,6 +197,7 @@ class Run:
                 if due:
                     stage.progress.enter("evaluation")
                     stage.evaluate(k, due)
+                log.write_details(k, stage.details.own(stage.meter.spans, stage.last_rollout))
                 # Numbers before the checkpoint: a checkpoint without them would resume behind a gap, while lines
                 # without a checkpoint are cut again.
                 log.write(k, values := self.watched(k, stage.meter.reduce()))

@@ -9,6 +9,7 @@ from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.run.checkpoint import Shards
 from hybrid_grpo.run.critic import Critic
+from hybrid_grpo.run.details import Details
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.stopping import Progress
 
@@ -40,6 +41,7 @@ class Stage:
         critic: a second model that is trained.
         last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
         last_advantages_BT: its advantages token by token, of a step that is finished.
+        details: what is collected of a step beyond its numbers.
         progress: where the stage says what it does, and hears that it shall stop.
         eval_sets: what the policy is measured on, each after steps of its own.
     """
@@ -49,6 +51,7 @@ class Stage:
     parts: dict[str, Stateful]
     shards: Shards | None = None
     critic: Critic | None = None
+    details = Details()
     progress = Progress()
     last_rollout: tuple[Rollout, Scores, Tensor] | None = None
     last_advantages_BT: Tensor | None = None
