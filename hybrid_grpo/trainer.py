@@ -51,7 +51,7 @@ class Trainer(Stage):
         teacher: Teacher | None = None,
     ) -> None:
         self.config, self.plan, self.device, self.reference, self.inputs = config, plan, device, reference, inputs
-        self.critic, self.teacher = critic, teacher
+        self.critic, self.teacher, self.loss = critic, teacher, micro_batch_loss
         self.policy: Policy = policy
         self.eval_sets = inputs.eval_sets
         self.meter = inputs.meter(device, config.data.source_names)
@@ -189,7 +189,7 @@ class Trainer(Stage):
                 self.progress.beat()
                 head = signals.teacher.head(batch.micro)
                 logp_bT, entropy_bT, *kl = self.policy.forward(batch.micro, self.config.rollout.temperature, head)
-                loss, numbers = micro_batch_loss(batch, logp_bT, entropy_bT, *settings)
+                loss, numbers = self.loss(batch, logp_bT, entropy_bT, *settings)
                 of_teacher, more = signals.teacher.loss(kl, batch.weight_bT)
                 loss, numbers = loss + of_teacher, numbers | more
                 self.policy.engine.backward(loss)

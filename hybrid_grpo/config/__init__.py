@@ -17,6 +17,7 @@ from hybrid_grpo.config.commands import (
     GenerateConfig,
     PlanConfig,
     PublishConfig,
+    ReplayConfig,
     RewardStageConfig,
     ScoreConfig,
     ServeRewardConfig,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
-from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError, refuse
+from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, rank
 from hybrid_grpo.generation import Journal
@@ -27,7 +27,7 @@ from hybrid_grpo.run.files import read_jsonl, replace_text, sync
 from hybrid_grpo.run.lock import FolderLock
 from hybrid_grpo.run.origin import origin
 from hybrid_grpo.run.report import write_report
-from hybrid_grpo.run.resuming import find_start, settings_of
+from hybrid_grpo.run.resuming import find_start, load_stage, settings_of
 from hybrid_grpo.run.sinks import Log
 from hybrid_grpo.run.space import check_space
 from hybrid_grpo.run.stage import Stage
@@ -378,12 +378,7 @@ class Run:
         return self.start.step
 
     def _load(self, stage: Stage, checkpoint: Checkpoint) -> None:
-        state = self.checkpoints.load(stage.policy.engine, checkpoint, stage.all_shards)
-        stage.policy.load_state_dict(state["policy"])
-        for name, part in stage.parts.items():
-            # Settings that were added with run.allow_changes may need what the checkpoint does not have.
-            refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: take its settings out")
-            part.load_state_dict(state[name])
+        load_stage(stage, self.checkpoints, checkpoint)
 
 
 def _states(stage: Stage) -> dict[str, Any]:
