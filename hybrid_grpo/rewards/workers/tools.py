@@ -65,32 +65,41 @@ class Tool:
 
     def _called(self, call: RewardCall) -> Any:
         arguments = call.inputs["arguments"][0]
-        try:
-            inspect.signature(self.function).bind(**arguments)
-        except TypeError as error:
-            raise _WrongArguments(str(error)) from None
+        bound_arguments(self.function, arguments)
         return self.function(**arguments)
 
     def _failed(self, error: BaseException) -> Reply:
-        if isinstance(error, _WrongArguments):
+        if isinstance(error, WrongArguments):
             return failed(Failure("invalid", f"wrong arguments for {self.name}: {error}"), 1)
         trace = "".join(traceback.format_exception(error))[-20_000:]
         spent = isinstance(error, MemoryError)
         return failed(Failure("raised", describe(error, None)[:_LONGEST], trace), 1, spent=spent)
 
 
-class _WrongArguments(Exception):
+class WrongArguments(Exception):
     """The model gave arguments that the function does not take."""
 
 
+def bound_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Raise WrongArguments where a function does not take these."""
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise WrongArguments(str(error)) from None
+
+
 def _reply(result: Any) -> Reply:
+    return Reply([0.0], [None], {RESULT: [as_text(result)]})
+
+
+def as_text(result: Any) -> str:
+    """What a tool returned as the model reads it."""
     if isinstance(result, bytes | bytearray):
         result = bytes(result).decode(errors="replace")
     if not isinstance(result, str):
         result = json.dumps(result, ensure_ascii=False, default=str)
     # A tokenizer cannot read halves of surrogate pairs.
-    text = result[:_LONGEST].encode(errors="replace").decode()
-    return Reply([0.0], [None], {RESULT: [text]})
+    return result[:_LONGEST].encode(errors="replace").decode()
 
 
 def load_tool(config: ToolEntry, entry: str) -> Tool:
@@ -113,15 +122,22 @@ def load_tool(config: ToolEntry, entry: str) -> Tool:
         what = "is not a function" if hasattr(module, name) else "does not exist"
         raise UserError(f"{setting}: {name} {what} in {place}: {did_you_mean(name, functions_of(module))}")
     plain = inspect.unwrap(function)
+    schema = described(plain, setting)
+    interface = Interface(["arguments"], ["arguments"], inspect.iscoroutinefunction(plain), 1, schema=schema)
+    return Tool(schema["function"]["name"], function, interface, getattr(plain.__code__, "co_filename", None))
+
+
+def described(function: Callable[..., Any], setting: str) -> dict[str, Any]:
+    """What a model is told of a function. Raises UserError, which begins with `setting`, where it lacks type hints or a
+    docstring."""
     # Late, since only processes with tools need it.
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
-        schema = get_json_schema(plain)
+        schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:
         raise UserError(
             f"{setting} cannot be described to the model: {describe(error, None)}: give every argument a type hint and"
             " a line in the docstring's Args"
         ) from error
-    interface = Interface(["arguments"], ["arguments"], inspect.iscoroutinefunction(plain), 1, schema=schema)
-    return Tool(schema["function"]["name"], function, interface, getattr(plain.__code__, "co_filename", None))
+    return schema
