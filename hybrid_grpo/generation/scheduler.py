@@ -73,6 +73,8 @@ class Sequence:
     """Set with the last token."""
     most: int = sys.maxsize
     """Most tokens in all: of the prompt, sampled and given."""
+    turn_limit: int = sys.maxsize
+    """Most tokens to sample in one turn."""
     sampled: list[int] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
     begin: int = field(init=False)
@@ -92,6 +94,11 @@ class Sequence:
     def room(self) -> int:
         """How many tokens may still be sampled."""
         return min(self.limit - len(self.logp), self.most - len(self.tokens))
+
+    @property
+    def turn_room(self) -> int:
+        """How many of them in this turn."""
+        return min(self.room, self.turn_limit - (len(self.tokens) - self.begin))
 
     def add(
         self,
@@ -113,7 +120,7 @@ class Sequence:
         stopped = token in sampling.stop_ids
         if sampling.stop_strings and not stopped:
             stopped = text_ends(self.tokens[self.begin :], sampling, decode)
-        if not stopped and self.room > 0:
+        if not stopped and self.turn_room > 0:
             return
         finish: Finish | None = "stop" if stopped else "length"
         if turns is not None:

@@ -167,7 +167,7 @@ class RunInputs:
                 data, tokenizer, config.run.seed, partial(_check_streamed, model_config, conversations)
             )
             prompts, report = stream.prompts, stream.fact
-            check_lengths(model_config, stream.longest + config.rollout.max_read_tokens)
+            check_room(stream.longest, model_config, config.rollout)
         else:
             prompts, report = read_prompts(data, tokenizer)
         if stream is None and len(prompts) < config.rollout.prompts_per_step:
@@ -236,8 +236,19 @@ def check_prompts(
 ) -> None:
     """Refuse prompts that the model cannot read, or complete at the length that is asked for, or that have nothing for
     their environments."""
-    check_lengths(model_config, max(len(prompt.token_ids) for prompt in prompts) + rollout.max_read_tokens)
+    check_room(max(len(prompt.token_ids) for prompt in prompts), model_config, rollout)
     _check_streamed(model_config, conversations, prompts)
+
+
+def check_room(longest: int, model_config: Any, rollout: RolloutConfig) -> None:
+    """Refuse prompts of up to `longest` tokens that leave no room for a completion, or more than the model has."""
+    total, opened = rollout.max_total_tokens, longest + (rollout.max_tool_tokens if rollout.environment else 0)
+    refuse(
+        total is not None and opened >= total,
+        f"rollout.max_total_tokens {total} leaves a prompt of {opened} tokens none to sample: raise it, or lower"
+        " data.max_prompt_tokens below it",
+    )
+    check_lengths(model_config, rollout.longest(longest))
 
 
 def _check_streamed(model_config: Any, conversations: Conversations | None, prompts: list[Prompt]) -> None:
@@ -249,7 +260,8 @@ def _check_streamed(model_config: Any, conversations: Conversations | None, prom
 _SAMPLING = ("temperature", "top_p", "top_k")
 """Settings that are always shown. The ones below are shown where they are not the default."""
 _SAMPLING_IF_SET = (
-    "min_p", "repetition_penalty", "logit_bias", "min_completion_tokens", "ignore_eos", "logprobs", "decoder",
+    "min_p", "repetition_penalty", "logit_bias", "min_completion_tokens", "max_turn_tokens", "max_total_tokens",
+    "ignore_eos", "logprobs", "decoder",
 )  # fmt: skip
 
 

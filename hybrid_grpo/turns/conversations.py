@@ -164,11 +164,18 @@ class Conversations:
                 ready.append((conversation.key, given))
             elif self.environments.has_failed(conversation):
                 self._ends(conversation, "stop")
-            elif len(given) > self._config.max_tool_tokens:
-                # The decoder may find no room for it, and would end the completion without its environment.
+            elif not self._fits(conversation, given):
+                # The decoder would end the completion without its environment.
                 self._ends(conversation, "length")
             else:
+                conversation.given += len(given)
                 ready.append((conversation.key, given))
+
+    def _fits(self, conversation: Conversation, given: list[int]) -> bool:
+        """Whether an answer leaves room to sample behind it."""
+        request = self._requests[conversation.key]
+        read = len(request.prompt_ids) + conversation.sampled + conversation.given
+        return request.most is None or read + len(given) < request.most
 
     def _written(self, conversation: Conversation, messages: list[Message]) -> list[int]:
         """The tokens of messages that answer a turn, each cut to its share of `max_tool_tokens`."""

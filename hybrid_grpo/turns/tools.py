@@ -53,7 +53,10 @@ class Tools:
     setting, reads_last = "rollout.tools", False
 
     def __init__(self, config: RolloutConfig, scoring: ScoringConfig, environments: Environments | None = None) -> None:
-        entries = [(f"rollout.tools[{k}]", ToolEntry(function_text(f))) for k, f in enumerate(config.tools)]
+        entries = [
+            (f"rollout.tools[{k}]", ToolEntry(function_text(tool.function), tool.kwargs))
+            for k, tool in enumerate(config.tools)
+        ]
         pool = Pool(entries, scoring.workers or worker_count(), scoring)
         self._functions: list[dict[str, Any]] = [interface.schema or {} for interface in pool.interfaces]
         names = [str(schema["function"]["name"]) for schema in self._functions]

@@ -26,7 +26,7 @@ from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.config.importing import describe, functions_of, import_place
 from hybrid_grpo.rewards.environments import state_of
 from hybrid_grpo.rewards.functions import Failure, Interface, Reply, RewardCall, failed, finite
-from hybrid_grpo.rewards.workers.tools import RESULT, WrongArguments, as_text, bound_arguments, described
+from hybrid_grpo.rewards.workers.tools import RESULT, WrongArguments, as_text, check_arguments, described
 
 _OWN = ("reset", "get_reward", "close")
 """Methods that are no tools."""
@@ -101,7 +101,7 @@ class EnvironmentProcess:
     def _call(self, tool: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Call a method as a tool."""
         method = getattr(self._instance, tool)
-        bound_arguments(method, arguments)
+        check_arguments(inspect.signature(method), arguments)
         return {"text": as_text(self._waited(method(**arguments)))}
 
     def _step(self, text: str, is_last: bool) -> dict[str, Any]:
