@@ -101,8 +101,9 @@ class Trainer(Stage):
 
     def sample_and_score(self, prompts: list[Prompt], step: int) -> tuple[Rollout, Scores]:
         """A rollout and what the reward functions say of it; there may be no prompts on this rank."""
+        self.progress.enter("sampling", step)
+        prompts = self.inputs.opened(prompts, step)
         with self.inputs.rewards.stream(prompts, self.plan.num_generations, step) as stream:
-            self.progress.enter("sampling", step)
             rollout = self.sample(prompts, step, stream.add)
             self.progress.enter("scoring")
             with self.meter.time("time/reward_wait_s"):
@@ -243,8 +244,7 @@ class Trainer(Stage):
 
     def measure(self, rollout: Rollout, scores: Scores) -> None:
         """Numbers of the step that its stages did not add."""
-        outcome, threshold = self.inputs.outcome, self.config.eval.threshold
-        self.meter.update(measure_step(rollout, scores, outcome, threshold, self.config.rollout.guests))
-        self.meter.update(self.loader.numbers())
+        outcome, threshold, guests = self.inputs.outcome, self.config.eval.threshold, self.config.rollout.guests
+        self.meter.update(measure_step(rollout, scores, outcome, threshold, guests) | self.loader.numbers())
         self.meter.update(measure_speed(rollout, self.plan.num_iterations, self.meter))
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)
