@@ -102,10 +102,6 @@ class LogConfig:
     histograms_every: Whole = 10
     """Steps between histograms of rewards, lengths and advantages on the trackers, made of the rollouts that are
     written; 0 makes none."""
-    parity_alarm: Positive = 0.05
-    """Warn when sampler and training forward differ by more than this, on average, in log-probability."""
-    heldout_alarm: Positive = 0.05
-    """Warn when held-out accuracy is more than this below its best while the training reward is higher than then."""
 
     @model_validator(mode="after")
     def _check(self) -> LogConfig:

@@ -22,11 +22,11 @@ _NGRAM = 3
 def measure_step(
     rollout: Rollout, scores: Scores, outcome: str, threshold: float, guests: Sequence[GuestConfig] = ()
 ) -> Numbers:
-    """Everything that is measured once, at the end of a step. Rewards, groups and completions are those that the policy
-    has sampled of every prompt; those of guests are behind them in their groups."""
-    numbers: Numbers = measure_memory()
+    """What a rollout and its scores are like. Rewards, groups and completions are those that the policy has sampled of
+    every prompt; those of guests are behind them in their groups."""
+    numbers: Numbers = {}
     if guests:
-        numbers |= measure_guests(rollout, scores, guests)
+        numbers = measure_guests(rollout, scores, guests)
         size = rollout.num_generations
         own = size - sum(guest.per_group for guest in guests)
         rollout, scores = rollout.first(own), scores.first(own, size)
