@@ -107,10 +107,6 @@ class LogConfig:
     written, and with those of tokens in details.jsonl; 0 makes none."""
     details: Switch = True
     """Write details.jsonl: the groups of each step, its stages on every rank and the course of decoding."""
-    parity_alarm: Positive = 0.05
-    """Warn when sampler and training forward differ by more than this, on average, in log-probability."""
-    heldout_alarm: Positive = 0.05
-    """Warn when held-out accuracy is more than this below its best while the training reward is higher than then."""
 
     @model_validator(mode="after")
     def _check(self) -> LogConfig:

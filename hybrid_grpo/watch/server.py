@@ -238,10 +238,11 @@ def _alarms(run: Run) -> list[dict[str, Any]]:
     steps = run.table.column("step")
     places = {axis: run.axis(axis) for axis in AXES}
     found = []
-    for alarm in run.alarms():
-        ends = [int(steps.searchsorted(step)) for step in (alarm.first, alarm.last)]
+    for alarm in run.alarms() if steps.size else ():
+        # An alarm is written before the numbers of its step.
+        ends = [min(int(steps.searchsorted(step)), steps.size - 1) for step in (alarm.first, alarm.last)]
         at = {axis: [float(x[end]) for end in ends] for axis, x in places.items()}
-        found.append({"run": run.name, "metric": alarm.metric, "message": alarm.message, "at": at})
+        found.append({"run": run.name, "alarm": alarm.name, "message": alarm.message, "at": at})
     return found
 
 
