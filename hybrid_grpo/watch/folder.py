@@ -18,6 +18,7 @@ from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.catalogue import find
 from hybrid_grpo.run.charts import is_noisy
 from hybrid_grpo.run.files import rollout_files
+from hybrid_grpo.watch.details_file import DetailsFile
 from hybrid_grpo.watch.metrics_file import MetricsFile, Row, last_row
 from hybrid_grpo.watch.table import Column, Table
 
@@ -61,6 +62,7 @@ class Run:
         self._said: dict[int, list[str]] = {}
         self._restart()
         self._file = MetricsFile(folder / "metrics.jsonl", self._hear, self._restart)
+        self.details = DetailsFile(folder / "details.jsonl")
         self.version = next(_VERSIONS)
         """Another one whenever the numbers have changed."""
         self._summary: tuple[int, dict[str, Any]] = (-1, {})
