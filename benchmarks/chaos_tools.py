@@ -123,6 +123,8 @@ def left(folder: Path) -> list[str]:
 def fits(key: str, content: str) -> bool:
     """Whether this can be what the model read of a call, cut to its limit of tokens."""
     what = fate(key)
+    if not content:
+        return True  # the calls of a turn share the room of its answer, and many leave each none
     if what in FAILURES:
         return content.startswith("error")
     if what == "long":
