@@ -26,6 +26,7 @@ from hybrid_grpo.run.exporting import export, exported
 from hybrid_grpo.run.files import read_jsonl, replace_text, sync
 from hybrid_grpo.run.lock import FolderLock
 from hybrid_grpo.run.origin import origin
+from hybrid_grpo.run.profiling import Profiler
 from hybrid_grpo.run.report import write_report
 from hybrid_grpo.run.resuming import find_start, settings_of
 from hybrid_grpo.run.sinks import Log
@@ -158,6 +159,7 @@ class Run:
 
     def _advance(self, stage: Stage, done: int, settings: dict[str, Any]) -> None:
         """Make the steps behind `done`, and export the model."""
+        profiler = Profiler(self.config.log.profiled, self.folder / "profile")
         with Log(self.config.log, self.folder, self.config.run.steps, done or -1, settings) as log, self._reported():
             if self._saves and self._saved is None:
                 stage.progress.enter("saving", done)
@@ -173,7 +175,8 @@ class Run:
                 before = copy.deepcopy(_states(stage))
                 stage.details.begin(k)
                 try:
-                    stage.step(k)
+                    with profiler.step(k, stage.meter):
+                        stage.step(k)
                 except RunInterrupted:
                     if self._saved != k - 1:
                         stage.progress.enter("saving")
