@@ -76,7 +76,7 @@ class Details:
         self._counts[name] = self._counts[name] + count_K if name in self._counts else count_K
 
     def own(self, spans: Sequence[Span], taken: tuple[Rollout, Scores, Tensor] | None) -> dict[str, Any] | None:
-        """This rank's part of the step that has ended, for `joined`; None where nothing is collected.
+        """This rank's part of the step that has ended, for `details_line`; None where nothing is collected.
 
         Args:
             spans: the stages of the step.
@@ -103,7 +103,7 @@ class Details:
         return part
 
 
-def joined(step: int, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def details_line(step: int, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The line of details.jsonl from the parts of all ranks."""
     line: dict[str, Any] = {"step": step}
     if "prompts" in parts[0]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
-from hybrid_grpo.run.details import BUCKETS, Details, histogram, joined, of_counts
+from hybrid_grpo.run.details import BUCKETS, Details, details_line, histogram, of_counts
 from hybrid_grpo.run.files import cut_lines, read_jsonl
 
 
@@ -37,7 +37,7 @@ def test_the_parts_of_all_ranks_become_one_line():
         part_of(make_rollout([7, 3], [1.0, 0.0, math.nan, 0.5])),
         part_of(make_rollout([4, 9], [1.0, 1.0, 0.0, 0.25])),
     ]
-    line = joined(1, parts)
+    line = details_line(1, parts)
     assert line["prompts"][0] == [7, 0.5, 0.7071] and [group[0] for group in line["prompts"]] == [7, 3, 4, 9]
     assert line["prompts"][1][1] == 0.5 and math.isnan(line["prompts"][1][2])
     assert line["stages"] == [[["generate", 0.0, 1.5]]] * 2 and "decoder" not in line
@@ -53,14 +53,14 @@ def test_rewards_of_guests_are_not_the_policys():
 
 @pytest.mark.parametrize(("step", "due"), [(1, True), (2, False), (3, True), (4, False), (9, True)])
 def test_histograms_are_made_every_so_many_steps_the_first_and_the_last(step, due):
-    line = joined(step, [part_of(make_rollout([7], [0.0, 1.0]), step=step, histograms_every=3)])
+    line = details_line(step, [part_of(make_rollout([7], [0.0, 1.0]), step=step, histograms_every=3)])
     assert ("histograms" in line) == due and "prompts" in line
 
 
 def test_details_that_are_off_or_of_a_step_without_stages_are_none():
     taken = make_rollout([7], [0.0, 1.0])
     assert part_of(taken, details=False) is None and part_of(None, spans=()) is None
-    assert "histograms" not in joined(1, [part_of(taken, histograms_every=0)])
+    assert "histograms" not in details_line(1, [part_of(taken, histograms_every=0)])
 
 
 @given(st.lists(st.floats(0, 3.999), min_size=1), st.integers(0, 5))
