@@ -79,7 +79,8 @@ async function draw() {
   if (!answer.prompts) {
     status.textContent = reading ? `Reading${reading} …` : "This run has noted no rewards of prompts (log.details).";
   } else {
-    status.textContent = `${whole(answer.prompts)} prompts, steps ${whole(answer.first)} to ${whole(answer.last)}${reading}.`;
+    const count = part ? `${whole(answer.high - answer.low)} of ${whole(answer.prompts)}` : whole(answer.prompts);
+    status.textContent = `${count} prompts, steps ${whole(answer.first)} to ${whole(answer.last)}${reading}.`;
     show(answer);
   }
   if (reading && state.view === "prompts") setTimeout(() => mine === turn && draw(), 50);

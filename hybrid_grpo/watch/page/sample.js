@@ -60,15 +60,15 @@ function answer(all, tokens, wanted) {
     [false, "Text"],
     [true, "Tokens"],
   ].map(([is, label]) =>
-    el("button", { type: "button", onclick: () => choose(is), "aria-pressed": "false", "data-tokens": is }, label),
+    el("button", { type: "button", onclick: () => choose((byTokens = is)), "aria-pressed": "false", "data-tokens": String(is) }, label),
   );
   function choose(is) {
-    byTokens = is;
     text.hidden = is;
     rays.hidden = !is;
     for (const [at, choice] of choices.entries()) choice.setAttribute("aria-pressed", String(is === Boolean(at)));
   }
-  choose(byTokens);
+  // Words that were searched for are marked in the text.
+  choose(byTokens && !wanted);
   return [el("div", { class: "either" }, el("h3", {}, "Completion"), ...choices), text, rays];
 }
 
