@@ -76,6 +76,7 @@ class Trainer(Stage):
         advantages_BT = taught.beside(self.advantages(rollout, scores, old_logp_BT, ref_logp_BT))
         self.improve(rollout, Signals(rollout.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT, taught))
         self.last_rollout = (rollout, scores, mean_over_tokens(advantages_BT, rollout))
+        self.last_advantages_BT = advantages_BT
 
     def collect(self, step: int) -> tuple[Rollout, Scores]:
         """The step's groups and their scores; with dynamic sampling, groups that teach nothing are replaced."""
@@ -94,7 +95,7 @@ class Trainer(Stage):
         self.loader.update()
         self.progress.enter("old_logp")
         # Kept before anything is learned from it, in case the run stops here. It has no advantages yet.
-        self.last_rollout = (rollout, scores, torch.full_like(scores.reward_B, torch.nan))
+        self.last_rollout, self.last_advantages_BT = (rollout, scores, scores.reward_B * torch.nan), None
         self.inputs.rewards.refuse_failures(scores, self.device)
         return rollout, scores
 
@@ -158,9 +159,8 @@ class Trainer(Stage):
 
     def scored(self, rollout: Rollout, model: Policy | Reference) -> Tensor:
         """Log-probabilities [B, T] of all completions that are learned from, without gradients. Collective."""
-        shape = (len(rollout.completions), max(rollout.lengths))
         batches = self.micro_batches(rollout, rollout.learned, gradients=False)
-        return model.logprobs(batches, shape, self.config.rollout.temperature)
+        return model.logprobs(batches, (len(rollout.lengths), max(rollout.lengths)), self.config.rollout.temperature)
 
     def advantages(
         self, rollout: Rollout, scores: Scores, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None

@@ -119,7 +119,7 @@ class RunInputs:
         """A meter for the numbers of the run's rewards, held-out sets and `sources` of prompts."""
         samples = max((held_out.settings.rollout.num_generations for held_out in self.eval_sets), default=1)
         names = [held_out.name for held_out in self.eval_sets]
-        tools = tool_names(self.conversations.tools.names) if self.conversations else []
+        tools = tool_names(self.conversations.tool_names) if self.conversations else []
         return Meter(self.rewards.names, names, device, sources, samples, self.guests.names, tools)
 
     def tool_numbers(self) -> Numbers:
@@ -156,7 +156,7 @@ class RunInputs:
         if config.data.streaming:
             stream = PromptStream(data, tokenizer, config.run.seed, partial(_check_ids, model_config))
             prompts, report = stream.prompts, stream.fact
-            check_lengths(model_config, stream.longest + config.rollout.max_read_tokens)
+            check_room(stream.longest, model_config, config.rollout)
         else:
             prompts, report = read_prompts(data, tokenizer)
         if stream is None and len(prompts) < config.rollout.prompts_per_step:
@@ -196,8 +196,8 @@ class RunInputs:
         outcome = config.eval.outcome or reward_name(config.rewards[0])
         facts["sampling"] = sampling_line(config.rollout, ends, tokenizer)
         facts["rewards"] = ", ".join(f"{reward.weight:g} {reward_name(reward)}" for reward in config.rewards)
-        if conversations is not None:
-            facts["tools"] = ", ".join(conversations.tools.names)
+        if conversations is not None and conversations.tool_names:
+            facts["tools"] = ", ".join(conversations.tool_names)
         parts = (eval_sets, objective, ends, pretraining, guests, conversations)
         return cls(tokenizer, own, outcome, prompts, stream, *parts, facts)
 
@@ -219,8 +219,19 @@ def _load_rewards(config: TrainConfig, sets: list[HeldOut]) -> dict[str, list[Re
 
 def check_prompts(prompts: list[Prompt], model_config: Any, rollout: RolloutConfig) -> None:
     """Refuse prompts that the model cannot read, or complete at the length that is asked for."""
-    check_lengths(model_config, max(len(prompt.token_ids) for prompt in prompts) + rollout.max_read_tokens)
+    check_room(max(len(prompt.token_ids) for prompt in prompts), model_config, rollout)
     _check_ids(model_config, prompts)
+
+
+def check_room(longest: int, model_config: Any, rollout: RolloutConfig) -> None:
+    """Refuse prompts of up to `longest` tokens that leave no room for a completion, or more than the model has."""
+    total = rollout.max_total_tokens
+    refuse(
+        total is not None and longest >= total,
+        f"rollout.max_total_tokens {total} leaves a prompt of {longest} tokens none to sample: raise it, or lower"
+        " data.max_prompt_tokens below it",
+    )
+    check_lengths(model_config, rollout.longest(longest))
 
 
 def _check_ids(model_config: Any, prompts: list[Prompt]) -> None:
@@ -230,7 +241,8 @@ def _check_ids(model_config: Any, prompts: list[Prompt]) -> None:
 _SAMPLING = ("temperature", "top_p", "top_k")
 """Settings that are always shown. The ones below are shown where they are not the default."""
 _SAMPLING_IF_SET = (
-    "min_p", "repetition_penalty", "logit_bias", "min_completion_tokens", "ignore_eos", "logprobs", "decoder",
+    "min_p", "repetition_penalty", "logit_bias", "min_completion_tokens", "max_turn_tokens", "max_total_tokens",
+    "ignore_eos", "logprobs", "decoder",
 )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
-"""Completions of several turns: tools that the model calls, and what it reads of them.
+"""Completions of several turns: those who answer the model's turns, and what it reads of them.
 
-    tools.py          the functions, and their calls in worker processes
+    conversation.py   a completion under way, and what those who answer have in common (`Partner`)
+    tools.py          a partner: functions, and their calls in worker processes
     calls.py          from the text of a turn to the calls in it
-    template.py       from results to the tokens that stand between two turns
+    template.py       from answers to the tokens that stand between two turns
     conversations.py  all of it together, as the decoder asks for it (generation's `Turns`)
 
 What was sampled is never decoded and read as tokens again: between two turns only the tokens are added that the chat

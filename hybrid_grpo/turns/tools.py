@@ -14,12 +14,14 @@ from typing import Any
 from hybrid_grpo.config import RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import function_text
-from hybrid_grpo.data.batch import Numbers
+from hybrid_grpo.data.batch import Message, Numbers
 from hybrid_grpo.rewards.functions import Reply, RewardCall
 from hybrid_grpo.rewards.loading import worker_count
 from hybrid_grpo.rewards.workers.pool import Caller, Pool
 from hybrid_grpo.rewards.workers.tools import RESULT, ToolEntry
-from hybrid_grpo.turns.calls import Call
+from hybrid_grpo.turns.calls import Call, Turn
+from hybrid_grpo.turns.conversation import Answer, Conversation
+from hybrid_grpo.turns.template import tool_message
 
 UNKNOWN = "unknown"
 """Stands for the tool in counts where a call names none, or cannot be read."""
@@ -35,7 +37,9 @@ class Counts:
 
 
 class Tools:
-    """The functions of `rollout.tools`, each in worker processes, as reward functions are.
+    """The functions of `rollout.tools`, each in worker processes, as reward functions are; has the form of `Partner`.
+
+    All calls of a turn run at the same time.
 
     Creating it raises UserError where one cannot be imported or described.
 
@@ -44,8 +48,13 @@ class Tools:
         schemas: what the model is told of them.
     """
 
+    setting, reads_last = "rollout.tools", False
+
     def __init__(self, config: RolloutConfig, scoring: ScoringConfig) -> None:
-        entries = [(f"rollout.tools[{k}]", ToolEntry(function_text(f))) for k, f in enumerate(config.tools)]
+        entries = [
+            (f"rollout.tools[{k}]", ToolEntry(function_text(tool.function), tool.kwargs))
+            for k, tool in enumerate(config.tools)
+        ]
         pool = Pool(entries, scoring.workers or worker_count(), scoring)
         self.schemas: list[dict[str, Any]] = [interface.schema or {} for interface in pool.interfaces]
         self.names = [str(schema["function"]["name"]) for schema in self.schemas]
@@ -56,6 +65,33 @@ class Tools:
             name: pool.isolated(index, config.tool_timeout_s) for index, name in enumerate(self.names)
         }
         self._pool, self._counts, self._lock = pool, Counts(), threading.Lock()
+
+    def example(self, content: str) -> Message:
+        """See `Partner`."""
+        return tool_message(0, self.names[0], content)
+
+    def takes(self, conversation: Conversation, turn: Turn) -> bool:
+        """Whether a turn calls tools, or tries to."""
+        return bool(turn.calls) or turn.fault is not None
+
+    def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
+        """Answer a turn with the results of all of its calls, once they are there."""
+        calls = turn.calls if turn.fault is None else [*turn.calls, Call(UNKNOWN, {})]
+        results: dict[int, str] = {}
+        lock = threading.Lock()
+
+        def take(number: int, text: str) -> None:
+            with lock:
+                results[number] = text
+                if len(results) < len(calls):
+                    return
+            done(Answer([tool_message(k, call.name, results[k]) for k, call in enumerate(calls)]))
+
+        if turn.fault is not None:
+            self._count(UNKNOWN, True, 0.0)
+            take(len(turn.calls), f"error: {turn.fault}")
+        for number, call in enumerate(turn.calls):
+            self.call(call, partial(take, number))
 
     def call(self, call: Call, done: Callable[[str], None]) -> None:
         """Call a tool; `done` is told what the model reads of it, in whatever thread."""
@@ -74,10 +110,6 @@ class Tools:
             done(text if isinstance(text, str) else f"error: {failure.message if failure else 'no answer'}")
 
         caller(RewardCall({"arguments": [call.arguments]}, [0])).add_done_callback(finish)
-
-    def unreadable(self) -> None:
-        """Count a call that could not be read."""
-        self._count(UNKNOWN, True, 0.0)
 
     def _count(self, name: str, has_failed: bool, seconds: float) -> None:
         with self._lock:

@@ -13,14 +13,15 @@ import json
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from hybrid_grpo.config.errors import UserError, did_you_mean
+from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.config.importing import describe, functions_of, import_place
 from hybrid_grpo.rewards.functions import Failure, Interface, Reply, RewardCall, failed
 
-BUILTINS = ("calculator", "python")
-"""Tools that a configuration names without a path; they are defined in ready_made.py."""
+BUILTINS = ("calculator", "python", "search")
+"""Tools that a configuration names without a path; they are defined in ready_made.py, and search.py."""
 RESULT = "result"
 """Name under which a reply holds what a tool returned."""
 _LONGEST = 1 << 20  # characters
@@ -33,7 +34,7 @@ class ToolEntry:
     function: str
     """`path/to/file.py:name`, `package.module:name` or the name of a built-in."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """No tool has fixed arguments; a reward function may."""
+    """Arguments that are the same in every call, of which the model is not told."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Tool:
 
     name: str
     function: Callable[..., Any]
+    signature: inspect.Signature
+    """What the model may give."""
     interface: Interface
     file: str | None
     """File in which the function is written."""
@@ -66,7 +69,7 @@ class Tool:
     def _called(self, call: RewardCall) -> Any:
         arguments = call.inputs["arguments"][0]
         try:
-            inspect.signature(self.function).bind(**arguments)
+            self.signature.bind(**arguments)
         except TypeError as error:
             raise _WrongArguments(str(error)) from None
         return self.function(**arguments)
@@ -98,20 +101,8 @@ def load_tool(config: ToolEntry, entry: str) -> Tool:
 
     Raises UserError where there is no such function, or where it lacks type hints or a docstring.
     """
-    place, colon, name = config.function.rpartition(":")
     setting = f"{entry} {config.function}"
-    if not colon:
-        if config.function not in BUILTINS:
-            raise UserError(
-                f"{setting} is no built-in: {did_you_mean(config.function, BUILTINS)}; one of your own is given as"
-                " path/to/file.py:function or package.module:function"
-            )
-        place, name = "hybrid_grpo.rewards.workers.ready_made", config.function
-    module = import_place(place, setting)
-    function = getattr(module, name, None)
-    if not callable(function):
-        what = "is not a function" if hasattr(module, name) else "does not exist"
-        raise UserError(f"{setting}: {name} {what} in {place}: {did_you_mean(name, functions_of(module))}")
+    function, fixed = _function(config, setting)
     plain = inspect.unwrap(function)
     # Late, since only processes with tools need it.
     from transformers.utils.chat_template_utils import get_json_schema
@@ -123,5 +114,56 @@ def load_tool(config: ToolEntry, entry: str) -> Tool:
             f"{setting} cannot be described to the model: {describe(error, None)}: give every argument a type hint and"
             " a line in the docstring's Args"
         ) from error
+    told = schema["function"]["parameters"]
+    told["properties"] = {name: told["properties"][name] for name in told["properties"] if name not in fixed}
+    if "required" in told:
+        told["required"] = [name for name in told["required"] if name not in fixed]
     interface = Interface(["arguments"], ["arguments"], inspect.iscoroutinefunction(plain), 1, schema=schema)
-    return Tool(schema["function"]["name"], function, interface, getattr(plain.__code__, "co_filename", None))
+    parameters = inspect.signature(function).parameters
+    given = inspect.Signature([parameter for name, parameter in parameters.items() if name not in fixed])
+    file = getattr(plain.__code__, "co_filename", None)
+    return Tool(schema["function"]["name"], partial(function, **fixed), given, interface, file)
+
+
+def _function(config: ToolEntry, setting: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function of an entry, and the arguments that are the same in every call of it."""
+    if config.function != "search":
+        function = _find(config.function, setting)
+        _check_kwargs(function, config.kwargs, setting)
+        return function, config.kwargs
+    # Late, since only processes that search need numpy.
+    from hybrid_grpo.rewards.workers.search import search_tool
+
+    _check_kwargs(search_tool, config.kwargs, setting)
+    try:
+        return search_tool(**config.kwargs), {}
+    except ValueError as error:
+        raise UserError(f"{setting}: {error}") from None
+
+
+def _check_kwargs(function: Callable[..., Any], kwargs: dict[str, Any], setting: str) -> None:
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name in kwargs:
+        refuse(
+            name not in parameters and not takes_any,
+            f"{setting}: kwargs {name}: there is no such argument: {did_you_mean(name, parameters)}",
+        )
+
+
+def _find(spec: str, setting: str) -> Callable[..., Any]:
+    """The function that a configuration names; `setting` begins the messages."""
+    place, colon, name = spec.rpartition(":")
+    if not colon:
+        if spec not in BUILTINS:
+            raise UserError(
+                f"{setting} is no built-in: {did_you_mean(spec, BUILTINS)}; one of your own is given as"
+                " path/to/file.py:function or package.module:function"
+            )
+        place, name = "hybrid_grpo.rewards.workers.ready_made", spec
+    module = import_place(place, setting)
+    function = getattr(module, name, None)
+    if not callable(function):
+        what = "is not a function" if hasattr(module, name) else "does not exist"
+        raise UserError(f"{setting}: {name} {what} in {place}: {did_you_mean(name, functions_of(module))}")
+    return function
