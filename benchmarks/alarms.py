@@ -16,8 +16,8 @@ import json
 import multiprocessing
 import os
 import platform
-import sys
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
