@@ -232,7 +232,7 @@ def conversations_of(config: TrainConfig, tokenizer: Any, ends: tuple[int, ...])
     openings = None
     if environments is not None:
         openings = Openings(environments, tools, data, tokenizer, rollout.max_tool_tokens)
-        partners += [environments] if environments.has_steps else []
+        partners.append(environments)
     variables, seed = data.chat_template_kwargs, config.run.seed
     return Conversations(partners, tools, rollout, tokenizer, variables, ends, environments, openings, seed)
 
