@@ -110,7 +110,6 @@ SETTINGS = [
     ("--alarms.kl.action=skip", "alarms.kl: action skip is for length_runaway", "set it to say, stop or roll_back"),
     ("--alarms.kl.above=null", "alarms.kl has neither above nor below: give one of them, or null for no alarm"),
     ("--alarms.kl=3", "alarms.kl 3 must be settings, as in {above: ...}"),
-    ("--alarms.numbers.policy/kul.above=1", "alarms.numbers policy/kul is no metric: did you mean policy/kl?"),
     ("--log.profile=0", "log.profile 0 must be 1 or greater"),
     ("--log.profile=[3,3]", "log.profile [3, 3] names a step twice: take one out"),
     ("--log.profile=soon", "log.profile: expected a whole number or a list, got soon"),
