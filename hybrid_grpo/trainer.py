@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
-from hybrid_grpo.data.batch import MicroBatch, Numbers, Prompt, Rollout, Scores, TrainBatch
+from hybrid_grpo.data.batch import MicroBatch, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
 from hybrid_grpo.grpo.distillation import TeacherSignal
@@ -21,7 +21,7 @@ from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.run.critic import Critic
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.run.measure import measure_memory, measure_parity, measure_sampling, measure_step, measure_training
+from hybrid_grpo.run.measure import measure_costs, measure_parity, measure_sampling, measure_step, sampling_spans
 from hybrid_grpo.run.stage import Stage
 from hybrid_grpo.run.teacher import Teacher
 
@@ -49,10 +49,13 @@ class Trainer(Stage):
         teacher: Teacher | None = None,
     ) -> None:
         self.config, self.plan, self.device, self.reference, self.inputs = config, plan, device, reference, inputs
-        self.critic, self.teacher = critic, teacher
+        self.critic, self.teacher, self.loss = critic, teacher, micro_batch_loss
         self.policy: Policy = policy
         self.eval_sets, self.meter = inputs.eval_sets, inputs.meter(device, config.data.source_names)
         self.loader = inputs.loader(config, plan, device)
+        self.numbers_of = partial(
+            measure_step, outcome=inputs.outcome, threshold=config.eval.threshold, guests=config.rollout.guests
+        )
         self.kl = KlController(config.grpo, plan.rows, device)
         # The filtered distribution is not the policy's: with its log-probabilities no ratio is 1.
         self.starts_on_policy = config.recomputes_old_logp or config.rollout.logprobs == "softmax"
@@ -63,7 +66,7 @@ class Trainer(Stage):
         """One GRPO step (DeepSeekMath, arXiv:2402.03300, algorithm 1, inner loop)."""
         with self.meter.time("time/step_s"):
             rollout, scores = self.collect(step)
-            if not self.skips(step, partial(self.sampled_numbers, rollout, scores)):
+            if not self.skips(step, partial(self.numbers_of, rollout, scores)):
                 self.learn(rollout, scores)
             self.refresh_reference(step)
         self.measure(rollout, scores)
@@ -74,7 +77,9 @@ class Trainer(Stage):
         ref_logp_BT = self.reference_logprobs(rollout)
         taught = self.ask_teacher(rollout, old_logp_BT)
         advantages_BT = taught.beside(self.advantages(rollout, scores, old_logp_BT, ref_logp_BT))
-        self.improve(rollout, Signals(rollout.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT, taught))
+        signals = Signals(rollout.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT, taught)
+        with self.meter.time("time/train_s"):
+            self.improve(rollout, signals)
         self.last_rollout = (rollout, scores, mean_over_tokens(advantages_BT, rollout))
         self.last_advantages_BT = advantages_BT
 
@@ -101,8 +106,9 @@ class Trainer(Stage):
 
     def sample_and_score(self, prompts: list[Prompt], step: int) -> tuple[Rollout, Scores]:
         """A rollout and what the reward functions say of it; there may be no prompts on this rank."""
+        self.progress.enter("sampling", step)
+        prompts = self.inputs.opened(prompts, step)
         with self.inputs.rewards.stream(prompts, self.plan.num_generations, step) as stream:
-            self.progress.enter("sampling", step)
             rollout = self.sample(prompts, step, stream.add)
             self.progress.enter("scoring")
             with self.meter.time("time/reward_wait_s"):
@@ -126,9 +132,10 @@ class Trainer(Stage):
         rollout, stats = self.policy.rollout(
             prompts, *settings, seed=seed, step=step, on_finish=on_finish, on_step=look, given=given
         )
-        times = time.perf_counter() - start, self.policy.engine.gather_s, self.policy.engine.release_s
+        self.meter.spans += (spans := sampling_spans(start, self.policy.engine))
         captures = None if self.device.type == "cpu" else stats.captures
-        self.meter.update(measure_sampling(rollout, *times, captures) | self.inputs.tool_numbers())
+        self.meter.update(measure_sampling(rollout, spans, captures) | self.inputs.tool_numbers())
+        self.details.decoded(stats.course)
         return rollout
 
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:
@@ -180,7 +187,6 @@ class Trainer(Stage):
     def improve(self, rollout: Rollout, signals: Signals) -> None:
         """`num_iterations` passes of `num_minibatches` optimizer steps; `old_logp` stays that of the sampler."""
         self.progress.enter("update")
-        start = time.perf_counter()
         settings = self.config.grpo, self.kl.beta, self.inputs.objective
         learns = self.critic is None or not self.critic.learns_alone
         for number, batches in enumerate(map(list, self.optimizer_steps(rollout, signals))):
@@ -192,12 +198,13 @@ class Trainer(Stage):
                 self.progress.beat()
                 head = signals.teacher.head(batch.micro)
                 logp_bT, entropy_bT, *kl = self.policy.forward(batch.micro, self.config.rollout.temperature, head)
-                loss, numbers = micro_batch_loss(batch, logp_bT, entropy_bT, *settings)
+                loss, numbers = self.loss(batch, logp_bT, entropy_bT, *settings)
                 of_teacher, more = signals.teacher.loss(kl, batch.weight_bT)
                 loss, numbers = loss + of_teacher, numbers | more
                 self.policy.engine.backward(loss)
                 self.kl.add(numbers)
                 self.meter.update(numbers)
+                self.details.learned(batch, logp_bT, entropy_bT)
                 self.meter.add("policy/loss", loss / self.plan.optimizer_steps)
                 if number == 0:
                     self.meter.update(measure_parity(batch, logp_bT))
@@ -205,7 +212,6 @@ class Trainer(Stage):
                 self.meter.update(self.inputs.pretrain(self.policy, self.progress.beat))
                 self.meter.add("policy/lr", self.policy.lr)
                 self.meter.add("policy/grad_norm", self.policy.step().grad_norm)
-        self.meter.update(measure_training(rollout, self.plan.num_iterations, time.perf_counter() - start))
         if self.reference is not None:
             self.meter.add("policy/kl_coef", self.kl.beta)
             self.kl.update()
@@ -226,12 +232,6 @@ class Trainer(Stage):
             with self.meter.time("time/reference_s"):
                 self.reference.refresh(self.policy.engine, grpo.ref_mix)
 
-    def sampled_numbers(self, rollout: Rollout, scores: Scores) -> Numbers:
-        """What the rollout and its scores are like."""
-        return measure_step(
-            rollout, scores, self.inputs.outcome, self.config.eval.threshold, self.config.rollout.guests
-        )
-
     def evaluate(self, step: int, sets: Sequence[EvalSet]) -> None:
         """Complete and score held-out sets after a step; see `EvalSet.measure`."""
         for held_out in sets:
@@ -244,7 +244,6 @@ class Trainer(Stage):
 
     def measure(self, rollout: Rollout, scores: Scores) -> None:
         """Numbers of the step that its stages did not add."""
-        self.meter.update({**measure_memory(), **self.sampled_numbers(rollout, scores), **self.loader.numbers()})
-        generated = self.meter.total("completion/sampled_tokens") / self.meter.total("time/generate_s")
-        self.meter.add("throughput/generated_tokens_per_s", generated)
+        self.meter.update(self.numbers_of(rollout, scores) | self.loader.numbers())
+        self.meter.update(measure_costs(rollout, self.plan.num_iterations, self.meter))
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)

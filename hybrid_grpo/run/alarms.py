@@ -4,8 +4,6 @@ What a symptom is stands in symptoms.py. An alarm is also a number (`health/alar
 those it was made from.
 """
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_grpo.config import AlarmConfig, AlarmsConfig
@@ -13,12 +11,10 @@ from hybrid_grpo.config.errors import RunStopped, did_you_mean, refuse
 from hybrid_grpo.distributed import all_gather_objects, rank
 from hybrid_grpo.run.catalogue import CATALOGUE, find
 from hybrid_grpo.run.divergence import RollBack
-from hybrid_grpo.run.files import read_jsonl, replace_text
+from hybrid_grpo.run.files import read_jsonl
+from hybrid_grpo.run.said import Said
 from hybrid_grpo.run.symptoms import Sign, Symptoms
 
-ALARMS_FILE = "alarms.jsonl"
-"""In a run's folder: every alarm that was said, one JSON object a line, with `step`, `alarm` (its name), `since` (the
-first step of what was seen), `message` and `action`."""
 _CAUSES = {
     "dead_groups": {"constant_reward", "entropy_collapse", "duplicates", "failing_rewards", "truncated"},
     "constant_reward": {"entropy_collapse", "duplicates", "failing_rewards", "truncated"},
@@ -27,31 +23,6 @@ _CAUSES = {
     "held_out": {"reward_hacking"},
 }
 """Symptoms that follow from others: while one of those is bad they are not counted, so that the cause is said alone."""
-
-
-@dataclass(frozen=True)
-class Said:
-    """An alarm that went off."""
-
-    step: int
-    alarm: str
-    since: int
-    message: str
-    action: str = "say"
-
-
-def write_alarm(folder: Path, said: Said) -> None:
-    """Add an alarm to those of a run's folder."""
-    with (folder / ALARMS_FILE).open("a", encoding="utf-8") as file:
-        print(json.dumps(vars(said), ensure_ascii=False), file=file)
-
-
-def forget_alarms(folder: Path, done: int) -> None:
-    """Leave only the alarms up to a step in a run's folder."""
-    alarms = read_jsonl(folder / ALARMS_FILE)
-    if alarms:
-        kept = (json.dumps(alarm, ensure_ascii=False) + "\n" for alarm in alarms if alarm["step"] <= done)
-        replace_text(folder / ALARMS_FILE, "".join(kept))
 
 
 class Alarms:

@@ -12,21 +12,23 @@ from typing import Any
 import torch
 
 from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
-from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError, refuse
+from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, rank
 from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.run.alarms import Alarms, write_alarm
+from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.best import Best
 from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints
+from hybrid_grpo.run.details import Details
 from hybrid_grpo.run.divergence import Guard, RollBack
 from hybrid_grpo.run.exporting import export, exported
 from hybrid_grpo.run.files import replace_text, sync
 from hybrid_grpo.run.lock import FolderLock
 from hybrid_grpo.run.origin import origin
 from hybrid_grpo.run.report import write_report
-from hybrid_grpo.run.resuming import find_start, settings_of
+from hybrid_grpo.run.resuming import find_start, load_stage, settings_of
+from hybrid_grpo.run.said import write_alarm
 from hybrid_grpo.run.sinks import Log
 from hybrid_grpo.run.space import check_space
 from hybrid_grpo.run.stage import Stage
@@ -123,6 +125,7 @@ class Run:
         RunInterrupted where the run was asked to stop; it is saved.
         """
         stage.progress = Progress(self.config.run, stage.policy.engine.device)
+        stage.details = Details(self.config.log, self.config.run.steps)
         try:
             self._train(stage)
         except RunInterrupted:
@@ -172,6 +175,7 @@ class Run:
             stage.alarms = self._alarms
             for k in () if self._best.exhausted else range(done + 1, self.config.run.steps + 1):
                 before = copy.deepcopy(_states(stage))
+                stage.details.begin(k)
                 try:
                     stage.step(k)
                 except RunInterrupted:
@@ -196,6 +200,7 @@ class Run:
                 if due:
                     stage.progress.enter("evaluation")
                     stage.evaluate(k, due)
+                log.write_details(k, stage.details.own(stage.meter.spans, stage.last_rollout))
                 # Numbers before the checkpoint: a checkpoint without them would resume behind a gap, while lines
                 # without a checkpoint are cut again.
                 log.write(k, values := self.watched(k, stage.meter.reduce()))
@@ -371,12 +376,7 @@ class Run:
         return self.start.step
 
     def _load(self, stage: Stage, checkpoint: Checkpoint) -> None:
-        state = self.checkpoints.load(stage.policy.engine, checkpoint, stage.all_shards)
-        stage.policy.load_state_dict(state["policy"])
-        for name, part in stage.parts.items():
-            # Settings that were added with run.allow_changes may need what the checkpoint does not have.
-            refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: take its settings out")
-            part.load_state_dict(state[name])
+        load_stage(stage, self.checkpoints, checkpoint)
 
 
 def _states(stage: Stage) -> dict[str, Any]:

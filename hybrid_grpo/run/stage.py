@@ -10,6 +10,7 @@ from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.checkpoint import Shards
 from hybrid_grpo.run.critic import Critic
+from hybrid_grpo.run.details import Details
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.stopping import Progress
 
@@ -41,6 +42,7 @@ class Stage:
         critic: a second model that is trained.
         last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
         last_advantages_BT: its advantages token by token, of a step that is finished.
+        details: what is collected of a step beyond its numbers.
         progress: where the stage says what it does, and hears that it shall stop.
         eval_sets: what the policy is measured on, each after steps of its own.
         alarms: some of them want nothing to be learned from a step.
@@ -51,6 +53,7 @@ class Stage:
     parts: dict[str, Stateful]
     shards: Shards | None = None
     critic: Critic | None = None
+    details = Details()
     progress = Progress()
     alarms = Alarms()
     last_rollout: tuple[Rollout, Scores, Tensor] | None = None

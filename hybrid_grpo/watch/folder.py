@@ -14,10 +14,11 @@ import numpy as np
 import yaml
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.run.alarms import ALARMS_FILE
 from hybrid_grpo.run.catalogue import find
 from hybrid_grpo.run.charts import is_noisy
 from hybrid_grpo.run.files import read_jsonl, rollout_files
+from hybrid_grpo.run.said import ALARMS_FILE
+from hybrid_grpo.watch.details_file import DetailsFile
 from hybrid_grpo.watch.metrics_file import MetricsFile, Row, last_row
 from hybrid_grpo.watch.table import Column, Table
 
@@ -61,6 +62,7 @@ class Run:
         self._tail: tuple[int, Row | None] = (-1, None)
         self._alarms: tuple[int, list[Alarm]] = (-1, [])
         self._file = MetricsFile(folder / "metrics.jsonl")
+        self.details = DetailsFile(folder / "details.jsonl")
         self.version = next(_VERSIONS)
         """Another one whenever the numbers have changed."""
         self._summary: tuple[int, dict[str, Any]] = (-1, {})

@@ -4,8 +4,8 @@ import shutil
 import pytest
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.run.alarms import Said, write_alarm
-from hybrid_grpo.watch import metrics_file
+from hybrid_grpo.run.said import Said, write_alarm
+from hybrid_grpo.watch import growing_file, metrics_file
 from hybrid_grpo.watch.folder import Alarm, Run, differing
 from hybrid_grpo.watch.folders import Folders
 
@@ -58,7 +58,7 @@ def test_axes_are_steps_tokens_and_hours_of_work(make_run, monkeypatch):
         "".join(json.dumps({"step": step, "completion/sampled_tokens": 100.0}) + "\n" for step in range(20_000))
     )
     monkeypatch.setattr(metrics_file, "_GLIMPSE_OVER", 10_000)
-    monkeypatch.setattr(metrics_file, "_CHUNK", 1_000)
+    monkeypatch.setattr(growing_file, "_CHUNK", 1_000)
     run = Run("run", folder)
     run.refresh(0)
     assert run.share_read < 1
