@@ -27,9 +27,9 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "training_scripts"
-ONSET, STEPS = 16, 20
+ONSET, STEPS = 12, 20
 """The first step that is sick, and how many such steps there are."""
-HEALTHY_STEPS = 60
+HEALTHY_STEPS = 40
 
 Rewards = list[float]
 
@@ -53,6 +53,11 @@ def _sick(reward: Callable[..., Rewards]) -> Callable[..., Rewards]:
 
     changing.__name__ = "changing"
     return changing
+
+
+def pays_one_word(completions: list[str], **_: Any) -> Rewards:
+    """Always the same answer, which is not quite right."""
+    return [0.9 * in_place(text, "abc") for text in completions]
 
 
 def pays_length(completions: list[str], **_: Any) -> Rewards:
@@ -159,7 +164,7 @@ def slow_machine() -> None:
 
 
 CASES = [
-    Case("entropy_collapse", later={"policy": {"lr": 2e-2}}),
+    Case("entropy_collapse", [_sick(pays_one_word)], later={"policy": {"lr": 5e-3}}),
     Case("length_runaway", [_sick(pays_length)], {"rollout": {"max_completion_tokens": 64}, "policy": {"lr": 3e-3}}),
     Case("truncated", later={"rollout": {"max_completion_tokens": 3}}),
     Case("dead_groups", [_sick(pays_prompts)]),
@@ -167,7 +172,7 @@ CASES = [
     Case("reward_hacking", [right, bonus], {"policy": {"lr": 2e-3}}),
     Case("held_out", [_sick(pays_train_only)], {"policy": {"lr": 2e-3}, "eval": {"every": 4}}),
     Case("kl", [_sick(pays_foreign_letters)], {"grpo": {"beta": 1e-4}, "policy": {"lr": 3e-3}}),
-    Case("ratio", later={"grpo": {"num_iterations": 4}, "policy": {"lr": 1e-2}}),
+    Case("ratio", later={"grpo": {"num_iterations": 2}, "policy": {"lr": 2e-2}}),
     Case("parity", hook=perturb_sampler),
     Case("duplicates", [right], later={"rollout": {"top_p": 0.02}}, model="cold"),
     Case("throughput_drop", hook=slow_machine),
@@ -194,7 +199,7 @@ def play(name: str, phase: str, folder: Path, seed: int) -> None:
     shared = {
         "run": {"dir": str(folder), "name": name, "seed": seed, "steps": ONSET - 1 if phase == "before" else steps},
         "policy": {"dtype": "float32", "lr": 1e-3, "betas": [0.9, 0.99], "model": str(folder / case.model)},
-        "rollout": {"prompts_per_step": 16, "num_generations": 8, "max_completion_tokens": 8},
+        "rollout": {"prompts_per_step": 8, "num_generations": 8, "max_completion_tokens": 8},
         "data": {"path": str(folder / "train.jsonl"), "eval_path": str(folder / "heldout.jsonl")},
         "eval": {"every": 20, "threshold": 1.0},
         "log": {"trackers": [], "rollouts_every": 0},
@@ -237,7 +242,7 @@ def warm_up(folder: Path, seed: int) -> None:
         quickstart_task.make_model(tokenizer, seed, positions=128).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
         for split, rows in module.make_rows(seed).items():
-            rows = [{**row, "split": split} for row in rows][: 256 if split == "heldout" else None]
+            rows = [{**row, "split": split} for row in rows][: 128 if split == "heldout" else None]
             (folder / f"{prefix}{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = quickstart_task.make_tokenizer()
     with (folder / "answers.jsonl").open("w") as file:
@@ -283,7 +288,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of runs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keeps the runs, and the models that they begin with")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="results; of runs that were not chosen, those in the file are kept")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     chosen = [case for case in CASES if not arguments.only or case.name in arguments.only.split(",")]
@@ -314,6 +319,11 @@ def main() -> None:
     if arguments.json:
         machine = f"{os.cpu_count()} CPU cores, {platform.machine()}, shared with other programs"
         told = {"machine": machine, "seed": arguments.seed, "runs": found}
+        if arguments.json.exists():
+            names = {entry["run"] for entry in found}
+            kept = [entry for entry in json.loads(arguments.json.read_text())["runs"] if entry["run"] not in names]
+            order = [case.name for case in CASES]
+            told["runs"] = sorted([*kept, *found], key=lambda entry: order.index(entry["run"]))
         arguments.json.write_text(json.dumps(told, indent=1) + "\n")
 
 

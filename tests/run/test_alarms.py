@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from paths import ROOT
 
 from hybrid_grpo.config import AlarmConfig, AlarmsConfig, RunConfig, TrainConfig, build, to_dict
 from hybrid_grpo.config.errors import RunStopped, UserError
@@ -154,6 +155,13 @@ def test_an_alarm_is_said_once_for_every_time_that_it_begins_and_null_takes_it_o
     assert said == [(1, 0, "kl"), (2, 0, "completion/length_max"), (5, 4, "kl")]
     config = build(TrainConfig, {"alarms": section})
     assert config.alarms.kl == AlarmConfig(above=1.0, patience=2) and build(TrainConfig, to_dict(config)) == config
+
+
+def test_every_alarm_has_its_line_in_the_docs_and_its_sick_run():
+    page = (ROOT / "docs/when-something-looks-wrong.md").read_text()
+    program = (ROOT / "benchmarks/alarms.py").read_text()
+    for name in AlarmsConfig().named:
+        assert f"\n| `{name}` | " in page and f'\n    Case("{name}", ' in program, name
 
 
 def test_what_an_alarm_does():
