@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,18 +21,12 @@ Row = dict[str, float | None]
 class MetricsFile:
     """Reads one metrics.jsonl step by step.
 
-    Where the file is another one than before (see `GrowingFile`) the table starts over, and `on_restart` is called.
-    `on_row` is called with every row that was read. Lines that are no step are counted in `damaged` and passed over.
+    Where the file is another one than before (see `GrowingFile`) the table starts over. Lines that are no step are
+    counted in `damaged` and passed over.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        on_row: Callable[[Row], None] = lambda row: None,
-        on_restart: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._on_row, self._on_restart = on_row, on_restart
-        self._lines = GrowingFile(path, self._take, self._restart)
+    def __init__(self, path: Path) -> None:
+        self._lines = GrowingFile(path, self._take, self._begin)
         self._begin()
 
     def _begin(self) -> None:
@@ -41,10 +34,6 @@ class MetricsFile:
         self.damaged = 0
         self._last = -1.0
         self._glimpse: Table | None = None
-
-    def _restart(self) -> None:
-        self._begin()
-        self._on_restart()
 
     @property
     def share_read(self) -> float:
@@ -83,7 +72,6 @@ class MetricsFile:
         except (TypeError, ValueError, OverflowError):
             return False
         self._last = step
-        self._on_row(row)
         return True
 
 

@@ -17,6 +17,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import watch_page
 
+from hybrid_grpo.run.said import Said, write_alarm
 from hybrid_grpo.watch import server
 from hybrid_grpo.watch.folders import Folders
 
@@ -30,7 +31,7 @@ def numbers(rise: float) -> list[dict[str, float]]:
         {
             "step": step, "reward/mean": rise * step / 60, "policy/entropy": 1.0 - step / 100, "time/step_s": 60.0,
             "completion/sampled_tokens": 1000.0, "parity/logp_abs_diff_mean": 0.2 if step == 30 else 0.0,
-            "parity/alarm": float(step == 30), **({"eval/heldout/accuracy": step / 60} if step % 20 == 0 else {}),
+            **({"eval/heldout/accuracy": step / 60} if step % 20 == 0 else {}),
         }
         for step in range(61)
     ]  # fmt: skip
@@ -47,10 +48,8 @@ def runs(make_run: Any) -> list[Path]:
     tokens = {"token_ids": [[7, 8]], "pieces": [["the", " answer"]], "logp": [[-0.123456789, -2.5]]}
     tokens |= {"row": [0], "prompt_index": [0], "sample": [0], "advantage": [[0.1, -0.1]]}
     pyarrow.parquet.write_table(pyarrow.table(tokens), slow / "rollouts" / "step_000020.parquet")
-    return [
-        slow,
-        make_run("fast", numbers(2.0), "policy: {lr: 0.2}"),
-    ]
+    write_alarm(slow, Said(30, "parity", 30, "sampler and training forward differ by 0.2000 nats"))
+    return [slow, make_run("fast", numbers(2.0), "policy: {lr: 0.2}")]
 
 
 @pytest.fixture
@@ -147,7 +146,9 @@ def test_a_reader_s_way_through_the_page(url: str, runs: list[Path]) -> None:
         watch_page.until(tab, "document.querySelector('#prompts [role=status]').innerText.includes('40 of')")
         tab.keyboard.press("ArrowDown")
         tab.keyboard.press("Enter")
-        watch_page.until(tab, "document.querySelector('#samples [role=status]').innerText.startsWith('0 found in 1 comp')")
+        watch_page.until(
+            tab, "document.querySelector('#samples [role=status]').innerText.startsWith('0 found in 1 comp')"
+        )
         assert tab.locator("[name=prompt]").input_value().isdecimal()
         tab.locator("[data-view=settings]").click()
         watch_page.until(tab, "document.querySelector('#settings').innerText.includes('policy.lr')")

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 from paths import ROOT
 
+from hybrid_grpo.run.said import Said, write_alarm
 from hybrid_grpo.watch import server
 from hybrid_grpo.watch.folders import Folders
 
@@ -89,13 +90,16 @@ def test_curves_of_two_runs_on_an_axis_in_a_range(folder, make_run):
 
 
 def test_settings_alarms_and_samples(folder, make_run):
-    page = Page(folder, make_run("two", [{"step": 1, "parity/alarm": 1.0}], "policy: {lr: 0.2}"))
+    two = make_run("two", [{"step": 1}, {"step": 2}], "policy: {lr: 0.2}")
+    # The numbers of step 3 are not written yet.
+    write_alarm(two, Said(3, "parity", 1, "the gap is wide"))
+    page = Page(folder, two)
     page.ask("runs", run=["one", "two"])
     settings = page.ask("settings", run=["one", "two"])
     assert settings["differing"] == [{"name": "policy.lr", "values": {"one": "0.1", "two": "0.2"}}]
     assert settings["texts"]["two"] == "policy: {lr: 0.2}"
     (alarm,) = page.ask("alarms", run=["one", "two"])
-    assert (alarm["run"], alarm["at"]["step"]) == ("two", [1.0, 1.0])
+    assert (alarm["run"], alarm["alarm"], alarm["at"]["step"]) == ("two", "parity", [1.0, 2.0])
     found = page.ask("samples", run="one", text="FOUR", least="0.5")
     (row,) = found["rows"]
     assert (found["read"], found["next"], found["steps"]) == (2, None, [2, 2])

@@ -22,10 +22,10 @@ export class Decoder {
     this.all = [];
   }
 
-  // decoders: of each rank the times `t` in seconds, and at each the numbers of completions by KINDS; `slots`.
+  // decoders: of each rank (null where it decoded nothing) the times `t` in seconds, and at each the numbers of completions by KINDS; `slots`.
   show(decoders) {
     this.all = decoders;
-    const ends = decoders.map(one => one.t?.at(-1) ?? 0);
+    const ends = decoders.map(one => one?.t?.at(-1) ?? 0);
     if (this.ranks.options.length !== decoders.length) {
       this.ranks.replaceChildren(...decoders.map((_, rank) => el("option", { value: rank }, `rank ${rank}`)));
       this.picked = false;
@@ -44,7 +44,8 @@ export class Decoder {
   draw() {
     const one = this.all[Number(this.ranks.value)],
       times = one?.t ?? [];
-    this.card.hidden = !times.length;
+    this.frame.area.hidden = this.frame.above.hidden = this.frame.below.hidden = !times.length;
+    this.frame.legend.textContent = times.length ? "" : "This rank decoded nothing.";
     if (!times.length) return;
     const end = times.at(-1) || 1e-9,
       slots = one.slots ?? Math.max(1, ...times.map((_, place) => at(one.decoding, place) + at(one.waiting, place))),
@@ -58,7 +59,7 @@ export class Decoder {
       queueHeight = value => 1 - (0.94 - upper) * (value / queue);
     const area = (values, height, floor, color) =>
       outline(x, values.map(height), floor, { fill: `var(${color})`, opacity: 0.85 });
-    const spent = times.map((time, place) => time - (times[place - 1] ?? 0)),
+    const spent = times.map((time, place) => time - (times[place - 1] ?? time)),
       total = spent.reduce((sum, part) => sum + part, 0) || 1,
       share = spent.reduce((sum, part, place) => sum + (part * Math.min(1, busy[place] / slots)) / total, 0),
       tail = spent.reduce((sum, part, place) => sum + (2 * busy[place] < slots && !at(one.queued, place) ? part : 0), 0);

@@ -17,6 +17,7 @@ const runs = el("select", { "aria-label": "Run", onchange: () => choose(runs.val
 const order = el(
   "select",
   { onchange: () => look(null) },
+  el("option", { value: "" }, "automatic"),
   ...Object.entries(ORDERS).map(([name, label]) => el("option", { value: name }, label)),
 );
 const all = el("button", { type: "button", class: "main", hidden: true, onclick: () => look(null) }, "Show all prompts");
@@ -80,7 +81,7 @@ async function draw() {
     status.textContent = reading ? `Reading${reading} …` : "This run has noted no rewards of prompts (log.details).";
   } else {
     const count = part ? `${whole(answer.high - answer.low)} of ${whole(answer.prompts)}` : whole(answer.prompts);
-    status.textContent = `${count} prompts, steps ${whole(answer.first)} to ${whole(answer.last)}${reading}.`;
+    status.textContent = `${count} prompts by ${ORDERS[answer.order]}, steps ${whole(answer.first)} to ${whole(answer.last)}${reading}.`;
     show(answer);
   }
   if (reading && state.view === "prompts") setTimeout(() => mine === turn && draw(), 50);
@@ -101,7 +102,7 @@ function show(answer) {
     values: answer.means,
     x: [0, Math.floor(columns / 2), columns - 1].map(column => `step ${whole(stepsOf(column)[0])}`),
     y: [rowOf(0), rowOf(rows - 1)].map(text => text.replace(" of the order", "")),
-    words: `${whole(high - low)} prompts by ${ORDERS[order.value]}.`,
+    words: `${whole(high - low)} prompts by ${ORDERS[answer.order]}.`,
     say: (row, column) => {
       const count = answer.counts[row][column];
       return facts(`${rowOf(row)}, ${span("step", stepsOf(column))}`, [

@@ -87,7 +87,10 @@ async function draw() {
     waterfall.card.hidden = false;
     waterfall.show(details.stages);
   }
-  if (details.decoder?.length) decoder.show(details.decoder);
+  if (details.decoder?.some(Boolean)) {
+    decoder.card.hidden = false;
+    decoder.show(details.decoder);
+  }
   const names = Object.keys(noted?.by_name ?? {});
   for (const name of names) {
     if (!pairs.has(name)) pairs.set(name, makePair(name));
