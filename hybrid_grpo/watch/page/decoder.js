@@ -62,7 +62,10 @@ export class Decoder {
     const spent = times.map((time, place) => time - (times[place - 1] ?? time)),
       total = spent.reduce((sum, part) => sum + part, 0) || 1,
       share = spent.reduce((sum, part, place) => sum + (part * Math.min(1, busy[place] / slots)) / total, 0),
-      tail = spent.reduce((sum, part, place) => sum + (2 * busy[place] < slots && !at(one.queued, place) ? part : 0), 0);
+      tail = spent.reduce(
+        (sum, part, place) => sum + (2 * busy[place] < slots && !at(one.queued, place) ? part : 0),
+        0,
+      );
     const words = `${slots} slots, ${Math.round(100 * share)} % of them decoding; for the last ${duration(tail)} fewer than half.`;
     this.frame.labels(["0 s", duration(end / 2), duration(end)], [`${slots} slots`, "0", `${number(queue)} queued`]);
     this.frame.above.style.setProperty("--upper", `${100 * upper}%`);
@@ -72,11 +75,17 @@ export class Decoder {
       picture: drawing(
         area(used, slotHeight, upper, KINDS[1][1]),
         area(busy, slotHeight, upper, KINDS[0][1]),
-        area(times.map((_, place) => at(one.queued, place)), queueHeight, 1, KINDS[2][1]),
+        area(
+          times.map((_, place) => at(one.queued, place)),
+          queueHeight,
+          1,
+          KINDS[2][1],
+        ),
       ),
       count: times.length,
       box: place => [Math.max(0, x[place] - 0.002), 0, 0.004, 1],
-      under: left => x.reduce((best, value, place) => (Math.abs(value - left) < Math.abs(x[best] - left) ? place : best), 0),
+      under: left =>
+        x.reduce((best, value, place) => (Math.abs(value - left) < Math.abs(x[best] - left) ? place : best), 0),
       say: place =>
         facts(duration(times[place]), [
           ...KINDS.map(([kind]) => [kind, String(at(one[kind], place))]),
@@ -85,7 +94,9 @@ export class Decoder {
     });
     const pages = one.pages_used_max;
     this.frame.legend.replaceChildren(
-      ...KINDS.map(([kind, color]) => el("span", {}, el("i", { class: "key", style: { background: `var(${color})` } }), kind)),
+      ...KINDS.map(([kind, color]) =>
+        el("span", {}, el("i", { class: "key", style: { background: `var(${color})` } }), kind),
+      ),
       el("span", {}, words, pages === undefined ? "" : ` At most ${Math.round(100 * pages)} % of the cache in use.`),
     );
   }
