@@ -204,7 +204,7 @@ def check(run: Path, browser: str) -> dict[str, Any]:
                     tab.on("pageerror", lambda error: found["console"].append(str(error)))
                     tab.on("request", lambda request: foreign.append(request.url))
                     for view, drawn in VIEWS.items():
-                        tab.goto(f"{url}/#view={view}")
+                        tab.goto(f"{url}/#view={view}&run={run.name}")
                         tab.wait_for_selector(drawn, state="attached")
                         tab.wait_for_timeout(500)
                         if view == "samples":
@@ -215,7 +215,7 @@ def check(run: Path, browser: str) -> dict[str, Any]:
                         found["unreadable"] += tab.evaluate(CONTRAST)
                         found["too_wide"] += [view] * tab.evaluate("document.documentElement.scrollWidth > innerWidth")
         with page(browser) as tab:
-            tab.goto(f"{url}/#view=samples")
+            tab.goto(f"{url}/#view=samples&run={run.name}")
             tab.wait_for_selector(VIEWS["samples"])
             found["token_numbers"], found["wrong_token_numbers"] = 0, []
             for number in range(3):
@@ -245,8 +245,8 @@ def compare_tokens(tab: Any, run: Path, step: int) -> tuple[int, list[str]]:
 
     table = pyarrow.parquet.read_table(run / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
     shown = [place.inner_text() for place in tab.locator(".detail dd").all()]
-    prompt, sample = int(shown[4]), int(shown[5].split()[-1])
-    (row,) = (row for row in table if (row["prompt_index"], row["sample"]) == (prompt, sample))
+    group, sample = (int(part) for part in shown[5].split(", completion "))
+    (row,) = (row for row in table if (row["prompt_index"], row["sample"]) == (group, sample))
     tab.locator(".tokens").focus()
     wrong, count = [], 0
     for at, piece in enumerate(row["pieces"]):
@@ -257,7 +257,7 @@ def compare_tokens(tab: Any, run: Path, step: int) -> tuple[int, list[str]]:
         for name, value in expected.items():
             count += 1
             if float(said.get(name, "nan")) != float(f"{value:.6g}"):
-                wrong.append(f"step {step}, prompt {prompt}, sample {sample}, token {at}: {name} {value}: {said}")
+                wrong.append(f"step {step}, group {group}, sample {sample}, token {at}: {name} {value}: {said}")
         if json.loads(lines[0][0]) != piece:
             wrong.append(f"token {at} is {piece}, not {lines[0][0]}")
     return count, wrong

@@ -44,11 +44,11 @@ def runs(make_run: Any) -> list[Path]:
     row |= {"rewards": {"f": 0.5}, "advantage": 0.1, "length": 9, "finish": "stop", "columns": {"answer": "42"}}
     saved = {step: [{**row, "step": step, "completion": text if step == 20 else "no"}] for step in (1, 20, 60)}
     slow = make_run("slow", numbers(1.0), "policy: {lr: 0.1}", saved)
-    write_alarm(slow, Said(30, "parity", 30, "sampler and training forward differ by 0.2000 nats"))
     watch_page.write_details(slow, 61, prompts=8)
     tokens = {"token_ids": [[7, 8]], "pieces": [["the", " answer"]], "logp": [[-0.123456789, -2.5]]}
     tokens |= {"row": [0], "prompt_index": [0], "sample": [0], "advantage": [[0.1, -0.1]]}
     pyarrow.parquet.write_table(pyarrow.table(tokens), slow / "rollouts" / "step_000020.parquet")
+    write_alarm(slow, Said(30, "parity", 30, "sampler and training forward differ by 0.2000 nats"))
     return [slow, make_run("fast", numbers(2.0), "policy: {lr: 0.2}")]
 
 

@@ -49,18 +49,18 @@ export function completion(run, all, tokens, wanted, close) {
 
 // The completion as text, and where its tokens were recorded also token by token.
 function answer(all, tokens, wanted) {
-  const text = el(
-    "div",
-    {},
-    ...said("Completion", all.messages?.length > 1 ? all.messages : all.completion, wanted),
-  );
+  const text = el("div", {}, ...said("Completion", all.messages?.length > 1 ? all.messages : all.completion, wanted));
   if (!tokens) return [el("h3", {}, "Completion"), text];
   const rays = xray(tokens);
   const choices = [
     [false, "Text"],
     [true, "Tokens"],
   ].map(([is, label]) =>
-    el("button", { type: "button", onclick: () => choose((byTokens = is)), "aria-pressed": "false", "data-tokens": String(is) }, label),
+    el(
+      "button",
+      { type: "button", onclick: () => choose((byTokens = is)), "aria-pressed": "false", "data-tokens": String(is) },
+      label,
+    ),
   );
   function choose(is) {
     text.hidden = is;
