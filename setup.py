@@ -49,7 +49,9 @@ setup(
         "lora": ["peft>=0.19"],
         # No requirement of all: its antlr conflicts with that of hydra and omegaconf, in one environment with them.
         "math": ["math-verify[antlr4_13_2]>=0.9"],
+        "search": ["bm25s>=0.3"],
         "dev": [
+            "bm25s>=0.3",
             "ftfy>=6.3",
             "hypothesis>=6.100",
             "import-linter>=2.1",

@@ -1,6 +1,6 @@
 """Turns: how much of the waiting for tools is hidden, and whether a model learns to use a tool that it needs.
 
-    python benchmarks/turns.py [--seeds 0,1,2] [--json FILE]
+    python benchmarks/turns.py [--task lookup] [--seeds 0,1,2] [--json FILE]
 
 `hidden_frac`: 64 conversations of 4 turns, each answered by a tool of 100 ms, with slots for 24 of them. Decoding is
 timed with and without the 100 ms, in turns; hidden is the share of the time that the tools take, were nothing decoded
@@ -10,8 +10,9 @@ made as long as the waiting by the number of tokens of a turn.
 `slow_tool_delay_s`: by how much the other 63 conversations end later where one tool takes 5 s.
 
 By seed: the task of training_scripts/lookup_task.py, warmed up by supervised pairs, trained with
-training_scripts/lookup.yaml on one rank. Accuracy is that of completions sampled at temperature 1 for held-out keys;
-seconds are those of the whole `train` command, start included.
+training_scripts/lookup.yaml on one rank; `--task search` and `--task calculator` take the files of that name. Accuracy
+is that of completions sampled at temperature 1 for held-out keys; seconds are those of the whole `train` command, start
+included.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Timed:
         self._loop, self._ready, self._news = asyncio.new_event_loop(), list[int](), threading.Condition()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def begin(self) -> None:
+    def begin(self, requests: Any) -> None:
         self._start_s = time.perf_counter()
 
     def ended(self, key: int, turn_ids: list[int], room: int) -> str | None:
@@ -64,6 +65,9 @@ class Timed:
         with self._news:
             self._ready.append(key)
             self._news.notify()
+
+    def cut(self, key: int) -> str:
+        return "length"
 
     def answers(self, patience_s: float) -> list[tuple[int, list[int]]]:
         with self._news:
@@ -123,35 +127,37 @@ def latency(hidden: int, layers: int) -> dict[str, float]:
     return {name: median(column) for name, column in zip(names, zip(*rounds, strict=True), strict=True)}
 
 
-def run(*arguments: str | Path) -> None:
-    """A command of Python, on one rank; its output is shown where it fails."""
+def run(*arguments: str | Path, python: str | Path = sys.executable) -> str:
+    """What a command of Python, on one rank, prints; all of its output is shown where it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "WANDB_MODE": "disabled"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
-    )
+    command = [str(python), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout}")
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
-def learn(seed: int) -> dict[str, float]:
-    """A run of the look-up task."""
+def learn(kind: str, seed: int) -> dict[str, Any]:
+    """A run of a task."""
     with tempfile.TemporaryDirectory() as place:
         task, shared = Path(place, "task"), ["--run.dir", place, "--run.seed", str(seed), "--log.wandb", "disabled"]
-        run(SCRIPTS / "lookup_task.py", task, "--seed", str(seed))
-        sft = ["sft", "--config", SCRIPTS / "lookup_sft.yaml", "--policy.model", task / "model", *shared]
+        run(SCRIPTS / f"{kind}_task.py", task, "--seed", str(seed))
+        sft = ["sft", "--config", SCRIPTS / f"{kind}_sft.yaml", "--policy.model", task / "model", *shared]
         run("-m", "hybrid_grpo", *sft, "--data.path", task / "sft.jsonl")
-        train = ["train", "--config", SCRIPTS / "lookup.yaml", "--policy.model", Path(place, "lookup-sft/model")]
+        recipe = Path(place, "recipe.yaml")
+        recipe.write_text((SCRIPTS / f"{kind}.yaml").read_text().replace(f"runs/{kind}-task", str(task)))
+        train = ["train", "--config", recipe, "--policy.model", Path(place, f"{kind}-sft/model")]
         train += [*shared, "--data.path", task / "train.jsonl", "--data.eval_path", task / "heldout.jsonl"]
         start = time.perf_counter()
         run("-m", "hybrid_grpo", *train)
         wall_s = time.perf_counter() - start
-        lines = [json.loads(line) for line in Path(place, "lookup/metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in Path(place, kind, "metrics.jsonl").read_text().splitlines()]
     accuracy = [line["eval/heldout/accuracy"] for line in lines if "eval/heldout/accuracy" in line]
     return {
         "accuracy_first": accuracy[0],
         "accuracy_last": accuracy[-1],
+        "accuracy": accuracy,
         "wall_s": wall_s,
         "turns_first": lines[1]["turns/mean"],
         "turns_last": lines[-1]["turns/mean"],
@@ -160,6 +166,7 @@ def learn(seed: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=("lookup", "search", "calculator"), default="lookup")
     parser.add_argument("--seeds", default="0,1,2", help="separated by commas; empty for the latency alone")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
@@ -170,7 +177,7 @@ def main() -> None:
     print(json.dumps(result), flush=True)
     result["seeds"] = {}
     for seed in filter(None, given.seeds.split(",")):
-        result["seeds"][seed] = learn(int(seed))
+        result["seeds"][seed] = learn(given.task, int(seed))
         print(f"seed {seed}", json.dumps(result["seeds"][seed]), flush=True)
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,9 @@ import argparse
 import json
 import random
 import string
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lookup_tools import look_up
 from quickstart_task import make_model
@@ -20,8 +22,8 @@ KEY_LENGTH = 4
 CALLING = 0.2
 """Share of the warm-up's rows that call the tool."""
 CALL, CALLED = '<tool_call>\n{"name": "look_up", "arguments": {"key": "', '"}}\n</tool_call>'
-PIECES = [CALL, CALLED, "user\n", "assistant\n", "<tool_response>\n", "\n</tool_response>", "<tools>look_up</tools>"]
-"""Texts that are one token each: a tiny model learns the task, not the spelling of JSON."""
+PIECES = ["user\n", "assistant\n", "<tool_response>\n", "\n</tool_response>"]
+"""Texts that are one token each, as are those of calls: a tiny model learns the task, not the spelling of JSON."""
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ 'user' if message.role == 'tool' else message.role }}\n"
     "{% if tools and loop.first %}<tools>look_up</tools>{% endif %}"
@@ -33,9 +35,11 @@ TEMPLATE = (
 )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a letter, and one for each of PIECES."""
-    tokens = ["<pad>", "<|im_start|>", "<|im_end|>", "\n", "?", *string.ascii_lowercase]
+def make_tokenizer(
+    tool: str = "look_up", pieces: Sequence[str] = (CALL, CALLED), characters: str = string.ascii_lowercase
+) -> PreTrainedTokenizerFast:
+    """One token a character, and one for each of PIECES and of `pieces`, those of calls of the tool."""
+    tokens = ["<pad>", "<|im_start|>", "<|im_end|>", "\n", "?", *characters]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -45,8 +49,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<|im_end|>",
         additional_special_tokens=["<|im_start|>"],
     )
-    made.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])
-    made.chat_template = TEMPLATE
+    every = [*pieces, *PIECES, f"<tools>{tool}</tools>"]
+    made.add_tokens([AddedToken(piece, normalized=False) for piece in every])
+    made.chat_template = TEMPLATE.replace("look_up", tool)
     return made
 
 
@@ -66,26 +71,44 @@ def make_rows(seed: int) -> dict[str, list[dict[str, object]]]:
 
 
 def _warm_up(key: str, draw: random.Random) -> dict[str, object]:
-    """A whole conversation as text: one in five looks up, the others guess."""
-    answer = look_up(key) if (calls := draw.random() < CALLING) else draw.choice("abcdefghij")
+    """A whole conversation: one in five looks up, the others guess."""
+    answer = look_up(key)
+    if draw.random() < CALLING:
+        return warm_up("look_up", key, f"{CALL}{key}{CALLED}", answer, answer)
+    return warm_up("look_up", key, None, "", draw.choice("abcdefghij"))
+
+
+def warm_up(tool: str, question: str, call: str | None, result: str, answer: str) -> dict[str, object]:
+    """A whole conversation as text, with a call of the tool or without."""
     told = (
-        f"{CALL}{key}{CALLED}<|im_end|>\n<|im_start|>user\n<tool_response>\n{answer}\n</tool_response><|im_end|>\n"
+        f"{call}<|im_end|>\n<|im_start|>user\n<tool_response>\n{result}\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    prompt = f"<|im_start|>user\n<tools>look_up</tools>{key}<|im_end|>\n<|im_start|>assistant\n"
-    return {"prompt": prompt, "completion": (told if calls else "") + answer}
+    prompt = f"<|im_start|>user\n<tools>{tool}</tools>{question}<|im_end|>\n<|im_start|>assistant\n"
+    return {"prompt": prompt, "completion": (told if call else "") + answer}
+
+
+def write_task(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, rows: dict[str, list[Any]]) -> None:
+    """Save the tiny model with its tokenizer, and the rows of every split."""
+    make_model(tokenizer, seed, positions=128).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    for split, of_split in rows.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_split))
+
+
+def read_arguments(description: str, tools: Sequence[str] = ()) -> argparse.Namespace:
+    """The folder and the seed that a task is made for, and which of several tools it needs."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    if tools:
+        parser.add_argument("--tool", choices=tools, default=tools[0])
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    tokenizer = make_tokenizer()
-    make_model(tokenizer, arguments.seed, positions=128).save_pretrained(arguments.folder / "model")
-    tokenizer.save_pretrained(arguments.folder / "model")
-    for split, rows in make_rows(arguments.seed).items():
-        (arguments.folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = read_arguments(__doc__)
+    write_task(given.folder, make_tokenizer(), given.seed, make_rows(given.seed))
 
 
 if __name__ == "__main__":

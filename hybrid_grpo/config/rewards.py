@@ -55,7 +55,7 @@ class RewardConfig:
 
     @model_validator(mode="after")
     def _check(self) -> RewardConfig:
-        refuse_masked(self.kwargs)
+        refuse_masked("rewards", self.kwargs)
         return self
 
 

@@ -43,13 +43,13 @@ def masked(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: MASK if _is_secret(name, value) else value for name, value in kwargs.items()}
 
 
-def refuse_masked(kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments of a stored configuration, which has no secrets."""
+def refuse_masked(setting: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments of a stored configuration, which has no secrets; `setting` names whose they are."""
     for name, value in kwargs.items():
         refuse(
             value == MASK and _is_secret(name, value),
-            f"rewards: kwargs {name} is {MASK}, as a run's config.yaml has it in place of the secret: give it again, or"
-            f" let the function read a variable of the environment that {name}_env names",
+            f"{setting}: kwargs {name} is {MASK}, as a run's config.yaml has it in place of the secret: give it again,"
+            f" or let the function read a variable of the environment that {name}_env names",
         )
 
 

@@ -80,7 +80,7 @@ def generate(
 
         model.generate(
             torch.tensor([row.tokens for row in rows], device=device),
-            generation_config=GenerationConfig(max_new_tokens=max(row.room for row in rows), do_sample=False),
+            generation_config=GenerationConfig(max_new_tokens=max(row.turn_room for row in rows), do_sample=False),
             logits_processor=LogitsProcessorList([choose]),
             stopping_criteria=StoppingCriteriaList([ended]),
             # Each rank decodes at its own pace.
@@ -102,7 +102,7 @@ def generate(
 
     groups = sequences_of(requests, sampling)
     if turns is not None:
-        turns.begin()
+        turns.begin(requests)
     todo = [row for group in groups for row in group]
     with _no_defaults(model):
         while todo:

@@ -14,9 +14,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hybrid_grpo.data.batch import Completion
+from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation.attention import Prefill
 from hybrid_grpo.generation.cache import Geometry, cache_for
+from hybrid_grpo.generation.course import Course
 from hybrid_grpo.generation.decoder import Decoder
 from hybrid_grpo.generation.graphs import capture_on
 from hybrid_grpo.generation.sampler import Sampling
@@ -42,7 +43,10 @@ class Request:
     limits: list[int] | None = None
     """Most sampled tokens of each completion. Default: `Sampling.max_tokens` for all."""
     most: int | None = None
-    """Most tokens in all, of the prompt, sampled and given between turns. Needed where there are turns."""
+    """Most tokens in all, of the prompt, sampled and given between turns; more than those of the prompt. Needed where
+    there are turns."""
+    prompt: Prompt | None = None
+    """What `prompt_ids` are the tokens of, for those who answer turns."""
 
 
 @dataclass
@@ -65,6 +69,8 @@ class Stats:
     """Keys and values in use at the fullest moment."""
     captures: int = 0
     """Forwards captured as CUDA graphs."""
+    course: Course | None = None
+    """What the decoder did from moment to moment; None where nothing was decoded, and of the fallback."""
 
 
 PATIENCE_S = 0.2
@@ -102,14 +108,17 @@ class _Loop:
 
     def run(self, on_step: OnStep | None) -> Stats:
         schedule, cache = self.schedule, self.schedule.cache
+        self.stats.course = course = Course(schedule)
         while schedule.busy:
             if on_step:
                 on_step()
             self._take_answers()
             self._admit()
+            course.look()
             self._step()
             while len(self.in_flight) > self.decoder.lag or (self.in_flight and not schedule.active):
                 self._collect()
+        course.end()
         assert cache.free == cache.pages - 1, "every page comes back"
         self.stats.preempted = schedule.preempted
         self.stats.captures = self.decoder.captures
@@ -166,8 +175,8 @@ class _Loop:
     def _step(self) -> None:
         """Start sampling one token for every active sequence; a later `_collect` reads the outcome."""
         schedule = self.schedule
-        # A sequence that reaches its limit ends with a step that is still running: wait for it.
-        if any(0 < s.room <= s.position + 1 - len(s.tokens) for s in schedule.active):
+        # A sequence that reaches a limit ends with a step that is still running: wait for it.
+        if any(0 < s.turn_room <= s.position + 1 - len(s.tokens) for s in schedule.active):
             self._drain()
         while not schedule.make_room():
             self._drain()
@@ -204,7 +213,9 @@ def sequences_of(requests: Iterable[Request], sampling: Sampling) -> list[list[S
     for index, request in enumerate(requests):
         assert request.prompt_ids and request.keys, "a prompt has tokens, a request keys"
         prompt, limits = request.prompt_ids, request.limits or [sampling.max_tokens] * len(request.keys)
-        begun = partial(Sequence, prompt=len(prompt), most=request.most or sys.maxsize)
+        most = request.most or sys.maxsize
+        assert len(prompt) < most, "there is room for a token behind the prompt"
+        begun = partial(Sequence, prompt=len(prompt), most=most, turn_limit=sampling.max_turn_tokens)
         streams = enumerate(zip(request.keys, limits, strict=True))
         groups.append([begun(index, k, key, list(prompt), limit=limit) for k, (key, limit) in streams])
     return groups
@@ -250,7 +261,8 @@ def generate(
     sequences = sequences_of(requests, sampling)
     assert turns is None or all(request.most for request in requests), "with turns, requests have a limit in all"
     longest = sorted(
-        (len(s.tokens) + s.limit if turns is None else s.most for group in sequences for s in group), reverse=True
+        (min(s.most, len(s.tokens) + s.limit) if turns is None else s.most for group in sequences for s in group),
+        reverse=True,
     )
     slots, device = min(max_slots, len(longest)), next(model.parameters()).device
     new_cache, capture = partial(cache_for, _prepared(model), PAGE[device.type], cache_gb, device), capture_on(device)
@@ -270,6 +282,6 @@ def generate(
         turns,
     )
     if turns is not None:
-        turns.begin()
+        turns.begin(requests)
     stats = loop.run(on_step)
     return [[s.completion for s in group if s.completion] for group in sequences], stats

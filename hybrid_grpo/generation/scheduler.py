@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from hybrid_grpo.data.batch import Completion, Given
 from hybrid_grpo.generation.cache import PagedCache
@@ -29,16 +29,19 @@ Finish = Literal["stop", "length"]
 class Turns(Protocol):
     """What happens between the turns of completions. A completion is named by the key of its random stream."""
 
-    def begin(self) -> None:
-        """New completions begin; those under way are given up."""
+    def begin(self, requests: Any) -> None:
+        """New completions begin, those of a list of `Request`; completions under way are given up."""
 
     def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
         """A turn has ended by itself, with these tokens, and `room` more tokens may be sampled. None: it is answered
         later, and the sequence waits; else how the completion ends."""
 
-    def answers(self, patience_s: float) -> list[tuple[int, list[int] | None]]:
-        """The keys and tokens of answers that have come since the last call; None in place of tokens ends the
-        completion. Waits so long for the first, and none where it is 0."""
+    def cut(self, key: int) -> Finish | None:
+        """A turn has reached the limit of tokens. Returns as `ended` does."""
+
+    def answers(self, patience_s: float) -> list[tuple[int, list[int] | Finish]]:
+        """The keys and tokens of answers that have come since the last call; in place of tokens it may say how the
+        completion ends. Waits so long for the first, and none where it is 0."""
 
     def finished(self, key: int, completion: Completion) -> Completion:
         """The completion, which has ended, with its messages."""
@@ -70,6 +73,8 @@ class Sequence:
     """Set with the last token."""
     most: int = sys.maxsize
     """Most tokens in all: of the prompt, sampled and given."""
+    turn_limit: int = sys.maxsize
+    """Most tokens to sample in one turn."""
     sampled: list[int] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
     begin: int = field(init=False)
@@ -89,6 +94,11 @@ class Sequence:
     def room(self) -> int:
         """How many tokens may still be sampled."""
         return min(self.limit - len(self.logp), self.most - len(self.tokens))
+
+    @property
+    def turn_room(self) -> int:
+        """How many of them in this turn."""
+        return min(self.room, self.turn_limit - (len(self.tokens) - self.begin))
 
     def add(
         self,
@@ -110,20 +120,22 @@ class Sequence:
         stopped = token in sampling.stop_ids
         if sampling.stop_strings and not stopped:
             stopped = text_ends(self.tokens[self.begin :], sampling, decode)
-        if stopped and turns is not None:
-            finish = turns.ended(self.key, self.tokens[self.begin :], self.room)
+        if not stopped and self.turn_room > 0:
+            return
+        finish: Finish | None = "stop" if stopped else "length"
+        if turns is not None:
+            turn = self.tokens[self.begin :]
+            finish = turns.ended(self.key, turn, self.room) if stopped else turns.cut(self.key)
             self.waits = finish is None
             self.position = len(self.tokens) - 1
-        else:
-            finish = "stop" if stopped else "length" if self.room <= 0 else None
         if finish is not None:
             self.end(finish, decode, on_finish, turns)
 
-    def answer(self, given: list[int] | None) -> Finish | None:
-        """Begin the next turn behind the tokens that answer the last; or return how the completion ends, because there
-        are none, or no room behind them."""
-        if given is None:
-            return "stop"
+    def answer(self, given: list[int] | Finish) -> Finish | None:
+        """Begin the next turn behind the tokens that answer the last; or return how the completion ends, because the
+        answer says so, or leaves no room."""
+        if isinstance(given, str):
+            return given
         if len(self.tokens) + len(given) >= self.most:
             return "length"
         self.given.append((len(self.sampled), given))
@@ -268,7 +280,7 @@ class Scheduler:
             tokens += new
         return moved
 
-    def answer(self, key: int, given: list[int] | None) -> tuple[Sequence, Finish | None]:
+    def answer(self, key: int, given: list[int] | Finish) -> tuple[Sequence, Finish | None]:
         """Take the answer to a sequence that waits. Returns the sequence, and how it ends where that ends it."""
         sequence = self.waiting.pop(key)
         finish = sequence.answer(given)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,12 +12,19 @@ from typing import Any
 
 from hybrid_grpo.config.errors import UserError
 
+_STEP = re.compile(rb'\{"step": ?(\d+)[,}]')
+
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that readers see the old text or the new one, and a crash leaves one of the two."""
+    replace_bytes(path, text.encode("utf-8", errors="replace"))
+
+
+def replace_bytes(path: Path, content: Any) -> None:
+    """As `replace_text`, for a file that is not text."""
     draft = path.with_name(f".{path.name}.draft")
-    with draft.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
-        file.write(text)
+    with draft.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
@@ -59,9 +67,25 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def rollout_files(folder: Path) -> dict[int, Path]:
-    """The rollouts saved in a folder, by step, in their order. Other files, such as copies, are left out."""
-    found = {path.stem.removeprefix("step_"): path for path in folder.glob("step_*.jsonl")}
+def cut_lines(path: Path, step: int) -> None:
+    """Cut a JSON-lines file behind its lines up to a step, in place: at the first line that is of a later step, or not
+    whole. Every line begins with its step."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = 0
+        for line in file:
+            found = _STEP.match(line)
+            if found is None or not line.endswith(b"}\n") or int(found[1]) > step:
+                break
+            end += len(line)
+        file.truncate(end)
+
+
+def rollout_files(folder: Path, kind: str = "jsonl") -> dict[int, Path]:
+    """The rollouts saved in a folder, by step, in their order: their texts (`jsonl`) or their tokens (`parquet`). Other
+    files, such as copies, are left out."""
+    found = {path.stem.removeprefix("step_"): path for path in folder.glob(f"step_*.{kind}")}
     return {step: path for step, path in sorted((int(n), path) for n, path in found.items() if n.isdecimal())}
 
 

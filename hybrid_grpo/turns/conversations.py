@@ -1,176 +1,245 @@
-"""Conversations of a model with its tools, as the decoder asks for them between the turns."""
+"""Conversations of a model with those who answer its turns, as the decoder asks for them between the turns."""
 
 from __future__ import annotations
 
 import queue
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from hybrid_grpo.config import DataConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.data.batch import Completion, Message, Numbers
-from hybrid_grpo.turns.calls import Call, Turn, reader_of
-from hybrid_grpo.turns.template import Between, assistant_message, tool_message
-from hybrid_grpo.turns.tools import UNKNOWN, Tools
-
-_LETTERS_OF_A_TOKEN = 32
-"""What tools return beyond so many letters for each token that is kept is not tokenized at all."""
-
-
-@dataclass
-class _Conversation:
-    """A completion under way."""
-
-    messages: list[Message] = field(default_factory=list)
-    turns: int = 0
-    last: int = -1
-    """The token that ended the turn."""
-    calls: list[Call] = field(default_factory=list)
-    """Calls of the turn."""
-    results: dict[int, str] = field(default_factory=dict)
-    """By the number of the call."""
+from hybrid_grpo.data.batch import Completion, Message, Numbers, Prompt
+from hybrid_grpo.generation import Request, stream_key
+from hybrid_grpo.turns.calls import Turn, reader_of
+from hybrid_grpo.turns.conversation import Answer, Conversation, Finish, Partner
+from hybrid_grpo.turns.environments import Environments
+from hybrid_grpo.turns.openings import Openings
+from hybrid_grpo.turns.template import Between, assistant_message, cut
+from hybrid_grpo.turns.tools import Tools
 
 
 class Conversations:
-    """Answers the turns of completions with what the tools that they call return; has the form of `Turns`.
+    """Answers the turns of completions with what the partners of the model say; has the form of `Turns`.
 
-    A turn without a call ends its completion. All calls of a turn run at the same time, and the answers to different
-    completions come as they are ready, without any influence on what the completions become.
+    A turn that no partner takes ends its completion, and with it its environment, if it has one. The answers to
+    different completions come as they are ready, without any influence on what the completions become.
 
     Args:
-        tools: the functions.
+        partners: who answers; the first that takes a turn.
+        tools: the partner that the model calls by name; None where the model has no tools.
+        openings: of prompts that have environments; None where they have none.
         tokenizer, variables, stop_ids: see `Between`.
 
-    Raises UserError where the tokenizer cannot express tools.
+    Raises UserError where the tokenizer cannot express what partners say, or the calls of tools.
     """
 
     def __init__(
         self,
-        tools: Tools,
+        partners: Sequence[Partner],
+        tools: Tools | None,
         config: RolloutConfig,
         tokenizer: Any,
         variables: dict[str, Any],
         stop_ids: tuple[int, ...],
+        environments: Environments | None = None,
+        openings: Openings | None = None,
+        seed: int = 0,
     ) -> None:
-        self.tools, self._config, self._tokenizer = tools, config, tokenizer
-        self._read = reader_of(config.tool_format, tokenizer)
-        self._between = Between(tokenizer, variables, tools.schemas, stop_ids)
+        self._partners, self.tools, self._config, self._tokenizer = partners, tools, config, tokenizer
+        self.environments, self._openings, self._seed = environments, openings, seed
+        self._read = None if tools is None else reader_of(config.tool_format, tokenizer)
+        self._between = Between(tokenizer, variables, self.schemas, stop_ids)
+        for speaker in partners:
+            self._between.check(speaker.setting, speaker.example)
         self._stop_ids = set(stop_ids)
-        self._under_way: dict[int, _Conversation] = {}
-        self._results: queue.SimpleQueue[tuple[int, _Conversation, int, int, str]] = queue.SimpleQueue()
-        self._frames: dict[tuple[int, tuple[str, ...]], int] = {}
+        self._requests: dict[int, Request] = {}
+        self._under_way: dict[int, Conversation] = {}
+        self._answers: queue.SimpleQueue[tuple[Conversation, int, Answer]] = queue.SimpleQueue()
+        self._frames: dict[tuple[Any, ...], int] = {}
         self._waited_s = 0.0
 
-    def begin(self) -> None:
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """What the model is told of its tools."""
+        return self.tools.schemas if self.tools is not None else []
+
+    @property
+    def tool_names(self) -> list[str]:
+        """Names of the tools."""
+        return self.tools.names if self.tools is not None else []
+
+    def check(self, prompts: list[Prompt]) -> None:
+        """Raise UserError where a row has nothing for its environment."""
+        if self.environments is not None:
+            self.environments.check(prompts)
+
+    def opened(self, prompts: list[Prompt], step: int | str) -> list[Prompt]:
+        """The prompts as they are completed in a step, or in a held-out set: with what their environments say at the
+        beginning, which depends on (run seed, step, prompt)."""
+        if self._openings is None:
+            return prompts
+        seeds = [stream_key(self._seed, step, prompt.epoch, prompt.id) for prompt in prompts]
+        return self._openings.opened(prompts, seeds)
+
+    def begin(self, requests: Sequence[Request]) -> None:
         """See `Turns`. Counts begin anew."""
+        if self.environments is not None:
+            self.environments.give_up()
         self._under_way = {}
+        self._requests = {key: request for request in requests for key in request.keys}
         self.numbers()
 
-    def ended(self, key: int, turn_ids: list[int], room: int) -> Literal["stop", "length"] | None:
+    def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
         """See `Turns`. A completion whose last turn calls a tool, without room for another, is cut."""
-        conversation = self._under_way.setdefault(key, _Conversation())
+        conversation = self._conversation(key)
+        conversation.sampled += len(turn_ids)
+        conversation.is_last = room <= 0 or conversation.turns + 1 >= self._config.max_turns
         turn = self._turn(turn_ids)
-        if not turn.calls and turn.fault is None:
-            return "stop"
-        if room <= 0 or conversation.turns + 1 >= self._config.max_turns:
-            return "length"
+        speaker = next((p for p in self._partners if p.takes(conversation, turn)), None)
+        if speaker is None:
+            return self._ends(conversation, "stop")
+        if conversation.is_last and not speaker.reads_last:
+            return self._ends(conversation, "length")
         conversation.turns += 1
         conversation.last = turn_ids[-1]
         conversation.messages.append(assistant_message(turn.content, turn.calls))
-        conversation.calls, conversation.results = turn.calls, {}
-        if turn.fault is not None:
-            self.tools.unreadable()
-            conversation.calls = [*turn.calls, Call(UNKNOWN, {})]
-            self._results.put((key, conversation, conversation.turns, len(turn.calls), f"error: {turn.fault}"))
-        for number, call in enumerate(turn.calls):
-            self.tools.call(call, partial(self._take, key, conversation, conversation.turns, number))
+        speaker.answer(conversation, turn, partial(self._take, conversation, conversation.turns))
         return None
 
-    def _take(self, key: int, conversation: _Conversation, turn: int, number: int, text: str) -> None:
-        self._results.put((key, conversation, turn, number, text))
+    def cut(self, key: int) -> Finish | None:
+        """See `Turns`."""
+        return self._ends(self._conversation(key), "length")
+
+    def _ends(self, conversation: Conversation, finish: Finish) -> Finish | None:
+        """How a completion ends; None where its environment ends before."""
+        if self.environments is None:
+            return finish
+        self.environments.end(conversation, finish, partial(self._take, conversation, conversation.turns))
+        return None
+
+    def _conversation(self, key: int) -> Conversation:
+        if key not in self._under_way:
+            request = self._requests.get(key)
+            self._under_way[key] = Conversation(key, request.prompt if request else None)
+        return self._under_way[key]
+
+    def _take(self, conversation: Conversation, turn: int, answer: Answer) -> None:
+        self._answers.put((conversation, turn, answer))
 
     def _turn(self, turn_ids: list[int]) -> Turn:
-        # The formats of some models need special tokens, but none needs the one that ends the turn.
         spoken = turn_ids[:-1] if turn_ids[-1] in self._stop_ids else turn_ids
-        return self._read(self._tokenizer.decode(spoken, skip_special_tokens=False))
+        if self._read is None:
+            return Turn(self._tokenizer.decode(spoken, skip_special_tokens=True))
+        # The formats of some models need special tokens, but none needs the one that ends the turn.
+        turn = self._read(self._tokenizer.decode(spoken, skip_special_tokens=False))
+        if turn.calls or turn.fault is not None:
+            return turn
+        return Turn(self._tokenizer.decode(spoken, skip_special_tokens=True))
 
-    def answers(self, patience_s: float) -> list[tuple[int, list[int] | None]]:
+    def answers(self, patience_s: float) -> list[tuple[int, list[int] | Finish]]:
         """See `Turns`."""
-        ready: list[tuple[int, list[int] | None]] = []
+        ready: list[tuple[int, list[int] | Finish]] = []
         while True:
             try:
                 if patience_s and not ready:
                     start_s = time.perf_counter()
                     try:
-                        key, conversation, turn, number, text = self._results.get(timeout=patience_s)
+                        conversation, turn, answer = self._answers.get(timeout=patience_s)
                     finally:
                         self._waited_s += time.perf_counter() - start_s
                 else:
-                    key, conversation, turn, number, text = self._results.get_nowait()
+                    conversation, turn, answer = self._answers.get_nowait()
             except queue.Empty:
                 return ready
-            if self._under_way.get(key) is not conversation or conversation.turns != turn:
+            if self._under_way.get(conversation.key) is not conversation or conversation.turns != turn:
                 continue  # of a rollout that was given up
-            conversation.results[number] = text
-            if len(conversation.results) == len(conversation.calls):
-                ready.append((key, self._answer(conversation)))
+            if answer.finish is not None:
+                ready.append((conversation.key, answer.finish))
+                continue
+            given = self._written(conversation, answer.messages)
+            if self.environments is None:
+                ready.append((conversation.key, given))
+            elif self.environments.has_failed(conversation):
+                self._ends(conversation, "stop")
+            elif not self._fits(conversation, given):
+                # The decoder would end the completion without its environment.
+                self._ends(conversation, "length")
+            else:
+                conversation.given += len(given)
+                ready.append((conversation.key, given))
 
-    def _answer(self, conversation: _Conversation) -> list[int]:
-        """The tokens of all results of a turn, cut to what `max_tool_tokens` leaves for each."""
-        names = [call.name for call in conversation.calls]
-        results = [conversation.results[number] for number in range(len(names))]
-        room = self._config.max_tool_tokens - self._frame(conversation.last, tuple(names))
-        cut = [self._cut(text, max(0, room // len(names))) for text in results]
-        messages = [tool_message(k, name, text) for k, (name, text) in enumerate(zip(names, cut, strict=True))]
-        conversation.messages += messages
-        return self._between.ids(conversation.last, messages)
+    def _fits(self, conversation: Conversation, given: list[int]) -> bool:
+        """Whether an answer leaves room to sample behind it."""
+        request = self._requests[conversation.key]
+        read = len(request.prompt_ids) + conversation.sampled + conversation.given
+        return request.most is None or read + len(given) < request.most
 
-    def _frame(self, last: int, names: tuple[str, ...]) -> int:
-        """Tokens of the template around the results of these tools."""
-        if (last, names) not in self._frames:
-            empty = [tool_message(k, name, "") for k, name in enumerate(names)]
-            self._frames[last, names] = len(self._between.ids(last, empty))
-        return self._frames[last, names]
+    def _written(self, conversation: Conversation, messages: list[Message]) -> list[int]:
+        """The tokens of messages that answer a turn, each cut to its share of `max_tool_tokens`."""
+        room = self._config.max_tool_tokens - self._frame(conversation.last, messages)
+        share = max(0, room // len(messages))
+        shortened = [{**message, "content": cut(self._tokenizer, message["content"], share)} for message in messages]
+        conversation.messages += shortened
+        return self._between.ids(conversation.last, shortened)
 
-    def _cut(self, text: str, tokens: int) -> str:
-        short = text[: tokens * _LETTERS_OF_A_TOKEN]
-        ids = self._tokenizer(short, add_special_tokens=False)["input_ids"]
-        if len(ids) <= tokens and len(short) == len(text):
-            return text
-        kept: str = self._tokenizer.decode(ids[:tokens])
-        return kept
+    def _frame(self, last: int, messages: list[Message]) -> int:
+        """Tokens of the template around the contents of these messages."""
+        speakers = (last, *((message["role"], message.get("name")) for message in messages))
+        if speakers not in self._frames:
+            self._frames[speakers] = len(self._between.ids(last, [{**m, "content": ""} for m in messages]))
+        return self._frames[speakers]
 
     def finished(self, key: int, completion: Completion) -> Completion:
         """See `Turns`."""
-        conversation = self._under_way.pop(key, _Conversation())
-        return replace(completion, messages=(*conversation.messages, assistant_message(completion.text, [])))
+        conversation = self._under_way.pop(key, None)
+        before = conversation.messages if conversation is not None else []
+        if completion.turns == sum(message["role"] == "assistant" for message in before):
+            # The last turn was heard by a partner, and the completion ended with it.
+            before = before[: max(k for k, message in enumerate(before) if message["role"] == "assistant")]
+        episode = self.environments.episode(key) if self.environments is not None else None
+        return replace(completion, messages=(*before, assistant_message(completion.text, [])), episode=episode)
 
     def numbers(self) -> Numbers:
         """What happened since `begin`, or the last call of this, by metric."""
         waited_s, self._waited_s = self._waited_s, 0.0
-        return {**self.tools.numbers(), "time/tool_wait_s": (waited_s, 1)}
+        numbers: Numbers = {"time/tool_wait_s": (waited_s, 1)}
+        for speaker in self._partners:
+            numbers |= speaker.numbers()
+        return numbers
 
 
 def conversations_of(config: TrainConfig, tokenizer: Any, ends: tuple[int, ...]) -> Conversations | None:
-    """What answers the turns of completions that `ends` end; None without `rollout.tools`. Raises UserError where the
-    tools, or the tokenizer, cannot be used."""
+    """What answers the turns of completions that `ends` end; None where a completion is one turn. Raises UserError
+    where those who answer, or the tokenizer, cannot be used."""
     rollout, data = config.rollout, config.data
-    if not rollout.tools:
+    if not rollout.has_turns:
         return None
+    what = "tools are called" if rollout.tools else "environment is asked"
     refuse(
         tokenizer.chat_template is None or data.chat_template == "never",
-        "rollout.tools are called in chats: take a policy.model whose tokenizer has a chat template that knows tools,"
-        " and data.chat_template auto or always",
+        f"rollout.{what} in chats: take a policy.model whose tokenizer has a chat template that knows tools, and"
+        " data.chat_template auto or always",
     )
-    tools = Tools(rollout, config.scoring)
-    return Conversations(tools, rollout, tokenizer, data.chat_template_kwargs, ends)
+    environments = Environments(rollout, config.scoring) if rollout.environments else None
+    has_methods = environments is not None and any(kind.schemas for kind in environments.kinds.values())
+    tools = Tools(rollout, config.scoring, environments) if rollout.tools or has_methods else None
+    partners: list[Partner] = [tools] if tools is not None else []
+    openings = None
+    if environments is not None:
+        openings = Openings(environments, tools, data, tokenizer, rollout.max_tool_tokens)
+        partners += [environments] if environments.has_steps else []
+    variables, seed = data.chat_template_kwargs, config.run.seed
+    return Conversations(partners, tools, rollout, tokenizer, variables, ends, environments, openings, seed)
 
 
 def with_tools(data: DataConfig, conversations: Conversations | None) -> DataConfig:
     """The settings of data whose prompts tell the model of its tools, and are all chats."""
     if conversations is None:
         return data
-    variables = {**data.chat_template_kwargs, "tools": conversations.tools.schemas}
+    variables = dict(data.chat_template_kwargs)
+    if conversations.schemas:
+        variables["tools"] = conversations.schemas
     return replace(data, chat_template="always", chat_template_kwargs=variables)

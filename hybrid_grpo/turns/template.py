@@ -3,6 +3,7 @@ next one begins."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hybrid_grpo.config.errors import refuse
@@ -29,15 +30,32 @@ def tool_message(number: int, name: str, content: str) -> Message:
     return {"role": "tool", "name": name, "tool_call_id": f"call{number:05d}", "content": content}
 
 
+def user_message(content: str) -> Message:
+    """An answer to a turn that is no result of a call."""
+    return {"role": "user", "content": content}
+
+
+_LETTERS_OF_A_TOKEN = 32
+"""What is answered beyond so many letters for each token that is kept is not tokenized at all."""
+
+
+def cut(tokenizer: Any, text: str, tokens: int) -> str:
+    """The beginning of a text that has at most so many tokens."""
+    short = text[: tokens * _LETTERS_OF_A_TOKEN]
+    ids = tokenizer(short, add_special_tokens=False)["input_ids"]
+    if len(ids) <= tokens and len(short) == len(text):
+        return text
+    kept: str = tokenizer.decode(ids[:tokens])
+    return kept
+
+
 class Between:
     """What the chat template of a tokenizer writes between turns.
 
     Args:
         variables: what templates are given beside the messages, `data.chat_template_kwargs`.
-        schemas: the tools.
+        schemas: the tools; there may be none.
         stop_ids: tokens that end a turn.
-
-    Raises UserError where the template has no messages of tools, or writes no end behind a turn.
     """
 
     def __init__(
@@ -45,18 +63,25 @@ class Between:
     ) -> None:
         self._tokenizer, self._variables, self._schemas = tokenizer, variables, schemas
         self._ends = {token: tokenizer.convert_ids_to_tokens(token) for token in stop_ids}
-        name = schemas[0]["function"]["name"]
+
+    def check(self, setting: str, example: Callable[[str], Message]) -> None:
+        """Raise UserError, which names a setting, where the template has no place for messages such as `example` makes
+        of a content, or writes no end behind the turn that they answer."""
+        message = example(f"{_MARK} {_MARK}")
+        of_tool = message["role"] == "tool"
+        turn, said = ("a call of a tool", "its result") if of_tool else ("a turn", "the user's answer to it")
         try:
-            found, behind = self._behind([tool_message(0, name, f"{_MARK} {_MARK}")])
+            found, behind = self._behind([message])
         except Exception as error:  # a template is a program of the model's authors
             found, behind = False, ""
-            why = f"refuses a call of a tool and its result: {error}"
+            why = f"refuses {turn} and {said}: {error}"
         else:
-            why = "leaves out a call of a tool, or its result" if found else "does not end a turn that calls a tool"
+            unended = "a turn that calls a tool" if of_tool else "a turn"
+            why = f"leaves out {turn}, or {said}" if found else f"does not end {unended}"
         refuse(
             not found or _MARK not in behind,
-            f"rollout.tools: the chat template of policy.model {why}: take a model whose template has tools, or give"
-            " the tokenizer another template",
+            f"{setting}: the chat template of policy.model {why}: take a model whose template has"
+            f" {'tools' if of_tool else 'several turns'}, or give the tokenizer another template",
         )
 
     def ids(self, last: int, messages: list[Message]) -> list[int]:
@@ -71,11 +96,11 @@ class Between:
     def _behind(self, messages: list[Message]) -> tuple[bool, str]:
         """Whether the end of a turn stands in a chat that ends with `messages`, and what is written from there on."""
         calls = [Call(message["name"], {"about": _MARK}) for message in messages if message["role"] == "tool"]
-        chat = [{"role": "user", "content": "."}, assistant_message("", calls), *messages]
+        chat = [{"role": "user", "content": "."}, assistant_message("" if calls else _MARK, calls), *messages]
         text: str = self._tokenizer.apply_chat_template(
-            chat, tools=self._schemas, tokenize=False, add_generation_prompt=True, **self._variables
+            chat, tools=self._schemas or None, tokenize=False, add_generation_prompt=True, **self._variables
         )
-        # Behind the arguments of the last call comes the end of the turn.
+        # Behind the turn's content, or the arguments of its last call, comes its end.
         first = text.find(_MARK)
         for _ in calls[1:]:
             first = text.find(_MARK, first + 1)

@@ -25,6 +25,8 @@ class Query:
     first: int | None = None
     last: int | None = None
     """Bounds of the step."""
+    prompt: int | None = None
+    """Row of the prompt in the data."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,16 @@ def read_row(path: Path, offset: int) -> dict[str, Any] | None:
     return next((row for at, row in _lines(path, offset) if at == offset), None)
 
 
+def line_number(path: Path, offset: int) -> int:
+    """How many lines of a file end before a byte of it."""
+    count = 0
+    with path.open("rb") as file:
+        while offset > 0 and (chunk := file.read(min(offset, 2**20))):
+            count += chunk.count(b"\n")
+            offset -= len(chunk)
+    return count
+
+
 def prompt_text(prompt: Any) -> str:
     """A prompt as text; of a conversation, what was said."""
     if isinstance(prompt, list):
@@ -99,6 +111,8 @@ def _fits(row: dict[str, Any], query: Query) -> bool:
     if query.finish and row.get("finish") != query.finish:
         return False
     if not _within(row.get("reward"), query.least, query.most):
+        return False
+    if query.prompt is not None and row.get("prompt_id") != query.prompt:
         return False
     wanted = query.text.casefold()
     texts = (prompt_text(row.get("prompt")), str(row.get("completion", "")), prompt_text(row.get("messages") or ""))

@@ -14,10 +14,12 @@ from tool_tokenizers import FAMILIES, tool_tokenizer
 
 from hybrid_grpo.config import RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.data.batch import Completion
+from hybrid_grpo.data.batch import Completion, Prompt
+from hybrid_grpo.generation import Request
 from hybrid_grpo.turns import Conversations, Tools
 from hybrid_grpo.turns.calls import FORMATS, Call
-from hybrid_grpo.turns.template import assistant_message
+from hybrid_grpo.turns.conversation import Answer
+from hybrid_grpo.turns.template import assistant_message, user_message
 
 TABLE = {"a": "q", "b": "x", "c": "m", "d": "z"}
 NAMES = ("look_up", "add", "slowly", "misbehave")
@@ -33,7 +35,7 @@ def tools():
 
 def conversations_of(tools, family, config=ROLLOUT):
     tokenizer = tool_tokenizer(family)
-    return tokenizer, Conversations(tools, config, tokenizer, {}, (tokenizer.eos_token_id,))
+    return tokenizer, Conversations([tools], tools, config, tokenizer, {}, (tokenizer.eos_token_id,))
 
 
 def answer(conversations, key, patience_s=60.0):
@@ -73,7 +75,7 @@ def test_what_is_read_is_what_the_template_makes_of_the_whole_conversation(tools
 
     for key in range(170):
         chat = [{"role": "user", "content": word()}]
-        conversations.begin()
+        conversations.begin([])
         prompt = tokenizer(written(tokenizer, chat, tools.schemas, True), add_special_tokens=False)["input_ids"]
         sampled, given = [], []
         for _ in range(rng.randint(0, 3)):
@@ -112,6 +114,48 @@ def test_what_is_read_is_what_the_template_makes_of_the_whole_conversation(tools
         assert [*chat[:1], *completion.messages] == chat
 
 
+class Echo:
+    """Answers turns without a call, three times, with the turn's text reversed."""
+
+    setting, reads_last = "rollout.somebody", False
+
+    def example(self, content):
+        return user_message(content)
+
+    def takes(self, conversation, turn):
+        return not turn.calls and conversation.turns < 3
+
+    def answer(self, conversation, turn, done):
+        done(Answer([user_message(turn.content[::-1])]))
+
+    def numbers(self):
+        return {}
+
+
+@pytest.mark.parametrize("with_tools", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_of_a_user_is_read_as_the_template_writes_it(tools, family, with_tools):
+    """Beside tools the user answers what calls none, and without them all turns are the user's to answer."""
+    tokenizer, among = tool_tokenizer(family), [tools, Echo()] if with_tools else [Echo()]
+    ends, schemas = (tokenizer.eos_token_id,), tools.schemas if with_tools else None
+    # One of the templates writes the tools before every message of the user.
+    config = RolloutConfig(max_turns=6, max_tool_tokens=4000)
+    conversations = Conversations(among, tools if with_tools else None, config, tokenizer, {}, ends)
+    chat = [{"role": "user", "content": "begin"}]
+    prompt = tokenizer(written(tokenizer, chat, schemas, True), add_special_tokens=False)["input_ids"]
+    key, read = 7, list(prompt)
+    conversations.begin([Request(prompt, [key], prompt=Prompt(0, "begin", prompt, {}))])
+    for said in ("one", "two", "three"):
+        ids = spoken(tokenizer, chat, assistant_message(said, []), schemas)
+        assert conversations.ended(key, ids, room=100) is None
+        read += ids + answer(conversations, key)
+        chat += [assistant_message(said, []), user_message(said[::-1])]
+    assert tokenizer.decode(read) == written(tokenizer, chat, schemas, True)
+    assert conversations.ended(key, spoken(tokenizer, chat, assistant_message("four", []), schemas), room=9) == "stop"
+    completion = conversations.finished(key, Completion([], [], "stop", "four"))
+    assert [*chat[:1], *completion.messages] == [*chat, assistant_message("four", [])]
+
+
 BROKEN = {
     "hermes": ['<tool_call>\n{"name": "add", </tool_call>', "<tool_call>[1]</tool_call>", "<tool_call>"],
     "llama3": ['{"name": "add", "parameters": {"a": 1', '{"name": 3}'],
@@ -122,7 +166,7 @@ BROKEN = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_goes_wrong_is_told_to_the_model_and_counted(tools, family):
     tokenizer, conversations = conversations_of(tools, family)
-    conversations.begin()
+    conversations.begin([])
     keys = itertools.count()
 
     def told(text):
@@ -183,7 +227,7 @@ def test_answers_of_a_rollout_that_was_given_up_are_dropped(tools):
     tokenizer, conversations = conversations_of(tools, "hermes")
     ids = tokenizer(spoken_call("hermes", "look_up", {"key": "a"}))["input_ids"] + [tokenizer.eos_token_id]
     assert conversations.ended(1, ids, room=5) is None
-    conversations.begin()
+    conversations.begin([])
     other = tokenizer(spoken_call("hermes", "look_up", {"key": "b"}))["input_ids"] + [tokenizer.eos_token_id]
     assert conversations.ended(1, other, room=5) is None
     assert "x" in tokenizer.decode(answer(conversations, 1)).replace("<tool", "")
@@ -210,10 +254,10 @@ def test_a_template_without_tools_is_refused(tools, template, message):
     tokenizer.chat_template = template
     config = RolloutConfig(tools=ROLLOUT.tools, tool_format="hermes")
     with pytest.raises(UserError, match=rf"rollout\.tools: the chat template of policy\.model .*({message})"):
-        Conversations(tools, config, tokenizer, {}, (tokenizer.eos_token_id,))
+        Conversations([tools], tools, config, tokenizer, {}, (tokenizer.eos_token_id,))
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(UserError, match=r"rollout\.tool_format auto: .* set it to hermes, llama3, mistral"):
-        Conversations(tools, ROLLOUT, tokenizer, {}, (tokenizer.eos_token_id,))
+        Conversations([tools], tools, ROLLOUT, tokenizer, {}, (tokenizer.eos_token_id,))
 
 
 READY_MADE = [

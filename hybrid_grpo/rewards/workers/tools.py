@@ -13,14 +13,15 @@ import json
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from hybrid_grpo.config.errors import UserError, did_you_mean
+from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.config.importing import describe, functions_of, import_place
 from hybrid_grpo.rewards.functions import Failure, Interface, Reply, RewardCall, failed
 
-BUILTINS = ("calculator", "python")
-"""Tools that a configuration names without a path; they are defined in ready_made.py."""
+BUILTINS = ("calculator", "python", "search")
+"""Tools that a configuration names without a path; they are defined in ready_made.py, and search.py."""
 RESULT = "result"
 """Name under which a reply holds what a tool returned."""
 _LONGEST = 1 << 20  # characters
@@ -33,7 +34,7 @@ class ToolEntry:
     function: str
     """`path/to/file.py:name`, `package.module:name` or the name of a built-in."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """No tool has fixed arguments; a reward function may."""
+    """Arguments that are the same in every call, of which the model is not told."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Tool:
 
     name: str
     function: Callable[..., Any]
+    signature: inspect.Signature
+    """What the model may give."""
     interface: Interface
     file: str | None
     """File in which the function is written."""
@@ -65,32 +68,41 @@ class Tool:
 
     def _called(self, call: RewardCall) -> Any:
         arguments = call.inputs["arguments"][0]
-        try:
-            inspect.signature(self.function).bind(**arguments)
-        except TypeError as error:
-            raise _WrongArguments(str(error)) from None
+        check_arguments(self.signature, arguments)
         return self.function(**arguments)
 
     def _failed(self, error: BaseException) -> Reply:
-        if isinstance(error, _WrongArguments):
+        if isinstance(error, WrongArguments):
             return failed(Failure("invalid", f"wrong arguments for {self.name}: {error}"), 1)
         trace = "".join(traceback.format_exception(error))[-20_000:]
         spent = isinstance(error, MemoryError)
         return failed(Failure("raised", describe(error, None)[:_LONGEST], trace), 1, spent=spent)
 
 
-class _WrongArguments(Exception):
+class WrongArguments(Exception):
     """The model gave arguments that the function does not take."""
 
 
+def check_arguments(signature: inspect.Signature, arguments: dict[str, Any]) -> None:
+    """Raise WrongArguments where a function of this signature does not take these."""
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise WrongArguments(str(error)) from None
+
+
 def _reply(result: Any) -> Reply:
+    return Reply([0.0], [None], {RESULT: [as_text(result)]})
+
+
+def as_text(result: Any) -> str:
+    """What a tool returned as the model reads it."""
     if isinstance(result, bytes | bytearray):
         result = bytes(result).decode(errors="replace")
     if not isinstance(result, str):
         result = json.dumps(result, ensure_ascii=False, default=str)
     # A tokenizer cannot read halves of surrogate pairs.
-    text = result[:_LONGEST].encode(errors="replace").decode()
-    return Reply([0.0], [None], {RESULT: [text]})
+    return result[:_LONGEST].encode(errors="replace").decode()
 
 
 def load_tool(config: ToolEntry, entry: str) -> Tool:
@@ -98,30 +110,76 @@ def load_tool(config: ToolEntry, entry: str) -> Tool:
 
     Raises UserError where there is no such function, or where it lacks type hints or a docstring.
     """
-    place, colon, name = config.function.rpartition(":")
     setting = f"{entry} {config.function}"
-    if not colon:
-        if config.function not in BUILTINS:
-            raise UserError(
-                f"{setting} is no built-in: {did_you_mean(config.function, BUILTINS)}; one of your own is given as"
-                " path/to/file.py:function or package.module:function"
-            )
-        place, name = "hybrid_grpo.rewards.workers.ready_made", config.function
-    module = import_place(place, setting)
-    function = getattr(module, name, None)
-    if not callable(function):
-        what = "is not a function" if hasattr(module, name) else "does not exist"
-        raise UserError(f"{setting}: {name} {what} in {place}: {did_you_mean(name, functions_of(module))}")
+    function, fixed = _function(config, setting)
     plain = inspect.unwrap(function)
+    schema = described(plain, setting)
+    told = schema["function"]["parameters"]
+    told["properties"] = {name: told["properties"][name] for name in told["properties"] if name not in fixed}
+    if "required" in told:
+        told["required"] = [name for name in told["required"] if name not in fixed]
+    interface = Interface(["arguments"], ["arguments"], inspect.iscoroutinefunction(plain), 1, schema=schema)
+    parameters = inspect.signature(function).parameters
+    given = inspect.Signature([parameter for name, parameter in parameters.items() if name not in fixed])
+    file = getattr(plain.__code__, "co_filename", None)
+    return Tool(schema["function"]["name"], partial(function, **fixed), given, interface, file)
+
+
+def described(function: Callable[..., Any], setting: str) -> dict[str, Any]:
+    """What a model is told of a function. Raises UserError, which begins with `setting`, where it lacks type hints or a
+    docstring."""
     # Late, since only processes with tools need it.
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
-        schema = get_json_schema(plain)
+        schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:
         raise UserError(
             f"{setting} cannot be described to the model: {describe(error, None)}: give every argument a type hint and"
             " a line in the docstring's Args"
         ) from error
-    interface = Interface(["arguments"], ["arguments"], inspect.iscoroutinefunction(plain), 1, schema=schema)
-    return Tool(schema["function"]["name"], function, interface, getattr(plain.__code__, "co_filename", None))
+    return schema
+
+
+def _function(config: ToolEntry, setting: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function of an entry, and the arguments that are the same in every call of it."""
+    if config.function != "search":
+        function = _find(config.function, setting)
+        _check_kwargs(function, config.kwargs, setting)
+        return function, config.kwargs
+    # Late, since only processes that search need numpy.
+    from hybrid_grpo.rewards.workers.search import search_tool
+
+    _check_kwargs(search_tool, config.kwargs, setting)
+    try:
+        return search_tool(**config.kwargs), {}
+    except ValueError as error:
+        raise UserError(f"{setting}: {error}") from None
+
+
+def _check_kwargs(function: Callable[..., Any], kwargs: dict[str, Any], setting: str) -> None:
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name in kwargs:
+        refuse(
+            name not in parameters and not takes_any,
+            f"{setting}: kwargs {name}: there is no such argument: {did_you_mean(name, parameters)}",
+        )
+
+
+def _find(spec: str, setting: str) -> Callable[..., Any]:
+    """The function that a configuration names; `setting` begins the messages."""
+    place, colon, name = spec.rpartition(":")
+    if not colon:
+        if spec not in BUILTINS:
+            raise UserError(
+                f"{setting} is no built-in: {did_you_mean(spec, BUILTINS)}; one of your own is given as"
+                " path/to/file.py:function or package.module:function"
+            )
+        place, name = "hybrid_grpo.rewards.workers.ready_made", spec
+    module = import_place(place, setting)
+    function = getattr(module, name, None)
+    if not callable(function):
+        what = "is not a function" if hasattr(module, name) else "does not exist"
+        raise UserError(f"{setting}: {name} {what} in {place}: {did_you_mean(name, functions_of(module))}")
+    return function
