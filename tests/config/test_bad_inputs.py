@@ -127,6 +127,14 @@ SETTINGS = [
     ("watch listrun --watch.port=99999", "watch.port 99999 must be in [0, 65535]"),
     ("watch --watch.port=0", "usage: hybrid-grpo watch RUNS..."),
     ("watch listrun no/such", "no/such is no folder: give the folder of a run"),
+    ("replay-step oldrun", "usage: hybrid-grpo replay-step RUN STEP"),
+    ("replay-step oldrun 0", "STEP is the number of a step, from 1"),
+    ("replay-step nomodel 1", "nomodel is not the folder of a run: it has no config.yaml"),
+    ("replay-step sftrun 1", "sftrun is a run of sft: replay-step is for runs of train"),
+    ("replay-step oldrun 3", "oldrun has no step 3: it has steps 1 to 2"),
+    ("replay-step oldrun 1 --replay.rewards=new", "replay.rewards: expected again or saved, got new"),
+    ("replay-step oldrun 1 --replay.out=oldrun/rollouts", "replay.out oldrun/rollouts has the files of the run"),
+    ("replay-step oldrun 1 --replay.out=train.jsonl", "replay.out train.jsonl cannot be made: File exists"),
     ("watch train.jsonl", "train.jsonl is no folder"),
     # Rewards
     ("--rewards=[", "rewards [ cannot be read as YAML"),
@@ -242,6 +250,10 @@ LOADED = [
     ("score nocompletion.jsonl --rewards exact_match", "data.completion_column completion: row 0"),
     ("score binaryrun", "binaryrun", "step_000001.jsonl line 1 is not JSON"),
     ("score copyrun", "copyrun"),
+    ("replay-step oldrun 1 --rollout.temperature=0.5", "temperature 1.0 -> 0.5 cannot be replayed"),
+    ("replay-step oldrun 1 --grpo.baseline=critic", "grpo.baseline", "-> critic", "cannot be replayed"),
+    ("replay-step oldrun 1 --replay.rewards=saved --rewards=exact_match", "rewards names others: take out one of them"),
+    ("replay-step oldrun 1 --replay.completions=saved", "the run has not saved the tokens of step 1"),
     ("eval --config train.yaml --data.eval_path=null", "data.eval_path and data.eval_split are not set"),
     # Guests
     *[(f"--rollout.guests='[{{name: g, weight: {guest}}}]'", f"rollout.guests g: {says[0]}", *says[1:])
