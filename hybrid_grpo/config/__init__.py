@@ -7,6 +7,7 @@ settings do is in the other rooms.
 
 # ruff: noqa: F401
 
+from hybrid_grpo.config.alarms import AlarmConfig, AlarmsConfig
 from hybrid_grpo.config.building import build, dump, to_dict
 from hybrid_grpo.config.checks import BatchPlan
 from hybrid_grpo.config.cleaning import CleanConfig
@@ -17,6 +18,7 @@ from hybrid_grpo.config.commands import (
     GenerateConfig,
     PlanConfig,
     PublishConfig,
+    ReplayConfig,
     RewardStageConfig,
     ScoreConfig,
     ServeRewardConfig,

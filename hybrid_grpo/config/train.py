@@ -7,6 +7,7 @@ from dataclasses import field
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
+from hybrid_grpo.config.alarms import AlarmsConfig
 from hybrid_grpo.config.critic import CriticConfig
 from hybrid_grpo.config.data import CurriculumConfig, DataConfig, PtxConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
@@ -34,6 +35,7 @@ class ModelRunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
 
     @model_validator(mode="after")
     def _check_engine(self) -> ModelRunConfig:
