@@ -83,7 +83,8 @@ class Conversations:
         beginning, which depends on (run seed, step, prompt)."""
         if self._openings is None:
             return prompts
-        seeds = [stream_key(self._seed, step, prompt.epoch, prompt.id) for prompt in prompts]
+        # numpy and Gymnasium take seeds of 32 bits.
+        seeds = [stream_key(self._seed, step, prompt.epoch, prompt.id) % 2**32 for prompt in prompts]
         return self._openings.opened(prompts, seeds)
 
     def begin(self, requests: Sequence[Request]) -> None:

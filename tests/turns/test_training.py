@@ -32,7 +32,7 @@ def runs(tmp_path_factory):
             *("--rollout.prompts_per_step", "4", "--rollout.num_generations", "6", "--eval.every", "0"),
             *("--rollout.tools", json.dumps([f"{SUPPORT / 'slow_tools.py'}:look_up"]), "--rollout.max_turns", "5"),
             *("--rollout.environment", f"{SUPPORT / 'slow_tools.py'}:Repeats"),
-            *("--rollout.logit_bias", json.dumps(bias), "--rollout.max_completion_tokens", "38"),
+            *("--rollout.logit_bias", json.dumps(bias), "--rollout.max_completion_tokens", "36"),
             *("--rewards", json.dumps([f"{SUPPORT / 'acting_rewards.py'}:messages_said"])),
             *("--engine.zero_stage", "0", "--engine.adam", "torch", *more),
             world=world,

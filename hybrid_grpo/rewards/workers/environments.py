@@ -74,15 +74,15 @@ class EnvironmentProcess:
             return failed(Failure("raised", told, trace), 1, spent=isinstance(error, MemoryError))
 
     async def score_async(self, call: RewardCall) -> Reply:
-        """Not called: a process holds one object."""
-        raise NotImplementedError
+        """`score`: a process has nothing to do beside its one object."""
+        return self.score(call)
 
     def _begin(self, columns: dict[str, Any], seed: int, observation: str | None, is_first: bool) -> dict[str, Any]:
         """Make an object and reset it: what it says, which must be the `observation` unless it is the first."""
         self._finish()
         random.seed(seed)
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
+            sys.modules["numpy"].random.seed(seed)
         self._instance = self._factory()
         parameters = inspect.signature(self._instance.reset).parameters
         given = columns if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else {}
