@@ -251,8 +251,8 @@ LOADED = [
     ("score binaryrun", "binaryrun", "step_000001.jsonl line 1 is not JSON"),
     ("score copyrun", "copyrun"),
     ("replay-step oldrun 1 --rollout.temperature=0.5", "temperature 1.0 -> 0.5 cannot be replayed"),
-    ("replay-step oldrun 1 --grpo.baseline=critic", "grpo.baseline", "-> critic", "cannot be replayed"),
-    ("replay-step oldrun 1 --replay.rewards=saved --rewards=exact_match", "rewards names others: take out one of them"),
+    ("replay-step oldrun 1 --grpo.baseline=critic", "grpo.baseline", '-> "critic"', "cannot be replayed"),
+    ("replay-step oldrun 1 --replay.rewards=saved --rewards=repetition_penalty", "rewards names others: take out one of them"),
     ("replay-step oldrun 1 --replay.completions=saved", "the run has not saved the tokens of step 1"),
     ("eval --config train.yaml --data.eval_path=null", "data.eval_path and data.eval_split are not set"),
     # Guests
@@ -400,7 +400,6 @@ def loaded(workshop: Workshop) -> dict[str, Ended]:
 def settings(tmp_path_factory):
     """A folder with what a command looks at before it loads anything."""
     folder = tmp_path_factory.mktemp("settings")
-    bad_inputs.make_settings(folder)
     for name, content in {
         "model/config.json": "{}",
         "train.jsonl": "{}\n",
@@ -412,6 +411,7 @@ def settings(tmp_path_factory):
         "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_tokens": 8},
     }
     bad_inputs.write(folder / "train.yaml", json.dumps(recipe))
+    bad_inputs.make_settings(folder)
     return folder
 
 
