@@ -39,7 +39,9 @@ def reader_of(tool_format: str, tokenizer: Any) -> Reader:
     if tool_format != "auto":
         return FORMATS[tool_format]
     if getattr(tokenizer, "response_template", None):
-        return lambda text: _by_template(text, tokenizer)
+        chat = [{"role": "user", "content": "."}]
+        prefix = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return lambda text: _by_template(text, tokenizer, prefix)
     template = str(tokenizer.get_chat_template())
     for sign, name in _SIGNS.items():
         if sign in template:
@@ -52,10 +54,10 @@ def reader_of(tool_format: str, tokenizer: Any) -> Reader:
     raise AssertionError
 
 
-def _by_template(text: str, tokenizer: Any) -> Turn:
-    """By transformers' own parsing, which the tokenizer's `response_template` directs."""
+def _by_template(text: str, tokenizer: Any, prefix: str) -> Turn:
+    """By transformers' own parsing, which the tokenizer's `response_template` directs; `prefix` is a prompt."""
     try:
-        message = tokenizer.parse_response(text)
+        message = tokenizer.parse_response(text, prefix=prefix)
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         calls = [_call(function) for function in functions]
     except Exception as error:  # whatever the template's parser makes of a text that is not in its format

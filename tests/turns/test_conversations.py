@@ -20,7 +20,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation import Request
 from hybrid_grpo.turns import Conversations, Tools
-from hybrid_grpo.turns.calls import FORMATS, Call
+from hybrid_grpo.turns.calls import FORMATS, Call, reader_of
 from hybrid_grpo.turns.conversation import Answer
 from hybrid_grpo.turns.template import Between, assistant_message, tool_message, user_message
 
@@ -261,6 +261,19 @@ def test_a_template_without_tools_is_refused(tools, template, message):
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(UserError, match=r"rollout\.tool_format auto: .* set it to hermes, llama3, mistral"):
         Conversations([tools], tools, ROLLOUT, tokenizer, {}, (tokenizer.eos_token_id,))
+
+
+def test_the_parser_that_a_tokenizer_brings_reads_calls():
+    """It wants to know the prompt; without one it read no call at all."""
+    tokenizer = tool_tokenizer("hermes")
+    calls = {"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "json"}
+    calls["transform"] = {"type": "function", "function": "{content}"}
+    fields = {"tool_calls": calls, "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}}
+    tokenizer.response_template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
+    read = reader_of("auto", tokenizer)
+    turn = read('<tool_call>\n{"name": "look_up", "arguments": {"key": "a"}}\n</tool_call>')
+    assert (turn.calls, turn.fault) == ([Call("look_up", {"key": "a"})], None)
+    assert (read("so").content, read("so").calls) == ("so", [])
 
 
 LOOKED_UP = tool_message(0, "look_up", "q")
