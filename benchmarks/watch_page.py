@@ -286,7 +286,11 @@ def picture(folder: Path, runs: list[Path], browser: str) -> None:
                 tab.wait_for_selector(VIEWS[view], state="attached")
                 tab.wait_for_timeout(1500)
                 if view == "samples":
-                    open_tokens(tab, max(rollout_files(runs[-1] / "rollouts")), 3)
+                    saved, replayed = rollout_files(runs[-1] / "rollouts"), runs[-1] / "replay"
+                    tab.fill("[name=most]", "1.9")
+                    open_tokens(
+                        tab, max((s for s in saved if (replayed / f"step_{s:06d}.parquet").exists()), default=0)
+                    )
                     tab.locator(".tokens").focus()
                     tab.keyboard.press("ArrowRight")
                 elif view == "curves" and size == "wide":
