@@ -48,7 +48,7 @@ export class Decoder {
       times = one?.t ?? [];
     this.frame.area.hidden = this.frame.above.hidden = this.frame.below.hidden = !times.length;
     this.frame.legend.textContent = times.length ? "" : "This rank decoded nothing.";
-    if (!times.length) return;
+    if (!times.length) return this.frame.clear();
     const start = times[0],
       end = times.at(-1),
       slots = one.slots ?? Math.max(1, ...times.map((_, place) => at(one.decoding, place) + at(one.waiting, place))),
