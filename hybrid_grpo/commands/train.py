@@ -52,6 +52,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
         training.say(f"WARNING: it may not fit: {warning}")
     inputs.load_models(engine.Frozen)
     inputs.guests.load(device)
+    inputs.load_user(device)
     policy = Policy(
         config.policy,
         config.engine,

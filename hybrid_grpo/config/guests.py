@@ -56,9 +56,9 @@ def check_guests(config: TrainConfig) -> None:
         " per_group",
     )
     refuse(
-        bool(rollout.tools),
-        f"rollout.tools make completions of several turns, and rollout.guests {names[0]} brings those of one: take"
-        " out one of them",
+        rollout.has_turns,
+        f"{'rollout.tools' if rollout.tools else rollout.user_setting} makes completions of several turns, and"
+        f" rollout.guests {names[0]} brings those of one: take out one of them",
     )
     refuse(
         config.teacher.is_set,

@@ -11,6 +11,7 @@ import torch
 
 from hybrid_grpo.config import BatchPlan, PolicyConfig, RolloutConfig, TrainConfig, reward_name
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.data.batch import Numbers, Prompt
 from hybrid_grpo.data.cleaning.overlap import count_equal
@@ -126,6 +127,11 @@ class RunInputs:
         """What the tools did since the last call of this, by metric."""
         return {} if self.conversations is None else self.conversations.numbers()
 
+    def load_user(self, device: torch.device) -> None:
+        """Load the model that plays the user, if one does, whole and on this device."""
+        if self.conversations is not None:
+            self.conversations.load(device)
+
     @property
     def _all_prompts(self) -> list[list[Prompt]]:
         return [self.prompts, *(held_out.prompts for held_out in self.eval_sets)]
@@ -166,6 +172,8 @@ class RunInputs:
             )
         facts = {"data": report}
         own.check_columns(prompts[0].columns)
+        if conversations is not None:
+            conversations.check_columns(prompts[0].columns)
         check_prompts(prompts, model_config, config.rollout)
         eval_sets: list[EvalSet] = []
         for held_out in sets:
@@ -179,6 +187,8 @@ class RunInputs:
             facts["held out" if held_out.setting == "eval" else f"held out {held_out.name}"] = line
             used = rewards[held_out.setting] if held_out.rewards else own
             used.check_columns(read[0].columns)
+            if conversations is not None:
+                conversations.check_columns(read[0].columns)
             check_prompts(read, model_config, held_out.rollout)
             eval_sets.append(EvalSet(held_out, read, used, ends, config.run.seed))
         positions, longest = getattr(model_config, "max_position_embeddings", None), config.ptx.max_tokens
@@ -198,6 +208,8 @@ class RunInputs:
         facts["rewards"] = ", ".join(f"{reward.weight:g} {reward_name(reward)}" for reward in config.rewards)
         if conversations is not None and conversations.tool_names:
             facts["tools"] = ", ".join(conversations.tool_names)
+        if conversations is not None and conversations.user is not None:
+            facts["user"] = config.rollout.user_model or function_text(config.rollout.user or "")
         parts = (eval_sets, objective, ends, pretraining, guests, conversations)
         return cls(tokenizer, own, outcome, prompts, stream, *parts, facts)
 

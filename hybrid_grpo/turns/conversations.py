@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from hybrid_grpo.config import DataConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.errors import refuse
@@ -17,6 +19,7 @@ from hybrid_grpo.turns.calls import Turn, reader_of
 from hybrid_grpo.turns.conversation import Answer, Conversation, Finish, Partner
 from hybrid_grpo.turns.template import Between, assistant_message
 from hybrid_grpo.turns.tools import Tools
+from hybrid_grpo.turns.users import ModelUser, User, user_of
 
 _LETTERS_OF_A_TOKEN = 32
 """What is answered beyond so many letters for each token that is kept is not tokenized at all."""
@@ -31,6 +34,7 @@ class Conversations:
     Args:
         partners: who answers; the first that takes a turn.
         tools: those of the partners that are functions; None where the model has no tools.
+        user: the one of the partners that plays the user; None where nobody does.
         tokenizer, variables, stop_ids: see `Between`.
 
     Raises UserError where the tokenizer cannot express what partners say, or the calls of tools.
@@ -44,8 +48,10 @@ class Conversations:
         tokenizer: Any,
         variables: dict[str, Any],
         stop_ids: tuple[int, ...],
+        user: User | None = None,
     ) -> None:
-        self._partners, self.tools, self._config, self._tokenizer = partners, tools, config, tokenizer
+        self._partners, self.tools, self.user = partners, tools, user
+        self._config, self._tokenizer = config, tokenizer
         self._read = None if tools is None else reader_of(config.tool_format, tokenizer)
         self._between = Between(tokenizer, variables, self.schemas, stop_ids)
         for speaker in partners:
@@ -66,6 +72,16 @@ class Conversations:
     def tool_names(self) -> list[str]:
         """Names of the tools."""
         return self.tools.names if self.tools is not None else []
+
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """Raise UserError where the rows lack a column that the user needs."""
+        if self.user is not None:
+            self.user.check_columns(columns)
+
+    def load(self, device: torch.device) -> None:
+        """Load the model that plays the user, if one does; raises UserError where it does not load."""
+        if isinstance(self.user, ModelUser):
+            self.user.load(device)
 
     def begin(self, requests: Sequence[Request]) -> None:
         """See `Turns`. Counts begin anew."""
@@ -114,6 +130,9 @@ class Conversations:
                 if patience_s and not ready:
                     start_s = time.perf_counter()
                     try:
+                        # The decoder is idle, so every conversation that waits for a model is in one batch.
+                        if isinstance(self.user, ModelUser):
+                            self.user.speak(self._under_way)
                         conversation, turn, answer = self._answers.get(timeout=patience_s)
                     finally:
                         self._waited_s += time.perf_counter() - start_s
@@ -170,14 +189,21 @@ def conversations_of(config: TrainConfig, tokenizer: Any, ends: tuple[int, ...])
     rollout, data = config.rollout, config.data
     if not rollout.has_turns:
         return None
+    has_chats = tokenizer.chat_template is not None and data.chat_template != "never"
     refuse(
-        tokenizer.chat_template is None or data.chat_template == "never",
+        bool(rollout.tools) and not has_chats,
         "rollout.tools are called in chats: take a policy.model whose tokenizer has a chat template that knows tools,"
         " and data.chat_template auto or always",
     )
+    refuse(
+        not has_chats,
+        f"{rollout.user_setting} speaks in chats: take a policy.model whose tokenizer has a chat template, and"
+        " data.chat_template auto or always",
+    )
     tools = Tools(rollout, config.scoring) if rollout.tools else None
-    partners: list[Partner] = [tools] if tools is not None else []
-    return Conversations(partners, tools, rollout, tokenizer, data.chat_template_kwargs, ends)
+    user = user_of(rollout, config.scoring, config.policy)
+    partners: list[Partner] = [partner for partner in (tools, user) if partner is not None]
+    return Conversations(partners, tools, rollout, tokenizer, data.chat_template_kwargs, ends, user)
 
 
 def with_tools(data: DataConfig, conversations: Conversations | None) -> DataConfig:

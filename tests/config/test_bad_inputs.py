@@ -63,6 +63,13 @@ SETTINGS = [
     ("--rollout.max_turns=0", "rollout.max_turns 0 must be 1 or greater"),
     ("--rollout.tools='[\"calculator\"]' --rollout.ignore_eos=true", "rollout.tools", "rollout.ignore_eos", "take out"),
     ("--rollout.tools='[{kwargs: {folder: x}}]'", "rollout.tools[0].function is not set: give one"),
+    *[(f"--rollout.{settings}", *says) for settings, *says in [
+        ("user=f.py:g --rollout.user_model=model --rollout.user_prompt=x", "both play the user: take out one of them"),
+        ("user_model=model", "rollout.user_model is not told whom it plays: set rollout.user_prompt"),
+        ("user_prompt=x", "has no effect without rollout.user_model"),
+        ("user_stop=[x]", "has no effect without rollout.user or rollout.user_model"),
+        ("user=f.py:g --rollout.ignore_eos=true", "rollout.user speaks between turns", "take out one"),
+    ]],
     ("--rollout.max_completion_tokens=9999999999999999999", "must be 9007199254740992 or less"),
     ("--rollout.logit_bias='{\"-1\": 1}'", "rollout.logit_bias '-1' is no token id"),
     *[(f"--rollout.guests='[{{name: g, {guest}}}]' {others}", *says) for guest, others, *says in [
@@ -210,6 +217,7 @@ LOADED = [
         "data.eval_split train is the split that data.streaming trains on",
     ),
     ("--rollout.tools='[\"calculator\"]'", "rollout.tools are called in chats", "a chat template that knows tools"),
+    ("--rollout.user=f.py:g", "rollout.user speaks in chats", "a chat template"),
     ("score binary.jsonl --rewards exact_match", "SOURCE binary.jsonl line 1 is not JSON"),
     ("score half.jsonl --rewards exact_match", "SOURCE half.jsonl line 1 is not JSON"),
     ("score nocompletion.jsonl --rewards exact_match", "data.completion_column completion: row 0"),

@@ -14,6 +14,12 @@ LAYOUTS = {
 }
 
 
+SAME = (
+    *("policy/loss", "policy/grad_norm", "turns/mean", "turns/given_tokens"),
+    *("tool/look_up/calls", "user/calls", "user/failed_frac"),
+)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lookup")
@@ -32,6 +38,15 @@ def runs(tmp_path_factory):
             *("--rollout.prompts_per_step", "4", "--rollout.num_generations", "6", "--eval.every", "0"),
             *("--rollout.tools", json.dumps([f"{SUPPORT / 'slow_tools.py'}:look_up"]), "--rollout.max_turns", "5"),
             *("--rollout.logit_bias", json.dumps(bias), "--rollout.max_completion_tokens", "40"),
+            # The same model plays the user, who answers turns without a call.
+            *(
+                "--rollout.user_model",
+                folder / "model",
+                "--rollout.user_prompt",
+                "you ask",
+                "--rollout.user_stop",
+                "[xx]",
+            ),
             *("--rewards", json.dumps([f"{SUPPORT / 'acting_rewards.py'}:messages_said"])),
             *("--engine.zero_stage", "0", "--engine.adam", "torch", *more),
             world=world,
@@ -52,7 +67,7 @@ def test_neither_ranks_nor_memory_nor_delays_change_a_run(runs, layout):
     same = ("prompt_id", "sample", "messages", "length", "finish", "reward", "advantage")
     assert [[line[name] for name in same] for line in others] == [[line[name] for name in same] for line in lines]
     for mine, other in zip(metrics, theirs, strict=True):
-        for name in ("policy/loss", "policy/grad_norm", "turns/mean", "turns/given_tokens", "tool/look_up/calls"):
+        for name in SAME:
             assert other[name] == pytest.approx(mine[name], rel=1e-5, abs=1e-7), name
 
 
@@ -66,6 +81,9 @@ def test_conversations_are_counted_and_sampler_and_training_agree(runs):
     assert 0 < metrics[-1]["tool/look_up/calls"] <= len(calls)
     assert metrics[-1]["tool/look_up/failed_frac"] == 0
     assert metrics[-1]["tool/unknown/calls"] > 0
+    heard = sum(message["role"] == "user" for line in lines for message in line["messages"])
+    # The user ends some conversations by saying nothing, or xx.
+    assert 0 < heard <= metrics[-1]["user/calls"]
     for name, (_, steps) in runs.items():
         assert all(step["parity/logp_abs_diff_max"] < 1e-4 for step in steps), name
     assert metrics[-1]["policy/grad_norm"] > 0

@@ -53,14 +53,14 @@ class Tool:
         """Call the function with the arguments of the call's only row."""
         try:
             result = self._called(call)
-            return _reply(asyncio.run(result) if inspect.iscoroutine(result) else result)
+            return self._reply(asyncio.run(result) if inspect.iscoroutine(result) else result)
         except BaseException as error:  # a SystemExit of the function is no reason to end the process
             return self._failed(error)
 
     async def score_async(self, call: RewardCall) -> Reply:
         """`score` for an `async def` function."""
         try:
-            return _reply(await self._called(call))
+            return self._reply(await self._called(call))
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -74,6 +74,11 @@ class Tool:
             raise _WrongArguments(str(error)) from None
         return self.function(**arguments)
 
+    def _reply(self, result: Any) -> Reply:
+        if isinstance(result, bytes | bytearray):
+            result = bytes(result).decode(errors="replace")
+        return text_reply(result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str))
+
     def _failed(self, error: BaseException) -> Reply:
         if isinstance(error, _WrongArguments):
             return failed(Failure("invalid", f"wrong arguments for {self.name}: {error}"), 1)
@@ -86,14 +91,10 @@ class _WrongArguments(Exception):
     """The model gave arguments that the function does not take."""
 
 
-def _reply(result: Any) -> Reply:
-    if isinstance(result, bytes | bytearray):
-        result = bytes(result).decode(errors="replace")
-    if not isinstance(result, str):
-        result = json.dumps(result, ensure_ascii=False, default=str)
+def text_reply(text: str) -> Reply:
+    """The reply that holds a text, as much of it as may be read."""
     # A tokenizer cannot read halves of surrogate pairs.
-    text = result[:_LONGEST].encode(errors="replace").decode()
-    return Reply([0.0], [None], {RESULT: [text]})
+    return Reply([0.0], [None], {RESULT: [text[:_LONGEST].encode(errors="replace").decode()]})
 
 
 def load_tool(config: ToolEntry, entry: str) -> Tool:
@@ -128,7 +129,7 @@ def load_tool(config: ToolEntry, entry: str) -> Tool:
 def _function(config: ToolEntry, setting: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function of an entry, and the arguments that are the same in every call of it."""
     if config.function != "search":
-        function = _find(config.function, setting)
+        function = find_function(config.function, setting)
         _check_kwargs(function, config.kwargs, setting)
         return function, config.kwargs
     # Late, since only processes that search need numpy.
@@ -151,7 +152,7 @@ def _check_kwargs(function: Callable[..., Any], kwargs: dict[str, Any], setting:
         )
 
 
-def _find(spec: str, setting: str) -> Callable[..., Any]:
+def find_function(spec: str, setting: str) -> Callable[..., Any]:
     """The function that a configuration names; `setting` begins the messages."""
     place, colon, name = spec.rpartition(":")
     if not colon:

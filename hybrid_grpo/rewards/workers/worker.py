@@ -29,10 +29,12 @@ from typing import Any
 
 import psutil
 
+from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.importing import describe
 from hybrid_grpo.rewards.functions import Failure, Function, Reply, RewardCall, failed, load_function
 from hybrid_grpo.rewards.workers.tools import Tool, ToolEntry, load_tool
+from hybrid_grpo.rewards.workers.users import UserEntry, load_user
 
 _HEADER = struct.Struct(">I")
 """Length of the message that follows; the frames of multiprocessing's Connection, up to 2 GiB."""
@@ -83,10 +85,7 @@ def serve_forks(descriptor: int) -> None:
     sys.path[:] = path
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
-        functions = [
-            load_tool(config, entry) if isinstance(config, ToolEntry) else load_function(config, entry)
-            for entry, config in entries
-        ]
+        functions = [_load(config, entry) for entry, config in entries]
     except UserError as error:
         return _tell(control, {"error": str(error)})
     except BaseException as error:  # above all a module that ends the process while it is imported
@@ -118,6 +117,12 @@ def serve_forks(descriptor: int) -> None:
                 _tell(control, status)
     finally:
         _kill(_descendants(os.getpid()))
+
+
+def _load(config: RewardConfig | ToolEntry, entry: str) -> Function | Tool:
+    if isinstance(config, UserEntry):
+        return load_user(config, entry)
+    return load_tool(config, entry) if isinstance(config, ToolEntry) else load_function(config, entry)
 
 
 def _tell(control: socket.socket, answer: Any) -> None:
