@@ -74,6 +74,7 @@ class Trainer(Stage):
             self.improve(rollout, Signals(sampler_logp_BT, old_logp_BT, ref_logp_BT, advantages_BT, taught))
             self.refresh_reference(step)
         self.last_rollout = (rollout, scores, mean_over_tokens(advantages_BT, rollout))
+        self.last_advantages_BT = advantages_BT
         self.measure(rollout, scores)
 
     def collect(self, step: int) -> tuple[Rollout, Scores]:
@@ -157,9 +158,8 @@ class Trainer(Stage):
 
     def scored(self, rollout: Rollout, model: Policy | Reference) -> Tensor:
         """Log-probabilities [B, T] of all completions that are learned from, without gradients. Collective."""
-        shape = (len(rollout.completions), max(rollout.lengths))
         batches = self.micro_batches(rollout, rollout.learned, gradients=False)
-        return model.logprobs(batches, shape, self.config.rollout.temperature)
+        return model.logprobs(batches, (len(rollout.lengths), max(rollout.lengths)), self.config.rollout.temperature)
 
     def advantages(
         self, rollout: Rollout, scores: Scores, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None

@@ -87,10 +87,13 @@ def _loaded(config: ChatConfig) -> tuple[Conversation, Answer]:
     if adapter is not None:
         read_adapter(adapter, "chat.adapter")
     positions = getattr(model_config, "max_position_embeddings", None) or sys.maxsize
+    has = f"policy.model has {positions} positions"
+    if rollout.max_total_tokens is not None and rollout.max_total_tokens < positions:
+        positions, has = rollout.max_total_tokens, f"rollout.max_total_tokens is {rollout.max_total_tokens}"
     refuse(
         rollout.max_completion_tokens >= positions,
-        f"rollout.max_completion_tokens {rollout.max_completion_tokens} leaves no room for a message: policy.model has"
-        f" {positions} positions: set it to {positions // 2} or lower",
+        f"rollout.max_completion_tokens {rollout.max_completion_tokens} leaves no room for a message: {has}: set it to"
+        f" {max(1, positions // 2)} or lower",
     )
     conversation = Conversation(config.data, tokenizer, positions - rollout.max_completion_tokens)
     conversation.system = config.data.system_prompt if config.chat.system is None else config.chat.system
@@ -117,7 +120,8 @@ def _loaded(config: ChatConfig) -> tuple[Conversation, Answer]:
                 on_token=lambda request, sample, token: write(stream.add(token)),
             )
             cut = groups[0][0].finish == "length"
-            why = f"cut at rollout.max_completion_tokens {rollout.max_completion_tokens}" if cut else ""
+            limit = min(("max_turn_tokens", "max_completion_tokens"), key=lambda n: getattr(rollout, n) or sys.maxsize)
+            why = f"cut at rollout.{limit} {getattr(rollout, limit)}" if cut else ""
         write(stream.rest())
         return decode(stream.tokens), why
 

@@ -31,7 +31,7 @@ def run(arguments: list[str]) -> None:
     engine.check_config(config.policy, config.engine)
     inputs = RunInputs.read(config)
     if config.grpo.baseline == "critic":
-        check_critic(config, inputs.tokenizer, inputs.longest_prompt + config.rollout.max_read_tokens)
+        check_critic(config, inputs.tokenizer, config.rollout.longest(inputs.longest_prompt))
     if config.teacher.is_set:
         check_teacher(config, inputs)
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)

@@ -37,7 +37,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     inputs = RunInputs.read(config)
     with_critic = config.grpo.baseline == "critic"
     if with_critic:
-        check_critic(config, inputs.tokenizer, inputs.longest_prompt + config.rollout.max_read_tokens)
+        check_critic(config, inputs.tokenizer, config.rollout.longest(inputs.longest_prompt))
     if config.teacher.is_set:
         check_teacher(config, inputs)
     hardware = of_device(device, config.policy.dtype)

@@ -61,6 +61,11 @@ def check_guests(config: TrainConfig) -> None:
         f" rollout.guests {names[0]} brings those of one: take out one of them",
     )
     refuse(
+        rollout.max_total_tokens is not None or rollout.max_turn_tokens is not None,
+        f"rollout.guests {names[0]} writes as it likes up to rollout.max_completion_tokens: take out"
+        " rollout.max_total_tokens and rollout.max_turn_tokens",
+    )
+    refuse(
         config.teacher.is_set,
         f"a teacher judges the tokens that the policy sampled, and rollout.guests {names[0]} brings others: take"
         " out teacher or rollout.guests",

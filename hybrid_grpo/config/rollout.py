@@ -68,7 +68,7 @@ class RolloutConfig:
     stop_strings: list[Text] = field(default_factory=list)
     """Texts that end a completion as soon as it contains one; they stay part of it."""
     ignore_eos: Switch = False
-    """For benchmarks: nothing but max_completion_tokens ends a completion."""
+    """For benchmarks: nothing but a limit of tokens ends a completion."""
     logprobs: Literal["softmax", "sampling"] = "softmax"
     """Distribution that `old_logp` is recorded under: `softmax` is that of the training forward, at the temperature;
     `sampling` the filtered one that the tokens were really drawn from."""
@@ -98,6 +98,12 @@ class RolloutConfig:
     it is cut."""
     tool_timeout_s: Seconds = 30.0
     """Seconds for a call of a tool; then the model is told that it took too long."""
+    max_turn_tokens: Count | None = None
+    """Most sampled tokens of one turn; a turn that reaches it without an end is the last one, and the completion counts
+    as cut. Default: max_completion_tokens."""
+    max_total_tokens: Count | None = None
+    """Most tokens in all, of the prompt, sampled and given between turns; a completion that reaches it is cut. Default:
+    what the other limits add up to."""
 
     user: Function | None = None
     """Function that plays the user, as `path/to/file.py:name`: called with the `messages` so far and the columns that
@@ -125,9 +131,14 @@ class RolloutConfig:
 
     @property
     def max_read_tokens(self) -> int:
-        """Most tokens behind a prompt, those included that tools and the user give."""
+        """Most tokens behind a short prompt, those included that are given between turns."""
         answers = self.max_turns - 1 if self.has_turns else 0
         return self.max_completion_tokens + answers * self.max_tool_tokens
+
+    def longest(self, prompt: int) -> int:
+        """Most tokens of a prompt of so many, and of what is behind it."""
+        longest = prompt + self.max_read_tokens
+        return longest if self.max_total_tokens is None else min(longest, self.max_total_tokens)
 
     @property
     def guest_rows(self) -> int:
@@ -164,6 +175,11 @@ class RolloutConfig:
             self.min_completion_tokens > self.max_completion_tokens,
             f"rollout.min_completion_tokens {self.min_completion_tokens} is more than rollout.max_completion_tokens"
             f" {self.max_completion_tokens}: set it to that or lower",
+        )
+        refuse(
+            self.max_turn_tokens is not None and self.min_completion_tokens > self.max_turn_tokens,
+            f"rollout.min_completion_tokens {self.min_completion_tokens} lets no first turn end within"
+            f" rollout.max_turn_tokens {self.max_turn_tokens}: set it to that or lower",
         )
         for token in self.logit_bias:
             refuse(

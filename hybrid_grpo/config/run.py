@@ -99,6 +99,9 @@ class LogConfig:
     """Kind of run inside its group, such as baseline. Default: none."""
     rollouts_every: Whole = 1
     """Steps between rollouts written to rollouts/, of which trackers show samples; 0 writes none."""
+    tokens: Switch = True
+    """Beside the rollouts that are written, also write their tokens, the text of each, log-probabilities and
+    advantages, as parquet."""
     histograms_every: Whole = 10
     """Steps between histograms of rewards, lengths and advantages on the trackers, made of the rollouts that are
     written; 0 makes none."""

@@ -42,7 +42,8 @@ class Request:
     limits: list[int] | None = None
     """Most sampled tokens of each completion. Default: `Sampling.max_tokens` for all."""
     most: int | None = None
-    """Most tokens in all, of the prompt, sampled and given between turns. Needed where there are turns."""
+    """Most tokens in all, of the prompt, sampled and given between turns; more than those of the prompt. Needed where
+    there are turns."""
     prompt: Prompt | None = None
     """What `prompt_ids` are the tokens of, for those who answer turns."""
 
@@ -168,8 +169,8 @@ class _Loop:
     def _step(self) -> None:
         """Start sampling one token for every active sequence; a later `_collect` reads the outcome."""
         schedule = self.schedule
-        # A sequence that reaches its limit ends with a step that is still running: wait for it.
-        if any(0 < s.room <= s.position + 1 - len(s.tokens) for s in schedule.active):
+        # A sequence that reaches a limit ends with a step that is still running: wait for it.
+        if any(0 < s.turn_room <= s.position + 1 - len(s.tokens) for s in schedule.active):
             self._drain()
         while not schedule.make_room():
             self._drain()
@@ -206,7 +207,9 @@ def sequences_of(requests: Iterable[Request], sampling: Sampling) -> list[list[S
     for index, request in enumerate(requests):
         assert request.prompt_ids and request.keys, "a prompt has tokens, a request keys"
         prompt, limits = request.prompt_ids, request.limits or [sampling.max_tokens] * len(request.keys)
-        begun = partial(Sequence, prompt=len(prompt), most=request.most or sys.maxsize)
+        most = request.most or sys.maxsize
+        assert len(prompt) < most, "there is room for a token behind the prompt"
+        begun = partial(Sequence, prompt=len(prompt), most=most, turn_limit=sampling.max_turn_tokens)
         streams = enumerate(zip(request.keys, limits, strict=True))
         groups.append([begun(index, k, key, list(prompt), limit=limit) for k, (key, limit) in streams])
     return groups
@@ -252,7 +255,8 @@ def generate(
     sequences = sequences_of(requests, sampling)
     assert turns is None or all(request.most for request in requests), "with turns, requests have a limit in all"
     longest = sorted(
-        (len(s.tokens) + s.limit if turns is None else s.most for group in sequences for s in group), reverse=True
+        (min(s.most, len(s.tokens) + s.limit) if turns is None else s.most for group in sequences for s in group),
+        reverse=True,
     )
     slots, device = min(max_slots, len(longest)), next(model.parameters()).device
     new_cache, capture = partial(cache_for, _prepared(model), PAGE[device.type], cache_gb, device), capture_on(device)

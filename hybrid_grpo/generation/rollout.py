@@ -34,6 +34,7 @@ def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: boo
     """
     ends = Sampling(
         max_tokens=config.max_completion_tokens,
+        max_turn_tokens=config.max_turn_tokens or config.max_completion_tokens,
         min_tokens=config.min_completion_tokens,
         stop_ids=() if config.ignore_eos else stop_ids,
         stop_strings=tuple(config.stop_strings),
@@ -62,8 +63,7 @@ def requests_of(prompts: Sequence[Prompt], config: RolloutConfig, seed: int, ste
 
 def request_of(prompt: Prompt, config: RolloutConfig, keys: list[int]) -> Request:
     """The request for completions of a prompt with these random streams."""
-    most = len(prompt.token_ids) + config.max_read_tokens
-    return Request(prompt.token_ids, keys, most=most if config.has_turns else None, prompt=prompt)
+    return Request(prompt.token_ids, keys, most=config.longest(len(prompt.token_ids)), prompt=prompt)
 
 
 def attention_of(decoder: Literal["paged", "transformers"]) -> str | None:

@@ -6,6 +6,7 @@ A completion's randomness is a pure function of its stream key and of the number
 
 import hashlib
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -27,12 +28,15 @@ class Sampling:
     """
 
     max_tokens: int
+    """Most tokens of a completion."""
     temperature: float = 1.0
     """0 takes the most probable token."""
     top_k: int = 0
     top_p: float = 1.0
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a completion; the completion includes them."""
+    max_turn_tokens: int = sys.maxsize
+    """Most tokens of a turn; one that is cut there is the last."""
     min_tokens: int = 0
     """Until a completion has so many tokens, stop tokens cannot be drawn and stop strings are ignored."""
     min_p: float = 0.0

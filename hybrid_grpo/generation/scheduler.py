@@ -70,6 +70,8 @@ class Sequence:
     """Set with the last token."""
     most: int = sys.maxsize
     """Most tokens in all: of the prompt, sampled and given."""
+    turn_limit: int = sys.maxsize
+    """Most tokens to sample in one turn."""
     sampled: list[int] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
     begin: int = field(init=False)
@@ -89,6 +91,11 @@ class Sequence:
     def room(self) -> int:
         """How many tokens may still be sampled."""
         return min(self.limit - len(self.logp), self.most - len(self.tokens))
+
+    @property
+    def turn_room(self) -> int:
+        """How many of them in this turn."""
+        return min(self.room, self.turn_limit - (len(self.tokens) - self.begin))
 
     def add(
         self,
@@ -115,7 +122,7 @@ class Sequence:
             self.waits = finish is None
             self.position = len(self.tokens) - 1
         else:
-            finish = "stop" if stopped else "length" if self.room <= 0 else None
+            finish = "stop" if stopped else "length" if self.turn_room <= 0 else None
         if finish is not None:
             self.end(finish, decode, on_finish, turns)
 

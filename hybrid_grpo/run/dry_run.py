@@ -233,7 +233,7 @@ def largest_micro_batch(config: TrainConfig, batch: BatchPlan, prompt: int, *, p
     prompts = batch.prompts_per_rank // batch.num_minibatches
     # No two prompts are the same.
     prompt_ids = [[row // batch.num_generations] * prompt for row in range(prompts * batch.num_generations)]
-    completion_ids = [[0] * config.rollout.max_read_tokens] * len(prompt_ids)
+    completion_ids = [[0] * (config.rollout.longest(prompt) - prompt)] * len(prompt_ids)
     budget = token_budget(config.policy, on_gpu=on_gpu, gradients=True)
     rows, cpu = (prompt_ids, completion_ids, range(len(prompt_ids)), budget), torch.device("cpu")
     parts = pack(*rows, cpu, share=config.policy.shared_prefix) if packs else pad(*rows, cpu)

@@ -58,8 +58,7 @@ class EvalSet:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt with its completion."""
-        longest = max(len(prompt.token_ids) for prompt in self.prompts)
-        return longest + self.settings.rollout.max_read_tokens
+        return self.settings.rollout.longest(max(len(prompt.token_ids) for prompt in self.prompts))
 
     @property
     def own_prompts(self) -> list[Prompt]:

@@ -14,9 +14,14 @@ from hybrid_grpo.config.errors import UserError
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that readers see the old text or the new one, and a crash leaves one of the two."""
+    replace_bytes(path, text.encode("utf-8", errors="replace"))
+
+
+def replace_bytes(path: Path, content: Any) -> None:
+    """As `replace_text`, for a file that is not text."""
     draft = path.with_name(f".{path.name}.draft")
-    with draft.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
-        file.write(text)
+    with draft.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
@@ -59,9 +64,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def rollout_files(folder: Path) -> dict[int, Path]:
-    """The rollouts saved in a folder, by step, in their order. Other files, such as copies, are left out."""
-    found = {path.stem.removeprefix("step_"): path for path in folder.glob("step_*.jsonl")}
+def rollout_files(folder: Path, kind: str = "jsonl") -> dict[int, Path]:
+    """The rollouts saved in a folder, by step, in their order: their texts (`jsonl`) or their tokens (`parquet`). Other
+    files, such as copies, are left out."""
+    found = {path.stem.removeprefix("step_"): path for path in folder.glob(f"step_*.{kind}")}
     return {step: path for step, path in sorted((int(n), path) for n, path in found.items() if n.isdecimal())}
 
 

@@ -162,7 +162,7 @@ class RunInputs:
         if config.data.streaming:
             stream = PromptStream(data, tokenizer, config.run.seed, partial(_check_ids, model_config))
             prompts, report = stream.prompts, stream.fact
-            check_lengths(model_config, stream.longest + config.rollout.max_read_tokens)
+            check_room(stream.longest, model_config, config.rollout)
         else:
             prompts, report = read_prompts(data, tokenizer)
         if stream is None and len(prompts) < config.rollout.prompts_per_step:
@@ -231,8 +231,19 @@ def _load_rewards(config: TrainConfig, sets: list[HeldOut]) -> dict[str, list[Re
 
 def check_prompts(prompts: list[Prompt], model_config: Any, rollout: RolloutConfig) -> None:
     """Refuse prompts that the model cannot read, or complete at the length that is asked for."""
-    check_lengths(model_config, max(len(prompt.token_ids) for prompt in prompts) + rollout.max_read_tokens)
+    check_room(max(len(prompt.token_ids) for prompt in prompts), model_config, rollout)
     _check_ids(model_config, prompts)
+
+
+def check_room(longest: int, model_config: Any, rollout: RolloutConfig) -> None:
+    """Refuse prompts of up to `longest` tokens that leave no room for a completion, or more than the model has."""
+    total = rollout.max_total_tokens
+    refuse(
+        total is not None and longest >= total,
+        f"rollout.max_total_tokens {total} leaves a prompt of {longest} tokens none to sample: raise it, or lower"
+        " data.max_prompt_tokens below it",
+    )
+    check_lengths(model_config, rollout.longest(longest))
 
 
 def _check_ids(model_config: Any, prompts: list[Prompt]) -> None:
@@ -242,7 +253,8 @@ def _check_ids(model_config: Any, prompts: list[Prompt]) -> None:
 _SAMPLING = ("temperature", "top_p", "top_k")
 """Settings that are always shown. The ones below are shown where they are not the default."""
 _SAMPLING_IF_SET = (
-    "min_p", "repetition_penalty", "logit_bias", "min_completion_tokens", "ignore_eos", "logprobs", "decoder",
+    "min_p", "repetition_penalty", "logit_bias", "min_completion_tokens", "max_turn_tokens", "max_total_tokens",
+    "ignore_eos", "logprobs", "decoder",
 )  # fmt: skip
 
 

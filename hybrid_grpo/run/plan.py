@@ -147,7 +147,7 @@ class Plan:
         self.process = Part("runtime", self.hardware.process_bytes + PROCESS_GROWTH_BYTES)
         self.export = Part("copy to write", self.dtype * self.n)
         self.slots = min(config.rollout.max_slots, self.rows)
-        self.longest = self.prompt + config.rollout.max_read_tokens
+        self.longest = config.rollout.longest(self.prompt)
         # The cache is that of rollouts and evaluations.
         self.longest_cached = max(self.longest, self.held_out_longest)
         page = PAGE["cuda" if self.gpu else "cpu"]

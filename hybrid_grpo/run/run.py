@@ -156,7 +156,8 @@ class Run:
 
     def _advance(self, stage: Stage, done: int, settings: dict[str, Any]) -> None:
         """Make the steps behind `done`, and export the model."""
-        with Log(self.config.log, self.folder, self.config.run.steps, done or -1, settings) as log, self._reported():
+        told = self.config.log, self.folder, self.config.run.steps, done or -1, settings, stage.policy.tokenizer
+        with Log(*told) as log, self._reported():
             if self._saves and self._saved is None:
                 stage.progress.enter("saving", done)
                 with stage.meter.time("time/checkpoint_s"):
@@ -185,7 +186,7 @@ class Run:
                         raise
                     raise RunStopped(f"{stop}; the run is saved as it was after step {self._saved}") from stop
                 if stage.last_rollout is not None:
-                    log.write_rollouts(k, *stage.last_rollout)
+                    log.write_rollouts(k, *stage.last_rollout, stage.last_advantages_BT)
                 saves = self._saves_after(k, stage)
                 if saves or k == self.config.run.steps:
                     self._write_prompts(stage.tried_prompts())

@@ -29,6 +29,7 @@ from hybrid_grpo.run.alarms import forget_alarms
 from hybrid_grpo.run.catalogue import describe
 from hybrid_grpo.run.divergence import RollBack
 from hybrid_grpo.run.files import json_safe, read_jsonl, replace_text, rollout_files
+from hybrid_grpo.run.tokens import TokenText, joined, token_table, write_table
 from hybrid_grpo.run.trackers.process import TrackerProcess, start_trackers
 from hybrid_grpo.run.writing import one_line
 
@@ -48,24 +49,33 @@ class Log:
     """All outputs of a run. It is made and called on every rank, and writes on rank 0 only."""
 
     def __init__(
-        self, config: LogConfig, run_dir: Path, steps: int, done: int = -1, settings: dict[str, Any] | None = None
+        self,
+        config: LogConfig,
+        run_dir: Path,
+        steps: int,
+        done: int = -1,
+        settings: dict[str, Any] | None = None,
+        tokenizer: Any = None,
     ) -> None:
         """
         Args:
             steps: the last step of the run.
             done: last step to keep when a run resumes: whatever was written for later steps is removed. -1: a new run.
             settings: the configuration of the run, for trackers.
+            tokenizer: makes the texts of tokens, with `log.tokens`; without one no tokens are written.
         """
         self._every, self._steps, self._rollouts = config.rollouts_every, steps, run_dir / "rollouts"
+        self._text = TokenText(tokenizer) if tokenizer is not None and config.tokens else None
         self._sinks: list[Sink] = []
         self._trackers: list[TrackerProcess] = []
         if distributed.rank() != 0:
             return
         with one_line(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
-            for step, path in rollout_files(self._rollouts).items():
-                if step > done:
-                    path.unlink()
+            for kind in ("jsonl", "parquet"):
+                for step, path in rollout_files(self._rollouts, kind).items():
+                    if step > done:
+                        path.unlink()
             forget_alarms(run_dir, done)
             self._sinks = [JsonlSink(run_dir / "metrics.jsonl", done)]
         self._trackers = start_trackers(config, run_dir, settings or {}, done)
@@ -90,18 +100,31 @@ class Log:
             tracker.look()
 
     def write_rollouts(
-        self, step: int, rollout: Rollout, scores: Scores, advantages_B: Tensor, always: bool = False
+        self,
+        step: int,
+        rollout: Rollout,
+        scores: Scores,
+        advantages_B: Tensor,
+        advantages_BT: Tensor | None = None,
+        always: bool = False,
     ) -> None:
         """Write the completions of all ranks after the first, the last and every n-th step, or `always`. Collective."""
         due = self._every and (step % self._every == 0 or step in (1, self._steps))
         if not (due or always):
             return
+        tables: list[Any] | None = None
+        if self._text is not None:
+            first_group = distributed.rank() * len(rollout.prompts)
+            tables = distributed.gather_objects(token_table(rollout, first_group, advantages_BT, self._text))
         parts = distributed.gather_objects(rollout_lines(step, rollout, scores, advantages_B))
         if parts is None:
             return
         lines = [line for part in parts for line in part]
         with one_line(self._rollouts.parent):
             self._rollouts.mkdir(parents=True, exist_ok=True)
+            if tables is not None:
+                # Before the lines, by which readers find the step.
+                write_table(self._rollouts / f"step_{step:06d}.parquet", joined(tables))
             replace_text(self._rollouts / f"step_{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
 
     def close(self, patience_s: float = _FINISH_SECONDS, failed: bool = False) -> None:

@@ -39,6 +39,7 @@ class Stage:
         shards: tensors beside the policy's that a checkpoint holds.
         critic: a second model that is trained.
         last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
+        last_advantages_BT: its advantages token by token, of a step that is finished.
         progress: where the stage says what it does, and hears that it shall stop.
         eval_sets: what the policy is measured on, each after steps of its own.
     """
@@ -50,6 +51,7 @@ class Stage:
     critic: Critic | None = None
     progress = Progress()
     last_rollout: tuple[Rollout, Scores, Tensor] | None = None
+    last_advantages_BT: Tensor | None = None
     eval_sets: Sequence[HeldOutSet] = ()
 
     @property

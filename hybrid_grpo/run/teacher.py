@@ -102,8 +102,8 @@ def check_teacher(config: TrainConfig, inputs: RunInputs) -> None:
     check_prompt_ids(read, model_config)
     limit, column = getattr(model_config, "max_position_embeddings", None), settings.prompt_column
     what = "the longest prompt" if column is None else f"the longest text of {column}"
-    longest = inputs.longest_prompt if column is None else max(map(len, read))
-    longest += config.rollout.max_read_tokens
+    rollout, own = config.rollout, inputs.longest_prompt
+    longest = rollout.longest(own) if column is None else max(map(len, read)) + rollout.max_read_tokens
     refuse(
         limit is not None and longest > limit,
         f"{setting} {policy.model} has {limit} positions, and {what} with its completion is {longest} tokens for the"

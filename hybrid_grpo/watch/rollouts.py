@@ -63,6 +63,16 @@ def read_row(path: Path, offset: int) -> dict[str, Any] | None:
     return next((row for at, row in _lines(path, offset) if at == offset), None)
 
 
+def line_number(path: Path, offset: int) -> int:
+    """How many lines of a file end before a byte of it."""
+    count = 0
+    with path.open("rb") as file:
+        while offset > 0 and (chunk := file.read(min(offset, 2**20))):
+            count += chunk.count(b"\n")
+            offset -= len(chunk)
+    return count
+
+
 def prompt_text(prompt: Any) -> str:
     """A prompt as text; of a conversation, what was said."""
     if isinstance(prompt, list):

@@ -26,8 +26,9 @@ from hybrid_grpo.run.catalogue import find
 from hybrid_grpo.run.charts import Chart, Curve, charts_of, is_noisy
 from hybrid_grpo.watch.folder import AXES, Run, differing
 from hybrid_grpo.watch.folders import Folders
-from hybrid_grpo.watch.rollouts import Query, read_row, search
+from hybrid_grpo.watch.rollouts import Query, line_number, read_row, search
 from hybrid_grpo.watch.thinning import clip, present, smooth, thin
+from hybrid_grpo.watch.tokens import read_tokens
 
 HOST = "127.0.0.1"
 _PAGE = Path(__file__).parent / "page"
@@ -46,7 +47,7 @@ _HEADERS = {
 def application(folders: Folders) -> Starlette:
     """The application that answers the page."""
     answers = _Answers(folders)
-    questions = ("runs", "charts", "curves", "alarms", "settings", "samples", "sample")
+    questions = ("runs", "charts", "curves", "alarms", "settings", "samples", "sample", "tokens")
     return Starlette(
         routes=[
             *(Route(f"/api/{name}", getattr(answers, name)) for name in questions),
@@ -185,13 +186,22 @@ class _Answers:
 
     async def sample(self, request: Request) -> Response:
         """One completion with all that was saved of it."""
-        files = self._run(request).rollouts()
+        return JSONResponse(self._sample(request)[3])
+
+    async def tokens(self, request: Request) -> Response:
+        """What was recorded about each token of a completion; null where nothing was."""
+        step, path, offset, row = self._sample(request)
+        number, sample = line_number(path, offset), row.get("sample")
+        return JSONResponse(read_tokens(self._run(request).folder, step, number, sample))
+
+    def _sample(self, request: Request) -> tuple[int, Path, int, dict[str, Any]]:
+        """The completion that is asked for: its step, its file, where it begins there, and what was saved of it."""
         step, offset = _whole(request, "step"), _whole(request, "offset")
-        path = files.get(-1 if step is None else step)
+        path = self._run(request).rollouts().get(-1 if step is None else step)
         row = read_row(path, offset) if path and offset is not None and offset >= 0 else None
-        if row is None:
+        if step is None or path is None or offset is None or row is None:
             raise HTTPException(404, "there is no such completion (any more)")
-        return JSONResponse(row)
+        return step, path, offset, row
 
     def _runs(self, request: Request) -> list[Run]:
         known = self._folders.runs

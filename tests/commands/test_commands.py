@@ -225,8 +225,8 @@ def test_a_run_leaves_its_folder(runs: Runs, stage: int) -> None:
         assert (folder / name).stat().st_size > 0
     assert json.loads((folder / "deepspeed.json").read_text())["zero_optimization"]["stage"] == stage
     names = [path.name for path in sorted((folder / "rollouts").iterdir())]
-    assert names == [f"step_{step:06d}.jsonl" for step in range(1, 5)]
-    for path in (folder / "rollouts").iterdir():
+    assert names == [f"step_{step:06d}.{kind}" for step in range(1, 5) for kind in ("jsonl", "parquet")]
+    for path in (folder / "rollouts").glob("*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert len(lines) == 16
         assert {"prompt", "completion", "rewards", "advantage", "finish"} <= lines[0].keys()

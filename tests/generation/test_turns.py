@@ -1,6 +1,7 @@
 """Completions of several turns: what is given between them is read behind what the cache holds, and changes nothing
 else, whatever the layout, the memory and the delays."""
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -63,6 +64,26 @@ def logp_of_training(model, prompt, completion, temperature=1.0):
     return [float(logp[place, token]) for place, token in zip(places, completion.token_ids, strict=True)]
 
 
+def turns_of(completion):
+    """The sampled tokens of every turn."""
+    places = [0, *(place for place, _ in completion.given), len(completion.token_ids)]
+    return [completion.token_ids[begin:end] for begin, end in itertools.pairwise(places)]
+
+
+def cut(completion, prompt, turn_limit, most):
+    """What is left of a completion, sampled without these limits, under them."""
+    sampled, given, read = [], [], prompt
+    answers = [*(ids for _, ids in completion.given), None]
+    for turn, answer in zip(turns_of(completion), answers, strict=True):
+        kept = turn[: min(turn_limit, most - read)]
+        sampled, read = sampled + kept, read + len(kept)
+        if len(kept) < len(turn) or read == most or (answer and read + len(answer) >= most):
+            return sampled, tuple(given), "length"
+        if answer is not None:
+            given, read = [*given, (len(sampled), answer)], read + len(answer)
+    return sampled, tuple(given), completion.finish
+
+
 def alike(one, other):
     assert [(c.token_ids, c.given, c.finish) for c in one] == [(c.token_ids, c.given, c.finish) for c in other]
     for mine, theirs in zip(one, other, strict=True):
@@ -99,6 +120,7 @@ def test_logp_of_every_turn_is_that_of_a_forward_over_all_that_was_read(architec
         Sampling,
         max_tokens=st.integers(1, 12),
         stop_ids=st.lists(st.integers(0, VOCABULARY - 1), max_size=40).map(tuple),
+        max_turn_tokens=st.integers(1, 12),
         temperature=st.sampled_from([GREEDY, 1.5]),
         repetition_penalty=st.sampled_from([1.0, 1.3]),
     ),
@@ -139,11 +161,26 @@ def test_no_completion_is_lost_doubled_or_changed(
     for request, group in zip(requests, groups, strict=True):
         assert all(len(request.prompt_ids) + len(c.read_ids) <= request.most for c in group)
         assert all(len(c.token_ids) <= sampling.max_tokens and c.turns <= turns for c in group)
+        assert all(len(turn) <= sampling.max_turn_tokens for c in group for turn in turns_of(c))
         for key, completion in zip(request.keys, group, strict=True):
             alone, _ = generate(MINIATURE, [replace(request, keys=[key])], sampling, turns=Scripted(turns))
             alike([completion], alone[0])
     if not lag:
         assert stats.rows == sum(len(c.token_ids) for group in groups for c in group)
+
+
+@pytest.mark.parametrize(("turn_limit", "most"), [(3, 1000), (1000, 25), (5, 21)])
+def test_limits_cut_what_is_sampled_and_change_nothing_before(turn_limit, most):
+    plain, view = pair("llama")
+    keys = [stream_key(5, k) for k in range(40)]
+    sampling = Sampling(60, stop_ids=tuple(range(20)))
+    [free], _ = generate(view, [Request([7, 8], keys, most=1000)], sampling, turns=Scripted(4))
+    limited = replace(sampling, max_turn_tokens=turn_limit)
+    for decoder_, model in ((generate, view), (fallback.generate, plain)):
+        [group], _ = decoder_(model, [Request([7, 8], keys, most=most)], limited, turns=Scripted(4, (0, 2)))
+        found = [(c.token_ids, c.given, c.finish) for c in group]
+        assert found == [cut(completion, 2, turn_limit, most) for completion in free]
+        assert 5 < sum(finish == "length" for *_, finish in found) < 40
 
 
 def test_who_waits_keeps_its_pages_and_gives_its_slot_to_others():

@@ -6,6 +6,8 @@ import time
 
 import httpx
 import psutil
+import pyarrow
+import pyarrow.parquet
 import pytest
 from paths import ROOT
 
@@ -99,6 +101,13 @@ def test_settings_alarms_and_samples(folder, make_run):
     assert (found["read"], found["next"], found["steps"]) == (2, None, [2, 2])
     assert page.ask("sample", run="one", step=2, offset=row["offset"])["completion"] == "<b>four</b>"
     assert page.ask("samples", run="two")["steps"] is None
+    assert page.ask("tokens", run="one", step=2, offset=row["offset"]) is None
+    lists = {"pieces": [["four"], ["fi", "ve"]], "logp": [[-0.25], [-0.5, -1.0]]}
+    table = pyarrow.table({"row": [0, 1], "sample": [0, 0], **lists})
+    pyarrow.parquet.write_table(table, folder / "rollouts" / "step_000002.parquet")
+    (five,) = page.ask("samples", run="one", text="five")["rows"]
+    tokens = page.ask("tokens", run="one", step=2, offset=five["offset"])
+    assert tokens == {"pieces": ["fi", "ve"], "ids": [], "given": [], "measures": {"logp": [-0.5, -1.0]}}
 
 
 @pytest.mark.parametrize(
@@ -112,6 +121,8 @@ def test_settings_alarms_and_samples(folder, make_run):
         ("/api/sample", {"run": "one", "step": "2", "offset": "7"}, 404),
         ("/api/sample", {"run": "one", "step": "2", "offset": "-5"}, 404),
         ("/api/sample", {"run": "one", "step": "../../x", "offset": "0"}, 400),
+        ("/api/tokens", {"run": "one", "step": "2", "offset": "7"}, 404),
+        ("/api/tokens", {"run": "one"}, 404),
         ("/api/curves", {"run": "one", "axis": "years"}, 400),
         ("/page/../server.py", {}, 404),
         ("/page/%2e%2e/server.py", {}, 404),

@@ -1,12 +1,11 @@
 // One chart: curves of several runs on a pair of axes, with hover, zoom and keys. uPlot draws.
 import { css, el, number, place, tick } from "./dom.js";
 import { look, state } from "./state.js";
+import { hideTip, showTip } from "./tip.js";
 
 const HEIGHT = 190,
   TALL = 380;
 const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
-const tip = el("div", { class: "tip", hidden: true });
-document.body.append(tip);
 // The plot under the pointer; without one, that with the keyboard's focus says its values.
 let pointed = null;
 
@@ -214,10 +213,7 @@ export class Plot {
 
   hover(u) {
     if (pointed ? pointed !== this : document.activeElement !== this.card) return;
-    if (u.cursor.left < 0) {
-      tip.hidden = true;
-      return;
-    }
+    if (u.cursor.left < 0) return hideTip();
     const x = u.posToVal(u.cursor.left, "x");
     const rows = this.lines.map(line => {
       const value = line.raw[1][nearest(line.raw[0], x)],
@@ -238,18 +234,13 @@ export class Plot {
       el("td", { class: "soft" }, averaged ? "average" : ""),
       averaged ? el("td", { class: "soft" }, "value") : "",
     );
-    tip.replaceChildren(el("table", {}, head, ...rows));
-    tip.hidden = false;
-    const box = u.over.getBoundingClientRect(),
-      size = tip.getBoundingClientRect();
-    const left = box.left + u.cursor.left + 14;
-    tip.style.left = `${Math.max(4, left + size.width > innerWidth - 4 ? left - size.width - 28 : left)}px`;
-    tip.style.top = `${Math.max(4, Math.min(innerHeight - size.height - 4, box.top + 10))}px`;
+    const box = u.over.getBoundingClientRect();
+    showTip(box.left + u.cursor.left, box.top + 10, el("table", {}, head, ...rows));
   }
 
   hide() {
     if (pointed === this) pointed = null;
-    tip.hidden = true;
+    hideTip();
   }
 
   title(line) {

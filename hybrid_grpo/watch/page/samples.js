@@ -1,6 +1,7 @@
 // Completions of a run: found by what they say and what they were given, and one of them in full.
 import { ask, byId, el, number, whole } from "./dom.js";
-import { runColor, state } from "./state.js";
+import { completion, marked } from "./sample.js";
+import { state } from "./state.js";
 
 let rows = [],
   next = null,
@@ -145,6 +146,7 @@ function sort(by) {
 function show() {
   const { by, up } = sorted,
     order = (a, b) => (a === b ? 0 : a === null ? 1 : b === null ? -1 : (a < b ? -1 : 1) * (up ? 1 : -1));
+  const wanted = form.elements.text.value.trim();
   rows.sort((a, b) => order(a[by] ?? null, b[by] ?? null) || b.step - a.step || a.offset - b.offset);
   for (const cell of head.children)
     cell.setAttribute("aria-sort", cell.dataset.name === by ? (up ? "ascending" : "descending") : "none");
@@ -163,11 +165,15 @@ function show() {
         el("td", {}, row.advantage === null ? "–" : `${row.advantage > 0 ? "+" : ""}${number(row.advantage)}`),
         el("td", {}, String(row.length ?? "–")),
         el("td", {}, row.finish ?? "–"),
-        el("td", { class: "text" }, ...marked(row.prompt)),
+        el("td", { class: "text" }, el("div", {}, ...marked(row.prompt, wanted))),
         el(
           "td",
           { class: "text" },
-          ...(row.completion ? marked(row.completion) : [el("span", { class: "soft" }, "(empty)")]),
+          el(
+            "div",
+            {},
+            ...(row.completion ? marked(row.completion, wanted) : [el("span", { class: "soft" }, "(empty)")]),
+          ),
         ),
       ),
     ),
@@ -195,63 +201,15 @@ async function read_one(row, enter = false) {
   chosen = row;
   for (const [at, line] of [...body.children].entries()) line.classList.toggle("chosen", same(rows[at], row));
   const of = run,
-    all = await ask("sample", { run, step: row.step, offset: row.offset }).catch(error => ({ error }));
+    place = { run, step: row.step, offset: row.offset };
+  const [all, tokens] = await Promise.all([ask("sample", place), ask("tokens", place)]).catch(error => [{ error }]);
   if (!same(chosen, row) || of !== run) return;
   detail.hidden = false;
   if (all.error) {
     detail.replaceChildren(el("p", { class: "bad" }, all.error.message));
     return;
   }
-  const facts = [
-    ["reward", all.reward === null ? "none" : number(all.reward)],
-    ["advantage", number(all.advantage)],
-    ["tokens", String(all.length)],
-    ["ended by", all.finish],
-    ["prompt", String(all.prompt_id)],
-    ["group", `${all.group}, completion ${all.sample}`],
-    ...(all.source ? [["source", all.source]] : []),
-  ];
-  detail.replaceChildren(
-    el(
-      "header",
-      {},
-      el("h2", {}, el("span", { class: "dot", style: { background: `var(${runColor(run)})` } }), `Step ${all.step}`),
-      el(
-        "button",
-        {
-          type: "button",
-          "aria-label": "Close",
-          onclick: () => {
-            detail.hidden = true;
-            chosen = null;
-            body.querySelector(".chosen")?.focus();
-            show();
-          },
-        },
-        "×",
-      ),
-    ),
-    list(facts),
-    ...said("Prompt", all.prompt),
-    ...said("Completion", all.messages?.length > 1 ? all.messages : all.completion),
-    ...part(
-      "Rewards by function",
-      Object.entries(all.rewards ?? {}).map(([name, value]) => [
-        name,
-        all.failed?.[name] ? `failed: ${all.failed[name]}` : value === null ? "does not apply" : number(value),
-      ]),
-    ),
-    ...part(
-      "Columns of the data",
-      Object.entries(all.columns ?? {}).map(([name, value]) => [name, plain(value)]),
-    ),
-    ...part(
-      "Stored by reward functions",
-      Object.entries(all.extra ?? {})
-        .filter(([, value]) => value !== null)
-        .map(([name, value]) => [name, plain(value)]),
-    ),
-  );
+  detail.replaceChildren(...completion(run, all, tokens, form.elements.text.value.trim(), close));
   detail.scrollTop = 0;
   if (enter || innerWidth < 1100) {
     detail.focus({ preventScroll: true });
@@ -259,52 +217,9 @@ async function read_one(row, enter = false) {
   }
 }
 
-const plain = value => (typeof value === "string" ? value : JSON.stringify(value));
-const list = entries =>
-  el("dl", {}, ...entries.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value ?? "–"))));
-const part = (title, entries) => (entries.length ? [el("h3", {}, title), list(entries)] : []);
-
-function said(title, text) {
-  if (!Array.isArray(text))
-    return [
-      el("h3", {}, title),
-      el(
-        "pre",
-        { tabindex: 0, "aria-label": title },
-        ...(text ? marked(plain(text)) : [el("span", { class: "soft" }, "(empty)")]),
-      ),
-    ];
-  return [
-    el("h3", {}, title),
-    ...text.map(message =>
-      el(
-        "div",
-        { class: `turn ${message.role}` },
-        el("b", {}, message.role),
-        el("pre", {}, ...marked(spoken(message))),
-      ),
-    ),
-  ];
-}
-
-// What a message says, and the tools that it calls.
-function spoken(message) {
-  const calls = (message.tool_calls ?? []).map(
-    call => `${call.function?.name}(${plain(call.function?.arguments ?? "")})`,
-  );
-  return [...(message.content ? [plain(message.content)] : []), ...calls].join("\n");
-}
-
-// A text with the searched words marked.
-function marked(text) {
-  const wanted = form.elements.text.value.trim().toLowerCase(),
-    parts = [];
-  const low = text.toLowerCase();
-  if (!wanted || low.length !== text.length) return [text];
-  let at = 0;
-  for (let hit = low.indexOf(wanted); hit >= 0; hit = low.indexOf(wanted, at)) {
-    parts.push(text.slice(at, hit), el("mark", {}, text.slice(hit, hit + wanted.length)));
-    at = hit + wanted.length;
-  }
-  return [...parts, text.slice(at)];
+function close() {
+  detail.hidden = true;
+  chosen = null;
+  body.querySelector(".chosen")?.focus();
+  show();
 }

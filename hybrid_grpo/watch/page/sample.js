@@ -1,0 +1,119 @@
+// One completion in full: what it says, as text or token by token, and what was saved of it.
+import { el, number } from "./dom.js";
+import { runColor } from "./state.js";
+import { xray } from "./tokens.js";
+
+let byTokens = true;
+
+// all: the saved completion; tokens: what was recorded about its tokens, or null; wanted: words to mark.
+export function completion(run, all, tokens, wanted, close) {
+  const facts = [
+    ["reward", all.reward === null ? "none" : number(all.reward)],
+    ["advantage", number(all.advantage)],
+    ["tokens", String(all.length)],
+    ["ended by", all.finish],
+    ["prompt", String(all.prompt_id)],
+    ["group", `${all.group}, completion ${all.sample}`],
+    ...(all.source ? [["source", all.source]] : []),
+  ];
+  return [
+    el(
+      "header",
+      {},
+      el("h2", {}, el("span", { class: "dot", style: { background: `var(${runColor(run)})` } }), `Step ${all.step}`),
+      el("button", { type: "button", "aria-label": "Close", onclick: close }, "×"),
+    ),
+    list(facts),
+    el("h3", {}, "Prompt"),
+    ...said("Prompt", all.prompt, wanted),
+    ...answer(all, tokens, wanted),
+    ...part(
+      "Rewards by function",
+      Object.entries(all.rewards ?? {}).map(([name, value]) => [
+        name,
+        all.failed?.[name] ? `failed: ${all.failed[name]}` : value === null ? "does not apply" : number(value),
+      ]),
+    ),
+    ...part(
+      "Columns of the data",
+      Object.entries(all.columns ?? {}).map(([name, value]) => [name, plain(value)]),
+    ),
+    ...part(
+      "Stored by reward functions",
+      Object.entries(all.extra ?? {})
+        .filter(([, value]) => value !== null)
+        .map(([name, value]) => [name, plain(value)]),
+    ),
+  ];
+}
+
+// The completion as text, and where its tokens were recorded also token by token.
+function answer(all, tokens, wanted) {
+  const text = el(
+    "div",
+    {},
+    ...said("Completion", all.messages?.length > 1 ? all.messages : all.completion, wanted),
+  );
+  if (!tokens) return [el("h3", {}, "Completion"), text];
+  const rays = xray(tokens);
+  const choices = [
+    [false, "Text"],
+    [true, "Tokens"],
+  ].map(([is, label]) =>
+    el("button", { type: "button", onclick: () => choose(is), "aria-pressed": "false", "data-tokens": is }, label),
+  );
+  function choose(is) {
+    byTokens = is;
+    text.hidden = is;
+    rays.hidden = !is;
+    for (const [at, choice] of choices.entries()) choice.setAttribute("aria-pressed", String(is === Boolean(at)));
+  }
+  choose(byTokens);
+  return [el("div", { class: "either" }, el("h3", {}, "Completion"), ...choices), text, rays];
+}
+
+const plain = value => (typeof value === "string" ? value : JSON.stringify(value));
+const list = entries =>
+  el("dl", {}, ...entries.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value ?? "–"))));
+const part = (title, entries) => (entries.length ? [el("h3", {}, title), list(entries)] : []);
+
+function said(title, text, wanted) {
+  if (!Array.isArray(text))
+    return [
+      el(
+        "pre",
+        { tabindex: 0, "aria-label": title },
+        ...(text ? marked(plain(text), wanted) : [el("span", { class: "soft" }, "(empty)")]),
+      ),
+    ];
+  return text.map(message =>
+    el(
+      "div",
+      { class: `turn ${message.role}` },
+      el("b", {}, message.role),
+      el("pre", {}, ...marked(spoken(message), wanted)),
+    ),
+  );
+}
+
+// What a message says, and the tools that it calls.
+function spoken(message) {
+  const calls = (message.tool_calls ?? []).map(
+    call => `${call.function?.name}(${plain(call.function?.arguments ?? "")})`,
+  );
+  return [...(message.content ? [plain(message.content)] : []), ...calls].join("\n");
+}
+
+// A text with words marked, in upper or lower case.
+export function marked(text, words) {
+  const wanted = words.toLowerCase(),
+    low = text.toLowerCase(),
+    parts = [];
+  if (!wanted || low.length !== text.length) return [text];
+  let at = 0;
+  for (let hit = low.indexOf(wanted); hit >= 0; hit = low.indexOf(wanted, at)) {
+    parts.push(text.slice(at, hit), el("mark", {}, text.slice(hit, hit + wanted.length)));
+    at = hit + wanted.length;
+  }
+  return [...parts, text.slice(at)];
+}

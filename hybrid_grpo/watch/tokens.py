@@ -1,0 +1,61 @@
+"""Tokens of saved completions, each with what was recorded about it: rollouts/ and replay/ as parquet, read one
+completion at a time."""
+
+from pathlib import Path
+from typing import Any
+
+from hybrid_grpo.run.files import json_safe
+
+SAMPLED = ("logp", "advantage")
+"""Numbers of each token that a run records beside its rollouts."""
+REPLAYED = ("new_logp", "ratio", "entropy", "kl", "clipped", "weight")
+"""Numbers of each token that a replay of the step adds."""
+
+Record = dict[str, Any]
+
+
+def read_tokens(folder: Path, step: int, row: int, sample: int | None) -> Record | None:
+    """What a run's folder has about the tokens of one completion; None where it has nothing, or nothing that fits.
+
+    `row` is the completion's line in the rollouts of its step, counted from 0; `sample`, its number in its group, must
+    be the recorded one. The answer has `pieces` (text of each token that was sampled), `ids`, `given` (texts that were
+    not sampled, each with the number of tokens before it) and `measures`: lists as long as `pieces`, by name.
+    """
+    name = f"step_{step:06d}.parquet"
+    found = _read(folder / "rollouts" / name, row, ("sample", "pieces", "token_ids", "given", *SAMPLED))
+    if not found or found.get("sample", sample) != sample or not isinstance(found.get("pieces"), list):
+        return None
+    pieces: list[str] = found["pieces"]
+    ids = found.get("token_ids") or []
+    replayed = _read(folder / "replay" / name, row, ("token_ids", *REPLAYED)) or {}
+    if replayed.get("token_ids", ids) != ids:  # of another completion: the step was made again since
+        replayed = {}
+    measures = {name: values for name, values in (found | replayed).items() if name in (*SAMPLED, *REPLAYED)}
+    given = [part for part in found.get("given") or [] if isinstance(part, dict)]
+    return {
+        "pieces": pieces,
+        "ids": ids,
+        "given": given,
+        "measures": {
+            name: json_safe(values)
+            for name, values in measures.items()
+            if isinstance(values, list) and len(values) == len(pieces)
+        },
+    }
+
+
+def _read(path: Path, row: int, columns: tuple[str, ...]) -> Record | None:
+    """Columns of one row of a file, those that it has; None where there is no such row or no whole file."""
+    import pyarrow.parquet  # only here: it takes longer to load than the rest of the server
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            present = [name for name in columns if name in file.schema_arrow.names]
+            for group in range(file.num_row_groups):
+                rows = file.read_row_group(group, columns=["row"]).column("row").to_pylist()
+                if row in rows:
+                    one: Record = file.read_row_group(group, columns=present).slice(rows.index(row), 1).to_pylist()[0]
+                    return one
+    except (OSError, ValueError, KeyError):  # it is being written, or was damaged
+        pass
+    return None
