@@ -134,7 +134,9 @@ class ModelUser(User):
     def __init__(self, config: RolloutConfig, policy: PolicyConfig) -> None:
         super().__init__(config)
         assert config.user_model is not None and config.user_prompt is not None
-        name, self._config, self._told = config.user_model, config, config.user_prompt
+        name, self._told = config.user_model, config.user_prompt
+        # `cache_gb` is what the policy's cache may have.
+        self._config = replace(config, cache_gb=None)
         self._policy = replace(policy, model=name, gradient_checkpointing=False)
         model_config = load_config(name, self.setting)
         check_architecture(model_config, config.decoder, self.setting)
