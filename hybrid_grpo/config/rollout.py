@@ -15,6 +15,7 @@ from hybrid_grpo.config.fields import (
     Count,
     Function,
     Gibibytes,
+    Name,
     NotNegative,
     Number,
     Positive,
@@ -24,6 +25,7 @@ from hybrid_grpo.config.fields import (
     Switch,
     Text,
     Whole,
+    function_text,
 )
 from hybrid_grpo.config.guests import GuestConfig
 from hybrid_grpo.config.tools import ToolConfig
@@ -89,15 +91,20 @@ class RolloutConfig:
     """Functions that the model may call between its turns, as `path/to/file.py:name`: with type hints, and a docstring
     that describes the arguments; with arguments that the model does not give, as in `[{function: search, kwargs:
     {folder: texts}}]`."""
+    environment: Function | dict[Name, Function] | None = None
+    """Class whose objects answer the turns of completions, as `path/to/file.py:Class`; several as a mapping, of which
+    the column `environment` names one for each row. See docs/environments.md."""
     tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
     """How the model writes calls; `auto` knows it by the tokenizer, or by its chat template."""
     max_turns: Count = 8
-    """Most turns of a completion with tools or a user; the last one is not answered."""
+    """Most turns of a completion with tools, an environment or a user; what it calls in the last one is not answered,
+    and the user does not answer it either."""
     max_tool_tokens: Count = 512
-    """Most tokens of the answer to a turn, with those of the chat template; what tools return, or the user says, beyond
-    it is cut."""
+    """Most tokens of the answer to a turn, with those of the chat template; what tools, environments and users say
+    beyond it is cut."""
     tool_timeout_s: Seconds = 30.0
-    """Seconds for a call of a tool; then the model is told that it took too long."""
+    """Seconds for a call of a tool; then the model is told that it took too long. Also for a step of an environment,
+    whose completion then has failed."""
     max_turn_tokens: Count | None = None
     """Most sampled tokens of one turn; a turn that reaches it without an end is the last one, and the completion counts
     as cut. Default: max_completion_tokens."""
@@ -125,14 +132,27 @@ class RolloutConfig:
         return "rollout.user" if self.user is not None else "rollout.user_model" if self.user_model else None
 
     @property
+    def turns_setting(self) -> str | None:
+        """A setting that makes completions of several turns; None where none does."""
+        asked = ("tools", self.tools), ("environment", self.environment)
+        return next((f"rollout.{name}" for name, value in asked if value), self.user_setting)
+
+    @property
     def has_turns(self) -> bool:
         """Whether completions may have several turns."""
-        return bool(self.tools) or self.user_setting is not None
+        return self.turns_setting is not None
+
+    @property
+    def environments(self) -> dict[str, str]:
+        """Places of classes by the names that rows have for them; a single one has none. Empty without any."""
+        if isinstance(self.environment, dict):
+            return {name: function_text(function) for name, function in self.environment.items()}
+        return {} if self.environment is None else {"": function_text(self.environment)}
 
     @property
     def max_read_tokens(self) -> int:
-        """Most tokens behind a short prompt, those included that are given between turns."""
-        answers = self.max_turns - 1 if self.has_turns else 0
+        """Most tokens behind a short prompt, those included that are given between turns, or at the prompt's end."""
+        answers = (self.max_turns - 1 if self.has_turns else 0) + bool(self.environment)
         return self.max_completion_tokens + answers * self.max_tool_tokens
 
     def longest(self, prompt: int) -> int:
@@ -148,13 +168,10 @@ class RolloutConfig:
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
         refuse(
-            bool(self.tools) and self.ignore_eos,
-            "rollout.tools are called between turns, and rollout.ignore_eos lets no turn end: take out one of them",
+            self.has_turns and self.ignore_eos,
+            f"{self.turns_setting} speaks between turns, and rollout.ignore_eos lets no turn end: take out one of them",
         )
-        refuse(
-            self.user_setting is not None and self.ignore_eos,
-            f"{self.user_setting} speaks between turns, and rollout.ignore_eos lets no turn end: take out one of them",
-        )
+        refuse(self.environment == {}, "rollout.environment is an empty mapping: name an environment, or take it out")
         refuse(
             self.user is not None and self.user_model is not None,
             "rollout.user and rollout.user_model both play the user: take out one of them",
@@ -203,3 +220,8 @@ class RolloutConfig:
             " one of them",
         )
         return self
+
+
+def environment_rewards(rollout: RolloutConfig) -> dict[str, str]:
+    """Names of the environments' rewards in the metrics, those of the classes, by the names that rows have for them."""
+    return {name: place.rpartition(":")[2].rpartition(".")[2] for name, place in rollout.environments.items()}

@@ -27,6 +27,8 @@ class Conversation:
     """Turns that were answered, or are being answered."""
     sampled: int = 0
     """Tokens of all turns that have ended."""
+    given: int = 0
+    """Tokens of all answers that the model has read."""
     last: int = -1
     """The token that ended the turn."""
     is_last: bool = False
@@ -38,7 +40,7 @@ class Answer:
     """What is said to a turn of the model."""
 
     messages: list[Message] = field(default_factory=list)
-    """What the model reads before its next turn."""
+    """What the model reads before its next turn; none end the conversation."""
     finish: Finish | None = None
     """How the completion ends with the turn; None where it goes on."""
 

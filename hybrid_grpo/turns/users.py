@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -16,13 +17,14 @@ import torch
 from hybrid_grpo.config import PolicyConfig, RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import function_text
+from hybrid_grpo.config.importing import describe
 from hybrid_grpo.data.batch import Message, Numbers, Prompt
 from hybrid_grpo.generation import Request, Sampling, stream_key
 from hybrid_grpo.generation.rollout import attention_of, complete
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids
-from hybrid_grpo.rewards.functions import Reply, RewardCall
+from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall, failed
 from hybrid_grpo.rewards.loading import worker_count
 from hybrid_grpo.rewards.workers.pool import Pool
 from hybrid_grpo.rewards.workers.tools import RESULT
@@ -46,8 +48,10 @@ class User(ABC):
     def __init__(self, config: RolloutConfig) -> None:
         assert config.user_setting is not None
         self.setting, self._stops = config.user_setting, config.user_stop
-        self._calls = self._failed = 0
+        self._calls = self._failures = 0
         self._seconds = 0.0
+        self._told_of: set[str] = set()
+        """Kinds of failures that were printed."""
         self._lock = threading.Lock()
 
     def example(self, content: str) -> Message:
@@ -66,23 +70,39 @@ class User(ABC):
     def check_columns(self, columns: Mapping[str, Any]) -> None:
         """Raise UserError where the rows lack a column that is needed."""
 
-    def _said(self, text: str | None, start_s: float, done: Callable[[Answer], None], has_failed: bool = False) -> None:
+    def _said(self, text: str | None, start_s: float, done: Callable[[Answer], None]) -> None:
+        self._count(start_s, has_failed=False)
+        ends = text is None or not text.strip() or any(stop in text for stop in self._stops)
+        done(Answer() if ends else Answer([user_message(str(text))]))
+
+    def _failed(self, failure: Failure, start_s: float, done: Callable[[Answer], None]) -> None:
+        """End a conversation; the first failure of each kind is printed."""
+        self._count(start_s, has_failed=True)
+        if failure.kind not in self._told_of:
+            self._told_of.add(failure.kind)
+            print(
+                f"{self.setting} failed: {failure.message}. The conversation ends there, which is counted\n"
+                f"{failure.traceback}",
+                file=sys.stderr,
+                flush=True,
+            )
+        done(Answer())
+
+    def _count(self, start_s: float, *, has_failed: bool) -> None:
         with self._lock:
             self._calls += 1
-            self._failed += has_failed
+            self._failures += has_failed
             self._seconds += time.perf_counter() - start_s
-        ends = text is None or not text.strip() or any(stop in text for stop in self._stops)
-        done(Answer(finish="stop") if ends else Answer([user_message(str(text))]))
 
     def numbers(self) -> Numbers:
         """See `Partner`."""
         with self._lock:
-            calls, failed, seconds = self._calls, self._failed, self._seconds
-            self._calls = self._failed = 0
+            calls, failures, seconds = self._calls, self._failures, self._seconds
+            self._calls = self._failures = 0
             self._seconds = 0.0
         return {
             "user/calls": (calls, 1),
-            "user/failed_frac": (failed / max(calls, 1), calls),
+            "user/failed_frac": (failures / max(calls, 1), calls),
             "user/seconds": (seconds / max(calls, 1), calls),
         }
 
@@ -112,9 +132,10 @@ class ScriptedUser(User):
         start_s = time.perf_counter()
 
         def finish(future: Future[Reply]) -> None:
-            reply = future.result() if not future.cancelled() else None
-            if reply is None or reply.failures[0] is not None:
-                self._said(None, start_s, done, has_failed=True)
+            reply = failed(Failure("died", "did not answer"), 1) if future.cancelled() else future.result()
+            failure = reply.failures[0]
+            if failure is not None:
+                self._failed(failure, start_s, done)
             else:
                 self._said(reply.extra[RESULT][0], start_s, done)
 
@@ -185,8 +206,8 @@ class ModelUser(User):
         requests, asked = [], []
         for conversation, start_s, done in waiting:
             ids = self._read(conversation)
-            if ids is None:
-                self._said(None, start_s, done, has_failed=True)
+            if isinstance(ids, Failure):
+                self._failed(ids, start_s, done)
                 continue
             requests.append(Request(ids, [stream_key(conversation.key, "user", conversation.turns)]))
             asked.append((start_s, done))
@@ -197,16 +218,18 @@ class ModelUser(User):
         for (start_s, done), [completion] in zip(asked, said, strict=True):
             self._said(completion.text.strip(), start_s, done)
 
-    def _read(self, conversation: Conversation) -> list[int] | None:
-        """The tokens that the model reads; None where the template refuses them, or the model lacks positions."""
+    def _read(self, conversation: Conversation) -> list[int] | Failure:
+        """The tokens that the model reads, or why it cannot read them."""
         columns = _columns(conversation)
         told = _COLUMN.sub(lambda found: str(columns.get(found[1], found[0])), self._told)
         try:
             ids = self._ids([{"role": "system", "content": told}, *exchanged(_messages(conversation))])
-        except Exception:  # a template is a program of the model's authors
-            return None
+        except Exception as error:  # a template is a program of the model's authors
+            return Failure("raised", f"its chat template refuses a conversation: {describe(error, None)}")
         longest = len(ids) + self._sampling.max_tokens
-        return None if self._positions is not None and longest > self._positions else ids
+        if self._positions is None or longest <= self._positions:
+            return ids
+        return Failure("invalid", f"a conversation needs {longest} positions, and it has {self._positions}")
 
     def _ids(self, chat: list[Message]) -> list[int]:
         text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

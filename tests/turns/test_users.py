@@ -16,6 +16,7 @@ from hybrid_grpo.generation import Request
 from hybrid_grpo.model.loading import load_tokenizer
 from hybrid_grpo.rewards.workers.users import UserEntry, load_user
 from hybrid_grpo.turns import Conversations
+from hybrid_grpo.turns.conversation import Answer
 from hybrid_grpo.turns.template import assistant_message, user_message
 from hybrid_grpo.turns.users import ModelUser, ScriptedUser, exchanged
 
@@ -27,11 +28,11 @@ def played(name, **settings):
     return RolloutConfig(user=f"{PLAYED}:{name}", max_turns=6, max_tool_tokens=80, **settings)
 
 
-def began(config, user, family, *rows):
+def began(config, user, family, *rows, **more):
     """Conversations of rows, by the keys 0, 1, ..., whose prompts are their columns' `asked`."""
     tokenizer = tool_tokenizer(family)
     ends = (tokenizer.eos_token_id,)
-    conversations = Conversations([user], None, config, tokenizer, {}, ends, user)
+    conversations = Conversations([user], None, config, tokenizer, {}, ends, user=user, **more)
     prompts = [Prompt(key, [user_message(columns["asked"])], [1], columns) for key, columns in enumerate(rows)]
     conversations.begin([Request([1], [key], prompt=prompt) for key, prompt in enumerate(prompts)])
     return tokenizer, conversations
@@ -64,16 +65,17 @@ def test_a_scripted_dialogue_has_the_tokens_of_the_template(reader, family):
         return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=generation)
 
     chat = [user_message("begin")]
-    read = tokens(tokenizer, written(True))
+    read, given = tokens(tokenizer, written(True)), []
     for said, heard in (("yes", "1: Bern after yes"), ("no", "2: Basel after no")):
         turn = [*tokens(tokenizer, said), tokenizer.eos_token_id]
         assert conversations.ended(0, turn, room=50) is None
-        read += turn + answers(conversations, 1)[0]
+        given.append((len(given), answers(conversations, 1)[0]))
+        read += turn + given[-1][1]
         chat += [assistant_message(said, []), user_message(heard)]
         assert tokenizer.decode(read) == written(True)
     assert conversations.ended(0, [*tokens(tokenizer, "bye"), tokenizer.eos_token_id], room=50) is None
     assert answers(conversations, 1) == {0: "stop"}
-    completion = conversations.finished(0, Completion([], [], "stop", "bye"))
+    completion = conversations.finished(0, Completion([], [], "stop", "bye", tuple(given)))
     assert [chat[0], *completion.messages] == [*chat, assistant_message("bye", [])]
 
 
@@ -81,7 +83,7 @@ ENDS = ["raise", "exit", "number", "hang", "nothing", "empty", "stop"]
 FAILED = 4
 
 
-def test_a_user_that_fails_or_has_enough_ends_its_conversation_alone():
+def test_a_user_that_fails_or_has_enough_ends_its_conversation_alone(capfd):
     config = played("behaves", tool_timeout_s=2, user_stop=["BYE"])
     user = ScriptedUser(config, SCORING)
     rows = [{"asked": "?", "how": how} for how in [*ENDS, "hello", "long"]]
@@ -95,6 +97,34 @@ def test_a_user_that_fails_or_has_enough_ends_its_conversation_alone():
     numbers = conversations.numbers()
     assert numbers["user/calls"] == (len(rows), 1)
     assert numbers["user/failed_frac"] == (FAILED / len(rows), len(rows))
+    told = capfd.readouterr().err
+    assert told.count("rollout.user failed: ") == FAILED and "ValueError: no luck" in told
+
+
+class Episodes:
+    """The environments of conversations, which have methods alone."""
+
+    ended = ()
+
+    def give_up(self):
+        pass
+
+    def has_failed(self, conversation):
+        return False
+
+    def end(self, conversation, finish, done):
+        self.ended += (finish,)
+        done(Answer(finish=finish))
+
+
+def test_an_environment_ends_with_the_conversation_that_the_user_ends(reader):
+    episodes = Episodes()
+    row = {"asked": "a", "words": ["b"]}
+    tokenizer, conversations = began(played("reads_out"), reader, "hermes", row, environments=episodes)
+    turn = [*tokens(tokenizer, "c"), tokenizer.eos_token_id]
+    for found, ended in ((list, ()), (str, ("stop",))):
+        assert conversations.ended(0, turn, room=50) is None
+        assert isinstance(answers(conversations, 1)[0], found) and episodes.ended == ended
 
 
 def test_behind_the_last_turn_the_conversation_is_over_and_not_cut(reader):

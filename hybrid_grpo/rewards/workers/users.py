@@ -8,7 +8,7 @@ from typing import Any
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.rewards.functions import Failure, Interface, Reply, RewardCall, failed
-from hybrid_grpo.rewards.workers.tools import RESULT, Tool, ToolEntry, find_function, text_reply
+from hybrid_grpo.rewards.workers.tools import Tool, ToolEntry, as_text, find_function, text_reply
 
 MESSAGES = "messages"
 """The argument that is given the conversation."""
@@ -27,10 +27,8 @@ class UserFunction(Tool):
         return self.function(**{name: value for name, value in given.items() if self.interface.accepts(name)})
 
     def _reply(self, result: Any) -> Reply:
-        if result is None:
-            return Reply([0.0], [None], {RESULT: [None]})
-        if isinstance(result, str):
-            return text_reply(result)
+        if result is None or isinstance(result, str):
+            return text_reply(None if result is None else as_text(result))
         expected = "return text, or None to end the conversation"
         return failed(Failure("invalid", f"returned a {type(result).__name__}: {expected}"), 1)
 
@@ -56,4 +54,4 @@ def load_user(config: UserEntry, entry: str) -> UserFunction:
     columns = sorted({*needed} - {MESSAGES})
     interface = Interface(columns, None if takes_any else named, inspect.iscoroutinefunction(plain), 1)
     file = getattr(getattr(plain, "__code__", None), "co_filename", None)
-    return UserFunction(function.__name__, function, signature, interface, file)
+    return UserFunction(config.function.rpartition(":")[2], function, signature, interface, file)
