@@ -74,6 +74,13 @@ SETTINGS = [
         "take out",
     ),
     ("--rollout.tools='[{kwargs: {folder: x}}]'", "rollout.tools[0].function is not set: give one"),
+    *[(f"--rollout.{settings}", *says) for settings, *says in [
+        ("user=f.py:g --rollout.user_model=model --rollout.user_prompt=x", "both play the user: take out one of them"),
+        ("user_model=model", "rollout.user_model is not told whom it plays: set rollout.user_prompt"),
+        ("user_prompt=x", "has no effect without rollout.user_model"),
+        ("user_stop=[x]", "has no effect without rollout.user or rollout.user_model"),
+        ("user=f.py:g --rollout.ignore_eos=true", "rollout.user speaks between turns", "take out one"),
+    ]],
     ("--rollout.max_completion_tokens=9999999999999999999", "must be 9007199254740992 or less"),
     ("--rollout.logit_bias='{\"-1\": 1}'", "rollout.logit_bias '-1' is no token id"),
     *[(f"--rollout.guests='[{{name: g, {guest}}}]' {others}", *says) for guest, others, *says in [
@@ -245,6 +252,7 @@ LOADED = [
     ),
     ("--rollout.tools='[\"calculator\"]'", "rollout.tools are called in chats", "a chat template that knows tools"),
     ("--rollout.environment=a.py:Game", "rollout.environment is asked in chats", "a chat template"),
+    ("--rollout.user=f.py:g", "rollout.user speaks in chats", "a chat template"),
     ("score binary.jsonl --rewards exact_match", "SOURCE binary.jsonl line 1 is not JSON"),
     ("score half.jsonl --rewards exact_match", "SOURCE half.jsonl line 1 is not JSON"),
     ("score nocompletion.jsonl --rewards exact_match", "data.completion_column completion: row 0"),
@@ -252,7 +260,7 @@ LOADED = [
     ("score copyrun", "copyrun"),
     ("replay-step oldrun 1 --rollout.temperature=0.5", "temperature 1.0 -> 0.5 cannot be replayed"),
     ("replay-step oldrun 1 --grpo.baseline=critic", "grpo.baseline", '-> "critic"', "cannot be replayed"),
-    ("replay-step oldrun 1 --replay.rewards=saved --rewards=repetition_penalty", "rewards names others: take out one of them"),
+    ("replay-step oldrun 1 --replay.rewards=saved --rewards=repetition_penalty", "rewards names others: take out one"),
     ("replay-step oldrun 1 --replay.completions=saved", "the run has not saved the tokens of step 1"),
     ("eval --config train.yaml --data.eval_path=null", "data.eval_path and data.eval_split are not set"),
     # Guests
