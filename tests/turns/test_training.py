@@ -90,13 +90,11 @@ def test_an_environment_answers_turns_without_a_call_and_rewards_them(runs):
     for number, line in enumerate(lines):
         assert line["prompt"][-1]["content"][-1] in "abcdefgh"
         assert line["prompt"] == lines[number - number % 6]["prompt"], "a group begins alike"
-        of_tools = [message for message in line["messages"] if "tool_calls" in message]
         answered = [message for message in line["messages"] if message["role"] == "user"]
         assert len(line["steps"]) <= 2 and len(answered) <= 1
-        earned = [reward for _, reward in line["steps"]]
-        assert line["rewards"]["Repeats"] == (pytest.approx(sum(earned)) if earned else None)
-        assert of_tools or line["messages"]
-    assert sum(len(line["steps"]) == 2 for line in lines) > 1
+        earned = sum(reward for _, reward in line["steps"])
+        assert (line["rewards"]["Repeats"] or 0.0) == pytest.approx(earned)
+    assert max(len(line["steps"]) for line in lines) == 2, "some are over by themselves"
     assert metrics[-1]["reward/Repeats/mean"] > 0
 
 
