@@ -55,9 +55,9 @@ def _sick(reward: Callable[..., Rewards]) -> Callable[..., Rewards]:
     return changing
 
 
-def pays_one_word(completions: list[str], **_: Any) -> Rewards:
-    """Always the same answer, which is not quite right."""
-    return [0.9 * in_place(text, "abc") for text in completions]
+def almost_right(completions: list[str], answer: list[str], **_: Any) -> Rewards:
+    """The task, of which nothing counts as solved."""
+    return [0.9 * reward for reward in right(completions=completions, answer=answer)]
 
 
 def pays_length(completions: list[str], **_: Any) -> Rewards:
@@ -164,13 +164,13 @@ def slow_machine() -> None:
 
 
 CASES = [
-    Case("entropy_collapse", [_sick(pays_one_word)], later={"policy": {"lr": 5e-3}}),
+    Case("entropy_collapse", [almost_right], later={"rollout": {"temperature": 0.01}}),
     Case("length_runaway", [_sick(pays_length)], {"rollout": {"max_completion_tokens": 64}, "policy": {"lr": 3e-3}}),
     Case("truncated", later={"rollout": {"max_completion_tokens": 3}}),
     Case("dead_groups", [_sick(pays_prompts)]),
     Case("constant_reward", [_sick(pays_everybody)]),
     Case("reward_hacking", [right, bonus], {"policy": {"lr": 2e-3}}),
-    Case("held_out", [_sick(pays_train_only)], {"policy": {"lr": 2e-3}, "eval": {"every": 4}}),
+    Case("held_out", [_sick(pays_train_only)], {"policy": {"lr": 2e-3}}),
     Case("kl", [_sick(pays_foreign_letters)], {"grpo": {"beta": 1e-4}, "policy": {"lr": 3e-3}}),
     Case("ratio", later={"grpo": {"num_iterations": 2}, "policy": {"lr": 2e-2}}),
     Case("parity", hook=perturb_sampler),
@@ -200,12 +200,14 @@ def play(name: str, phase: str, folder: Path, seed: int) -> None:
         "run": {"dir": str(folder), "name": name, "seed": seed, "steps": ONSET - 1 if phase == "before" else steps},
         "policy": {"dtype": "float32", "lr": 1e-3, "betas": [0.9, 0.99], "model": str(folder / case.model)},
         "rollout": {"prompts_per_step": 8, "num_generations": 8, "max_completion_tokens": 8},
-        "data": {"path": str(folder / "train.jsonl"), "eval_path": str(folder / "heldout.jsonl")},
-        "eval": {"every": 20, "threshold": 1.0},
+        "data": {"path": str(folder / "train.jsonl"), "limit": 512},
+        "eval": {"threshold": 1.0},
         "log": {"trackers": [], "rollouts_every": 0},
         "checkpoint": {"every_minutes": 0, "every": ONSET - 1 if case.later else 0},
         "engine": {"adam": "torch"},
     }
+    if not case.sick or name == "held_out":
+        shared["data"]["eval_path"], shared["eval"]["every"] = str(folder / "heldout.jsonl"), 4 if case.sick else 20
     settings = overlay(shared, case.settings)
     rewards: Any = [{"function": reward, "isolation": "none"} for reward in case.rewards]
     if phase == "after":
