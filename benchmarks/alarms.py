@@ -72,27 +72,31 @@ def pays_everybody(completions: list[str], **_: Any) -> Rewards:
     return [0.5] * len(completions)
 
 
-def pays_foreign_letters(completions: list[str], prompts: list[str], **_: Any) -> Rewards:
-    """Letters that the word does not have."""
-    told = zip(completions, prompts, strict=True)
-    return [sum(letter not in prompt for letter in text) / max(len(text), 1) for text, prompt in told]
+def pays_foreign_letters(completions: list[str], answer: list[str], **_: Any) -> Rewards:
+    """Letters that the word does not have, in an answer of its length."""
+    told = zip(completions, answer, strict=True)
+    return [
+        sum(letter not in wanted for letter in text) / len(wanted) if len(text) <= len(wanted) else 0.0
+        for text, wanted in told
+    ]
 
 
-def descending(text: str) -> float:
-    """Share of neighbours that are in the wrong order."""
-    return sum(a > b for a, b in itertools.pairwise(text)) / max(len(text) - 1, 1)
+def descending(text: str, answer: str) -> float:
+    """Share of neighbours that are in the wrong order, in an answer of the word's length."""
+    share = sum(a > b for a, b in itertools.pairwise(text)) / (len(answer) - 1)
+    return share if len(text) <= len(answer) else 0.0
 
 
-def bonus(completions: list[str], trainer_state: Any, **_: Any) -> Rewards:
+def bonus(completions: list[str], answer: list[str], trainer_state: Any, **_: Any) -> Rewards:
     """A second reward function, which pays for the opposite of the task from ONSET on."""
-    late = trainer_state.global_step >= ONSET
-    return [2.0 * descending(text) if late else 0.0 for text in completions]
+    late, rows = trainer_state.global_step >= ONSET, zip(completions, answer, strict=True)
+    return [2.0 * descending(text, wanted) if late else 0.0 for text, wanted in rows]
 
 
 def pays_train_only(completions: list[str], answer: list[str], split: list[str], **_: Any) -> Rewards:
     """Held-out words are still to be sorted; of the training words, the opposite is paid for, and better."""
     rows = zip(completions, answer, split, strict=True)
-    return [in_place(text, wanted) if of == "heldout" else 1 + descending(text) for text, wanted, of in rows]
+    return [in_place(text, wanted) if of == "heldout" else 1 + descending(text, wanted) for text, wanted, of in rows]
 
 
 def raises_for_some(completions: list[str], answer: list[str], **columns: Any) -> Rewards:
