@@ -176,7 +176,11 @@ CASES = [
     Case("reward_hacking", [right, bonus], {"policy": {"lr": 2e-3}}),
     Case("held_out", [_sick(pays_train_only)], {"policy": {"lr": 2e-3}}),
     Case("kl", [_sick(pays_foreign_letters)], {"grpo": {"beta": 1e-4}, "policy": {"lr": 3e-3}}),
-    Case("ratio", later={"grpo": {"num_iterations": 2}, "policy": {"lr": 2e-2}}),
+    Case(
+        "ratio",
+        settings={"rollout": {"max_completion_tokens": 4}},
+        later={"grpo": {"num_iterations": 2}, "policy": {"lr": 2e-2}},
+    ),
     Case("parity", hook=perturb_sampler),
     Case("duplicates", [right], later={"rollout": {"top_p": 0.02}}, model="cold"),
     Case("throughput_drop", hook=slow_machine),
