@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from hybrid_grpo.config import ModelRunConfig, TrainConfig, reward_name
+from hybrid_grpo.config import ModelRunConfig, TrainConfig
 
 _FIRST = 10
 """Steps at the start of a run that later ones are compared with."""
@@ -110,7 +110,7 @@ class Symptoms:
         """Of a run with these settings."""
         if not isinstance(config, TrainConfig):
             return cls()
-        outcome = config.eval.outcome or (reward_name(config.rewards[0]) if config.rewards else "")
+        outcome = config.eval.outcome or next(iter(config.reward_names), "")
         taught = config.teacher.is_set
         groups = config.grpo.baseline != "critic" and config.rollout.num_generations > 1
         return cls(outcome, groups=groups and not taught, rewarded=not taught)

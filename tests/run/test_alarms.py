@@ -7,7 +7,7 @@ import pytest
 from paths import ROOT
 
 from hybrid_grpo.config import AlarmConfig, AlarmsConfig, RunConfig, TrainConfig, build, to_dict
-from hybrid_grpo.config.errors import RunStopped
+from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.divergence import RollBack
@@ -212,3 +212,8 @@ def test_a_resumed_run_knows_its_best_evaluation(tmp_path, capsys):
     assert run.restore(stage) == 1
     assert run.watched(2, line(0.6, 0.4))["health/alarm"] == 1.0
     assert "held-out accuracy is 0.400 after 0.500 at step 0" in capsys.readouterr().out
+
+
+def test_a_number_of_ones_own_that_is_no_metric_is_refused():
+    with pytest.raises(UserError, match=r"alarms\.numbers policy/kul is no metric: did you mean policy/kl\?"):
+        Alarms(AlarmsConfig(numbers={"policy/kul": AlarmConfig(above=1.0)}))
