@@ -79,6 +79,7 @@ def replay(folder: Path, step: int, base: ReplayConfig, config: ReplayConfig) ->
     from hybrid_grpo.run.saved_rollouts import SavedRollouts
 
     changed, saved = _changes(base, config), SavedRollouts(folder / "rollouts")
+    _make_folder(out)
     trainer, first, strayed = _arrive(folder, step, base, config, saved, logged)
     table, values = _make(trainer, step, saved)
     if table is None:
@@ -103,17 +104,21 @@ def replay(folder: Path, step: int, base: ReplayConfig, config: ReplayConfig) ->
 
 
 def _out(folder: Path, config: ReplayConfig) -> Path:
-    """The folder of the result, which is made."""
+    """The folder of the result."""
     out = Path(config.replay.out) if config.replay.out else folder / "replay"
     refuse(
         out.resolve() == (folder / "rollouts").resolve(),
         f"replay.out {out} has the files of the run: give another folder",
     )
+    refuse(out.exists() and not out.is_dir(), f"replay.out {out} is a file: give a folder")
+    return out
+
+
+def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"replay.out {out} cannot be made: {error.strerror}: give another folder") from None
-    return out
 
 
 def _changes(base: ReplayConfig, config: ReplayConfig) -> dict[str, str]:

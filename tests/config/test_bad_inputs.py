@@ -112,7 +112,7 @@ SETTINGS = [
     ("replay-step oldrun 3", "oldrun has no step 3: it has steps 1 to 2"),
     ("replay-step oldrun 1 --replay.rewards=new", "replay.rewards: expected again or saved, got new"),
     ("replay-step oldrun 1 --replay.out=oldrun/rollouts", "replay.out oldrun/rollouts has the files of the run"),
-    ("replay-step oldrun 1 --replay.out=train.jsonl", "replay.out train.jsonl cannot be made: File exists"),
+    ("replay-step oldrun 1 --replay.out=train.jsonl", "replay.out train.jsonl is a file: give a folder"),
     ("watch train.jsonl", "train.jsonl is no folder"),
     # Rewards
     ("--rewards=[", "rewards [ cannot be read as YAML"),
@@ -228,7 +228,7 @@ LOADED = [
     ("score binaryrun", "binaryrun", "step_000001.jsonl line 1 is not JSON"),
     ("score copyrun", "copyrun"),
     ("replay-step oldrun 1 --rollout.temperature=0.5", "temperature 1.0 -> 0.5 cannot be replayed"),
-    ("replay-step oldrun 1 --grpo.baseline=critic", "grpo.baseline", "-> critic", "cannot be replayed"),
+    ("replay-step oldrun 1 --grpo.baseline=critic", '-> "critic" cannot be replayed'),
     ("replay-step oldrun 1 --replay.rewards=saved --rewards=exact_match", "rewards names others: take out one of them"),
     ("replay-step oldrun 1 --replay.completions=saved", "the run has not saved the tokens of step 1"),
     ("eval --config train.yaml --data.eval_path=null", "data.eval_path and data.eval_split are not set"),
