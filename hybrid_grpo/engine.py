@@ -242,8 +242,8 @@ class Engine:
         self.device = torch.device(get_accelerator().current_device_name())
         self._view = View(source, view.eval(), self.stage == 3, self.device, adapters, keep=keep_view)
         self._generating = False
-        self.gather_s = self.release_s = 0.0
-        """Seconds that the last switch took, without the wait for other ranks at its end."""
+        self.gather_s = self.release_s = self.wait_s = 0.0
+        """Seconds that the last switch took, and those of the wait for other ranks at its end."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the module. Collective under ZeRO-3."""
@@ -305,9 +305,9 @@ class Engine:
             start = time.perf_counter()
             self._view.release()
             self._generating = False
-            self.release_s = time.perf_counter() - start
-            here = int(outcome)
+            here, end = int(outcome), time.perf_counter()
             anywhere = int(all_reduce(outcome, "max"))
+            self.release_s, self.wait_s = end - start, time.perf_counter() - end
             if anywhere >= _FAILED and here < _FAILED:
                 raise RuntimeError(f"generation failed on rank {anywhere - _FAILED}; its own message says why")
             if anywhere == _INTERRUPTED and here == _DONE:

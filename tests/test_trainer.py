@@ -19,6 +19,7 @@ from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores, TrainBat
 from hybrid_grpo.data.curriculum import Curriculum
 from hybrid_grpo.data.packing import pack, pad
 from hybrid_grpo.engine import StepResult
+from hybrid_grpo.generation import Stats
 from hybrid_grpo.grpo.loss import load_objective, micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals
 from hybrid_grpo.model.attention import ATTENTION
@@ -36,7 +37,7 @@ class Sampler:
     """Stands for a policy: finishes group after group, and scores every token with log 1/2."""
 
     def __init__(self) -> None:
-        self.engine = SimpleNamespace(gather_s=0.0, release_s=0.0)
+        self.engine = SimpleNamespace(gather_s=0.0, release_s=0.0, wait_s=0.0)
 
     def rollout(self, prompts, config, stop_ids, *, seed, step, on_finish, on_step, given):
         rows = []
@@ -44,7 +45,7 @@ class Sampler:
             for k in range(G):
                 rows.append(Completion([i, k], [-1.0, -1.0], "stop", f"{i}{k}"))
                 on_finish(i, k, rows[-1])
-        return Rollout(prompts, rows, G), None
+        return Rollout(prompts, rows, G), Stats()
 
     def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places):
         return pad(prompt_ids, completion_ids, rows, 16384, torch.device("cpu"))
@@ -84,6 +85,7 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
         objective=None,
         parts={},
         guests=SimpleNamespace(completions=lambda prompts, step, beat: ({}, {})),
+        opened=lambda prompts, step: prompts,
         tool_numbers=dict,
         pretrain=lambda policy, beat: {},
     )

@@ -103,12 +103,10 @@ class LogConfig:
     """Beside the rollouts that are written, also write their tokens, the text of each, log-probabilities and
     advantages, as parquet."""
     histograms_every: Whole = 10
-    """Steps between histograms of rewards, lengths and advantages on the trackers, made of the rollouts that are
-    written; 0 makes none."""
-    parity_alarm: Positive = 0.05
-    """Warn when sampler and training forward differ by more than this, on average, in log-probability."""
-    heldout_alarm: Positive = 0.05
-    """Warn when held-out accuracy is more than this below its best while the training reward is higher than then."""
+    """Steps between histograms of rewards, lengths and advantages: on the trackers, made of the rollouts that are
+    written, and with those of tokens in details.jsonl; 0 makes none."""
+    details: Switch = True
+    """Write details.jsonl: the groups of each step, its stages on every rank and the course of decoding."""
 
     @model_validator(mode="after")
     def _check(self) -> LogConfig:

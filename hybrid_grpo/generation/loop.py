@@ -17,6 +17,7 @@ import torch
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation.attention import Prefill
 from hybrid_grpo.generation.cache import Geometry, cache_for
+from hybrid_grpo.generation.course import Course
 from hybrid_grpo.generation.decoder import Decoder
 from hybrid_grpo.generation.graphs import capture_on
 from hybrid_grpo.generation.sampler import Sampling
@@ -68,6 +69,8 @@ class Stats:
     """Keys and values in use at the fullest moment."""
     captures: int = 0
     """Forwards captured as CUDA graphs."""
+    course: Course | None = None
+    """What the decoder did from moment to moment; None where nothing was decoded, and of the fallback."""
 
 
 PATIENCE_S = 0.2
@@ -105,14 +108,17 @@ class _Loop:
 
     def run(self, on_step: OnStep | None) -> Stats:
         schedule, cache = self.schedule, self.schedule.cache
+        self.stats.course = course = Course(schedule)
         while schedule.busy:
             if on_step:
                 on_step()
             self._take_answers()
             self._admit()
+            course.look()
             self._step()
             while len(self.in_flight) > self.decoder.lag or (self.in_flight and not schedule.active):
                 self._collect()
+        course.end()
         assert cache.free == cache.pages - 1, "every page comes back"
         self.stats.preempted = schedule.preempted
         self.stats.captures = self.decoder.captures

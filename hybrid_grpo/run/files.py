@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.config.errors import UserError
+
+_STEP = re.compile(rb'\{"step": ?(\d+)[,}]')
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -62,6 +65,21 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
                 raise UserError(f"{path} line {number} is no JSON object: the file is damaged")
             rows += [row] if line.endswith(b"\n") else []
     return rows
+
+
+def cut_lines(path: Path, step: int) -> None:
+    """Cut a JSON-lines file behind its lines up to a step, in place: at the first line that is of a later step, or not
+    whole. Every line begins with its step."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = 0
+        for line in file:
+            found = _STEP.match(line)
+            if found is None or not line.endswith(b"}\n") or int(found[1]) > step:
+                break
+            end += len(line)
+        file.truncate(end)
 
 
 def rollout_files(folder: Path, kind: str = "jsonl") -> dict[int, Path]:

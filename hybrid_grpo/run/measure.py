@@ -4,7 +4,9 @@ The functions return `Numbers`, which a `Meter` adds up. Which numbers give an a
 """
 
 import math
+import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -12,8 +14,13 @@ from torch import Tensor
 
 from hybrid_grpo.config import GuestConfig
 from hybrid_grpo.data.batch import Completion, Numbers, RewardStatus, Rollout, Scores, TrainBatch
+from hybrid_grpo.distributed import world_size
 from hybrid_grpo.grpo.advantages import group_stats, informative
 from hybrid_grpo.rewards.rules import repeated_share
+from hybrid_grpo.run.metrics import Meter, Span
+
+if TYPE_CHECKING:
+    from hybrid_grpo.engine import Engine
 
 _NGRAM = 3
 """Tokens of a run that may repeat, as in the built-in reward `repetition_penalty`."""
@@ -22,11 +29,11 @@ _NGRAM = 3
 def measure_step(
     rollout: Rollout, scores: Scores, outcome: str, threshold: float, guests: Sequence[GuestConfig] = ()
 ) -> Numbers:
-    """Everything that is measured once, at the end of a step. Rewards, groups and completions are those that the policy
-    has sampled of every prompt; those of guests are behind them in their groups."""
-    numbers: Numbers = measure_memory()
+    """What a rollout and its scores are like. Rewards, groups and completions are those that the policy has sampled of
+    every prompt; those of guests are behind them in their groups."""
+    numbers: Numbers = {}
     if guests:
-        numbers |= measure_guests(rollout, scores, guests)
+        numbers = measure_guests(rollout, scores, guests)
         size = rollout.num_generations
         own = size - sum(guest.per_group for guest in guests)
         rollout, scores = rollout.first(own), scores.first(own, size)
@@ -184,26 +191,45 @@ def measure_parity(batch: TrainBatch, logp_bT: Tensor) -> Numbers:
     }
 
 
-def measure_sampling(
-    rollout: Rollout, seconds: float, gather_s: float, release_s: float, captures: int | None
-) -> Numbers:
-    """Tokens and times of a rollout of `seconds`, in which weights were gathered and given back, and decode steps
-    captured as CUDA graphs (None without a GPU)."""
+def sampling_spans(start: float, engine: "Engine") -> list[Span]:
+    """The stages of a rollout that began at `start` and has ended now: the switch to generation and back, sampling, and
+    the wait for other ranks, which `engine` has taken the time of."""
+    end = time.perf_counter()
+    wait = end - engine.wait_s
+    generate, release = start + engine.gather_s, wait - engine.release_s
+    return [
+        ("gather", start, generate),
+        ("generate", generate, release),
+        ("release", release, wait),
+        ("wait", wait, end),
+    ]
+
+
+def measure_sampling(rollout: Rollout, spans: Sequence[Span], captures: int | None) -> Numbers:
+    """Tokens and times of a rollout with the stages `sampling_spans`, in which decode steps were captured as CUDA
+    graphs (None without a GPU)."""
     sampled = sum(len(completion.token_ids) for completion in rollout.completions if not completion.guest)
+    seconds = {name: end - begin for name, begin, end in spans}
     return {
-        "time/generate_s": (seconds - gather_s - release_s, 1),
-        "time/gather_s": (gather_s, 1),
-        "time/switch_s": (gather_s + release_s, 1),
+        **({"time/straggler_s": (seconds["wait"], 1)} if world_size() > 1 else {}),
+        "time/generate_s": (seconds["generate"] + seconds["wait"], 1),
+        "time/gather_s": (seconds["gather"], 1),
+        "time/switch_s": (seconds["gather"] + seconds["release"], 1),
         "completion/sampled_tokens": (sampled, 1),
         **({} if captures is None else {"throughput/graph_captures": (captures, 1)}),
     }
 
 
-def measure_training(rollout: Rollout, passes: int, seconds: float) -> Numbers:
-    """Speed of so many passes of training over a rollout."""
+def measure_costs(rollout: Rollout, passes: int, meter: Meter) -> Numbers:
+    """Memory, and tokens a second of sampling and of so many passes of training over a rollout, by the meter's times.
+    Without the speed of training where nothing was learned."""
     rows = zip(rollout.row_prompts, rollout.completions, strict=True)
     tokens = sum(len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in rows if completion.learned)
-    return {"time/train_s": (seconds, 1), "throughput/trained_tokens_per_s": (tokens * passes / seconds, 1)}
+    generated = meter.total("completion/sampled_tokens") / meter.total("time/generate_s")
+    numbers = measure_memory() | {"throughput/generated_tokens_per_s": (generated, 1)}
+    if train_s := meter.total("time/train_s"):
+        numbers["throughput/trained_tokens_per_s"] = tokens * passes / train_s, 1
+    return numbers
 
 
 def measure_memory() -> Numbers:

@@ -15,6 +15,9 @@ from torch import Tensor
 from hybrid_grpo import distributed
 from hybrid_grpo.run.catalogue import FIXED, PATTERNS, Reduction, describe
 
+Span = tuple[str, float, float]
+"""A stage of a step: its name, and when it began and ended by `time.perf_counter`, in seconds."""
+
 
 class Meter:
     """Collects the numbers of one step on this rank and reduces them over all ranks.
@@ -52,6 +55,8 @@ class Meter:
                 spelled = [name.replace(placeholder, n) for name in spelled for n in names[placeholder]]
             self._reductions |= dict.fromkeys(spelled, metric.reduction)
         self._device = torch.device(device)
+        self.spans: list[Span] = []
+        """The stages of the step on this rank, in the order in which they ended."""
         self._added: dict[str, list[tuple[float | Tensor, float | Tensor]]] = {}
 
     def add(self, name: str, value: float | Tensor, count: float | Tensor = 1) -> None:
@@ -78,12 +83,15 @@ class Meter:
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Add the seconds the block takes; work still queued on the GPU is waited for, before and after."""
+        """Add the seconds the block takes, and note it as a stage of the step; work still queued on the GPU is waited
+        for, before and after."""
         self._synchronize()
         start = time.perf_counter()
         yield
         self._synchronize()
-        self.add(name, time.perf_counter() - start)
+        end = time.perf_counter()
+        self.add(name, end - start)
+        self.spans.append((name.removeprefix("time/").removesuffix("_s"), start, end))
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -102,6 +110,14 @@ class Meter:
         }
         return {name: [(float(value), float(count)) for value, count in added if count] for name, added in read.items()}
 
+    def reduced(self, numbers: Mapping[str, tuple[float | Tensor, float | Tensor]]) -> dict[str, float]:
+        """Numbers of a stage as `reduce` would give them, beside what was added, which stays. Collective."""
+        kept, self._added = self._added, {}
+        self.update(numbers)
+        values = self.reduce()
+        self._added = kept
+        return values
+
     def reduce(self) -> dict[str, float]:
         """The numbers of the step by name, the same on all ranks; the meter is empty afterwards.
 
@@ -114,7 +130,7 @@ class Meter:
             if added := read.get(name):
                 sums[row] = torch.tensor(_total(added, reduction), dtype=torch.float64)
                 highs[row] = torch.tensor(_extremes(added, reduction), dtype=torch.float64)
-        self._added = {}
+        self._added, self.spans = {}, []
         sums = distributed.all_reduce(sums.to(self._device), "sum").cpu()
         highs = distributed.all_reduce(highs.to(self._device), "max").cpu()
         values = {}

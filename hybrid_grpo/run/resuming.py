@@ -18,7 +18,8 @@ from hybrid_grpo.run.stage import Stage
 
 FREE = (
     *("run.name", "run.dir", "run.steps", "run.resume", "run.allow_changes"),
-    *("run.stop_after", "run.grace_s", "run.stall_minutes", "guard.*", "log.*", "checkpoint.*", "scoring.*"),
+    *("run.stop_after", "run.grace_s", "run.stall_minutes"),
+    *("guard.*", "alarms.*", "log.*", "checkpoint.*", "scoring.*"),
     *("eval.every", "eval.name", "eval.num_generations", "eval.temperature", "eval.top_p"),
     *("eval.max_completion_tokens", "eval.sets", "eval.best", "eval.patience"),
     *("data.eval_path", "data.eval_split", "data.eval_limit"),

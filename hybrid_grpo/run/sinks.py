@@ -1,4 +1,4 @@
-"""Where a run's numbers and rollouts go: metrics.jsonl, rollouts/, the console, and trackers such as wandb.
+"""Where a run's numbers and rollouts go: metrics.jsonl, details.jsonl, rollouts/, the console, trackers such as wandb.
 
 Rank 0 writes everything; the other ranks only hand over their rollouts, so no shared file system is needed.
 What the numbers mean and how they are reduced is not decided here (see `metrics.py`).
@@ -25,10 +25,11 @@ from hybrid_grpo import distributed
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.config.errors import RunInterrupted
 from hybrid_grpo.data.batch import Rollout, Scores
-from hybrid_grpo.run.alarms import forget_alarms
 from hybrid_grpo.run.catalogue import describe
+from hybrid_grpo.run.details import DETAILS_FILE, details_line
 from hybrid_grpo.run.divergence import RollBack
-from hybrid_grpo.run.files import json_safe, read_jsonl, replace_text, rollout_files
+from hybrid_grpo.run.files import cut_lines, json_safe, read_jsonl, replace_text, rollout_files
+from hybrid_grpo.run.said import forget_alarms
 from hybrid_grpo.run.tokens import TokenText, joined, token_table, write_table
 from hybrid_grpo.run.trackers.process import TrackerProcess, start_trackers
 from hybrid_grpo.run.writing import one_line
@@ -66,6 +67,7 @@ class Log:
         """
         self._every, self._steps, self._rollouts = config.rollouts_every, steps, run_dir / "rollouts"
         self._text = TokenText(tokenizer) if tokenizer is not None and config.tokens else None
+        self._details = run_dir / DETAILS_FILE
         self._sinks: list[Sink] = []
         self._trackers: list[TrackerProcess] = []
         if distributed.rank() != 0:
@@ -78,6 +80,7 @@ class Log:
                         path.unlink()
             forget_alarms(run_dir, done)
             self._sinks = [JsonlSink(run_dir / "metrics.jsonl", done)]
+            cut_lines(self._details, done)
         self._trackers = start_trackers(config, run_dir, settings or {}, done)
         self._sinks += [ConsoleSink(steps, done)]
 
@@ -126,6 +129,14 @@ class Log:
                 # Before the lines, by which readers find the step.
                 write_table(self._rollouts / f"step_{step:06d}.parquet", joined(tables))
             replace_text(self._rollouts / f"step_{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
+
+    def write_details(self, step: int, own: dict[str, Any] | None) -> None:
+        """Write what all ranks have collected of a step; nothing where they collect nothing. Collective."""
+        parts = None if own is None else distributed.gather_objects(own)
+        if parts is not None:
+            line = json.dumps(json_safe(details_line(step, parts)), separators=(",", ":"))
+            with one_line(self._details.parent), self._details.open("a", encoding="utf-8") as file:
+                print(line, file=file)
 
     def close(self, patience_s: float = _FINISH_SECONDS, failed: bool = False) -> None:
         """End the outputs; the numbers on disk are complete already. Trackers have so many seconds in all to finish."""

@@ -13,6 +13,7 @@ from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.building import build, setting_names
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.run.checkpoint import Checkpoints
+from hybrid_grpo.run.files import read_jsonl
 from hybrid_grpo.run.manifest import Manifest
 from hybrid_grpo.run.resuming import FREE as FREE_SETTINGS
 from hybrid_grpo.run.resuming import find_start, settings_of
@@ -270,6 +271,7 @@ def test_an_interrupted_run_ends_as_the_uninterrupted_one_to_the_bit(whole_run):
     assert "resumed runs/broken after step 2" in done.out
     copy.unlink()
     assert_same(folder, whole_run.folder)
+    assert [line["step"] for line in read_jsonl(folder / "details.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in whole_run.folder.iterdir())
 
 
@@ -338,4 +340,4 @@ def test_a_full_disk_while_rollouts_are_written_stops_the_run_in_one_line(whole_
     done = workshop.run(*arguments, "--run.resume=auto")
     assert done.status == 0, done.err
     assert "resumed runs/rollouts after step 2" in done.out
-    assert [len(path.read_text().splitlines()) for path in sorted(draft.parent.iterdir())] == [16, 16, 16]
+    assert [len(path.read_text().splitlines()) for path in sorted(draft.parent.glob("*.jsonl"))] == [16, 16, 16]
