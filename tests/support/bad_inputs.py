@@ -101,7 +101,7 @@ def make_settings(folder: Path) -> None:
         "emptyrun/metrics.jsonl": "",
         "sftrun/config.yaml": "sft: {batch_size: 4}\n",
         "sftrun/metrics.jsonl": '{"step": 1}\n',
-        "oldrun/metrics.jsonl": '{"step": 1}\n{"step": 2}\n',
+        "oldrun/metrics.jsonl": '{"step": 1}\n{"step": 2, "policy/skipped_update": 1.0}\n',
     }
     for name, content in files.items():
         write(folder / name, content)
