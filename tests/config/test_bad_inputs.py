@@ -139,9 +139,10 @@ SETTINGS = [
     ("replay-step nomodel 1", "nomodel is not the folder of a run: it has no config.yaml"),
     ("replay-step sftrun 1", "sftrun is a run of sft: replay-step is for runs of train"),
     ("replay-step oldrun 3", "oldrun has no step 3: it has steps 1 to 2"),
+    ("replay-step oldrun 2", "step 2 was skipped by an alarm: nothing was learned"),
     ("replay-step oldrun 1 --replay.rewards=new", "replay.rewards: expected again or saved, got new"),
     ("replay-step oldrun 1 --replay.out=oldrun/rollouts", "replay.out oldrun/rollouts has the files of the run"),
-    ("replay-step oldrun 1 --replay.out=train.jsonl", "replay.out train.jsonl cannot be made: File exists"),
+    ("replay-step oldrun 1 --replay.out=train.jsonl", "replay.out train.jsonl is a file: give a folder"),
     ("watch train.jsonl", "train.jsonl is no folder"),
     # Rewards
     ("--rewards=[", "rewards [ cannot be read as YAML"),
