@@ -246,5 +246,5 @@ class Trainer(Stage):
         outcome, threshold = self.inputs.outcome, self.config.eval.threshold
         self.meter.update(measure_step(rollout, scores, outcome, threshold, self.config.rollout.guests))
         self.meter.update(self.loader.numbers())
-        self.meter.update(measure_speed(rollout, self.plan.num_iterations, self.meter))
+        self.meter.update(measure_speed(rollout, self.plan.num_iterations, self.policy, self.meter))
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)
