@@ -82,8 +82,8 @@ def reward_functions(configs: list[dict[str, Any]], means: list[float]) -> list[
     return [wrap(RewardConfig(**config)) for config in configs]
 
 
-def settings(spec: dict[str, Any]) -> GRPOConfig:
-    """Our settings in TRL's words."""
+def settings(spec: dict[str, Any], **others: Any) -> GRPOConfig:
+    """Our settings in TRL's words; `others` are in place of what stands here."""
     config = spec["config"]
     policy, rollout, grpo = config["policy"], config["rollout"], config["grpo"]
     rows = rollout["prompts_per_step"] * rollout["num_generations"]
@@ -99,7 +99,7 @@ def settings(spec: dict[str, Any]) -> GRPOConfig:
     # Ours may have a kernel that transformers does not know; its own default then.
     attention = policy["attn_implementation"]
     attention = attention if attention in ("eager", "flash_attention_2") else "sdpa"
-    return GRPOConfig(
+    known = dict(
         output_dir=str(Path(sys.argv[-1]).parent / "trl"),
         max_steps=10**6,
         seed=config["run"]["seed"],
@@ -138,6 +138,7 @@ def settings(spec: dict[str, Any]) -> GRPOConfig:
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
+    return GRPOConfig(**{**known, **others})
 
 
 def replay(trainer: GRPOTrainer, folder: str) -> None:

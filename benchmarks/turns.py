@@ -66,6 +66,9 @@ class Timed:
             self._ready.append(key)
             self._news.notify()
 
+    def cut(self, key: int) -> str:
+        return "length"
+
     def answers(self, patience_s: float) -> list[tuple[int, list[int]]]:
         with self._news:
             if patience_s and not self._ready:
@@ -124,16 +127,15 @@ def latency(hidden: int, layers: int) -> dict[str, float]:
     return {name: median(column) for name, column in zip(names, zip(*rounds, strict=True), strict=True)}
 
 
-def run(*arguments: str | Path) -> None:
-    """A command of Python, on one rank; its output is shown where it fails."""
+def run(*arguments: str | Path, python: str | Path = sys.executable) -> str:
+    """What a command of Python, on one rank, prints; all of its output is shown where it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "WANDB_MODE": "disabled"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
-    )
+    command = [str(python), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout}")
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 def learn(kind: str, seed: int) -> dict[str, Any]:

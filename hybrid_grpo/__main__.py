@@ -27,6 +27,7 @@ COMMANDS = {
     "generate": "completions of prompts from a file, a pipe or the terminal, as JSON lines",
     "chat": "a conversation with a model, a run or an adapter in the terminal",
     "data": "duplicates, overlap with held-out prompts and faults of a data set: a report, and the cleaned rows",
+    "replay-step": "a step of a run made again, with what the loss saw of every token",
     "score": "try reward functions on a file of completions, or on the rollouts of a run",
     "serve-reward": "reward functions as an HTTP service for other machines",
 }
@@ -79,7 +80,7 @@ def entry() -> NoReturn:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started the process
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process ends
-    if sys.argv[1:2] in (["train"], ["sft"], ["reward"], ["eval"]) and sys.platform == "linux":
+    if sys.argv[1:2] in (["train"], ["sft"], ["reward"], ["eval"], ["replay-step"]) and sys.platform == "linux":
         with suppress(UserError):
             adopt_rank()
         watched(main)

@@ -21,7 +21,7 @@ from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.run.critic import Critic
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.run.measure import measure_parity, measure_sampling, measure_speed, measure_step, sampling_spans
+from hybrid_grpo.run.measure import measure_costs, measure_parity, measure_sampling, measure_step, sampling_spans
 from hybrid_grpo.run.stage import Stage
 from hybrid_grpo.run.teacher import Teacher
 
@@ -30,11 +30,9 @@ class Trainer(Stage):
     """One rank's part of a GRPO run.
 
     Args:
-        config, plan: the run's settings and batch equation.
-        policy: what is trained.
+        config, plan, inputs: the run's settings, its batch equation, its prompts and rewards.
+        policy, device: what is trained, and the device of this rank.
         reference: what the policy is held close to; None where beta is 0.
-        inputs: prompts and rewards.
-        device: the device of this rank.
         critic: what advantages are relative to, instead of the group, with grpo.baseline critic (PPO).
         teacher: whom the policy is to come near, beside what it learns from rewards (on-policy distillation).
     """
@@ -51,11 +49,13 @@ class Trainer(Stage):
         teacher: Teacher | None = None,
     ) -> None:
         self.config, self.plan, self.device, self.reference, self.inputs = config, plan, device, reference, inputs
-        self.critic, self.teacher = critic, teacher
+        self.critic, self.teacher, self.loss = critic, teacher, micro_batch_loss
         self.policy: Policy = policy
-        self.eval_sets = inputs.eval_sets
-        self.meter = inputs.meter(device, config.data.source_names)
+        self.eval_sets, self.meter = inputs.eval_sets, inputs.meter(device, config.data.source_names)
         self.loader = inputs.loader(config, plan, device)
+        self.numbers_of = partial(
+            measure_step, outcome=inputs.outcome, threshold=config.eval.threshold, guests=config.rollout.guests
+        )
         self.kl = KlController(config.grpo, plan.rows, device)
         # The filtered distribution is not the policy's: with its log-probabilities no ratio is 1.
         self.starts_on_policy = config.recomputes_old_logp or config.rollout.logprobs == "softmax"
@@ -66,17 +66,22 @@ class Trainer(Stage):
         """One GRPO step (DeepSeekMath, arXiv:2402.03300, algorithm 1, inner loop)."""
         with self.meter.time("time/step_s"):
             rollout, scores = self.collect(step)
-            old_logp_BT = self.old_logprobs(rollout)
-            ref_logp_BT = self.reference_logprobs(rollout)
-            taught = self.ask_teacher(rollout, old_logp_BT)
-            advantages_BT = taught.beside(self.advantages(rollout, scores, old_logp_BT, ref_logp_BT))
-            sampler_logp_BT = rollout.logp_BT.to(self.device)
-            with self.meter.time("time/train_s"):
-                self.improve(rollout, Signals(sampler_logp_BT, old_logp_BT, ref_logp_BT, advantages_BT, taught))
+            if not self.skips(step, partial(self.numbers_of, rollout, scores)):
+                self.learn(rollout, scores)
             self.refresh_reference(step)
+        self.measure(rollout, scores)
+
+    def learn(self, rollout: Rollout, scores: Scores) -> None:
+        """Improve the policy by a rollout and its scores."""
+        old_logp_BT = self.old_logprobs(rollout)
+        ref_logp_BT = self.reference_logprobs(rollout)
+        taught = self.ask_teacher(rollout, old_logp_BT)
+        advantages_BT = taught.beside(self.advantages(rollout, scores, old_logp_BT, ref_logp_BT))
+        signals = Signals(rollout.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT, taught)
+        with self.meter.time("time/train_s"):
+            self.improve(rollout, signals)
         self.last_rollout = (rollout, scores, mean_over_tokens(advantages_BT, rollout))
         self.last_advantages_BT = advantages_BT
-        self.measure(rollout, scores)
 
     def collect(self, step: int) -> tuple[Rollout, Scores]:
         """The step's groups and their scores; with dynamic sampling, groups that teach nothing are replaced."""
@@ -96,13 +101,15 @@ class Trainer(Stage):
         self.progress.enter("old_logp")
         # Kept before anything is learned from it, in case the run stops here. It has no advantages yet.
         self.last_rollout = (rollout, scores, torch.full_like(scores.reward_B, torch.nan))
+        self.last_advantages_BT = None
         self.inputs.rewards.refuse_failures(scores, self.device)
         return rollout, scores
 
     def sample_and_score(self, prompts: list[Prompt], step: int) -> tuple[Rollout, Scores]:
         """A rollout and what the reward functions say of it; there may be no prompts on this rank."""
+        self.progress.enter("sampling", step)
+        prompts = self.inputs.opened(prompts, step)
         with self.inputs.rewards.stream(prompts, self.plan.num_generations, step) as stream:
-            self.progress.enter("sampling", step)
             rollout = self.sample(prompts, step, stream.add)
             self.progress.enter("scoring")
             with self.meter.time("time/reward_wait_s"):
@@ -184,12 +191,15 @@ class Trainer(Stage):
         settings = self.config.grpo, self.kl.beta, self.inputs.objective
         learns = self.critic is None or not self.critic.learns_alone
         for number, batches in enumerate(map(list, self.optimizer_steps(rollout, signals))):
-            self.improve_critic(batches)
+            if self.critic is not None:
+                with self.meter.time("time/critic_s"):
+                    for of_critic in self.critic.learn(batches, self.progress.beat):
+                        self.meter.update(of_critic)
             for batch in batches if learns else ():
                 self.progress.beat()
                 head = signals.teacher.head(batch.micro)
                 logp_bT, entropy_bT, *kl = self.policy.forward(batch.micro, self.config.rollout.temperature, head)
-                loss, numbers = micro_batch_loss(batch, logp_bT, entropy_bT, *settings)
+                loss, numbers = self.loss(batch, logp_bT, entropy_bT, *settings)
                 of_teacher, more = signals.teacher.loss(kl, batch.weight_bT)
                 loss, numbers = loss + of_teacher, numbers | more
                 self.policy.engine.backward(loss)
@@ -207,13 +217,6 @@ class Trainer(Stage):
             self.meter.add("policy/kl_coef", self.kl.beta)
             self.kl.update()
 
-    def improve_critic(self, batches: list[TrainBatch]) -> None:
-        """An optimizer step of the critic, if there is one."""
-        if self.critic is not None:
-            with self.meter.time("time/critic_s"):
-                for numbers in self.critic.learn(batches, self.progress.beat):
-                    self.meter.update(numbers)
-
     def optimizer_steps(self, rollout: Rollout, signals: Signals) -> Iterator[Iterator[TrainBatch]]:
         """The optimizer steps on a rollout, each as its weighted micro-batches. Collective."""
         split, limit = partial(self.micro_batches, rollout), self.config.rollout.max_completion_tokens
@@ -226,8 +229,7 @@ class Trainer(Stage):
 
     def refresh_reference(self, step: int) -> None:
         """Every `ref_every` steps the reference follows the policy (iterative GRPO)."""
-        grpo = self.config.grpo
-        if self.reference is not None and grpo.ref_every and step % grpo.ref_every == 0:
+        if (grpo := self.config.grpo).ref_every and self.reference is not None and step % grpo.ref_every == 0:
             with self.meter.time("time/reference_s"):
                 self.reference.refresh(self.policy.engine, grpo.ref_mix)
 
@@ -243,8 +245,6 @@ class Trainer(Stage):
 
     def measure(self, rollout: Rollout, scores: Scores) -> None:
         """Numbers of the step that its stages did not add."""
-        outcome, threshold = self.inputs.outcome, self.config.eval.threshold
-        self.meter.update(measure_step(rollout, scores, outcome, threshold, self.config.rollout.guests))
-        self.meter.update(self.loader.numbers())
-        self.meter.update(measure_speed(rollout, self.plan.num_iterations, self.policy, self.meter))
+        self.meter.update(self.numbers_of(rollout, scores) | self.loader.numbers())
+        self.meter.update(measure_costs(rollout, self.plan.num_iterations, self.policy, self.meter))
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)

@@ -85,6 +85,7 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
         objective=None,
         parts={},
         guests=SimpleNamespace(completions=lambda prompts, step, beat: ({}, {})),
+        opened=lambda prompts, step: prompts,
         tool_numbers=dict,
         pretrain=lambda policy, beat: {},
     )

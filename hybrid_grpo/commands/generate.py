@@ -60,8 +60,10 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
         source = standard_input(sys.stdin.buffer, "data.path", config.data.limit, config.data.prompt_column)
     conversations = conversations_of(config, tokenizer, ends)
     prompts, data = read_prompts(with_tools(config.data, conversations), tokenizer, source)
-    check_prompts(prompts, model_config, rollout)
+    check_prompts(prompts, model_config, rollout, conversations)
     prompts = rank_share(prompts, rank, ranks)
+    if conversations is not None:
+        prompts = conversations.opened(prompts, step=0)
     if rank == 0:
         sampling = f"{count} of each prompt, run.seed {config.run.seed}, {sampling_line(rollout, ends, tokenizer)}"
         print(f"data: {data}\nsampling: {sampling}", file=sys.stderr, flush=True)

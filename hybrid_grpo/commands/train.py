@@ -1,15 +1,26 @@
 """`train`: a GRPO run, built in the order in which mistakes are cheapest to find."""
 
+from __future__ import annotations
+
 import os
 import resource
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hybrid_grpo.config import TrainConfig
+from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.config.parsing import Parsed, parse
 from hybrid_grpo.run.files import read_jsonl
+
+if TYPE_CHECKING:
+    import torch
+
+    from hybrid_grpo.policy import Policy, Reference
+    from hybrid_grpo.run.inputs import RunInputs
+    from hybrid_grpo.run.plan import Plan
+    from hybrid_grpo.trainer import Trainer
 
 
 def run(arguments: list[str]) -> None:
@@ -23,26 +34,12 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     plan = check_train(config, int(os.environ.get("WORLD_SIZE", "1")))
 
     from hybrid_grpo import engine
-    from hybrid_grpo.policy import Policy, Reference, UnadaptedReference
-    from hybrid_grpo.run.critic import Critic, check_critic
-    from hybrid_grpo.run.hardware import of_device
-    from hybrid_grpo.run.inputs import RunInputs
-    from hybrid_grpo.run.plan import estimate, shortage
+    from hybrid_grpo.run.plan import shortage
     from hybrid_grpo.run.run import Run
-    from hybrid_grpo.run.teacher import Teacher, check_teacher
-    from hybrid_grpo.trainer import Trainer
 
     device = engine.start(config.engine.timeout_minutes)
-    engine.check_config(config.policy, config.engine)
-    inputs = RunInputs.read(config)
-    with_critic = config.grpo.baseline == "critic"
-    if with_critic:
-        check_critic(config, inputs.tokenizer, config.rollout.longest(inputs.longest_prompt))
-    if config.teacher.is_set:
-        check_teacher(config, inputs)
-    hardware = of_device(device, config.policy.dtype)
-    held_out = inputs.held_out_rows, inputs.held_out_longest
-    memory = estimate(config, plan, inputs.longest_prompt, hardware, inputs.reward_models, *held_out)
+    inputs = read_inputs(config)
+    memory = planned_memory(config, plan, inputs, device)
     warning = shortage(memory) if memory else None
     estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"
     training = Run(parsed, {"batch": str(plan), "memory": estimated, **inputs.facts})
@@ -50,6 +47,47 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
         return training.folder
     if warning:
         training.say(f"WARNING: it may not fit: {warning}")
+    training.train(make_trainer(config, plan, inputs, device, memory))
+    training.say(summary(training.folder, held_out_sets(config), memory.measurable if memory else None))
+    return training.folder
+
+
+def read_inputs(config: TrainConfig) -> RunInputs:
+    """All that a run reads before any model loads. Raises UserError where something is missing or does not fit."""
+    from hybrid_grpo import engine
+    from hybrid_grpo.run.critic import check_critic
+    from hybrid_grpo.run.inputs import RunInputs
+    from hybrid_grpo.run.teacher import check_teacher
+
+    engine.check_config(config.policy, config.engine)
+    inputs = RunInputs.read(config)
+    if config.grpo.baseline == "critic":
+        check_critic(config, inputs.tokenizer, config.rollout.longest(inputs.longest_prompt))
+    if config.teacher.is_set:
+        check_teacher(config, inputs)
+    return inputs
+
+
+def planned_memory(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, device: torch.device) -> Plan | None:
+    """The plan of memory on this rank's device; see `estimate`."""
+    from hybrid_grpo.run.hardware import of_device
+    from hybrid_grpo.run.plan import estimate
+
+    hardware = of_device(device, config.policy.dtype)
+    held_out = inputs.held_out_rows, inputs.held_out_longest
+    return estimate(config, plan, inputs.longest_prompt, hardware, inputs.reward_models, *held_out)
+
+
+def make_trainer(
+    config: TrainConfig, plan: BatchPlan, inputs: RunInputs, device: torch.device, memory: Plan | None
+) -> Trainer:
+    """Load the models of a run, and put them together. Collective."""
+    from hybrid_grpo import engine
+    from hybrid_grpo.policy import Policy
+    from hybrid_grpo.run.critic import Critic
+    from hybrid_grpo.run.teacher import Teacher
+    from hybrid_grpo.trainer import Trainer
+
     inputs.load_models(engine.Frozen)
     inputs.guests.load(device)
     policy = Policy(
@@ -64,16 +102,21 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
         workspace=memory.workspace() if memory else None,
     )
     policy.turns = inputs.conversations
-    reference: Reference | None = None
-    if config.grpo.beta and policy.adapters:
-        reference = UnadaptedReference(policy.engine, policy.adapters)
-    elif config.grpo.beta:
-        reference = Reference(config.policy, config.engine)
-    critic = Critic(config, plan, inputs.tokenizer) if with_critic else None
+    reference = make_reference(config, policy)
+    critic = Critic(config, plan, inputs.tokenizer) if config.grpo.baseline == "critic" else None
     teacher = Teacher(config, policy, inputs) if config.teacher.is_set else None
-    training.train(Trainer(config, plan, policy, reference, inputs, device, critic, teacher))
-    training.say(summary(training.folder, held_out_sets(config), memory.measurable if memory else None))
-    return training.folder
+    return Trainer(config, plan, policy, reference, inputs, device, critic, teacher)
+
+
+def make_reference(config: TrainConfig, policy: Policy) -> Reference | None:
+    """What the policy is held close to: the starting weights; None where beta is 0. Collective."""
+    from hybrid_grpo.policy import Reference, UnadaptedReference
+
+    if not config.grpo.beta:
+        return None
+    if policy.adapters:
+        return UnadaptedReference(policy.engine, policy.adapters)
+    return Reference(config.policy, config.engine)
 
 
 def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None = None) -> str:

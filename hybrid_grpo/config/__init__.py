@@ -7,6 +7,7 @@ settings do is in the other rooms.
 
 # ruff: noqa: F401
 
+from hybrid_grpo.config.alarms import AlarmConfig, AlarmsConfig
 from hybrid_grpo.config.building import build, dump, to_dict
 from hybrid_grpo.config.checks import BatchPlan
 from hybrid_grpo.config.cleaning import CleanConfig
@@ -17,6 +18,7 @@ from hybrid_grpo.config.commands import (
     GenerateConfig,
     PlanConfig,
     PublishConfig,
+    ReplayConfig,
     RewardStageConfig,
     ScoreConfig,
     ServeRewardConfig,
@@ -33,7 +35,7 @@ from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.preferences import RewardLoopConfig
 from hybrid_grpo.config.publishing import PublishOptionsConfig
 from hybrid_grpo.config.rewards import RewardConfig, ScoringConfig, ServeOptionsConfig, reward_name
-from hybrid_grpo.config.rollout import RolloutConfig
+from hybrid_grpo.config.rollout import RolloutConfig, environment_rewards
 from hybrid_grpo.config.run import LogConfig, RunConfig
 from hybrid_grpo.config.teacher import TeacherConfig
 from hybrid_grpo.config.train import ModelRunConfig, TrainConfig

@@ -18,6 +18,12 @@ from hybrid_grpo.config.recipes import Dumper
 from hybrid_grpo.config.rewards import RewardConfig
 
 ConfigT = TypeVar("ConfigT")
+_MOVED = {
+    "log.parity_alarm": "alarms.parity.above",
+    "log.heldout_alarm": "alarms.held_out.above",
+    "guard.limits": "alarms.kl, alarms.ratio, alarms.entropy_collapse, alarms.parity, or alarms.numbers",
+}
+"""Settings of earlier versions, with what has taken their place."""
 
 
 def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
@@ -86,7 +92,7 @@ def plain_types(hint: Any) -> list[Any]:
 
 def takes_mapping(hint: Any) -> bool:
     """Whether a setting has entries of its own."""
-    return any(get_origin(plain) is dict for plain in plain_types(hint))
+    return any(get_origin(plain) is dict or dataclasses.is_dataclass(plain) for plain in plain_types(hint))
 
 
 def type_name(hint: Any) -> str:
@@ -102,6 +108,8 @@ def type_name(hint: Any) -> str:
             words.append("null")
         elif plain in names or origin in kinds:
             words.append(names.get(plain) or kinds[origin])
+        elif dataclasses.is_dataclass(plain):
+            words.append("settings")
     return " or ".join(words)
 
 
@@ -144,7 +152,12 @@ def _one_line(error: ValidationError, cls: Any) -> str:
             name, hint = f"{name}.{key}", known.get(key)
             if hint is None:
                 return f"there is no setting {name}: {did_you_mean(key, known)}"
-    if path and takes_mapping(hint):
+    own = next((plain for plain in plain_types(hint) if dataclasses.is_dataclass(plain)), None)
+    if path and own is not None:
+        key, known = str(path.pop(0)), sections(own)
+        name, hint = f"{name}.{key}", known.get(key)
+        refuse(hint is None, f"there is no setting {name}: {did_you_mean(key, known)}")
+    elif path and takes_mapping(hint):
         entry = get_args(next(plain for plain in plain_types(hint) if get_origin(plain) is dict))[1]
         if dataclasses.is_dataclass(entry) and path[1:] != ["[key]"]:
             name, hint = f"{name}.{path.pop(0)}", entry
@@ -179,7 +192,7 @@ def _one_line(error: ValidationError, cls: Any) -> str:
         words = [word for plain in plain_types(hint) if get_origin(plain) is Literal for word in get_args(plain)]
         return f"{name} {value} must be {' or '.join([bounds(hint), *words])}"
     if kind == "dataclass_type":
-        return f"{name} {value!r} must be settings, as in {{{next(iter(sections(hint)))}: ...}}"
+        return f"{name} {value!r} must be settings, as in {{{next(iter(sections(own or hint)))}: ...}}"
     expected = "a list such as [{function: exact_match}]" if name == "rewards" else type_name(hint)
     if kind == "finite_number":
         expected = "a finite number"
@@ -190,6 +203,9 @@ def unknown_setting(name: str, cls: Any) -> str:
     """The message for a name that is no setting. Most likely is the same name in another section, of several in the one
     that is called alike, then a similar one in this section."""
     section, _, last = name.rpartition(".")
+    moved = next((moved for moved in _MOVED if f"{name}.".startswith(f"{moved}.")), None)
+    if moved is not None:
+        return f"there is no setting {moved} any more: set {_MOVED[moved]}"
     if section.startswith("rewards["):
         return f"there is no setting {name}: {did_you_mean(last, sections(RewardConfig))}"
     names = setting_names(cls)

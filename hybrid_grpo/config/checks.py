@@ -98,11 +98,12 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     config.engine.check(world_size)
     _check_data(config.data)
     refuse(
-        config.teacher.is_set and not config.rewards,
+        config.teacher.is_set and not config.reward_names,
         "rewards is empty: to learn from the teacher alone give one that is only measured, as in --rewards"
         " '[{function: repetition_penalty, weight: 0}]'",
     )
-    _check_rewards(config.rewards)
+    if not config.rollout.environment:
+        _check_rewards(config.rewards)
     for guest in config.rollout.guests:
         if guest.model is None:
             _check_source(f"rollout.guests {guest.name}: path", guest.path)

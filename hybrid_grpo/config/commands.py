@@ -224,6 +224,29 @@ class ScoreConfig(TrainConfig):
 
 
 @dataclass(frozen=True, config=SECTION)
+class ReplayOptionsConfig:
+    """What is made again, and where the result goes."""
+
+    completions: Literal["again", "saved"] = "again"
+    """`again` samples them, and tools are called; `saved` takes those that the run has saved, as for tools whose
+    answers have changed."""
+    rewards: Literal["again", "saved"] = "again"
+    """`again` calls the reward functions; `saved` takes what they said in the run."""
+    out: Text | None = None
+    """Folder of the result, which replaces an earlier one of the step. Default: `replay` in the folder of the run."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class ReplayConfig(TrainConfig):
+    """Make step STEP of the run in the folder RUN again, from the checkpoint before it, compare it with what the run
+    has saved, and tell token by token what the loss saw. The settings are the run's own. Other ones of `grpo`,
+    `rewards` and `scoring`, which hold for this step alone, show what it would have been with them. The run's files
+    are only read."""
+
+    replay: ReplayOptionsConfig = field(default_factory=ReplayOptionsConfig)
+
+
+@dataclass(frozen=True, config=SECTION)
 class CheckDataConfig(TrainConfig):
     """Look for faults in the rows to train on, print what was found, and write the rows that are kept. Loads no model.
     Takes the recipe of `train` or `sft`; of its sections only `data` and the tokenizer of `policy.model` count."""

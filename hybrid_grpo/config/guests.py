@@ -56,9 +56,9 @@ def check_guests(config: TrainConfig) -> None:
         " per_group",
     )
     refuse(
-        bool(rollout.tools),
-        f"rollout.tools make completions of several turns, and rollout.guests {names[0]} brings those of one: take"
-        " out one of them",
+        rollout.has_turns,
+        f"rollout.{'tools' if rollout.tools else 'environment'} makes completions of several turns, and rollout.guests"
+        f" {names[0]} brings those of one: take out one of them",
     )
     refuse(
         rollout.max_total_tokens is not None or rollout.max_turn_tokens is not None,

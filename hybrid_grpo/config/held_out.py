@@ -108,7 +108,9 @@ def _named(config: TrainConfig, name: str, given: EvalSetConfig) -> HeldOut:
     task = given.task if given.task != config.data.task else None
     told = task_settings(task, f"{setting}.task") if task else {}
     rewards = given.rewards or (_rewards(told.get("rewards")) if task else None)
-    names = [reward_name(reward) for reward in rewards or config.rewards]
+    names = config.reward_names
+    if rewards:
+        names = [*map(reward_name, rewards), *names[len(config.rewards) :]]
     # What a task says of right and wrong belongs to its own rewards.
     evaluation = told.get("eval", {}) if not given.rewards else {}
     outcome = given.outcome or evaluation.get("outcome") or (names[0] if rewards else _run_outcome(config))
@@ -167,7 +169,7 @@ def _rewards(entries: Any) -> list[RewardConfig]:
 
 
 def _run_outcome(config: TrainConfig) -> str:
-    return config.eval.outcome or reward_name(config.rewards[0])
+    return config.eval.outcome or config.reward_names[0]
 
 
 def _rollout(config: TrainConfig, given: EvalSetConfig, setting: str) -> RolloutConfig:

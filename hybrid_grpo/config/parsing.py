@@ -14,6 +14,7 @@ from hybrid_grpo.config.commands import (
     GenerateConfig,
     PlanConfig,
     PublishConfig,
+    ReplayConfig,
     RewardStageConfig,
     ScoreConfig,
     ServeRewardConfig,
@@ -35,6 +36,7 @@ ConfigT = TypeVar(
     GenerateConfig,
     PlanConfig,
     PublishConfig,
+    ReplayConfig,
     ScoreConfig,
     ChatConfig,
     CheckDataConfig,
@@ -156,5 +158,6 @@ def _read(hint: Any, text: str) -> Any:
     kinds = plain_types(hint)
     if text == "null" and type(None) in kinds:
         return None
-    others = [kind for kind in kinds if kind in (int, float, bool) or get_origin(kind) in (list, dict, tuple)]
-    return read_value(text) if others or dataclasses.is_dataclass(hint) else text
+    plain = (int, float, bool, list, dict, tuple)
+    others = [kind for kind in kinds if (get_origin(kind) or kind) in plain or dataclasses.is_dataclass(kind)]
+    return read_value(text) if others else text

@@ -13,7 +13,9 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import (
     SECTION,
     Count,
+    Function,
     Gibibytes,
+    Name,
     NotNegative,
     Number,
     Positive,
@@ -23,6 +25,7 @@ from hybrid_grpo.config.fields import (
     Switch,
     Text,
     Whole,
+    function_text,
 )
 from hybrid_grpo.config.guests import GuestConfig
 from hybrid_grpo.config.tools import ToolConfig
@@ -88,14 +91,19 @@ class RolloutConfig:
     """Functions that the model may call between its turns, as `path/to/file.py:name`: with type hints, and a docstring
     that describes the arguments; with arguments that the model does not give, as in `[{function: search, kwargs:
     {folder: texts}}]`."""
+    environment: Function | dict[Name, Function] | None = None
+    """Class whose objects answer the turns of completions, as `path/to/file.py:Class`; several as a mapping, of which
+    the column `environment` names one for each row. See docs/environments.md."""
     tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
     """How the model writes calls; `auto` knows it by the tokenizer, or by its chat template."""
     max_turns: Count = 8
-    """Most turns of a completion with tools; what it calls in the last one is not answered."""
+    """Most turns of a completion with tools or an environment; what it calls in the last one is not answered."""
     max_tool_tokens: Count = 512
-    """Most tokens of the answer to a turn, with those of the chat template; what tools return beyond it is cut."""
+    """Most tokens of the answer to a turn, with those of the chat template; what tools and environments say beyond it
+    is cut."""
     tool_timeout_s: Seconds = 30.0
-    """Seconds for a call of a tool; then the model is told that it took too long."""
+    """Seconds for a call of a tool; then the model is told that it took too long. Also for a step of an environment,
+    whose completion then has failed."""
     max_turn_tokens: Count | None = None
     """Most sampled tokens of one turn; a turn that reaches it without an end is the last one, and the completion counts
     as cut. Default: max_completion_tokens."""
@@ -106,12 +114,19 @@ class RolloutConfig:
     @property
     def has_turns(self) -> bool:
         """Whether completions may have several turns."""
-        return bool(self.tools)
+        return bool(self.tools or self.environment)
+
+    @property
+    def environments(self) -> dict[str, str]:
+        """Places of classes by the names that rows have for them; a single one has none. Empty without any."""
+        if isinstance(self.environment, dict):
+            return {name: function_text(function) for name, function in self.environment.items()}
+        return {} if self.environment is None else {"": function_text(self.environment)}
 
     @property
     def max_read_tokens(self) -> int:
-        """Most tokens behind a short prompt, those included that are given between turns."""
-        answers = self.max_turns - 1 if self.has_turns else 0
+        """Most tokens behind a short prompt, those included that are given between turns, or at the prompt's end."""
+        answers = (self.max_turns - 1 if self.has_turns else 0) + bool(self.environment)
         return self.max_completion_tokens + answers * self.max_tool_tokens
 
     def longest(self, prompt: int) -> int:
@@ -126,10 +141,12 @@ class RolloutConfig:
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
+        turns = "tools are called" if self.tools else "environment is asked"
         refuse(
-            bool(self.tools) and self.ignore_eos,
-            "rollout.tools are called between turns, and rollout.ignore_eos lets no turn end: take out one of them",
+            self.has_turns and self.ignore_eos,
+            f"rollout.{turns} between turns, and rollout.ignore_eos lets no turn end: take out one of them",
         )
+        refuse(self.environment == {}, "rollout.environment is an empty mapping: name an environment, or take it out")
         refuse(
             self.min_completion_tokens > self.max_completion_tokens,
             f"rollout.min_completion_tokens {self.min_completion_tokens} is more than rollout.max_completion_tokens"
@@ -162,3 +179,8 @@ class RolloutConfig:
             " one of them",
         )
         return self
+
+
+def environment_rewards(rollout: RolloutConfig) -> dict[str, str]:
+    """Names of the environments' rewards in the metrics, those of the classes, by the names that rows have for them."""
+    return {name: place.rpartition(":")[2].rpartition(".")[2] for name, place in rollout.environments.items()}

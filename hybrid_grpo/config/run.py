@@ -110,10 +110,6 @@ class LogConfig:
     profile: Count | list[Count] = field(default_factory=list)
     """Step, or list of steps, that torch's profiler traces: a trace of each rank, and a table of the operations of each
     stage that took longest, in profile/. Such a step takes longer. Default: none."""
-    parity_alarm: Positive = 0.05
-    """Warn when sampler and training forward differ by more than this, on average, in log-probability."""
-    heldout_alarm: Positive = 0.05
-    """Warn when held-out accuracy is more than this below its best while the training reward is higher than then."""
 
     @model_validator(mode="after")
     def _check(self) -> LogConfig:

@@ -7,6 +7,7 @@ from dataclasses import field
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
+from hybrid_grpo.config.alarms import AlarmsConfig
 from hybrid_grpo.config.critic import CriticConfig
 from hybrid_grpo.config.data import CurriculumConfig, DataConfig, PtxConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
@@ -17,7 +18,7 @@ from hybrid_grpo.config.guard import GuardConfig
 from hybrid_grpo.config.guests import check_guests
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.rewards import RewardList, ScoringConfig, reward_name
-from hybrid_grpo.config.rollout import RolloutConfig
+from hybrid_grpo.config.rollout import RolloutConfig, environment_rewards
 from hybrid_grpo.config.run import CheckpointConfig, LogConfig, RunConfig
 from hybrid_grpo.config.teacher import TeacherConfig
 
@@ -34,6 +35,7 @@ class ModelRunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
 
     @model_validator(mode="after")
     def _check_engine(self) -> ModelRunConfig:
@@ -70,11 +72,16 @@ class TrainConfig(ModelRunConfig):
         auto = self.rollout.logprobs == "sampling" or self.grpo.sampler_correction != "none"
         return auto if self.grpo.old_logp == "auto" else self.grpo.old_logp == "policy"
 
+    @property
+    def reward_names(self) -> list[str]:
+        """Names of all rewards, those of functions first, then those of environments."""
+        return [*map(reward_name, self.rewards), *dict.fromkeys(environment_rewards(self.rollout).values())]
+
     @model_validator(mode="after")
     def _check_sections(self) -> TrainConfig:
         """What must agree between the sections. Commands that only read a recipe for training have checks of their
         own, by overriding this: they may replace its rewards or its lengths."""
-        rollout, grpo, names = self.rollout, self.grpo, [reward_name(reward) for reward in self.rewards]
+        rollout, grpo, names = self.rollout, self.grpo, self.reward_names
         refuse(
             rollout.num_generations < 2 and grpo.baseline != "critic" and not self.teacher.is_set,
             f"rollout.num_generations {rollout.num_generations} makes no group: advantages need 2 or more, or"
@@ -107,6 +114,8 @@ class TrainConfig(ModelRunConfig):
             f"grpo.overlong_buffer {grpo.overlong_buffer} punishes every completion: set it below"
             f" rollout.max_completion_tokens {rollout.max_completion_tokens}",
         )
+        twice = next((name for name in names if names.count(name) > 1), None)
+        refuse(twice is not None, f"rewards: {twice} is also the name of an environment's reward: set `name` on it")
         outcome = self.eval.outcome
         refuse(
             outcome is not None and outcome not in names,

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hybrid_grpo.data.episodes import Episode, Opening
 from hybrid_grpo.model.attention import Segments, Selection
 
 Message = dict[str, Any]
@@ -55,6 +56,8 @@ class Prompt:
     """Pass over the data in which the prompt was drawn: tells two draws of one row in the same step apart."""
     source: str = ""
     """Name of its source in `data.mixture`; empty without one."""
+    opening: Opening | None = None
+    """How its environment begins; None without `rollout.environment`."""
 
 
 Given = tuple[int, list[int]]
@@ -87,6 +90,8 @@ class Completion:
     """Name of the one of `rollout.guests` that wrote it; empty for the policy."""
     learned: bool = True
     """Whether it takes part in the loss, and not only in the comparison with its group."""
+    episode: Episode | None = None
+    """What came of its environment; None without one."""
 
     @property
     def turns(self) -> int:

@@ -11,12 +11,13 @@ import warnings
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 
 from hybrid_grpo.data.batch import Completion
+from hybrid_grpo.data.episodes import Episode
 from hybrid_grpo.generation.loop import Request, Stats
 from hybrid_grpo.generation.scheduler import OnFinish
 
@@ -90,6 +91,7 @@ class Journal:
                 "text": completion.text,
                 **({"given": completion.given} if completion.given else {}),
                 **({"messages": completion.messages} if completion.messages else {}),
+                **({} if completion.episode is None else {"episode": asdict(completion.episode)}),
             }
         )
         self._append(f"{zlib.crc32(line.encode()):08x} {line}\n")
@@ -153,4 +155,9 @@ def _read(line: str) -> tuple[int, Completion | None]:
     token_ids: list[int] = np.frombuffer(b64decode(row["tokens"]), "<i4").tolist()
     logp: list[float] = np.frombuffer(b64decode(row["logp"]), "<f8").tolist()
     given = tuple((place, ids) for place, ids in row.get("given", ()))
-    return row["key"], Completion(token_ids, logp, row["finish"], row["text"], given, tuple(row.get("messages", ())))
+    messages, episode = tuple(row.get("messages", ())), row.get("episode")
+    if episode is not None:
+        steps = tuple((end, reward) for end, reward in episode["steps"])
+        episode = Episode(**{**episode, "steps": steps})
+    completion = Completion(token_ids, logp, row["finish"], row["text"], given, messages, episode=episode)
+    return row["key"], completion

@@ -36,6 +36,9 @@ class Turns(Protocol):
         """A turn has ended by itself, with these tokens, and `room` more tokens may be sampled. None: it is answered
         later, and the sequence waits; else how the completion ends."""
 
+    def cut(self, key: int) -> Finish | None:
+        """A turn has reached the limit of tokens. Returns as `ended` does."""
+
     def answers(self, patience_s: float) -> list[tuple[int, list[int] | Finish]]:
         """The keys and tokens of answers that have come since the last call; in place of tokens it may say how the
         completion ends. Waits so long for the first, and none where it is 0."""
@@ -117,12 +120,14 @@ class Sequence:
         stopped = token in sampling.stop_ids
         if sampling.stop_strings and not stopped:
             stopped = text_ends(self.tokens[self.begin :], sampling, decode)
-        if stopped and turns is not None:
-            finish = turns.ended(self.key, self.tokens[self.begin :], self.room)
+        if not stopped and self.turn_room > 0:
+            return
+        finish: Finish | None = "stop" if stopped else "length"
+        if turns is not None:
+            turn = self.tokens[self.begin :]
+            finish = turns.ended(self.key, turn, self.room) if stopped else turns.cut(self.key)
             self.waits = finish is None
             self.position = len(self.tokens) - 1
-        else:
-            finish = "stop" if stopped else "length" if self.turn_room <= 0 else None
         if finish is not None:
             self.end(finish, decode, on_finish, turns)
 

@@ -84,7 +84,8 @@ def penalized_rewards(rollout: Rollout, scores: Scores, config: TrainConfig) -> 
     numbers: Numbers = {"reward/overlong_penalty": (own_B.mean(), len(own_B))} if grpo.overlong_buffer else {}
     if grpo.combine_rewards == "sum":
         return scores.outcome_B + penalty_B, numbers
-    weights = {reward_name(reward): reward.weight for reward in config.rewards} | {_LENGTH: 1.0}
+    weights = dict.fromkeys([*config.reward_names, _LENGTH], 1.0)
+    weights |= {reward_name(reward): reward.weight for reward in config.rewards}
     missing_B = scores.reward_B.isnan()
     parts = {
         name: value_B.masked_fill(missing_B, math.nan)

@@ -229,6 +229,14 @@ SURROGATES: dict[str, Callable[[Tensor, Tensor, Tensor, GrpoConfig], Surrogate]]
 """
 
 
+def surrogate(
+    token_log_ratio_bT: Tensor, logp_bT: Tensor, advantages_bT: Tensor, real_bT: Tensor, grpo: GrpoConfig
+) -> tuple[Tensor, Surrogate]:
+    """The ratio of every token, [b, T], and its surrogate. The tensors are 0 outside the mask."""
+    ratio_bT = _exp(LOG_RATIOS[grpo.importance](token_log_ratio_bT, real_bT))
+    return ratio_bT, SURROGATES[grpo.surrogate](ratio_bT, logp_bT, advantages_bT, grpo)
+
+
 KL: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: -d,
     "k2": lambda d: d.square() / 2,
@@ -341,8 +349,7 @@ def policy_loss(
     real = weight_bT > 0
     logp, advantages = _real(logp_bT, real), _real(advantages_bT, real)
     token_log_ratio = logp - _real(old_logp_bT, real)
-    ratio = _exp(LOG_RATIOS[grpo.importance](token_log_ratio, real))
-    gain, low, high = SURROGATES[grpo.surrogate](ratio, logp, advantages, grpo)
+    ratio, (gain, low, high) = surrogate(token_log_ratio, logp, advantages, real, grpo)
     token_loss = -gain if correction_bT is None else -gain * _real(correction_bT, real)
     kl = torch.zeros_like(token_loss)
     if ref_logp_bT is not None:

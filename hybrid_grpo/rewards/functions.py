@@ -36,6 +36,7 @@ from typing import Any, Literal
 from hybrid_grpo.config import RewardConfig, reward_name
 from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.config.importing import describe, functions_of, import_place
+from hybrid_grpo.rewards.environments import Carried, restored
 from hybrid_grpo.rewards.rules import completion_texts
 
 
@@ -69,6 +70,8 @@ BUILTINS: dict[str, Builtin] = {
 
 INPUTS = ("prompts", "completions", "completion_ids")
 """What every reward function can ask for, beside the columns of the data set."""
+ENVIRONMENTS = "environments"
+"""TRL's input with the environments of completions, as they were at the end; there with `rollout.environment`."""
 CONTEXT = ("trainer_state", "log_extra", "log_metric")
 """Further arguments that TRL gives to functions that ask for them."""
 
@@ -151,7 +154,8 @@ class Interface:
     settings: list[str] = field(default_factory=list)
     """Parameters that only `kwargs` gives, even if the data has a column of the same name."""
     schema: dict[str, Any] | None = None
-    """What a model is told of a tool; None for a reward function."""
+    """What a model is told of a tool; None for a reward function. Of an environment: whether it `steps`, whether its
+    reset is `silent`, and what a model is told of its methods, `tools`."""
 
     def accepts(self, name: str) -> bool:
         """Whether the function can be given an input or a column of this name."""
@@ -172,7 +176,10 @@ class Function:
     def __call__(self, inputs: Inputs, context: dict[str, Any] | None = None) -> Any:
         """Call the function with the inputs that it accepts."""
         given = inputs | (context or {})
-        return self.function(**{name: value for name, value in given.items() if self.interface.accepts(name)})
+        given = {name: value for name, value in given.items() if self.interface.accepts(name)}
+        if ENVIRONMENTS in given:  # it may also be a column of the data
+            given[ENVIRONMENTS] = [restored(e) if isinstance(e, Carried) else e for e in given[ENVIRONMENTS]]
+        return self.function(**given)
 
     def score(self, call: RewardCall) -> Reply:
         """Call the function and check what it returns; what the function raises becomes a failure."""
@@ -233,7 +240,7 @@ def _checked(value: Any, length: int) -> Value:
     """The value as a float, None or steps; a ValueError says what it should be."""
     if isinstance(value, list | tuple):
         return _checked_steps(value, length)
-    number = _number(value, _LARGEST)
+    number = finite(value)
     if number is None and value is not None:
         raise ValueError(f"return {_EXPECTED}, or None where it does not apply")
     return number
@@ -245,7 +252,7 @@ def _checked_steps(pairs: Any, length: int) -> list[TokenStep] | list[TextStep]:
     end: Any
     for pair in pairs:
         end, value = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
-        reward = _number(value, _LARGEST)
+        reward = finite(value)
         is_text = isinstance(end, str)
         if hasattr(end, "__index__") and not isinstance(end, bool):
             end = int(end)
@@ -261,7 +268,7 @@ def _checked_steps(pairs: Any, length: int) -> list[TokenStep] | list[TextStep]:
     return steps
 
 
-def _number(value: Any, largest: float = math.inf) -> float | None:
+def finite(value: Any, largest: float = _LARGEST) -> float | None:
     """The value as a finite float of at most this size; None where it is none."""
     # float() would also read text, but a reward that is given as text is a mistake.
     try:
@@ -275,7 +282,7 @@ def _plain(value: Any) -> Any:
     """A value that JSON can hold: numbers and text as they are, anything else as text."""
     if value is None or isinstance(value, bool | int | str):
         return value
-    number = _number(value)
+    number = finite(value, math.inf)
     return str(value) if number is None else number
 
 

@@ -25,12 +25,15 @@ from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import RunStopped, UserError, did_you_mean
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
 from hybrid_grpo.distributed import all_reduce
-from hybrid_grpo.rewards.functions import INPUTS, Failure, Inputs, Reply, RewardCall, Value, failed
+from hybrid_grpo.rewards.environments import Carried
+from hybrid_grpo.rewards.functions import ENVIRONMENTS, INPUTS, Failure, Inputs, Reply, RewardCall, Value, failed
 from hybrid_grpo.rewards.loading import Reward
 from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
 from hybrid_grpo.rewards.workers.pool import busy_seconds
 
+EPISODES = "episodes/"
+"""Input with what came of environments, for their own rewards; no column or parameter has such a name."""
 _PATIENCE_S = 0.2
 """Between two looks at whether the run stops."""
 
@@ -39,11 +42,18 @@ class Rewards:
     """The reward functions of a run; their names differ.
 
     The `tokenizer` is the policy's, to find at which tokens the steps of a text end; without one all steps end with the
-    completion.
+    completion. `environments` are the rewards that environments give, if there are any.
     """
 
-    def __init__(self, rewards: Sequence[Reward], scoring: ScoringConfig | None = None, tokenizer: Any = None) -> None:
-        self.functions = list(rewards)
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        scoring: ScoringConfig | None = None,
+        tokenizer: Any = None,
+        environments: Sequence[Reward] = (),
+    ) -> None:
+        self.functions = [*rewards, *environments]
+        self.inputs: tuple[str, ...] = (*INPUTS, ENVIRONMENTS) if environments else INPUTS
         self.scoring = scoring or ScoringConfig()
         self.token_ends = None if tokenizer is None else TokenEnds(tokenizer)
         self._told: set[tuple[str, str]] = set()
@@ -76,7 +86,7 @@ class Rewards:
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise UserError where the functions cannot be called with these columns, those beside the prompt: one has the
         name of an input or of a fixed argument, or one that is needed is missing."""
-        for name in INPUTS:
+        for name in self.inputs:
             if name in columns:
                 raise UserError(
                     f"data: column {name} has the name under which rewards are given {name} of the rollout: rename it"
@@ -88,7 +98,11 @@ class Rewards:
                         f"rewards: {reward.name} has {name} both in kwargs and as a column of the data: rename one"
                     )
             for name in reward.interface.required:
-                if name not in columns and name not in INPUTS and reward.interface.instead.get(name) not in columns:
+                if (
+                    name not in columns
+                    and name not in self.inputs
+                    and reward.interface.instead.get(name) not in columns
+                ):
                     raise UserError(
                         f"rewards: {reward.name} needs {name}, which is neither a column of the data nor in its kwargs:"
                         f" {did_you_mean(name, columns)}"
@@ -228,7 +242,12 @@ class Stream:
             "completion_ids": [completion.token_ids for completion in completions],
             **{name: [prompt.columns[name] for prompt in prompts] for name in self._columns},
         }
+        if ENVIRONMENTS in self._rewards.inputs:
+            states = [None if c.episode is None else c.episode.state for c in completions]
+            inputs[ENVIRONMENTS] = [None if state is None else Carried(state) for state in states]
         accepted = {name: values for name, values in inputs.items() if reward.interface.accepts(name)}
+        if EPISODES in (reward.interface.accepted or ()):
+            accepted[EPISODES] = [completion.episode for completion in completions]
         call = RewardCall(accepted, [len(completion.token_ids) for completion in completions], self._step)
         self._calls[reward.name].append((rows, reward.caller(call)))
 

@@ -1,106 +1,168 @@
-"""Alarms over the numbers of a run: what is wrong with it, said once for each kind.
+"""Alarms over the numbers of a run: which symptom has lasted too long, how that is said, and what is done about it.
 
-An alarm is also a number (`health/alarm`, `parity/alarm`), which is added to those it was made from.
+What a symptom is stands in symptoms.py. An alarm is also a number (`health/alarm`, `parity/alarm`), which is added to
+those it was made from.
 """
 
-import json
-import math
 from pathlib import Path
-from statistics import fmean
 
-from hybrid_grpo.config import LogConfig
-from hybrid_grpo.run.files import read_jsonl, replace_text
+from hybrid_grpo.config import AlarmConfig, AlarmsConfig
+from hybrid_grpo.config.errors import RunStopped, did_you_mean, refuse
+from hybrid_grpo.distributed import all_gather_objects, rank
+from hybrid_grpo.run.catalogue import CATALOGUE, find
+from hybrid_grpo.run.divergence import RollBack
+from hybrid_grpo.run.files import read_jsonl
+from hybrid_grpo.run.said import Said
+from hybrid_grpo.run.symptoms import Sign, Symptoms
 
-ALARMS_FILE = "alarms.jsonl"
-"""In a run's folder: step and message of every alarm that was said, one JSON object a line."""
-
-
-def write_alarm(folder: Path, step: int, message: str) -> None:
-    """Add an alarm to those of a run's folder."""
-    with (folder / ALARMS_FILE).open("a", encoding="utf-8") as file:
-        print(json.dumps({"step": step, "message": message}, ensure_ascii=False), file=file)
-
-
-def forget_alarms(folder: Path, done: int) -> None:
-    """Leave only the alarms up to a step in a run's folder."""
-    alarms = read_jsonl(folder / ALARMS_FILE)
-    if alarms:
-        kept = (json.dumps(alarm, ensure_ascii=False) + "\n" for alarm in alarms if alarm["step"] <= done)
-        replace_text(folder / ALARMS_FILE, "".join(kept))
+_CAUSES = {
+    "dead_groups": {"constant_reward", "entropy_collapse", "duplicates", "failing_rewards", "truncated"},
+    "constant_reward": {"entropy_collapse", "duplicates", "failing_rewards", "truncated"},
+    "truncated": {"length_runaway"},
+    "ratio": {"parity"},
+    "held_out": {"reward_hacking"},
+}
+"""Symptoms that follow from others: while one of those is bad they are not counted, so that the cause is said alone."""
 
 
 class Alarms:
-    """All alarms of a run; evaluations are compared with the best one so far."""
+    """All alarms of a run. They see the numbers of every step, which all ranks share, so that all ranks do the same.
 
-    def __init__(self, config: LogConfig) -> None:
-        self._config = config
-        self._said: set[str] = set()
-        self._rewards: list[float] = []
-        """Training rewards of all steps."""
-        self._first = ""
-        """The set that training is compared with: the first that was evaluated."""
-        self._best: dict[str, tuple[int, float, float]] = {}
-        """The best evaluation of each set: its step, its accuracy, and the training reward before it (at step 0: of the
-        first step; NaN until then)."""
-        self._seen: dict[str, int] = {}
-        """Training rewards before the latest evaluation of each set."""
+    Raises UserError where `alarms.numbers` names a metric that there is not.
+    """
 
-    def watch(self, step: int, values: dict[str, float]) -> list[str]:
-        """Add the alarms to the numbers of a step; return the messages of those that go off for the first time."""
-        found = {"heldout": self._watch_heldout(step, values), "parity": self._watch_parity(values)}
-        new = {alarm: message for alarm, message in found.items() if message and alarm not in self._said}
-        self._said |= new.keys()
-        return list(new.values())
+    def __init__(self, config: AlarmsConfig | None = None, symptoms: Symptoms | None = None) -> None:
+        self._config, self._symptoms = config or AlarmsConfig(), symptoms or Symptoms()
+        self._limits = {**self._config.named, **self._config.numbers}
+        for name in self._config.numbers:
+            known = [metric.name for metric in CATALOGUE]
+            refuse(find(name) is None, f"alarms.numbers {name} is no metric: {did_you_mean(name, known)}")
+        self._bad: dict[str, int] = {}
+        """Bad steps in a row, by alarm."""
+        self._since: dict[str, int] = {}
+        """The first of them."""
+        self._first_set = ""
+        """The held-out set that training is compared with: the first that was evaluated."""
+        self._due: list[Said] = []
+        """Alarms after the newest step that ask for more than words."""
+        self.note = ""
+        """Why the run went back, which is said with the next step."""
+
+    @property
+    def doubts(self) -> bool:
+        """Whether the newest step may be one to go back behind: it should not push out older checkpoints."""
+        return any(count and self._limits[name].action == "roll_back" for name, count in self._bad.items())
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether there are alarms after which nothing is learned from a step."""
+        return any(limit.action == "skip" for limit in self._limits.values())
+
+    def skips(self, step: int, values: dict[str, float]) -> bool:
+        """Whether nothing is to be learned from a step, by its numbers as far as they are known."""
+        limits = {name: self._limits[name] for name in self._bad_signs(self._seen(step, values))}
+        return any(
+            limit.action == "skip" and self._bad.get(name, 0) + 1 >= limit.patience for name, limit in limits.items()
+        )
+
+    def watch(self, step: int, values: dict[str, float]) -> list[Said]:
+        """Add the alarms to the numbers of a step; return those that go off with it."""
+        signs = self._seen(step, values)
+        self._add_numbers(values, signs)
+        bad = self._bad_signs(signs)
+        said = [Said(step, "roll_back", step, self.note)] if self.note else []
+        self._due, self.note = [], ""
+        for name, sign in signs.items():
+            limit = self._limits[name]
+            self._bad[name] = self._bad.get(name, 0) + 1 if name in bad else 0
+            if self._bad[name] == 1:
+                self._since[name] = sign.since or step
+            if self._bad[name] < limit.patience:
+                continue
+            alarm = Said(step, name, self._since[name], self._words(name, sign), limit.action)
+            # Once for every time that it begins.
+            said += [alarm] if self._bad[name] == limit.patience else []
+            self._due += [alarm] if limit.action in ("stop", "roll_back") else []
+        self._symptoms.remember(step, values)
+        return said
 
     def remember(self, step: int, values: dict[str, float]) -> None:
-        """Take the numbers of a step before the run was resumed, which later evaluations are compared with."""
-        if self._watch_heldout(step, values):
-            self._said.add("heldout")
+        """Take the numbers of a step before the run was resumed, which later ones are compared with. What was said then
+        is not said again; what stops a run or goes back has patience anew."""
+        self.watch(step, values)
+        self._bad = {name: count for name, count in self._bad.items() if self._limits[name].action in ("say", "skip")}
+        self._due = []
 
-    def _watch_parity(self, values: dict[str, float]) -> str | None:
-        if "parity/logp_abs_diff_mean" not in values:
-            return None
-        gap, limit = values["parity/logp_abs_diff_mean"], self._config.parity_alarm
-        # Not `gap > limit`: a gap that is NaN is an alarm too.
-        values["parity/alarm"] = 0.0 if gap <= limit else 1.0
-        if not values["parity/alarm"]:
-            return None
-        return (
-            f"sampler and training forward differ by {gap:.4f} nats a token on average, more than log.parity_alarm"
-            f" {limit}: old_logp is not the policy's, so ratios and clipping are off"
-        )
+    def recall(self, folder: Path, done: int) -> None:
+        """Remember the numbers of a run's folder up to a step, which rank 0 reads. Collective."""
+        rows = [
+            {name: value for name, value in line.items() if name == "step" or self._needs(name, value)}
+            for line in (read_jsonl(folder / "metrics.jsonl") if rank() == 0 else ())
+            if line["step"] <= done
+        ]
+        for row in all_gather_objects(rows)[0]:
+            self.remember(int(row.pop("step")), row)
 
-    def _watch_heldout(self, step: int, values: dict[str, float]) -> str | None:
-        """Add the gap to the held-out reward and, at evaluations, the alarm; return the message where it goes off."""
-        reward = values.get("reward/mean")
-        if reward is not None:
-            self._rewards.append(reward)
-            for stage, (best_step, accuracy, trained) in self._best.items():
-                if math.isnan(trained):
-                    self._best[stage] = best_step, accuracy, reward
-        stages = [name.removesuffix("/accuracy") for name in values if name.endswith("/accuracy")]
-        if not stages:
-            return None
-        self._first = self._first or stages[0]
-        if reward is not None and f"{self._first}/reward_mean" in values:
-            values["health/heldout_gap"] = reward - values[f"{self._first}/reward_mean"]
-        messages = [self._compare(step, stage, values[f"{stage}/accuracy"]) for stage in stages]
-        values["health/alarm"] = float(any(messages))
-        return next(filter(None, messages), None)
+    @property
+    def stops(self) -> bool:
+        """Whether an alarm of the newest step stops the run."""
+        return any(alarm.action == "stop" for alarm in self._due)
 
-    def _compare(self, step: int, stage: str, accuracy: float) -> str | None:
-        """Compare an evaluation of a set with the best one; return the message where it is an alarm."""
-        rewards = self._rewards[self._seen.get(stage, 0) :]
-        trained, self._seen[stage] = fmean(rewards) if rewards else math.nan, len(self._rewards)
-        if stage not in self._best or accuracy >= self._best[stage][1]:
-            self._best[stage] = step, accuracy, trained
-        best_step, best_accuracy, best_trained = self._best[stage]
-        if not (best_accuracy - accuracy > self._config.heldout_alarm and trained > best_trained):
-            return None
-        of_set = "" if len(self._best) == 1 else f" of {stage.removeprefix('eval/')}"
-        return (
-            f"held-out accuracy{of_set} is {accuracy:.3f} after {best_accuracy:.3f} at step {best_step}, while the"
-            f" training reward rose from {best_trained:.3f} to {trained:.3f}: the policy may be learning the reward"
-            " functions instead of the task; look at health/* and at the best completions in rollouts/"
-            " (log.heldout_alarm)"
-        )
+    def act(self, saved: str) -> None:
+        """Do what the alarms of the newest step ask for; `saved` says what there is to go on from. Raises RunStopped or
+        RollBack, on all ranks alike."""
+        for alarm in self._due:
+            if alarm.action == "stop":
+                raise RunStopped(
+                    f"alarm {alarm.message}: the run is stopped, no model was exported, and {saved}: change what is"
+                    " wrong and go on with --run.resume auto, or give an earlier checkpoint as run.resume"
+                )
+        if self._due:
+            raise RollBack(f"alarm {self._due[0].message}", min(alarm.since for alarm in self._due))
+
+    def _needs(self, name: str, value: float | None) -> bool:
+        return value is not None and (name in self._config.numbers or self._symptoms.needs(name))
+
+    def _seen(self, step: int, values: dict[str, float]) -> dict[str, Sign]:
+        signs = {name: sign for name, sign in self._symptoms.seen(step, values).items() if name in self._limits}
+        own = {
+            name: Sign(values[name], f"{name} is {values[name]:g}") for name in self._config.numbers if name in values
+        }
+        return {**signs, **own}
+
+    def _bad_signs(self, signs: dict[str, Sign]) -> set[str]:
+        """The alarms whose number is bad, but for those that follow from others."""
+        bad = {name for name, sign in signs.items() if _is_bad(self._limits[name], sign.value)}
+        return {name for name in bad if not _CAUSES.get(name, set()) & bad}
+
+    def _words(self, name: str, sign: Sign) -> str:
+        limit, count = self._limits[name], self._bad[name]
+        bound = f"above {limit.above:g}" if limit.above is not None and sign.value > limit.above else ""
+        bound = bound or f"below {limit.below:g}"
+        what = "evaluations" if name == "held_out" else "steps"
+        many = "" if limit.patience == 1 else f" for {count} {what}"
+        setting = f"alarms.numbers {name}" if name in self._config.numbers else f"alarms.{name}"
+        return f"{name}: {sign.words} ({sign.value:.4g}, {bound}{many}; {setting})"
+
+    def _add_numbers(self, values: dict[str, float], signs: dict[str, Sign]) -> None:
+        """Add the alarms that are also numbers, and the gap to the held-out reward."""
+        if "parity/logp_abs_diff_mean" in values and "parity" in self._limits:
+            gap, limit = values["parity/logp_abs_diff_mean"], self._limits["parity"]
+            # A gap that is NaN is an alarm too.
+            values["parity/alarm"] = float(gap != gap or _is_bad(limit, gap))
+        sets = [
+            name.removesuffix("/accuracy") for name in values if name.startswith("eval/") and name.endswith("/accuracy")
+        ]
+        if not sets:
+            return
+        self._first_set = self._first_set or sets[0]
+        if "reward/mean" in values and f"{self._first_set}/reward_mean" in values:
+            values["health/heldout_gap"] = values["reward/mean"] - values[f"{self._first_set}/reward_mean"]
+        if "held_out" in self._limits:
+            sign = signs.get("held_out")
+            values["health/alarm"] = float(sign is not None and _is_bad(self._limits["held_out"], sign.value))
+
+
+def _is_bad(limit: AlarmConfig, value: float) -> bool:
+    above = limit.above is not None and value > limit.above
+    return above or (limit.below is not None and value < limit.below)

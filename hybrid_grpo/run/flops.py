@@ -21,20 +21,22 @@ _TERA = 1e12
 
 def measure_flops(rollout: Rollout, passes: int, policy: Policy, meter: Meter) -> Numbers:
     """Operations of a step on this rank, in so many passes of training over a rollout, and the model FLOPs utilization
-    where the peak of the device is known. `meter` has the times of the step."""
+    where the peak of the device is known. `meter` has the other numbers of the step."""
     generate, read, train = stage_flops(rollout, policy.cost)
     # Dynamic sampling leaves out groups that were sampled: they are taken to be like those that are here.
     kept = sum(len(completion.token_ids) for completion in rollout.completions if not completion.guest)
     generate *= meter.total("completion/sampled_tokens") / max(kept, 1)
-    # The policy stands still where the critic learns alone.
-    train *= passes if meter.total("policy/lr") else 0
-    numbers: Numbers = {"flops/generate": (generate / _TERA, 1), "flops/train": (train / _TERA, 1)}
+    work = {"generate": generate}
     if meter.total("time/reference_s"):
-        numbers["flops/reference"] = read / _TERA, 1
+        work["reference"] = read
+    # Without a learning rate the policy stood still: the step was skipped, or the critic learned alone.
+    if meter.total("policy/lr"):
+        work["train"] = train * passes
+    numbers: Numbers = {f"flops/{stage}": (flops / _TERA, 1) for stage, flops in work.items()}
     peak = _peak(policy.engine.device) if policy.config.dtype == "bfloat16" else None
-    if peak is not None:
-        numbers["throughput/mfu_generate"] = generate / peak / meter.total("time/generate_s"), 1
-        numbers["throughput/mfu_train"] = train / peak / meter.total("time/train_s"), 1
+    for stage in ("generate", "train"):
+        if peak is not None and stage in work:
+            numbers[f"throughput/mfu_{stage}"] = work[stage] / peak / meter.total(f"time/{stage}_s"), 1
     return numbers
 
 

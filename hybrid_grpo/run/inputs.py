@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid_grpo.config import BatchPlan, PolicyConfig, RolloutConfig, TrainConfig, reward_name
+from hybrid_grpo.config import BatchPlan, PolicyConfig, RolloutConfig, TrainConfig, environment_rewards, reward_name
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.data.batch import Numbers, Prompt
@@ -39,7 +39,7 @@ from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.guests import Guests
 from hybrid_grpo.run.metrics import Meter
 from hybrid_grpo.run.pretraining import PretrainingLoss
-from hybrid_grpo.turns import Conversations, conversations_of, with_tools
+from hybrid_grpo.turns import Conversations, conversations_of, rewards_of, with_tools
 from hybrid_grpo.turns.tools import tool_names
 
 if TYPE_CHECKING:
@@ -122,6 +122,10 @@ class RunInputs:
         tools = tool_names(self.conversations.tool_names) if self.conversations else []
         return Meter(self.rewards.names, names, device, sources, samples, self.guests.names, tools)
 
+    def opened(self, prompts: list[Prompt], step: int) -> list[Prompt]:
+        """Prompts as they are completed in a step; see `Conversations.opened`."""
+        return prompts if self.conversations is None else self.conversations.opened(prompts, step)
+
     def tool_numbers(self) -> Numbers:
         """What the tools did since the last call of this, by metric."""
         return {} if self.conversations is None else self.conversations.numbers()
@@ -146,15 +150,22 @@ class RunInputs:
         check_lora(config.lora, model_config)
         check_files(config.policy.model, model_config, pickled=config.policy.pickled_weights)
         tokenizer = load_tokenizer(config.policy.model)
-        rewards = {setting: Rewards(found, config.scoring, tokenizer) for setting, found in loaded.items()}
-        own = rewards["rewards"]
         check_token_ids(config.rollout, model_config)
         ends = stop_ids(config.policy.model, tokenizer, config.rollout.stop_ids, model_config)
         conversations = conversations_of(config, tokenizer, ends)
+        of_environments = rewards_of(
+            list(environment_rewards(config.rollout).values()), by_turn=config.grpo.combine_rewards == "sum"
+        )
+        rewards = {
+            setting: Rewards(found, config.scoring, tokenizer, of_environments) for setting, found in loaded.items()
+        }
+        own = rewards["rewards"]
         data = with_tools(config.data, conversations)
         stream: PromptStream | None = None
         if config.data.streaming:
-            stream = PromptStream(data, tokenizer, config.run.seed, partial(_check_ids, model_config))
+            stream = PromptStream(
+                data, tokenizer, config.run.seed, partial(_check_streamed, model_config, conversations)
+            )
             prompts, report = stream.prompts, stream.fact
             check_room(stream.longest, model_config, config.rollout)
         else:
@@ -166,7 +177,7 @@ class RunInputs:
             )
         facts = {"data": report}
         own.check_columns(prompts[0].columns)
-        check_prompts(prompts, model_config, config.rollout)
+        check_prompts(prompts, model_config, config.rollout, conversations)
         eval_sets: list[EvalSet] = []
         for held_out in sets:
             asked = with_tools(held_out.data, conversations)
@@ -179,7 +190,9 @@ class RunInputs:
             facts["held out" if held_out.setting == "eval" else f"held out {held_out.name}"] = line
             used = rewards[held_out.setting] if held_out.rewards else own
             used.check_columns(read[0].columns)
-            check_prompts(read, model_config, held_out.rollout)
+            check_prompts(read, model_config, held_out.rollout, conversations)
+            if conversations is not None:
+                read = conversations.opened(read, f"eval {held_out.name}")
             eval_sets.append(EvalSet(held_out, read, used, ends, config.run.seed))
         positions, longest = getattr(model_config, "max_position_embeddings", None), config.ptx.max_tokens
         refuse(
@@ -193,9 +206,10 @@ class RunInputs:
             check_prompt_ids(pretraining.rows, model_config)
         guests = Guests(config, tokenizer, prompts, ends, model_config.get_text_config().vocab_size)
         facts |= guests.facts
-        outcome = config.eval.outcome or reward_name(config.rewards[0])
+        outcome = config.eval.outcome or config.reward_names[0]
         facts["sampling"] = sampling_line(config.rollout, ends, tokenizer)
-        facts["rewards"] = ", ".join(f"{reward.weight:g} {reward_name(reward)}" for reward in config.rewards)
+        weights = {reward_name(reward): reward.weight for reward in config.rewards}
+        facts["rewards"] = ", ".join(f"{weights.get(name, 1.0):g} {name}" for name in config.reward_names)
         if conversations is not None and conversations.tool_names:
             facts["tools"] = ", ".join(conversations.tool_names)
         parts = (eval_sets, objective, ends, pretraining, guests, conversations)
@@ -217,25 +231,30 @@ def _load_rewards(config: TrainConfig, sets: list[HeldOut]) -> dict[str, list[Re
     return found
 
 
-def check_prompts(prompts: list[Prompt], model_config: Any, rollout: RolloutConfig) -> None:
-    """Refuse prompts that the model cannot read, or complete at the length that is asked for."""
+def check_prompts(
+    prompts: list[Prompt], model_config: Any, rollout: RolloutConfig, conversations: Conversations | None
+) -> None:
+    """Refuse prompts that the model cannot read, or complete at the length that is asked for, or that have nothing for
+    their environments."""
     check_room(max(len(prompt.token_ids) for prompt in prompts), model_config, rollout)
-    _check_ids(model_config, prompts)
+    _check_streamed(model_config, conversations, prompts)
 
 
 def check_room(longest: int, model_config: Any, rollout: RolloutConfig) -> None:
     """Refuse prompts of up to `longest` tokens that leave no room for a completion, or more than the model has."""
-    total = rollout.max_total_tokens
+    total, opened = rollout.max_total_tokens, longest + (rollout.max_tool_tokens if rollout.environment else 0)
     refuse(
-        total is not None and longest >= total,
-        f"rollout.max_total_tokens {total} leaves a prompt of {longest} tokens none to sample: raise it, or lower"
+        total is not None and opened >= total,
+        f"rollout.max_total_tokens {total} leaves a prompt of {opened} tokens none to sample: raise it, or lower"
         " data.max_prompt_tokens below it",
     )
     check_lengths(model_config, rollout.longest(longest))
 
 
-def _check_ids(model_config: Any, prompts: list[Prompt]) -> None:
+def _check_streamed(model_config: Any, conversations: Conversations | None, prompts: list[Prompt]) -> None:
     check_prompt_ids([prompt.token_ids for prompt in prompts], model_config)
+    if conversations is not None:
+        conversations.check(prompts)
 
 
 _SAMPLING = ("temperature", "top_p", "top_k")

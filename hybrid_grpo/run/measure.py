@@ -31,11 +31,11 @@ _NGRAM = 3
 def measure_step(
     rollout: Rollout, scores: Scores, outcome: str, threshold: float, guests: Sequence[GuestConfig] = ()
 ) -> Numbers:
-    """Everything that is measured once, at the end of a step. Rewards, groups and completions are those that the policy
-    has sampled of every prompt; those of guests are behind them in their groups."""
-    numbers: Numbers = measure_memory()
+    """What a rollout and its scores are like. Rewards, groups and completions are those that the policy has sampled of
+    every prompt; those of guests are behind them in their groups."""
+    numbers: Numbers = {}
     if guests:
-        numbers |= measure_guests(rollout, scores, guests)
+        numbers = measure_guests(rollout, scores, guests)
         size = rollout.num_generations
         own = size - sum(guest.per_group for guest in guests)
         rollout, scores = rollout.first(own), scores.first(own, size)
@@ -222,17 +222,16 @@ def measure_sampling(rollout: Rollout, spans: Sequence[Span], captures: int | No
     }
 
 
-def measure_speed(rollout: Rollout, passes: int, policy: "Policy", meter: Meter) -> Numbers:
-    """Tokens a second of sampling, and of so many passes of training over a rollout, by the meter's times; and the
-    operations of both."""
+def measure_costs(rollout: Rollout, passes: int, policy: "Policy", meter: Meter) -> Numbers:
+    """Memory, and tokens a second of sampling and of so many passes of training over a rollout, by the meter's times,
+    with the operations of both. Without the speed of training where nothing was learned."""
     rows = zip(rollout.row_prompts, rollout.completions, strict=True)
     tokens = sum(len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in rows if completion.learned)
     generated = meter.total("completion/sampled_tokens") / meter.total("time/generate_s")
-    return {
-        "throughput/generated_tokens_per_s": (generated, 1),
-        "throughput/trained_tokens_per_s": (tokens * passes / meter.total("time/train_s"), 1),
-        **measure_flops(rollout, passes, policy, meter),
-    }
+    numbers = measure_memory() | {"throughput/generated_tokens_per_s": (generated, 1)}
+    if train_s := meter.total("time/train_s"):
+        numbers["throughput/trained_tokens_per_s"] = tokens * passes / train_s, 1
+    return numbers | measure_flops(rollout, passes, policy, meter)
 
 
 def measure_memory() -> Numbers:

@@ -113,6 +113,14 @@ class Meter:
         }
         return {name: [(float(value), float(count)) for value, count in added if count] for name, added in read.items()}
 
+    def reduced(self, numbers: Mapping[str, tuple[float | Tensor, float | Tensor]]) -> dict[str, float]:
+        """Numbers of a stage as `reduce` would give them, beside what was added, which stays. Collective."""
+        kept, self._added = self._added, {}
+        self.update(numbers)
+        values = self.reduce()
+        self._added = kept
+        return values
+
     def reduce(self) -> dict[str, float]:
         """The numbers of the step by name, the same on all ranks; the meter is empty afterwards.
 

@@ -14,10 +14,12 @@ from hybrid_grpo.config import ModelRunConfig, to_dict
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints
 from hybrid_grpo.run.manifest import Damaged
+from hybrid_grpo.run.stage import Stage
 
 FREE = (
     *("run.name", "run.dir", "run.steps", "run.resume", "run.allow_changes"),
-    *("run.stop_after", "run.grace_s", "run.stall_minutes", "guard.*", "log.*", "checkpoint.*", "scoring.*"),
+    *("run.stop_after", "run.grace_s", "run.stall_minutes"),
+    *("guard.*", "alarms.*", "log.*", "checkpoint.*", "scoring.*"),
     *("eval.every", "eval.name", "eval.num_generations", "eval.temperature", "eval.top_p"),
     *("eval.max_completion_tokens", "eval.sets", "eval.best", "eval.patience"),
     *("data.eval_path", "data.eval_split", "data.eval_limit"),
@@ -95,7 +97,7 @@ def find_start(config: ModelRunConfig, folder: Path, checkpoints: Checkpoints, s
         numbers = checkpoint.folder.parent.parent / "metrics.jsonl"
     step = checkpoint.manifest.step
     changed = changes(checkpoint.manifest.settings, config)
-    bound = [text for setting, text in changed.items() if not _is_free(setting, config)]
+    bound = [text for setting, text in changed.items() if not is_free(setting, config)]
     refuse(
         bool(bound) and not config.run.allow_changes,
         f"run.resume {resume}: settings that decide on learning have changed since the checkpoint of step {step}:"
@@ -109,6 +111,16 @@ def find_start(config: ModelRunConfig, folder: Path, checkpoints: Checkpoints, s
     if changed:
         say(f"changed since the checkpoint: {', '.join(changed.values())}")
     return Start(checkpoint, tuple(lines_before(numbers, step)), forks, repeats=not (bound or forks))
+
+
+def load_stage(stage: Stage, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
+    """Bring a stage to where it was when a checkpoint was written. Collective."""
+    state = checkpoints.load(stage.policy.engine, checkpoint, stage.all_shards)
+    stage.policy.load_state_dict(state["policy"])
+    for name, part in stage.parts.items():
+        # Settings that were added with run.allow_changes may need what the checkpoint does not have.
+        refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: take its settings out")
+        part.load_state_dict(state[name])
 
 
 def settings_of(config: ModelRunConfig) -> dict[str, Any]:
@@ -174,7 +186,8 @@ def _has_steps(path: Path) -> bool:
     return False
 
 
-def _is_free(setting: str, config: ModelRunConfig) -> bool:
+def is_free(setting: str, config: ModelRunConfig) -> bool:
+    """Whether a setting may differ from that of a checkpoint; see `FREE`."""
     if setting == "run.steps" and config.policy.lr_schedule != "constant":
         # The schedule ends with the last step.
         return False

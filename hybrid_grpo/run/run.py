@@ -12,28 +12,30 @@ from typing import Any
 import torch
 
 from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
-from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError, refuse
+from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, rank
 from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.run.alarms import Alarms, write_alarm
+from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.best import Best
 from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints
 from hybrid_grpo.run.details import Details
 from hybrid_grpo.run.divergence import Guard, RollBack
 from hybrid_grpo.run.exporting import export, exported
-from hybrid_grpo.run.files import read_jsonl, replace_text, sync
+from hybrid_grpo.run.files import replace_text, sync
 from hybrid_grpo.run.lock import FolderLock
 from hybrid_grpo.run.origin import origin
 from hybrid_grpo.run.profiling import Profiler
 from hybrid_grpo.run.report import write_report
-from hybrid_grpo.run.resuming import find_start, settings_of
+from hybrid_grpo.run.resuming import find_start, load_stage, settings_of
+from hybrid_grpo.run.said import write_alarm
 from hybrid_grpo.run.sinks import Log
 from hybrid_grpo.run.space import check_space
 from hybrid_grpo.run.stage import Stage
 from hybrid_grpo.run.stopping import Progress
-from hybrid_grpo.run.writing import WriteFailed, one_line, write_together
+from hybrid_grpo.run.symptoms import Symptoms
+from hybrid_grpo.run.writing import WriteFailed, one_line, write_prompts, write_together
 
 
 class Run:
@@ -46,7 +48,7 @@ class Run:
         self.config = parsed.config
         run = parsed.config.run
         self.folder = Path(run.dir) / run.name
-        self._alarms = Alarms(parsed.config.log)
+        self._alarms = self._new_alarms()
         self._guard = Guard(parsed.config.guard, run.steps)
         self._rollbacks, self._back_to = 0, -1
         self._lock = self._take()
@@ -172,6 +174,7 @@ class Run:
                 log.write(0, values := self.watched(0, stage.meter.reduce()))
                 self._keep_best(stage, 0, values)
             k = done
+            stage.alarms = self._alarms
             for k in () if self._best.exhausted else range(done + 1, self.config.run.steps + 1):
                 before = copy.deepcopy(_states(stage))
                 stage.details.begin(k)
@@ -195,7 +198,7 @@ class Run:
                     log.write_rollouts(k, *stage.last_rollout, stage.last_advantages_BT)
                 saves = self._saves_after(k, stage)
                 if saves or k == self.config.run.steps:
-                    self._write_prompts(stage.tried_prompts())
+                    write_prompts(self.folder, stage.tried_prompts())
                 due = [held_out for held_out in stage.eval_sets if self._is_due(k, held_out.every)]
                 if due:
                     stage.progress.enter("evaluation")
@@ -204,11 +207,12 @@ class Run:
                 # Numbers before the checkpoint: a checkpoint without them would resume behind a gap, while lines
                 # without a checkpoint are cut again.
                 log.write(k, values := self.watched(k, stage.meter.reduce()))
-                self._judge(k, values)
+                self._judge(stage, k, values)
                 self._keep_best(stage, k, values)
                 ends = k < self.config.run.steps and self._best.exhausted
                 # After the last step the model is exported, which would be wanted of a resumed run too.
                 stops = k < self.config.run.steps and not ends and stage.progress.stops()
+                saves = saves and (k == self.config.run.steps or not self._alarms.doubts)
                 if (saves or stops or (ends and self._saves)) and not self._guard.doubts:
                     stage.progress.enter("saving")
                     with stage.meter.time("time/checkpoint_s"):
@@ -216,7 +220,7 @@ class Run:
                 if stops:
                     raise self._interrupted(stage)
                 if ends:
-                    self._write_prompts(stage.tried_prompts())
+                    write_prompts(self.folder, stage.tried_prompts())
                     self.say(f"stopped after step {k}: eval.patience evaluations without a better {self._best}")
                     break
             stage.progress.enter("export")
@@ -240,11 +244,14 @@ class Run:
             with one_line(self.folder):
                 write_report(self.folder)
 
-    def _judge(self, step: int, values: dict[str, float]) -> None:
-        """Show the numbers of a step to the guard. Raises RunStopped or RollBack."""
+    def _judge(self, stage: Stage, step: int, values: dict[str, float]) -> None:
+        """Show the numbers of a step to the guard, and do what alarms ask for. Raises RunStopped or RollBack."""
         try:
             for message in self._guard.judge(step, values):
                 self.say(f"GUARD: {message}")
+            if self._alarms.stops and self._saves and not self._guard.doubts:
+                self._save(stage, step, _states(stage))
+            self._alarms.act(f"the newest checkpoint is of step {self._saved}")
         except (RunStopped, RollBack):
             # What a policy that has diverged sampled is not to be learned from when the step is made again.
             if rank() == 0:
@@ -272,16 +279,14 @@ class Run:
         self._saved = self._back_to = step
         self._guard = Guard(config, self.config.run.steps)
         self._best.remember(())
-        self._alarms = Alarms(self.config.log)
-        self._remember(step)
-        self.say(f"GUARD: {diverged}: back to step {step}, the learning rate times {lr_scale:g}")
+        self._alarms = self._new_alarms()
+        self._alarms.recall(self.folder, step)
+        self._alarms.note = f"{diverged}: back to step {step}, the learning rate times {lr_scale:g}"
+        self.say(f"GUARD: {self._alarms.note}")
         return step
 
-    def _remember(self, step: int) -> None:
-        """Tell the alarms the numbers up to a step. Only rank 0 has them."""
-        for line in read_jsonl(self.folder / "metrics.jsonl") if rank() == 0 else ():
-            if (number := line.pop("step")) <= step:
-                self._alarms.remember(number, {name: value for name, value in line.items() if value is not None})
+    def _new_alarms(self) -> Alarms:
+        return Alarms(self.config.alarms, Symptoms.of(self.config))
 
     def _interrupted(self, stage: Stage) -> RunInterrupted:
         asked = f"stopped ({stage.progress.why()})"
@@ -355,20 +360,13 @@ class Run:
                 f" {self._saved}, has the weights: make room or mend it, and --run.resume auto writes the model again"
             ) from failure
 
-    def _write_prompts(self, prompts: list[dict[str, Any]]) -> None:
-        """Write prompts.jsonl: how often each prompt was solved, one JSON object a line."""
-        if prompts and rank() == 0:
-            lines = (json.dumps(prompt, ensure_ascii=False, default=str) + "\n" for prompt in prompts)
-            with one_line(self.folder):
-                replace_text(self.folder / "prompts.jsonl", "".join(lines))
-
     def watched(self, step: int, values: dict[str, float]) -> dict[str, float]:
-        """The numbers of a step with its alarms; an alarm that goes off for the first time is also said."""
-        for message in self._alarms.watch(step, values):
-            self.say(f"ALARM: {message}")
+        """The numbers of a step with its alarms; those that go off are also said."""
+        for alarm in self._alarms.watch(step, values):
+            self.say(f"ALARM: {alarm.message}")
             if rank() == 0:
                 with one_line(self.folder):
-                    write_alarm(self.folder, step, message)
+                    write_alarm(self.folder, alarm)
         return values
 
     def restore(self, stage: Stage) -> int:
@@ -376,17 +374,12 @@ class Run:
         if self.start.checkpoint is None:
             return 0
         self._load(stage, self.start.checkpoint)
-        self._remember(self.start.step)
+        self._alarms.recall(self.folder, self.start.step)
         self.say(f"resumed {self.folder} after step {self.start.step}")
         return self.start.step
 
     def _load(self, stage: Stage, checkpoint: Checkpoint) -> None:
-        state = self.checkpoints.load(stage.policy.engine, checkpoint, stage.all_shards)
-        stage.policy.load_state_dict(state["policy"])
-        for name, part in stage.parts.items():
-            # Settings that were added with run.allow_changes may need what the checkpoint does not have.
-            refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: take its settings out")
-            part.load_state_dict(state[name])
+        load_stage(stage, self.checkpoints, checkpoint)
 
 
 def _states(stage: Stage) -> dict[str, Any]:

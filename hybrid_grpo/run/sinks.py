@@ -25,11 +25,11 @@ from hybrid_grpo import distributed
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.config.errors import RunInterrupted
 from hybrid_grpo.data.batch import Rollout, Scores
-from hybrid_grpo.run.alarms import forget_alarms
 from hybrid_grpo.run.catalogue import describe
 from hybrid_grpo.run.details import DETAILS_FILE, details_line
 from hybrid_grpo.run.divergence import RollBack
 from hybrid_grpo.run.files import cut_lines, json_safe, read_jsonl, replace_text, rollout_files
+from hybrid_grpo.run.said import forget_alarms
 from hybrid_grpo.run.tokens import TokenText, joined, token_table, write_table
 from hybrid_grpo.run.trackers.process import TrackerProcess, start_trackers
 from hybrid_grpo.run.writing import one_line
@@ -66,8 +66,8 @@ class Log:
             tokenizer: makes the texts of tokens, with `log.tokens`; without one no tokens are written.
         """
         self._every, self._steps, self._rollouts = config.rollouts_every, steps, run_dir / "rollouts"
-        self._details = run_dir / DETAILS_FILE
         self._text = TokenText(tokenizer) if tokenizer is not None and config.tokens else None
+        self._details = run_dir / DETAILS_FILE
         self._sinks: list[Sink] = []
         self._trackers: list[TrackerProcess] = []
         if distributed.rank() != 0:

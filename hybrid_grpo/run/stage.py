@@ -1,12 +1,13 @@
 """A stage of training as a run sees it; the stages themselves are `trainer.py` and `stages/`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from hybrid_grpo.data.batch import Rollout, Scores
+from hybrid_grpo.data.batch import Numbers, Rollout, Scores
 from hybrid_grpo.policy import TrainedModel
+from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.checkpoint import Shards
 from hybrid_grpo.run.critic import Critic
 from hybrid_grpo.run.details import Details
@@ -40,10 +41,11 @@ class Stage:
         shards: tensors beside the policy's that a checkpoint holds.
         critic: a second model that is trained.
         last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
-        details: what is collected of a step beyond its numbers.
         last_advantages_BT: its advantages token by token, of a step that is finished.
+        details: what is collected of a step beyond its numbers.
         progress: where the stage says what it does, and hears that it shall stop.
         eval_sets: what the policy is measured on, each after steps of its own.
+        alarms: some of them want nothing to be learned from a step.
     """
 
     policy: TrainedModel
@@ -53,6 +55,7 @@ class Stage:
     critic: Critic | None = None
     details = Details()
     progress = Progress()
+    alarms = Alarms()
     last_rollout: tuple[Rollout, Scores, Tensor] | None = None
     last_advantages_BT: Tensor | None = None
     eval_sets: Sequence[HeldOutSet] = ()
@@ -65,6 +68,14 @@ class Stage:
     def step(self, step: int) -> None:
         """Make step k, counted from 1."""
         raise NotImplementedError
+
+    def skips(self, step: int, measure: Callable[[], Numbers]) -> bool:
+        """Whether alarms want nothing to be learned from a step whose rollout has these numbers. Collective."""
+        if not self.alarms.may_skip:
+            return False
+        skips = self.alarms.skips(step, self.meter.reduced(measure()))
+        self.meter.add("policy/skipped_update", float(skips))
+        return skips
 
     def evaluate(self, step: int, sets: Sequence[Any]) -> None:
         """Measure the policy on held-out sets after a step; step 0 is before the first."""

@@ -1,13 +1,15 @@
 """Writing that fails: on all ranks alike, and told in one line. A disk may be full or read-only at any moment."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.distributed import all_gather_objects
+from hybrid_grpo.distributed import all_gather_objects, rank
+from hybrid_grpo.run.files import replace_text
 
 T = TypeVar("T")
 
@@ -45,9 +47,9 @@ def write_together(work: Callable[[], T], folder: Path, errors: tuple[type[Excep
     except errors as error:
         done = None, why(error, folder)
     outcomes = all_gather_objects(done)
-    for rank, (_, failure) in enumerate(outcomes):
+    for of_rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
-            raise WriteFailed(failure + (f" (rank {rank})" if len(outcomes) > 1 else ""))
+            raise WriteFailed(failure + (f" (rank {of_rank})" if len(outcomes) > 1 else ""))
     return [result for result, _ in outcomes]  # type: ignore[misc]  # no failure, so there is a result
 
 
@@ -60,3 +62,11 @@ def one_line(folder: Path) -> Iterator[None]:
         raise UserError(
             f"{folder} cannot be written: {why(error, folder)}: make room or mend it, then go on with --run.resume auto"
         ) from error
+
+
+def write_prompts(folder: Path, prompts: list[dict[str, Any]]) -> None:
+    """Write prompts.jsonl into a run's folder: how often each prompt was solved, one JSON object a line."""
+    if prompts and rank() == 0:
+        lines = (json.dumps(prompt, ensure_ascii=False, default=str) + "\n" for prompt in prompts)
+        with one_line(folder):
+            replace_text(folder / "prompts.jsonl", "".join(lines))

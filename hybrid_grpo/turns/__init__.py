@@ -2,6 +2,9 @@
 
     conversation.py   a completion under way, and what those who answer have in common (`Partner`)
     tools.py          a partner: functions, and their calls in worker processes
+    environments.py   a partner: an object for each completion, in a worker process of its own
+    openings.py       what environments say at the beginning, at the end of prompts
+    rewards.py        what environments give, as rewards
     calls.py          from the text of a turn to the calls in it
     template.py       from answers to the tokens that stand between two turns
     conversations.py  all of it together, as the decoder asks for it (generation's `Turns`)
@@ -11,6 +14,7 @@ template itself writes there.
 """
 
 from hybrid_grpo.turns.conversations import Conversations, conversations_of, with_tools
+from hybrid_grpo.turns.rewards import rewards_of
 from hybrid_grpo.turns.tools import Tools
 
-__all__ = ["Conversations", "Tools", "conversations_of", "with_tools"]
+__all__ = ["Conversations", "Tools", "conversations_of", "rewards_of", "with_tools"]

@@ -27,6 +27,8 @@ class Conversation:
     """Turns that were answered, or are being answered."""
     sampled: int = 0
     """Tokens of all turns that have ended."""
+    given: int = 0
+    """Tokens of all answers that the model has read."""
     last: int = -1
     """The token that ended the turn."""
     is_last: bool = False

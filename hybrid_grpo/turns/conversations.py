@@ -11,26 +11,26 @@ from typing import Any
 
 from hybrid_grpo.config import DataConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.data.batch import Completion, Message, Numbers
-from hybrid_grpo.generation import Request
+from hybrid_grpo.data.batch import Completion, Message, Numbers, Prompt
+from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.turns.calls import Turn, reader_of
 from hybrid_grpo.turns.conversation import Answer, Conversation, Finish, Partner
-from hybrid_grpo.turns.template import Between, assistant_message
+from hybrid_grpo.turns.environments import Environments
+from hybrid_grpo.turns.openings import Openings
+from hybrid_grpo.turns.template import Between, assistant_message, cut
 from hybrid_grpo.turns.tools import Tools
-
-_LETTERS_OF_A_TOKEN = 32
-"""What is answered beyond so many letters for each token that is kept is not tokenized at all."""
 
 
 class Conversations:
     """Answers the turns of completions with what the partners of the model say; has the form of `Turns`.
 
-    A turn that no partner takes ends its completion. The answers to different completions come as they are ready,
-    without any influence on what the completions become.
+    A turn that no partner takes ends its completion, and with it its environment, if it has one. The answers to
+    different completions come as they are ready, without any influence on what the completions become.
 
     Args:
         partners: who answers; the first that takes a turn.
-        tools: those of the partners that are functions; None where the model has no tools.
+        tools: the partner that the model calls by name; None where the model has no tools.
+        openings: of prompts that have environments; None where they have none.
         tokenizer, variables, stop_ids: see `Between`.
 
     Raises UserError where the tokenizer cannot express what partners say, or the calls of tools.
@@ -44,8 +44,12 @@ class Conversations:
         tokenizer: Any,
         variables: dict[str, Any],
         stop_ids: tuple[int, ...],
+        environments: Environments | None = None,
+        openings: Openings | None = None,
+        seed: int = 0,
     ) -> None:
         self._partners, self.tools, self._config, self._tokenizer = partners, tools, config, tokenizer
+        self.environments, self._openings, self._seed = environments, openings, seed
         self._read = None if tools is None else reader_of(config.tool_format, tokenizer)
         self._between = Between(tokenizer, variables, self.schemas, stop_ids)
         for speaker in partners:
@@ -67,8 +71,23 @@ class Conversations:
         """Names of the tools."""
         return self.tools.names if self.tools is not None else []
 
+    def check(self, prompts: list[Prompt]) -> None:
+        """Raise UserError where a row has nothing for its environment."""
+        if self.environments is not None:
+            self.environments.check(prompts)
+
+    def opened(self, prompts: list[Prompt], step: int | str) -> list[Prompt]:
+        """The prompts as they are completed in a step, or in a held-out set: with what their environments say at the
+        beginning, which depends on (run seed, step, prompt)."""
+        if self._openings is None:
+            return prompts
+        seeds = [stream_key(self._seed, step, prompt.epoch, prompt.id) for prompt in prompts]
+        return self._openings.opened(prompts, seeds)
+
     def begin(self, requests: Sequence[Request]) -> None:
         """See `Turns`. Counts begin anew."""
+        if self.environments is not None:
+            self.environments.give_up()
         self._under_way = {}
         self._requests = {key: request for request in requests for key in request.keys}
         self.numbers()
@@ -81,13 +100,24 @@ class Conversations:
         turn = self._turn(turn_ids)
         speaker = next((p for p in self._partners if p.takes(conversation, turn)), None)
         if speaker is None:
-            return "stop"
+            return self._ends(conversation, "stop")
         if conversation.is_last and not speaker.reads_last:
-            return "length"
+            return self._ends(conversation, "length")
         conversation.turns += 1
         conversation.last = turn_ids[-1]
         conversation.messages.append(assistant_message(turn.content, turn.calls))
         speaker.answer(conversation, turn, partial(self._take, conversation, conversation.turns))
+        return None
+
+    def cut(self, key: int) -> Finish | None:
+        """See `Turns`."""
+        return self._ends(self._conversation(key), "length")
+
+    def _ends(self, conversation: Conversation, finish: Finish) -> Finish | None:
+        """How a completion ends; None where its environment ends before."""
+        if self.environments is None:
+            return finish
+        self.environments.end(conversation, finish, partial(self._take, conversation, conversation.turns))
         return None
 
     def _conversation(self, key: int) -> Conversation:
@@ -104,7 +134,10 @@ class Conversations:
         if self._read is None:
             return Turn(self._tokenizer.decode(spoken, skip_special_tokens=True))
         # The formats of some models need special tokens, but none needs the one that ends the turn.
-        return self._read(self._tokenizer.decode(spoken, skip_special_tokens=False))
+        turn = self._read(self._tokenizer.decode(spoken, skip_special_tokens=False))
+        if turn.calls or turn.fault is not None:
+            return turn
+        return Turn(self._tokenizer.decode(spoken, skip_special_tokens=True))
 
     def answers(self, patience_s: float) -> list[tuple[int, list[int] | Finish]]:
         """See `Turns`."""
@@ -123,14 +156,34 @@ class Conversations:
                 return ready
             if self._under_way.get(conversation.key) is not conversation or conversation.turns != turn:
                 continue  # of a rollout that was given up
-            ready.append((conversation.key, answer.finish or self._written(conversation, answer.messages)))
+            if answer.finish is not None:
+                ready.append((conversation.key, answer.finish))
+                continue
+            given = self._written(conversation, answer.messages)
+            if self.environments is None:
+                ready.append((conversation.key, given))
+            elif self.environments.has_failed(conversation):
+                self._ends(conversation, "stop")
+            elif not self._fits(conversation, given):
+                # The decoder would end the completion without its environment.
+                self._ends(conversation, "length")
+            else:
+                conversation.given += len(given)
+                ready.append((conversation.key, given))
+
+    def _fits(self, conversation: Conversation, given: list[int]) -> bool:
+        """Whether an answer leaves room to sample behind it."""
+        request = self._requests[conversation.key]
+        read = len(request.prompt_ids) + conversation.sampled + conversation.given
+        return request.most is None or read + len(given) < request.most
 
     def _written(self, conversation: Conversation, messages: list[Message]) -> list[int]:
         """The tokens of messages that answer a turn, each cut to its share of `max_tool_tokens`."""
         room = self._config.max_tool_tokens - self._frame(conversation.last, messages)
-        cut = [{**m, "content": self._cut(m["content"], max(0, room // len(messages)))} for m in messages]
-        conversation.messages += cut
-        return self._between.ids(conversation.last, cut)
+        share = max(0, room // len(messages))
+        shortened = [{**message, "content": cut(self._tokenizer, message["content"], share)} for message in messages]
+        conversation.messages += shortened
+        return self._between.ids(conversation.last, shortened)
 
     def _frame(self, last: int, messages: list[Message]) -> int:
         """Tokens of the template around the contents of these messages."""
@@ -139,21 +192,15 @@ class Conversations:
             self._frames[speakers] = len(self._between.ids(last, [{**m, "content": ""} for m in messages]))
         return self._frames[speakers]
 
-    def _cut(self, text: str, tokens: int) -> str:
-        short = text[: tokens * _LETTERS_OF_A_TOKEN]
-        ids = self._tokenizer(short, add_special_tokens=False)["input_ids"]
-        if len(ids) <= tokens and len(short) == len(text):
-            return text
-        kept: str = self._tokenizer.decode(ids[:tokens])
-        return kept
-
     def finished(self, key: int, completion: Completion) -> Completion:
         """See `Turns`."""
         conversation = self._under_way.pop(key, None)
         before = conversation.messages if conversation is not None else []
-        if len(before) and before[-1]["role"] == "assistant":
-            before = before[:-1]  # the last turn was heard, and the completion ended with it
-        return replace(completion, messages=(*before, assistant_message(completion.text, [])))
+        if completion.turns == sum(message["role"] == "assistant" for message in before):
+            # The last turn was heard by a partner, and the completion ended with it.
+            before = before[: max(k for k, message in enumerate(before) if message["role"] == "assistant")]
+        episode = self.environments.episode(key) if self.environments is not None else None
+        return replace(completion, messages=(*before, assistant_message(completion.text, [])), episode=episode)
 
     def numbers(self) -> Numbers:
         """What happened since `begin`, or the last call of this, by metric."""
@@ -170,14 +217,22 @@ def conversations_of(config: TrainConfig, tokenizer: Any, ends: tuple[int, ...])
     rollout, data = config.rollout, config.data
     if not rollout.has_turns:
         return None
+    what = "tools are called" if rollout.tools else "environment is asked"
     refuse(
         tokenizer.chat_template is None or data.chat_template == "never",
-        "rollout.tools are called in chats: take a policy.model whose tokenizer has a chat template that knows tools,"
-        " and data.chat_template auto or always",
+        f"rollout.{what} in chats: take a policy.model whose tokenizer has a chat template that knows tools, and"
+        " data.chat_template auto or always",
     )
-    tools = Tools(rollout, config.scoring) if rollout.tools else None
+    environments = Environments(rollout, config.scoring) if rollout.environments else None
+    has_methods = environments is not None and any(kind.schemas for kind in environments.kinds.values())
+    tools = Tools(rollout, config.scoring, environments) if rollout.tools or has_methods else None
     partners: list[Partner] = [tools] if tools is not None else []
-    return Conversations(partners, tools, rollout, tokenizer, data.chat_template_kwargs, ends)
+    openings = None
+    if environments is not None:
+        openings = Openings(environments, tools, data, tokenizer, rollout.max_tool_tokens)
+        partners += [environments] if environments.has_steps else []
+    variables, seed = data.chat_template_kwargs, config.run.seed
+    return Conversations(partners, tools, rollout, tokenizer, variables, ends, environments, openings, seed)
 
 
 def with_tools(data: DataConfig, conversations: Conversations | None) -> DataConfig:

@@ -35,6 +35,20 @@ def user_message(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
+_LETTERS_OF_A_TOKEN = 32
+"""What is answered beyond so many letters for each token that is kept is not tokenized at all."""
+
+
+def cut(tokenizer: Any, text: str, tokens: int) -> str:
+    """The beginning of a text that has at most so many tokens."""
+    short = text[: tokens * _LETTERS_OF_A_TOKEN]
+    ids = tokenizer(short, add_special_tokens=False)["input_ids"]
+    if len(ids) <= tokens and len(short) == len(text):
+        return text
+    kept: str = tokenizer.decode(ids[:tokens])
+    return kept
+
+
 class Between:
     """What the chat template of a tokenizer writes between turns.
 

@@ -15,12 +15,13 @@ from hybrid_grpo.config import RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.data.batch import Message, Numbers
-from hybrid_grpo.rewards.functions import Reply, RewardCall
+from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall
 from hybrid_grpo.rewards.loading import worker_count
 from hybrid_grpo.rewards.workers.pool import Caller, Pool
 from hybrid_grpo.rewards.workers.tools import RESULT, ToolEntry
 from hybrid_grpo.turns.calls import Call, Turn
 from hybrid_grpo.turns.conversation import Answer, Conversation
+from hybrid_grpo.turns.environments import Environments, Kind
 from hybrid_grpo.turns.template import tool_message
 
 UNKNOWN = "unknown"
@@ -41,29 +42,35 @@ class Tools:
 
     All calls of a turn run at the same time.
 
-    Creating it raises UserError where one cannot be imported or described.
+    Methods of `environments` are tools too: of each completion those of its own environment. Creating it raises
+    UserError where a function cannot be imported or described.
 
     Attributes:
-        names: of the tools, in the order of the configuration.
+        names: of all tools, functions first.
         schemas: what the model is told of them.
     """
 
     setting, reads_last = "rollout.tools", False
 
-    def __init__(self, config: RolloutConfig, scoring: ScoringConfig) -> None:
+    def __init__(self, config: RolloutConfig, scoring: ScoringConfig, environments: Environments | None = None) -> None:
         entries = [
             (f"rollout.tools[{k}]", ToolEntry(function_text(tool.function), tool.kwargs))
             for k, tool in enumerate(config.tools)
         ]
         pool = Pool(entries, scoring.workers or worker_count(), scoring)
-        self.schemas: list[dict[str, Any]] = [interface.schema or {} for interface in pool.interfaces]
-        self.names = [str(schema["function"]["name"]) for schema in self.schemas]
-        twice = [name for name in self.names if self.names.count(name) > 1]
-        refuse(bool(twice), f"rollout.tools: two are named {', '.join(twice[:1])}: rename one of the functions")
+        self._functions: list[dict[str, Any]] = [interface.schema or {} for interface in pool.interfaces]
+        names = [str(schema["function"]["name"]) for schema in self._functions]
+        kinds = list(environments.kinds.values()) if environments is not None else []
+        self.names = list(dict.fromkeys([*names, *(name for kind in kinds for name in kind.tool_names)]))
+        self.schemas = [*self._functions, *(schema for kind in kinds for schema in kind.schemas)]
+        for together in [names, *([*names, *kind.tool_names] for kind in kinds)]:
+            twice = [name for name in together if together.count(name) > 1]
+            refuse(bool(twice), f"rollout.tools: two are named {', '.join(twice[:1])}: rename one of the functions")
         refuse(UNKNOWN in self.names, f"rollout.tools: {UNKNOWN} is the name for calls of no tool: rename the function")
         self._callers: dict[str, Caller] = {
-            name: pool.isolated(index, config.tool_timeout_s) for index, name in enumerate(self.names)
+            name: pool.isolated(index, config.tool_timeout_s) for index, name in enumerate(names)
         }
+        self._environments = environments
         self._pool, self._counts, self._lock = pool, Counts(), threading.Lock()
 
     def example(self, content: str) -> Message:
@@ -91,25 +98,36 @@ class Tools:
             self._count(UNKNOWN, True, 0.0)
             take(len(turn.calls), f"error: {turn.fault}")
         for number, call in enumerate(turn.calls):
-            self.call(call, partial(take, number))
+            self.call(call, partial(take, number), conversation)
 
-    def call(self, call: Call, done: Callable[[str], None]) -> None:
-        """Call a tool; `done` is told what the model reads of it, in whatever thread."""
+    def schemas_of(self, kind: Kind) -> list[dict[str, Any]]:
+        """What the model is told where its environment is of this kind."""
+        return [*self._functions, *kind.schemas]
+
+    def call(self, call: Call, done: Callable[[str], None], conversation: Conversation | None = None) -> None:
+        """Call a tool, or a method of a conversation's environment; `done` is told what the model reads of it, in
+        whatever thread."""
         caller, start_s = self._callers.get(call.name), time.perf_counter()
-        if caller is None:
-            self._count(UNKNOWN, True, 0.0)
-            done(f"error: there is no tool {call.name}: {did_you_mean(call.name, self.names)}")
-            return
+        environments = self._environments if conversation is not None else None
+        methods = environments.tools(conversation) if environments and conversation else []
+
+        def told(text: str | None, failure: Failure | None) -> None:
+            self._count(call.name, text is None, time.perf_counter() - start_s)
+            done(text if text is not None else f"error: {failure.message if failure else 'no answer'}")
 
         def finish(future: Future[Reply]) -> None:
             reply = future.result() if not future.cancelled() else None
             failure = reply.failures[0] if reply else None
-            text = reply.extra[RESULT][0] if reply and failure is None else None
-            ok = isinstance(text, str)
-            self._count(call.name, not ok, time.perf_counter() - start_s)
-            done(text if isinstance(text, str) else f"error: {failure.message if failure else 'no answer'}")
+            told(reply.extra[RESULT][0] if reply and failure is None else None, failure)
 
-        caller(RewardCall({"arguments": [call.arguments]}, [0])).add_done_callback(finish)
+        if call.name in methods and environments and conversation:
+            environments.call(conversation, call, told)
+        elif caller is not None:
+            caller(RewardCall({"arguments": [call.arguments]}, [0])).add_done_callback(finish)
+        else:
+            self._count(UNKNOWN, True, 0.0)
+            known = [*self._callers, *methods]
+            done(f"error: there is no tool {call.name}: {did_you_mean(call.name, known)}")
 
     def _count(self, name: str, has_failed: bool, seconds: float) -> None:
         with self._lock:

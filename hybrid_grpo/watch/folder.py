@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import yaml
 
-from hybrid_grpo.config import LogConfig
-from hybrid_grpo.run.alarms import Alarms
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.run.catalogue import find
 from hybrid_grpo.run.charts import is_noisy
-from hybrid_grpo.run.files import rollout_files
+from hybrid_grpo.run.files import read_jsonl, rollout_files
+from hybrid_grpo.run.said import ALARMS_FILE
+from hybrid_grpo.watch.details_file import DetailsFile
 from hybrid_grpo.watch.metrics_file import MetricsFile, Row, last_row
 from hybrid_grpo.watch.table import Column, Table
 
@@ -25,7 +26,6 @@ AXES = ("step", "tokens", "hours")
 """What curves are drawn over: steps, tokens sampled (in a supervised run: trained on) so far, hours of work so far."""
 _TIMES = ("time/step_s", "time/eval_s", "time/checkpoint_s")
 _TOKENS = ("completion/sampled_tokens", "sft/tokens")
-_ALARMS = ("parity/alarm", "health/alarm")
 _TELLING = (
     *("eval/[^/]+/accuracy", "reward/mean", "sft/loss", "reward_model/heldout_accuracy", "reward_model/loss"),
     *("completion/length_mean", "policy/entropy", "throughput/generated_tokens_per_s"),
@@ -41,11 +41,13 @@ _VERSIONS = itertools.count(time.time_ns() // 10**6)
 
 @dataclass(frozen=True)
 class Alarm:
-    """Neighbouring steps at which an alarm was on."""
+    """An alarm that went off."""
 
     first: int
+    """The first step of what was seen."""
     last: int
-    metric: str
+    """The step at which it was said."""
+    name: str
     message: str
 
 
@@ -58,27 +60,12 @@ class Run:
         self._config: tuple[int, str, dict[str, Any]] = (0, "", {})
         self._rollouts: tuple[int, dict[int, Path]] = (0, {})
         self._tail: tuple[int, Row | None] = (-1, None)
-        self._said: dict[int, list[str]] = {}
-        self._restart()
-        self._file = MetricsFile(folder / "metrics.jsonl", self._hear, self._restart)
+        self._alarms: tuple[int, list[Alarm]] = (-1, [])
+        self._file = MetricsFile(folder / "metrics.jsonl")
+        self.details = DetailsFile(folder / "details.jsonl")
         self.version = next(_VERSIONS)
         """Another one whenever the numbers have changed."""
         self._summary: tuple[int, dict[str, Any]] = (-1, {})
-
-    def _restart(self) -> None:
-        """The numbers are read from the start: so are the alarms."""
-        limits = {name: value for name, value in self._section("log").items() if name.endswith("_alarm")}
-        self._said = {}
-        try:
-            self._alarms = Alarms(LogConfig(**limits))
-        except (TypeError, ValueError):  # of a damaged file, or of another version
-            self._alarms = Alarms(LogConfig())
-
-    def _hear(self, row: Row) -> None:
-        values = {name: math.nan if value is None else value for name, value in row.items()}
-        step = int(values.pop("step"))
-        if messages := self._alarms.watch(step, values):
-            self._said[step] = messages
 
     def refresh(self, seconds: float) -> None:
         """Read what the run has written since, for about so many seconds at most."""
@@ -146,23 +133,22 @@ class Run:
         return total / 3600 if name == "hours" else total
 
     def alarms(self) -> list[Alarm]:
-        """When alarms were on, in words: those of the run where it said them, else what the alarm means."""
-        steps, found = self.table.column("step"), []
-        for metric in _ALARMS:
-            values = self.table.column(metric)
-            seen = np.flatnonzero(~np.isnan(values))
-            on = values[seen] > 0
-            edges = np.flatnonzero(np.diff(np.concatenate([[False], on, [False]]).astype(int)))
-            for start, end in edges.reshape(-1, 2):
-                first, last = (int(steps[seen[at]]) for at in (start, end - 1))
-                found.append(Alarm(first, last, metric, self._message(metric, first)))
-        return sorted(found, key=lambda alarm: alarm.first)
-
-    def _message(self, metric: str, step: int) -> str:
-        sign = "sampler and training" if metric.startswith("parity") else "held-out"
-        meaning = find(metric)
-        said = (message for message in self._said.get(step, ()) if message.startswith(sign))
-        return next(said, meaning.meaning if meaning else metric)
+        """What the run has said of itself, in its words."""
+        path = self.folder / ALARMS_FILE
+        changed = _changed(path)
+        if self._alarms[0] != changed:
+            try:
+                said = read_jsonl(path)
+            except (OSError, UserError):  # damaged
+                said = []
+            # Runs of earlier versions have the step and the message only.
+            found = [
+                Alarm(int(line.get("since", line["step"])), int(line["step"]), line.get("alarm", ""), line["message"])
+                for line in said
+                if {"step", "message"} <= line.keys()
+            ]
+            self._alarms = changed, found
+        return self._alarms[1]
 
     def outline(self) -> dict[str, Any]:
         """What the list of runs says, without reading the numbers: progress, and when the run was last heard of."""

@@ -25,6 +25,8 @@ class Query:
     first: int | None = None
     last: int | None = None
     """Bounds of the step."""
+    prompt: int | None = None
+    """Row of the prompt in the data."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ def _fits(row: dict[str, Any], query: Query) -> bool:
     if query.finish and row.get("finish") != query.finish:
         return False
     if not _within(row.get("reward"), query.least, query.most):
+        return False
+    if query.prompt is not None and row.get("prompt_id") != query.prompt:
         return False
     wanted = query.text.casefold()
     texts = (prompt_text(row.get("prompt")), str(row.get("completion", "")), prompt_text(row.get("messages") or ""))

@@ -24,8 +24,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid_grpo.run.catalogue import find
 from hybrid_grpo.run.charts import Chart, Curve, charts_of, is_noisy
+from hybrid_grpo.run.files import json_safe
+from hybrid_grpo.watch.details_file import first_step, read_step
 from hybrid_grpo.watch.folder import AXES, Run, differing
 from hybrid_grpo.watch.folders import Folders
+from hybrid_grpo.watch.prompt_rewards import ORDERS
 from hybrid_grpo.watch.rollouts import Query, line_number, read_row, search
 from hybrid_grpo.watch.thinning import clip, present, smooth, thin
 from hybrid_grpo.watch.tokens import read_tokens
@@ -35,6 +38,9 @@ _PAGE = Path(__file__).parent / "page"
 _READ_S = 0.25
 """Seconds of a request in which numbers are read, over all runs that it is about."""
 _MOST_POINTS = 4000
+_MOST_CELLS = 400
+"""Rows and columns of a map."""
+_HISTOGRAM_STEPS = 120
 _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -47,7 +53,7 @@ _HEADERS = {
 def application(folders: Folders) -> Starlette:
     """The application that answers the page."""
     answers = _Answers(folders)
-    questions = ("runs", "charts", "curves", "alarms", "settings", "samples", "sample", "tokens")
+    questions = ("runs", "charts", "curves", "alarms", "settings", "samples", "sample", "tokens", "prompts", "step")
     return Starlette(
         routes=[
             *(Route(f"/api/{name}", getattr(answers, name)) for name in questions),
@@ -118,7 +124,14 @@ class _Answers:
         for run in opened:
             run.refresh(_READ_S / len(opened))
         open_now = [
-            {**run.summary(), "version": run.version, "read": run.share_read, "damaged": run.damaged} for run in opened
+            {
+                **run.summary(),
+                "version": run.version,
+                "details": run.details.changed_ms,
+                "read": run.share_read,
+                "damaged": run.damaged,
+            }
+            for run in opened
         ]
         return JSONResponse({"runs": [run.outline() for run in known.values()], "open": open_now})
 
@@ -176,6 +189,7 @@ class _Answers:
             most=_number(request, "most"),
             first=_whole(request, "first"),
             last=_whole(request, "last"),
+            prompt=_whole(request, "prompt"),
         )
         step, offset = _whole(request, "step"), _whole(request, "offset")
         start = None if step is None or offset is None or offset < 0 else (step, offset)
@@ -193,6 +207,52 @@ class _Answers:
         step, path, offset, row = self._sample(request)
         number, sample = line_number(path, offset), row.get("sample")
         return JSONResponse(read_tokens(self._run(request).folder, step, number, sample))
+
+    async def prompts(self, request: Request) -> Response:
+        """Mean rewards of one run's prompts over its steps, in cells: of prompts `low` to `high` (excluded) in their
+        order, and of steps `first` to `last`."""
+        run, order = self._run(request), request.query_params.get("order", "row")
+        if order not in ORDERS:
+            raise HTTPException(400, f"order {order} must be one of {', '.join(ORDERS)}")
+        run.details.read(_READ_S)
+        rewards = run.details.rewards
+        low, high = _range(request, "low", "high", 0, len(rewards))
+        first, last = _range(request, "first", "last", rewards.first, rewards.last)
+        rows, columns = (min(_MOST_CELLS, max(1, _whole(request, name) or 100)) for name in ("rows", "columns"))
+        cells = rewards.map(order, low, high, first, last, rows, columns)
+        return JSONResponse(
+            {
+                "read": run.details.share_read, "prompts": len(rewards), "steps": [rewards.first, rewards.last],
+                "low": low, "high": high, "first": first, "last": last, "counts": cells.counts.tolist(),
+                "means": [[_short(mean) for mean in row] for row in cells.means.tolist()],
+                "tall": cells.tall, "wide": cells.wide,
+                "names": rewards.ordered(order)[low:high].tolist() if cells.tall == 1 else None,
+            }
+        )  # fmt: skip
+
+    async def step(self, request: Request) -> Response:
+        """What one run noted of a step (without `step`: the newest), and its histograms over all steps."""
+        run, step = self._run(request), _whole(request, "step")
+        run.details.read(_READ_S)
+        path, histograms = run.details.path, run.details.histograms
+        found, newest = read_step(path, step), read_step(path, None)
+        near = histograms.near(found["step"]) if found else None
+        over_time = {
+            name: {
+                "steps": over.steps, "edges": over.edges.tolist(),
+                "shares": [[_short(share) for share in row] for row in over.shares.tolist()],
+            }
+            for name, over in histograms.over_time(_HISTOGRAM_STEPS).items()
+        }  # fmt: skip
+        return JSONResponse(
+            json_safe(
+                {
+                    "read": run.details.share_read, "details": found, "over_time": over_time,
+                    "steps": [first_step(path), newest["step"]] if newest else None,
+                    "histograms": {"step": near[0], "by_name": near[1]} if near else None,
+                }
+            )
+        )  # fmt: skip
 
     def _sample(self, request: Request) -> tuple[int, Path, int, dict[str, Any]]:
         """The completion that is asked for: its step, its file, where it begins there, and what was saved of it."""
@@ -218,6 +278,18 @@ class _Answers:
         return runs[0]
 
 
+def _range(request: Request, low: str, high: str, start: int, end: int) -> tuple[int, int]:
+    """Two numbers of a question within `start` and `end`, which stand for those that are not given."""
+    first, last = _whole(request, low), _whole(request, high)
+    first = start if first is None else min(max(first, start), end)
+    return first, end if last is None else min(max(last, first), end)
+
+
+def _short(value: float) -> float | None:
+    """A number as a screen can show it."""
+    return None if math.isnan(value) else float(f"{value:.4g}")
+
+
 def _end(x: Any) -> float:
     return float(x[-1]) if x.size else 0.0
 
@@ -238,10 +310,11 @@ def _alarms(run: Run) -> list[dict[str, Any]]:
     steps = run.table.column("step")
     places = {axis: run.axis(axis) for axis in AXES}
     found = []
-    for alarm in run.alarms():
-        ends = [int(steps.searchsorted(step)) for step in (alarm.first, alarm.last)]
+    for alarm in run.alarms() if steps.size else ():
+        # An alarm is written before the numbers of its step.
+        ends = [min(int(steps.searchsorted(step)), steps.size - 1) for step in (alarm.first, alarm.last)]
         at = {axis: [float(x[end]) for end in ends] for axis, x in places.items()}
-        found.append({"run": run.name, "metric": alarm.metric, "message": alarm.message, "at": at})
+        found.append({"run": run.name, "alarm": alarm.name, "message": alarm.message, "at": at})
     return found
 
 

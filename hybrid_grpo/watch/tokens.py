@@ -8,8 +8,8 @@ from hybrid_grpo.run.files import json_safe
 
 SAMPLED = ("logp", "advantage")
 """Numbers of each token that a run records beside its rollouts."""
-REPLAYED = ("new_logp", "ratio", "entropy", "kl", "clipped", "weight")
-"""Numbers of each token that a replay of the step adds."""
+REPLAYED = ("old_logp", "new_logp", "ref_logp", "kl", "ratio", "entropy", "clipped", "correction", "weight")
+"""Numbers of each token that a replay of the step adds: those of the last pass over the rollout."""
 
 Record = dict[str, Any]
 
@@ -45,16 +45,18 @@ def read_tokens(folder: Path, step: int, row: int, sample: int | None) -> Record
 
 
 def _read(path: Path, row: int, columns: tuple[str, ...]) -> Record | None:
-    """Columns of one row of a file, those that it has; None where there is no such row or no whole file."""
+    """Columns of the last row of a file that has a number, those that it has; None where there is no such row or no
+    whole file."""
     import pyarrow.parquet  # only here: it takes longer to load than the rest of the server
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             present = [name for name in columns if name in file.schema_arrow.names]
-            for group in range(file.num_row_groups):
+            for group in reversed(range(file.num_row_groups)):
                 rows = file.read_row_group(group, columns=["row"]).column("row").to_pylist()
                 if row in rows:
-                    one: Record = file.read_row_group(group, columns=present).slice(rows.index(row), 1).to_pylist()[0]
+                    at = len(rows) - 1 - rows[::-1].index(row)
+                    one: Record = file.read_row_group(group, columns=present).slice(at, 1).to_pylist()[0]
                     return one
     except (OSError, ValueError, KeyError):  # it is being written, or was damaged
         pass

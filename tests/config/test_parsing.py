@@ -52,7 +52,7 @@ def test_later_rewards_replace_earlier_ones_whole(user: User) -> None:
 
 
 @pytest.mark.parametrize("value", ["nan", ".nan", "NaN", "inf", ".inf", "-.inf", "Infinity", "1e400"])
-@pytest.mark.parametrize("setting", ["policy.lr", "grpo.beta", "eval.threshold", "log.parity_alarm"])
+@pytest.mark.parametrize("setting", ["policy.lr", "grpo.beta", "eval.threshold", "ptx.coef"])
 def test_not_finite_is_refused(user: User, setting: str, value: str) -> None:
     section, name = setting.split(".")
     for message in (user.refused(f"--{setting}={value}"), user.refused(yaml=f"{section}: {{{name}: {value}}}")):
@@ -151,7 +151,7 @@ def test_options_are_spelled_out(user: User, arguments: list[str], hint: str) ->
      "rollout.stop_ids=[-1]", "rollout.prompts_per_step=0", "rollout.num_generations=1", "rollout.num_generations=0",
      "grpo.epsilon_low=1", "grpo.epsilon_low=0", "grpo.epsilon_high=0", "grpo.beta=-1", "grpo.num_iterations=0",
      "grpo.num_minibatches=0", "eval.every=-1", "checkpoint.every=-1",
-     "checkpoint.every_minutes=-1", "checkpoint.keep=0", "log.parity_alarm=0",
+     "checkpoint.every_minutes=-1", "checkpoint.keep=0", "alarms.kl.patience=0",
      "scoring.workers=-1", "scoring.memory_gb=0", "scoring.max_failed_frac=-0.1", "scoring.max_wait_s=0"],
 )  # fmt: skip
 def test_numbers_out_of_range_name_their_setting(user: User, outside: str) -> None:

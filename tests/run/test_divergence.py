@@ -10,18 +10,40 @@ import pytest
 from paths import SUPPORT
 from workshop import Workshop
 
-from hybrid_grpo.config import GuardConfig, TrainConfig, build, dump
-from hybrid_grpo.config.errors import RunStopped, UserError
+from hybrid_grpo.config import GuardConfig, TrainConfig, build
+from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.run.divergence import Guard
 
 GOOD = {"policy/loss": 0.1, "policy/grad_norm": 1.0, "policy/kl": 0.1, "policy/entropy": 2.0, "policy/ratio_max": 1.5}
-LIMITS = {"kl": {"above": 1, "patience": 2, "action": "stop"}, "length": {"above": 5, "below": 2, "patience": 1}}
 NAN_REWARDS = """
 import os
 
 def early_letters(completions, trainer_state, **columns):
     bad = trainer_state.global_step >= 2 and os.environ["RANK"] == "1"
     return [float("nan") if bad else sum("a" <= letter <= "m" for letter in text) / 8 for text in completions]
+"""
+ACTING_REWARDS = """
+import os
+from pathlib import Path
+
+def by_step(completions, trainer_state, **columns):
+    step, last_rank = trainer_state.global_step, os.environ["RANK"] == "1"
+    fourth, again = Path("fourth"), Path("again")
+    if step == 3 and fourth.exists():
+        again.touch()
+    if step == 4:
+        fourth.touch()
+    if step == 2:
+        return [0.5] * len(completions)
+    if last_rank and (step == 6 or (step == 4 and not again.exists())):
+        return [9.0 if step == 4 else -9.0] * len(completions)
+    return [sum("a" <= letter <= "m" for letter in text) / 8 for text in completions]
+"""
+ALARMS = """
+constant_reward: {patience: 1, action: skip}
+numbers:
+  reward/max: {above: 5, patience: 1, action: roll_back}
+  reward/min: {below: -5, patience: 1, action: stop}
 """
 NAN = {"policy/grad_norm": math.nan}
 
@@ -40,8 +62,6 @@ def judged(watching: Guard, *steps: dict[str, float]) -> list[str]:
     ({}, [{"parity/logp_abs_diff_mean": math.inf}] * 3, "parity/logp_abs_diff_mean not finite"),
     ({}, [{"policy/loss": math.nan, "policy/kl": math.nan}] * 3, "policy/loss, policy/kl not finite"),
     ({"patience": 1}, [NAN], "in 1 step up to step 1: no model was exported, and checkpoints of steps before 1"),
-    ({"limits": LIMITS}, [{"policy/kl": 1.5}, {}, {"policy/kl": 1.5}], None),
-    ({"limits": LIMITS}, [{}, {"policy/kl": 1.5}, {"policy/kl": 2.5}], "policy/kl 2.5, above 1 (guard.limits.kl)"),
 ])  # fmt: skip
 def test_when_a_run_is_stopped(section, steps, says):
     watching = guard(**section)
@@ -55,13 +75,8 @@ def test_when_a_run_is_stopped(section, steps, says):
 
 
 def test_what_only_says_so_says_it_once_for_every_time_that_it_begins():
-    length = "completion/length_mean"
-    assert judged(guard(limits=LIMITS), {length: 6.0}, {length: 7.0}, {length: 3.0}, {length: 1.0}) == [
-        "completion/length_mean 6, above 5 (guard.limits.length), in 1 step up to step 1",
-        "completion/length_mean 1, below 2 (guard.limits.length), in 1 step up to step 4",
-    ]
-    said = judged(guard(non_finite="say"), *[NAN] * 9)
-    assert len(said) == 1 and "policy/grad_norm not finite" in said[0]
+    said = judged(guard(non_finite="say"), *[NAN] * 9, {}, *[NAN] * 3)
+    assert len(said) == 2 and all("policy/grad_norm not finite" in message for message in said)
 
 
 def test_the_last_step_has_no_patience_and_doubts_are_known():
@@ -74,20 +89,12 @@ def test_the_last_step_has_no_patience_and_doubts_are_known():
         watching.judge(2, GOOD | NAN)
 
 
-def test_limits_go_over_the_defaults_and_are_stored():
-    config = build(TrainConfig, {"guard": {"limits": {"kl": {"action": "stop"}, "ratio": None}}})
-    limits = config.guard.limits
-    assert limits["kl"].above == 10.0 and limits["kl"].action == "stop" and limits["ratio"] is None
-    assert limits["entropy"].below == 0.0001 and dump(config).partition("\neval:")[0].count("patience") == 4
-    for wrong, says in [({"nope": {"above": 1}}, "guard.limits nope"), ({"length": {}}, "neither above nor below")]:
-        with pytest.raises(UserError, match=says):
-            build(TrainConfig, {"guard": {"limits": wrong}})
-
-
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory):
     workshop = Workshop(tmp_path_factory.mktemp("guard"))
     workshop.write("nan_rewards.py", NAN_REWARDS)
+    workshop.write("acting_rewards.py", ACTING_REWARDS)
+    workshop.write("alarms.yaml", "alarms:" + ALARMS.replace("\n", "\n  "))
     yield workshop
     workshop.close()
 
@@ -151,3 +158,27 @@ def test_a_run_that_rolls_back_ends_well_at_a_lower_learning_rate(workshop: Work
     assert more.status == 0, more.err[-3000:]
     rows = [json.loads(line) for line in (workshop.folder / "runs/back/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[-1]["policy/lr"] == pytest.approx(1e-4)
+
+
+@pytest.mark.ranks
+def test_alarms_skip_an_update_go_back_and_stop_on_all_ranks(workshop: Workshop):
+    """The rewards of step 2 are equal, those of step 4 too high when it is made for the first time, and those of step 6
+    too low, both on one rank only."""
+    settings = ["--config", "alarms.yaml", "--checkpoint.every=2", "--run.steps=8"]
+    done = workshop.run(*options("alarmed", "acting_rewards.py:by_step"), *settings, ranks=2)
+    assert done.status == 2, done.err[-3000:]
+    told = [line.partition("error: ")[2] for line in done.err.splitlines() if line.startswith("hybrid-grpo")]
+    assert len(told) == 2 and len(set(told)) == 1 and told[0].startswith("alarm reward/min: reward/min is -9 "), told
+    assert "no model was exported, and the newest checkpoint is of step 6: " in told[0]
+    folder = workshop.folder / "runs/alarmed"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["policy/skipped_update"]) for row in rows] == [(k, float(k == 2)) for k in range(1, 7)]
+    assert [row["step"] for row in rows if "policy/loss" not in row] == [2]
+    assert [row.get("policy/lr") for row in rows] == [1e-2, None, 5e-3, 5e-3, 5e-3, 5e-3]
+    assert max(row["reward/max"] for row in rows) <= 1.0, "step 4 was made again"
+    said = [json.loads(line) for line in (folder / "alarms.jsonl").read_text().splitlines()]
+    names = [(alarm["step"], alarm["alarm"], alarm["action"]) for alarm in said]
+    assert names == [(2, "constant_reward", "skip"), (3, "roll_back", "say"), (6, "reward/min", "stop")]
+    assert said[1]["message"].startswith("alarm reward/max: reward/max is 9 ")
+    assert said[1]["message"].endswith(": back to step 2, the learning rate times 0.5")
+    assert (folder / "checkpoints/step_000006").is_dir() and not (folder / "model").exists()

@@ -341,4 +341,4 @@ def test_a_full_disk_while_rollouts_are_written_stops_the_run_in_one_line(whole_
     done = workshop.run(*arguments, "--run.resume=auto")
     assert done.status == 0, done.err
     assert "resumed runs/rollouts after step 2" in done.out
-    assert [len(path.read_text().splitlines()) for path in sorted(draft.parent.iterdir())] == [16, 16, 16]
+    assert [len(path.read_text().splitlines()) for path in sorted(draft.parent.glob("*.jsonl"))] == [16, 16, 16]

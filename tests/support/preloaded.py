@@ -5,14 +5,27 @@ from contextlib import suppress
 import datasets  # noqa: F401
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  It imports the compiler of torch.
 import peft  # noqa: F401
-import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+from transformers import Qwen2Config
 
+import hybrid_grpo.commands.sft
+import hybrid_grpo.commands.train
+import hybrid_grpo.run.critic
+import hybrid_grpo.run.inputs
+import hybrid_grpo.run.run
 import hybrid_grpo.stages.reward
 import hybrid_grpo.stages.sft
 import hybrid_grpo.trainer  # noqa: F401
+from hybrid_grpo.config import TrainConfig
+from hybrid_grpo.config.checks import BatchPlan
+from hybrid_grpo.run.dry_run import measure
 
 with suppress(ImportError):
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     # A thousand regular expressions, compiled when the first model is loaded and kept.
     get_checkpoint_conversion_mapping("qwen2")
+
+# A run begins with a plan of its memory. torch remembers, for every operation, what comes of it in shapes.
+_SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 29}
+_MODEL = Qwen2Config(**_SIZES, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+measure(TrainConfig(), _MODEL, BatchPlan(1, 4, 4, 1, 1), 8, on_gpu=False)

@@ -3,26 +3,23 @@ import shutil
 
 import pytest
 
-from hybrid_grpo.config import LogConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.run.alarms import Alarms
-from hybrid_grpo.watch import metrics_file
-from hybrid_grpo.watch.folder import Run, differing
+from hybrid_grpo.run.said import Said, write_alarm
+from hybrid_grpo.watch import growing_file, metrics_file
+from hybrid_grpo.watch.folder import Alarm, Run, differing
 from hybrid_grpo.watch.folders import Folders
 
 
-def sick_lines():
-    """What a run logs whose held-out accuracy falls at steps 20 and 30, and whose sampler is off at steps 5 to 7; and
-    what it said."""
-    alarms, lines, said = Alarms(LogConfig(heldout_alarm=0.1)), [], []
+def run_lines():
+    """What a run logs that is evaluated every tenth step."""
+    lines = []
     for step in range(41):
         values = {"time/step_s": 2.0, "completion/sampled_tokens": 100.0} if step else {}
-        values |= {"reward/mean": step / 40, "parity/logp_abs_diff_mean": 0.3 if 5 <= step <= 7 else 0.001}
+        values |= {"reward/mean": step / 40}
         if step % 10 == 0:
             values |= {"eval/heldout/accuracy": [0.5, 0.6, 0.4, 0.4, 0.7][step // 10], "time/eval_s": 10.0}
-        said += [(step, message) for message in alarms.watch(step, values)]
         lines.append({"step": step, **values})
-    return lines, said
+    return lines
 
 
 def opened(folder):
@@ -32,26 +29,23 @@ def opened(folder):
 
 
 def test_alarms_are_told_in_the_words_of_the_run(make_run):
-    """Told again from the numbers, since a run's folder does not keep what it said; also in a copy of the folder."""
-    lines, said = sick_lines()
-    run = opened(make_run("sick", lines, "log: {heldout_alarm: 0.1}"))
-    found = [(alarm.first, alarm.last, alarm.metric) for alarm in run.alarms()]
-    # Held-out accuracy is a number of evaluations only: steps between two of them are one stretch.
-    assert found == [(5, 7, "parity/alarm"), (20, 30, "health/alarm")]
-    assert [(alarm.first, alarm.message) for alarm in run.alarms()] == said
+    """Also in a copy of the folder, and those of an earlier version, which have no name."""
+    folder = make_run("sick", run_lines())
+    write_alarm(folder, Said(7, "parity", 5, "the gap is wide", "stop"))
+    run = opened(folder)
+    first = Alarm(5, 7, "parity", "the gap is wide")
+    assert run.alarms() == [first]
+    with (folder / "alarms.jsonl").open("a") as file:
+        file.write('{"step": 20, "message": "held-out accuracy fell"}\n{"step": 3')
+    assert run.alarms() == [first, Alarm(20, 20, "", "held-out accuracy fell")]
     copied = shutil.copytree(run.folder, run.folder.parent / "copied")
     assert opened(copied).alarms() == run.alarms()
-
-
-def test_an_alarm_that_comes_back_says_what_it_means(make_run):
-    lines = [{"step": step, "parity/alarm": float(step in (2, 5))} for step in range(8)]
-    first, second = opened(make_run("back", lines)).alarms()
-    assert (first.first, second.first) == (2, 5)
-    assert second.message == "1 where the mean gap exceeds log.parity_alarm, else 0."
+    (folder / "alarms.jsonl").write_text("damaged\n")
+    assert run.alarms() == opened(make_run("none", [])).alarms() == []
 
 
 def test_axes_are_steps_tokens_and_hours_of_work(make_run, monkeypatch):
-    folder = make_run("run", sick_lines()[0])
+    folder = make_run("run", run_lines())
     run = opened(folder)
     assert run.axis("step")[-1] == 40
     assert run.axis("tokens").tolist() == [100.0 * step for step in range(41)]
@@ -64,7 +58,7 @@ def test_axes_are_steps_tokens_and_hours_of_work(make_run, monkeypatch):
         "".join(json.dumps({"step": step, "completion/sampled_tokens": 100.0}) + "\n" for step in range(20_000))
     )
     monkeypatch.setattr(metrics_file, "_GLIMPSE_OVER", 10_000)
-    monkeypatch.setattr(metrics_file, "_CHUNK", 1_000)
+    monkeypatch.setattr(growing_file, "_CHUNK", 1_000)
     run = Run("run", folder)
     run.refresh(0)
     assert run.share_read < 1
@@ -72,7 +66,7 @@ def test_axes_are_steps_tokens_and_hours_of_work(make_run, monkeypatch):
 
 
 def test_runs_are_compared_by_their_newest_and_best_numbers(make_run):
-    run = opened(make_run("run", sick_lines()[0]))
+    run = opened(make_run("run", run_lines()))
     numbers = {entry["name"]: entry for entry in run.summary()["numbers"]}
     accuracy = numbers["eval/heldout/accuracy"]
     assert (accuracy["value"], accuracy["best"], accuracy["best_step"]) == (0.7, 0.7, 40)
@@ -94,13 +88,10 @@ def test_settings_that_differ_are_named(make_run):
     ]
 
 
-@pytest.mark.parametrize(
-    "config", ["", "- list", "policy: [", "policy: 3\nrun: null\nlog: null", "log: {parity_alarm: x}"]
-)
+@pytest.mark.parametrize("config", ["", "- list", "policy: [", "policy: 3\nrun: null\nlog: null"])
 def test_a_folder_with_a_damaged_config_is_shown_all_the_same(make_run, config):
-    run = opened(make_run("run", sick_lines()[0], config))
+    run = opened(make_run("run", run_lines(), config))
     assert run.outline()["step"] == 40
-    assert len(run.alarms()) == 2
 
 
 def test_runs_are_found_under_the_folders_that_were_named(make_run, tmp_path):

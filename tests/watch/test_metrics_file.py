@@ -4,7 +4,7 @@ import time
 import pytest
 
 from hybrid_grpo.run.sinks import JsonlSink
-from hybrid_grpo.watch import metrics_file
+from hybrid_grpo.watch import growing_file, metrics_file
 from hybrid_grpo.watch.metrics_file import MetricsFile, last_row
 
 
@@ -17,8 +17,8 @@ def steps(file):
 
 
 def test_lines_are_read_as_they_come_and_an_unfinished_one_is_left(tmp_path):
-    path, heard = tmp_path / "metrics.jsonl", []
-    file = MetricsFile(path, heard.append)
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
     assert not file.read(1)  # the run has not begun
     path.write_text(line(0, a=1) + line(1, a=2)[:9])
     assert file.read(1)
@@ -28,14 +28,14 @@ def test_lines_are_read_as_they_come_and_an_unfinished_one_is_left(tmp_path):
         run.write(line(1, a=2)[9:] + line(2, a=None))
     assert file.read(1)
     assert steps(file) == [0, 1, 2]
-    assert [row["a"] for row in heard] == [1, 2, None]
+    assert [str(value) for value in file.table.column("a")] == ["1.0", "2.0", "nan"]
     assert (last_row(path) or {})["step"] == 2
 
 
 def test_a_resumed_run_cuts_its_lines_and_goes_on(tmp_path):
     """Steps 3 and 4 are made again with other numbers. The file is longer than before when it is looked at again."""
-    path, restarts = tmp_path / "metrics.jsonl", []
-    file = MetricsFile(path, on_restart=lambda: restarts.append(1))
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
     sink = JsonlSink(path)
     for step in range(5):
         sink.write(step, {"a": step})
@@ -48,7 +48,6 @@ def test_a_resumed_run_cuts_its_lines_and_goes_on(tmp_path):
     sink.close()
     assert file.read(1)
     assert file.table.column("a").tolist() == [0, 1, 2, 30, 40, 50, 60, 70, 80]
-    assert restarts == [1]
     path.unlink()
     assert file.read(1)
     assert file.table.rows == 0
@@ -72,7 +71,7 @@ def test_nan_and_infinity_are_no_values(tmp_path):
 
 def test_a_large_file_is_looked_at_all_over_first_and_read_bit_by_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics_file, "_GLIMPSE_OVER", 10_000)
-    monkeypatch.setattr(metrics_file, "_CHUNK", 5_000)
+    monkeypatch.setattr(growing_file, "_CHUNK", 5_000)
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(line(step, a=step / 7) for step in range(20_000)))
     file = MetricsFile(path)

@@ -15,6 +15,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import watch_page
 
+from hybrid_grpo.run.said import Said, write_alarm
 from hybrid_grpo.watch import server
 from hybrid_grpo.watch.folders import Folders
 
@@ -48,7 +49,7 @@ def numbers(rise: float) -> list[dict[str, float]]:
         {
             "step": step, "reward/mean": rise * step / 60, "policy/entropy": 1.0 - step / 100, "time/step_s": 60.0,
             "completion/sampled_tokens": 1000.0, "parity/logp_abs_diff_mean": 0.2 if step == 30 else 0.0,
-            "parity/alarm": float(step == 30), **({"eval/heldout/accuracy": step / 60} if step % 20 == 0 else {}),
+            **({"eval/heldout/accuracy": step / 60} if step % 20 == 0 else {}),
         }
         for step in range(61)
     ]  # fmt: skip
@@ -60,10 +61,9 @@ def runs(make_run: Any) -> list[Path]:
     row = {"group": 0, "sample": 0, "prompt_id": 0, "prompt": [{"role": "user", "content": "What?"}], "reward": 0.5}
     row |= {"rewards": {"f": 0.5}, "advantage": 0.1, "length": 9, "finish": "stop", "columns": {"answer": "42"}}
     saved = {step: [{**row, "step": step, "completion": text if step == 20 else "no"}] for step in (1, 20, 60)}
-    return [
-        make_run("slow", numbers(1.0), "policy: {lr: 0.1}", saved),
-        make_run("fast", numbers(2.0), "policy: {lr: 0.2}"),
-    ]
+    slow = make_run("slow", numbers(1.0), "policy: {lr: 0.1}", saved)
+    write_alarm(slow, Said(30, "parity", 30, "sampler and training forward differ by 0.2000 nats"))
+    return [slow, make_run("fast", numbers(2.0), "policy: {lr: 0.2}")]
 
 
 @pytest.fixture

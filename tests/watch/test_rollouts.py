@@ -14,7 +14,8 @@ ROWS = {
 def files(tmp_path):
     for step, rows in ROWS.items():
         names = ("prompt", "completion", "reward", "finish")
-        text = "".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows)
+        lines = [{**dict(zip(names, row, strict=True)), "prompt_id": place} for place, row in enumerate(rows)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / f"step_{step:06d}.jsonl").write_text("\x00broken\n" + text)
     return {step: tmp_path / f"step_{step:06d}.jsonl" for step in ROWS}
 
@@ -32,6 +33,7 @@ def files(tmp_path):
         (Query(first=2), [(3, "ABCD"), (3, "")]),
         (Query(last=2, text="x"), [(1, "Über x")]),
         (Query(first=4), []),
+        (Query(prompt=1), [(3, ""), (1, "dcba")]),
     ],
 )
 def test_what_fits_is_found_newest_step_first(files, query, found):

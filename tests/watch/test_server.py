@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 from paths import ROOT
 
+from hybrid_grpo.run.said import Said, write_alarm
 from hybrid_grpo.watch import server
 from hybrid_grpo.watch.folders import Folders
 
@@ -89,13 +90,16 @@ def test_curves_of_two_runs_on_an_axis_in_a_range(folder, make_run):
 
 
 def test_settings_alarms_and_samples(folder, make_run):
-    page = Page(folder, make_run("two", [{"step": 1, "parity/alarm": 1.0}], "policy: {lr: 0.2}"))
+    two = make_run("two", [{"step": 1}, {"step": 2}], "policy: {lr: 0.2}")
+    # The numbers of step 3 are not written yet.
+    write_alarm(two, Said(3, "parity", 1, "the gap is wide"))
+    page = Page(folder, two)
     page.ask("runs", run=["one", "two"])
     settings = page.ask("settings", run=["one", "two"])
     assert settings["differing"] == [{"name": "policy.lr", "values": {"one": "0.1", "two": "0.2"}}]
     assert settings["texts"]["two"] == "policy: {lr: 0.2}"
     (alarm,) = page.ask("alarms", run=["one", "two"])
-    assert (alarm["run"], alarm["at"]["step"]) == ("two", [1.0, 1.0])
+    assert (alarm["run"], alarm["alarm"], alarm["at"]["step"]) == ("two", "parity", [1.0, 2.0])
     found = page.ask("samples", run="one", text="FOUR", least="0.5")
     (row,) = found["rows"]
     assert (found["read"], found["next"], found["steps"]) == (2, None, [2, 2])
@@ -108,6 +112,28 @@ def test_settings_alarms_and_samples(folder, make_run):
     (five,) = page.ask("samples", run="one", text="five")["rows"]
     tokens = page.ask("tokens", run="one", step=2, offset=five["offset"])
     assert tokens == {"pieces": ["fi", "ve"], "ids": [], "given": [], "measures": {"logp": [-0.5, -1.0]}}
+
+
+def test_rewards_of_prompts_and_a_step_s_details(folder):
+    page = Page(folder)
+    assert page.ask("prompts", run="one")["prompts"] == 0
+    assert page.ask("step", run="one")["details"] is None
+    histogram = {"reward": {"edges": [0, 1, 2], "counts": [1, 3]}}
+    with (folder / "details.jsonl").open("w") as file:
+        for step in range(1, 11):
+            noted = {"step": step, "prompts": [[prompt, step * prompt / 10, 0.1] for prompt in (3, 5)]}
+            file.write(json.dumps(noted | ({"histograms": histogram} if step % 5 == 0 else {})) + "\n")
+    answer = page.ask("prompts", run="one", order="mean", first=2, last="9")
+    assert (answer["names"], answer["steps"], answer["first"], answer["last"]) == ([3, 5], [1, 10], 2, 9)
+    assert answer["means"] == [[round(step * prompt / 10, 4) for step in range(2, 10)] for prompt in (3, 5)]
+    assert page.ask("prompts", run="one", low=1, high=9)["names"] == [5]
+    newest = page.ask("step", run="one")
+    assert (newest["details"]["step"], newest["steps"], newest["histograms"]["step"]) == (10, [1, 10], 10)
+    assert newest["histograms"]["by_name"]["reward"] == {"edges": [0, 1, 2], "counts": [1, 3]}
+    assert newest["over_time"]["reward"]["steps"] == [5, 10]
+    earlier = page.ask("step", run="one", step=4)
+    assert (earlier["details"]["prompts"][0], earlier["histograms"]) == ([3, 1.2, 0.1], None)
+    assert page.ask("runs", run="one")["open"][0]["details"] > 0
 
 
 @pytest.mark.parametrize(
@@ -124,6 +150,8 @@ def test_settings_alarms_and_samples(folder, make_run):
         ("/api/tokens", {"run": "one", "step": "2", "offset": "7"}, 404),
         ("/api/tokens", {"run": "one"}, 404),
         ("/api/curves", {"run": "one", "axis": "years"}, 400),
+        ("/api/prompts", {"run": "one", "order": "colour"}, 400),
+        ("/api/step", {}, 400),
         ("/page/../server.py", {}, 404),
         ("/page/%2e%2e/server.py", {}, 404),
         ("/page//etc/passwd", {}, 404),
@@ -163,7 +191,9 @@ def test_the_files_of_the_page_name_only_each_other_and_no_other_machine(folder)
     assert named | {"index.html", "uplot/LICENSE"} == files.keys()
     assert all(page.get(f"/page/{name}").status_code == 200 for name in named)
     own = {name: text for name, text in files.items() if not name.startswith("uplot/")}
-    assert [name for name, text in own.items() if re.search(r"https?:|innerHTML", text)] == []
+    assert [
+        name for name, text in own.items() if re.search(r"https?:(?!//www.w3.org/2000/svg\")|innerHTML", text)
+    ] == []
 
 
 def test_ids_that_the_page_looks_for_are_in_it():

@@ -12,15 +12,18 @@ LOGP = np.array([-0.1, -2.3456789, -1e-7], np.float32)
 
 
 def write(path: Path, row_group: int = 100, **changed: Any) -> None:
-    """Three completions: the first two of a group, and the first of another."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    columns = {
+    pyarrow.parquet.write_table(pyarrow.table(columns() | changed), path, row_group_size=row_group)
+
+
+def columns() -> dict[str, list[Any]]:
+    """Three completions: the first two of a group, and the first of another."""
+    return {
         "row": [0, 1, 2], "prompt_index": [7, 7, 9], "sample": [0, 1, 0], "prompt_ids": [[1]] * 3,
         "token_ids": [[5, 6, 0], [8, 0], []], "pieces": [["a", "b\n", "<eos>"], ["\ufffd", ""], []],
         "logp": [LOGP, LOGP[:2], LOGP[:0]], "advantage": [[0.5] * 3, [-0.5] * 2, []],
         "given": [[{"before": 1, "text": "tool"}], [], []], "finish": ["stop", "stop", "length"],
     }  # fmt: skip
-    pyarrow.parquet.write_table(pyarrow.table(columns | changed), path, row_group_size=row_group)
 
 
 @pytest.mark.parametrize("row_group", [1, 100])
@@ -46,6 +49,10 @@ def test_what_a_replay_adds_is_there_only_for_the_same_tokens(tmp_path: Path) ->
     assert record is not None
     assert record["measures"]["ratio"] == [1.0, None, 1.2]
     assert record["measures"]["clipped"] == [False, True, False]
+    passes = {name: [*lists, [1.5] * 3] for name, lists in added.items() if name == "ratio"}
+    write(replay, **{name: [*values, values[0]] for name, values in columns().items()}, **passes)
+    record = read_tokens(tmp_path, 3, 0, 0)
+    assert record is not None and record["measures"]["ratio"] == [1.5] * 3, "of the last pass over the rollout"
     write(replay, **added, token_ids=[[5, 7, 0], [8, 0], []])
     record = read_tokens(tmp_path, 3, 0, 0)
     assert record is not None and set(record["measures"]) == {"logp", "advantage"}

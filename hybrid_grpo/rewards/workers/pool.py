@@ -22,12 +22,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hybrid_grpo.config import RewardConfig, ScoringConfig
+from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.importing import describe
 from hybrid_grpo.rewards.functions import Failure, Function, Reply, RewardCall, failed
 from hybrid_grpo.rewards.workers.processes import ForkServer, Worker
-from hybrid_grpo.rewards.workers.tools import ToolEntry
-from hybrid_grpo.rewards.workers.worker import timed_out
+from hybrid_grpo.rewards.workers.seats import Seats
+from hybrid_grpo.rewards.workers.worker import Entry, died, timed_out
 
 _ASYNC_CALLS = 64
 _ASYNC_GRACE_SECONDS = 2.0  # a worker cancels slow coroutines itself, unless one of them blocks its event loop
@@ -58,7 +58,10 @@ class Pool:
     """
 
     def __init__(
-        self, entries: Sequence[tuple[str, RewardConfig | ToolEntry]], workers: int, scoring: ScoringConfig
+        self,
+        entries: Sequence[tuple[str, Entry]],
+        workers: int,
+        scoring: ScoringConfig,
     ) -> None:
         self._fork_server = ForkServer(entries, scoring) if entries else None
         self.interfaces = self._fork_server.interfaces if self._fork_server else []
@@ -74,6 +77,11 @@ class Pool:
         interface = self.interfaces[index]
         workers: Workers | Tasks = Tasks(self._fork_server, self._workers) if interface.is_async else self._workers
         return partial(self._start, partial(workers.score, index, timeout_s), interface.batch_size != "group")
+
+    def seats(self, index: int, timeout_s: float) -> Seats:
+        """Processes for objects of the isolated entry with this index, one process for each object."""
+        assert self._fork_server is not None
+        return Seats(self._fork_server, self._loop, index, timeout_s)
 
     def threaded(self, function: Function, timeout_s: float, enter: Callable[[], None]) -> Caller:
         """The caller of a function of this process; every thread begins with `enter`."""
@@ -134,16 +142,6 @@ async def _replied(score: Score, splits: bool, call: RewardCall) -> Reply:
     return reply
 
 
-def _death(status: int | None, rows: int) -> Reply:
-    if status is None:
-        how = ""
-    elif status == -9:
-        how = " (killed: by the system for its memory, by itself, or for closing its socket)"
-    else:
-        how = f" (exit status {status})" if status >= 0 else f" (signal {-status})"
-    return failed(Failure("died", f"ended its process{how}"), rows)
-
-
 class Workers:
     """Processes that take one call at a time. They are started by the first calls."""
 
@@ -164,7 +162,7 @@ class Workers:
                 for _ in range(self._count):
                     await slots.enter_async_context(self._slots)
                 reply = await self._ask(index, timeout_s, call)
-        return reply or _death(None, len(call.lengths))
+        return reply or died(None, len(call.lengths))
 
     async def _ask(self, index: int, timeout_s: float, call: RewardCall) -> Reply | None:
         """The reply; None where the fork server has died together with the worker."""
@@ -177,7 +175,7 @@ class Workers:
             return timed_out(timeout_s, rows)
         except (EOFError, OSError):
             status = worker.end()
-            return None if status is None else _death(status, rows)
+            return None if status is None else died(status, rows)
         except BaseException:
             worker.end()
             raise

@@ -16,12 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.config import RewardConfig, ScoringConfig
+from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.secrets import named_variables, public_environment
 from hybrid_grpo.rewards.functions import Interface, Reply, RewardCall
-from hybrid_grpo.rewards.workers.tools import ToolEntry
-from hybrid_grpo.rewards.workers.worker import decode_reply, framed, read_frame
+from hybrid_grpo.rewards.workers.worker import Entry, decode_reply, framed, read_frame
 
 
 class ForkServer:
@@ -30,7 +29,7 @@ class ForkServer:
     Creating it raises UserError where a function cannot be imported, or where its settings do not fit.
     """
 
-    def __init__(self, entries: Sequence[tuple[str, RewardConfig | ToolEntry]], scoring: ScoringConfig) -> None:
+    def __init__(self, entries: Sequence[tuple[str, Entry]], scoring: ScoringConfig) -> None:
         self._orders = pickle.dumps((sys.path, entries, int(scoring.memory_gb * 2**30)))
         self._scoring = scoring
         self._named = set(scoring.secrets).union(*(named_variables(config.kwargs) for _, config in entries))
@@ -43,7 +42,7 @@ class ForkServer:
         package = str(Path(__file__).parents[3])
         code = (
             f"import sys; sys.path.insert(0, {package!r});"
-            f" from hybrid_grpo.rewards.workers.worker import serve_forks; serve_forks({theirs.fileno()})"
+            f" from hybrid_grpo.rewards.workers.worker import Entry, serve_forks; serve_forks({theirs.fileno()})"
         )
         with theirs:
             process = subprocess.Popen(

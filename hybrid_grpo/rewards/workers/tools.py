@@ -68,32 +68,41 @@ class Tool:
 
     def _called(self, call: RewardCall) -> Any:
         arguments = call.inputs["arguments"][0]
-        try:
-            self.signature.bind(**arguments)
-        except TypeError as error:
-            raise _WrongArguments(str(error)) from None
+        check_arguments(self.signature, arguments)
         return self.function(**arguments)
 
     def _failed(self, error: BaseException) -> Reply:
-        if isinstance(error, _WrongArguments):
+        if isinstance(error, WrongArguments):
             return failed(Failure("invalid", f"wrong arguments for {self.name}: {error}"), 1)
         trace = "".join(traceback.format_exception(error))[-20_000:]
         spent = isinstance(error, MemoryError)
         return failed(Failure("raised", describe(error, None)[:_LONGEST], trace), 1, spent=spent)
 
 
-class _WrongArguments(Exception):
+class WrongArguments(Exception):
     """The model gave arguments that the function does not take."""
 
 
+def check_arguments(signature: inspect.Signature, arguments: dict[str, Any]) -> None:
+    """Raise WrongArguments where a function of this signature does not take these."""
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise WrongArguments(str(error)) from None
+
+
 def _reply(result: Any) -> Reply:
+    return Reply([0.0], [None], {RESULT: [as_text(result)]})
+
+
+def as_text(result: Any) -> str:
+    """What a tool returned as the model reads it."""
     if isinstance(result, bytes | bytearray):
         result = bytes(result).decode(errors="replace")
     if not isinstance(result, str):
         result = json.dumps(result, ensure_ascii=False, default=str)
     # A tokenizer cannot read halves of surrogate pairs.
-    text = result[:_LONGEST].encode(errors="replace").decode()
-    return Reply([0.0], [None], {RESULT: [text]})
+    return result[:_LONGEST].encode(errors="replace").decode()
 
 
 def load_tool(config: ToolEntry, entry: str) -> Tool:
@@ -104,16 +113,7 @@ def load_tool(config: ToolEntry, entry: str) -> Tool:
     setting = f"{entry} {config.function}"
     function, fixed = _function(config, setting)
     plain = inspect.unwrap(function)
-    # Late, since only processes with tools need it.
-    from transformers.utils.chat_template_utils import get_json_schema
-
-    try:
-        schema = get_json_schema(plain)
-    except Exception as error:
-        raise UserError(
-            f"{setting} cannot be described to the model: {describe(error, None)}: give every argument a type hint and"
-            " a line in the docstring's Args"
-        ) from error
+    schema = described(plain, setting)
     told = schema["function"]["parameters"]
     told["properties"] = {name: told["properties"][name] for name in told["properties"] if name not in fixed}
     if "required" in told:
@@ -123,6 +123,22 @@ def load_tool(config: ToolEntry, entry: str) -> Tool:
     given = inspect.Signature([parameter for name, parameter in parameters.items() if name not in fixed])
     file = getattr(plain.__code__, "co_filename", None)
     return Tool(schema["function"]["name"], partial(function, **fixed), given, interface, file)
+
+
+def described(function: Callable[..., Any], setting: str) -> dict[str, Any]:
+    """What a model is told of a function. Raises UserError, which begins with `setting`, where it lacks type hints or a
+    docstring."""
+    # Late, since only processes with tools need it.
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+    except Exception as error:
+        raise UserError(
+            f"{setting} cannot be described to the model: {describe(error, None)}: give every argument a type hint and"
+            " a line in the docstring's Args"
+        ) from error
+    return schema
 
 
 def _function(config: ToolEntry, setting: str) -> tuple[Callable[..., Any], dict[str, Any]]:

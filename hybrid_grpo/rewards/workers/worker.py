@@ -29,15 +29,19 @@ from typing import Any
 
 import psutil
 
+from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.importing import describe
 from hybrid_grpo.rewards.functions import Failure, Function, Reply, RewardCall, failed, load_function
+from hybrid_grpo.rewards.workers.environments import EnvironmentEntry, EnvironmentProcess, load_environment
 from hybrid_grpo.rewards.workers.tools import Tool, ToolEntry, load_tool
 
 _HEADER = struct.Struct(">I")
 """Length of the message that follows; the frames of multiprocessing's Connection, up to 2 GiB."""
 _LARGEST_REPLY = 1 << 28
-Functions = Sequence[Function | Tool]
+Entry = RewardConfig | ToolEntry | EnvironmentEntry
+"""What a worker may hold: a reward function, a tool, an environment."""
+Functions = Sequence[Function | Tool | EnvironmentProcess]
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -83,10 +87,7 @@ def serve_forks(descriptor: int) -> None:
     sys.path[:] = path
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
-        functions = [
-            load_tool(config, entry) if isinstance(config, ToolEntry) else load_function(config, entry)
-            for entry, config in entries
-        ]
+        functions = [_load(config, entry) for entry, config in entries]
     except UserError as error:
         return _tell(control, {"error": str(error)})
     except BaseException as error:  # above all a module that ends the process while it is imported
@@ -118,6 +119,12 @@ def serve_forks(descriptor: int) -> None:
                 _tell(control, status)
     finally:
         _kill(_descendants(os.getpid()))
+
+
+def _load(config: Entry, entry: str) -> Function | Tool | EnvironmentProcess:
+    if isinstance(config, EnvironmentEntry):
+        return load_environment(config, entry)
+    return load_tool(config, entry) if isinstance(config, ToolEntry) else load_function(config, entry)
 
 
 def _tell(control: socket.socket, answer: Any) -> None:
@@ -246,3 +253,14 @@ async def _work_async(connection: socket.socket, functions: Functions) -> None:
 def timed_out(timeout_s: float, rows: int) -> Reply:
     """The reply for a call that took too long."""
     return failed(Failure("timeout", f"took longer than its timeout_s, {timeout_s:g}"), rows)
+
+
+def died(status: int | None, rows: int) -> Reply:
+    """The reply for a call whose process has ended, with this exit status where it is known."""
+    if status is None:
+        how = ""
+    elif status == -9:
+        how = " (killed: by the system for its memory, by itself, or for closing its socket)"
+    else:
+        how = f" (exit status {status})" if status >= 0 else f" (signal {-status})"
+    return failed(Failure("died", f"ended its process{how}"), rows)

@@ -2,10 +2,12 @@
 import { drawCharts, findCharts, layOut, redrawCharts, useCharts } from "./charts.js";
 import { ask, byId } from "./dom.js";
 import { showAlarms, showOverview } from "./overview.js";
+import { showPrompts, startPrompts } from "./prompts.js";
 import { showRuns } from "./runs.js";
-import { showSamples, startSamples } from "./samples.js";
+import { findSamples, showSamples, startSamples } from "./samples.js";
 import { showSettings } from "./settings.js";
 import { recall, remember, state } from "./state.js";
+import { showStep, startStep } from "./step.js";
 
 const EVERY_MS = 800,
   WHILE_READING_MS = 50;
@@ -29,6 +31,19 @@ function show() {
   showRuns(choose);
   if (state.view === "samples") showSamples();
   if (state.view === "settings") showSettings();
+  showDetails();
+}
+
+function showDetails() {
+  if (state.view === "prompts") showPrompts();
+  if (state.view === "step") showStep();
+}
+
+function openSamples(run, query) {
+  state.view = "samples";
+  show();
+  findSamples(run, query);
+  byId("main").focus();
 }
 
 async function showNumbers() {
@@ -81,12 +96,13 @@ async function poll() {
       wait = 0;
     }
     showRuns(choose);
-    const now = JSON.stringify([state.open, answer.open.map(run => [run.run, run.version])]);
+    const now = JSON.stringify([state.open, answer.open.map(run => [run.run, run.version, run.details])]);
     if (now !== seen && wait) {
       await showNumbers();
       seen = now;
       // The other views are drawn again for other runs only: what a reader has opened there stays open.
       if (shown !== state.open.join()) show();
+      else showDetails();
     }
     if (answer.open.some(run => run.read < 1)) wait = WHILE_READING_MS;
   } catch (error) {
@@ -153,6 +169,8 @@ useCharts(zoom, ends => {
 });
 if (innerWidth < 860) byId("chooser").open = false;
 startSamples();
+startPrompts(openSamples);
+startStep();
 recall();
 showTheme();
 show();

@@ -31,6 +31,7 @@ const form = el(
   el("label", {}, "Run", el("select", { name: "run", onchange: () => open(form.elements.run.value) })),
   field("text", "Says", { type: "search", placeholder: "words of the prompt or completion" }),
   bounds("Step from", "first", "last", { min: 0 }),
+  field("prompt", "Prompt", { type: "number", min: 0, placeholder: "row" }),
   bounds("Reward from", "least", "most", { step: "any" }),
   el("label", {}, "Ended by", el("select", { name: "finish" }, el("option", { value: "" }, "anything"))),
   el("button", { type: "submit", class: "main" }, "Search"),
@@ -85,6 +86,15 @@ export function showSamples() {
   select.value = run ?? "";
 }
 
+// Completions of a run by what the search form has: its fields by name.
+export function findSamples(name, query) {
+  run = name;
+  form.reset();
+  form.elements.run.value = name;
+  for (const [field, value] of Object.entries(query)) form.elements[field].value = value;
+  open(name);
+}
+
 function open(name) {
   run = name;
   chosen = null;
@@ -105,7 +115,7 @@ async function search(from = null) {
     return;
   }
   const query = Object.fromEntries(
-    ["text", "first", "last", "least", "most", "finish"].map(name => [name, form.elements[name].value.trim()]),
+    ["text", "first", "last", "prompt", "least", "most", "finish"].map(name => [name, form.elements[name].value.trim()]),
   );
   const found = [];
   do {
@@ -133,7 +143,9 @@ async function search(from = null) {
     if (!known.has(reason)) reasons.append(el("option", { value: reason }, reason));
   const reach = next ? `, down to step ${next[0]}` : "";
   status.textContent = steps
-    ? `${whole(rows.length)} found in ${whole(read)} completions${reach}. Saved: steps ${steps[0]} to ${steps[1]}.`
+    ? !read
+      ? `No completions of these steps were saved (log.rollouts_every). Saved: steps ${steps[0]} to ${steps[1]}.`
+      : `${whole(rows.length)} found in ${whole(read)} completions${reach}. Saved: steps ${steps[0]} to ${steps[1]}.`
     : "This run has saved no completions (log.rollouts_every).";
   show();
 }

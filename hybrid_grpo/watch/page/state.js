@@ -1,5 +1,7 @@
 // What is shown. It stands in the page's address, so that a reload or a bookmark shows the same.
 
+const VIEWS = ["curves", "samples", "prompts", "step", "settings"];
+
 export const state = {
   view: "curves",
   open: [],
@@ -23,7 +25,7 @@ export function remember() {
 
 export function recall() {
   const query = new URLSearchParams(location.hash.slice(1));
-  state.view = ["curves", "samples", "settings"].includes(query.get("view")) ? query.get("view") : "curves";
+  state.view = VIEWS.includes(query.get("view")) ? query.get("view") : "curves";
   state.axis = ["step", "tokens", "hours"].includes(query.get("axis")) ? query.get("axis") : "step";
   state.window = query.get("window") ?? "";
   const range = (query.get("range") ?? "").split("~").map(Number);

@@ -24,18 +24,22 @@ const ratios = values => {
 };
 const surprise = () => ({ share: value => Math.min(1, -value / SURPRISING), ends: ["0", `−${SURPRISING} or less`] });
 const doubt = () => ({ share: value => 1 - value, ends: ["1", "0"] });
-const yes = () => ({ share: value => (value ? 1 : 0), ends: ["no", "yes"] });
+const sides = () => ({ share: Number, ends: ["from below", "from above"] });
+const SIDES = { "-1": "from below", 0: "no", 1: "from above" };
 
 const MEASURES = {
   logp: ["log-prob", surprise, "Log-probability of the token when it was sampled, in nats."],
   probability: ["probability", doubt, "Probability of the token when it was sampled."],
   advantage: ["advantage", signed, "Advantage of the token: above 0 it is made more likely."],
   entropy: ["entropy", rising, "Entropy of the policy before the token, in nats."],
-  new_logp: ["log-prob in training", surprise, "Log-probability of the token in the training forward, in nats."],
-  ratio: ["ratio", ratios, "Probability in the training forward over that when it was sampled."],
-  clipped: ["clipped", yes, "Whether clipping took the token's gradient away."],
+  old_logp: ["log-prob before", surprise, "Log-probability that the ratio is relative to, in nats."],
+  new_logp: ["log-prob in training", surprise, "Log-probability when the loss was computed, in nats."],
+  ref_logp: ["log-prob of the reference", surprise, "Log-probability by the reference, in nats."],
+  ratio: ["ratio", ratios, "Probability when the loss was computed over that before: 1 is no change."],
+  clipped: ["clipped", sides, "Whether the ratio was clipped, so that the token gave no gradient."],
   kl: ["KL", rising, "Estimate of the KL divergence from the reference, in nats."],
-  weight: ["weight in the loss", signed, "What the token's log-probability is multiplied by in the loss."],
+  correction: ["sampler correction", ratios, "Factor for the gap between sampler and training; 1 without one."],
+  weight: ["weight in the loss", rising, "Weight of the token in the sum that is the loss."],
 };
 let measure = "logp";
 
@@ -93,7 +97,7 @@ export function xray(record) {
       span.style.setProperty("--share", `${Math.round(100 * Math.min(1, Math.abs(part)))}%`);
       span.classList.toggle("below", part < 0);
     }
-    legend.replaceChildren(ends[0], el("i", { class: scale === signed || scale === ratios ? "both" : "one" }), ends[1]);
+    legend.replaceChildren(ends[0], el("i", { class: [signed, ratios, sides].includes(scale) ? "both" : "one" }), ends[1]);
     meaning.textContent = words;
   }
 
@@ -117,7 +121,7 @@ export function xray(record) {
         ...(id === undefined ? [] : [["id", String(id)]]),
         ...names.map(name => [
           MEASURES[name][0],
-          name === "clipped" ? (numbers[name][at] ? "yes" : "no") : digits(numbers[name][at]),
+          name === "clipped" ? (SIDES[Number(numbers[name][at])] ?? "none") : digits(numbers[name][at]),
         ]),
       ]),
     );

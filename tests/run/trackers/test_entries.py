@@ -3,7 +3,7 @@ import math
 import pytest
 from run_folder import rows, write_lines
 
-from hybrid_grpo.run.alarms import forget_alarms, write_alarm
+from hybrid_grpo.run.said import Said, forget_alarms, write_alarm
 from hybrid_grpo.run.trackers.entries import Entries, chosen, table
 
 
@@ -34,7 +34,7 @@ def test_steps_come_once_as_they_are_written_and_not_before_they_are_whole(folde
 
 
 def test_a_resumed_run_counts_tokens_and_hours_from_its_beginning_but_shows_only_new_steps(folder):
-    write_alarm(folder, 3, "once more")
+    write_alarm(folder, Said(3, "parity", 3, "once more"))
     (entry,) = Entries(folder, 1, histograms_every=1).new()
     assert (entry.step, entry.values["progress/tokens"], entry.values["progress/hours"]) == (2, 36.0, 1.0)
     forget_alarms(folder, done=2)

@@ -1,0 +1,80 @@
+"""TRL's side of turns_beside.py: its GRPOTrainer with a tool, on the look-up task. Runs in TRL's own environment.
+
+    python benchmarks/turns_trl.py SPEC
+
+The SPEC is a JSON file with our settings (`config`), `steps`, `tool_tokens` (what the template and the tool give
+between two turns) and `folder`, where the trained model and `trl.json` are left: the seconds and the mean reward of
+every step.
+
+TRL reads calls by `response_template` of the tokenizer, which is set to the one it has for Qwen3: the format is the
+same. Its `max_completion_length` counts what tools give, so it is that of our limits together.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from step_trl import reward_functions, settings
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOTrainer
+from trl.chat_template_utils import qwen3_template
+
+sys.path.append(str(Path(__file__).parent.parent / "training_scripts"))
+
+from lookup_tools import look_up
+
+
+class Clock(TrainerCallback):
+    """Times at which the training begins and its steps end."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.times.append(time.perf_counter())
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    config, folder = spec["config"], Path(spec["folder"])
+    rollout, policy = config["rollout"], config["policy"]
+    rows = [json.loads(line) for line in Path(config["data"]["path"]).read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(policy["model"])
+    tokenizer.response_template = qwen3_template
+    answers = rollout["max_turns"] - 1
+    means: list[float] = []
+    clock = Clock()
+    trainer = GRPOTrainer(
+        model=policy["model"],
+        processing_class=tokenizer,
+        reward_funcs=reward_functions(config["rewards"], means),
+        args=settings(
+            spec,
+            deepspeed=None,
+            max_steps=spec["steps"],
+            lr_scheduler_type=policy["lr_schedule"],
+            warmup_steps=policy["warmup_steps"],
+            max_completion_length=rollout["max_completion_tokens"] + answers * spec["tool_tokens"],
+            max_tool_calling_iterations=answers,
+        ),
+        train_dataset=Dataset.from_list(rows),
+        tools=[look_up],
+        callbacks=[clock],
+    )
+    trainer.train()
+    trainer.save_model(str(folder / "model"))
+    tokenizer.save_pretrained(folder / "model")
+    steps = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
+    (folder / "trl.json").write_text(json.dumps({"steps_s": steps, "rewards": means}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""`replay-step`: a step of a run, made again from the checkpoint before it and told token by token.
+
+It is the trainer's own step, on the run's own data: nothing of the algorithm is here. The run's files are only read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid_grpo.commands.train import make_reference, make_trainer, planned_memory, read_inputs
+from hybrid_grpo.config import ReplayConfig
+from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.parsing import leading_argument, parse
+from hybrid_grpo.config.recipes import read_recipe
+from hybrid_grpo.run.files import json_safe, read_jsonl, replace_text
+
+if TYPE_CHECKING:
+    import pyarrow
+
+    from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints
+    from hybrid_grpo.run.inputs import RunInputs
+    from hybrid_grpo.run.saved_rollouts import SavedRollouts
+    from hybrid_grpo.trainer import Trainer
+
+COMMAND = "replay-step RUN STEP"
+_TOLD = (
+    *("policy/loss", "policy/grad_norm", "policy/entropy", "policy/kl", "policy/ratio_max", "policy/clip_frac_low"),
+    *("policy/clip_frac_high", "reward/mean", "completion/length_mean", "parity/logp_abs_diff_max"),
+)
+"""The numbers of a step that are set beside those of the run."""
+_DECIDE = ("policy/loss", "policy/grad_norm")
+"""Those by which a step is told to be the same."""
+_SAMPLES = ("grpo.dynamic_sampling", "grpo.max_resamples", "grpo.baseline", "grpo.ref_every", "grpo.ref_mix")
+"""Settings of `grpo` that decide what was sampled, or what came before the step."""
+
+Logged = Mapping[int, Mapping[str, Any]]
+"""The lines of metrics.jsonl by step."""
+
+
+def run(arguments: list[str]) -> None:
+    """Parse, go to the step, make it, and tell what the loss saw."""
+    asked = next((argument for argument in arguments if argument in ("-h", "--help")), "")
+    if asked:
+        parse(ReplayConfig, arguments[arguments.index(asked) :], COMMAND)
+    usage = f"hybrid-grpo {COMMAND} [options]; STEP is the number of a step, from 1"
+    source, options = leading_argument(arguments[:1] + arguments[2:], usage)
+    number = "".join(arguments[1:2])
+    refuse(not number.isdecimal() or int(number) < 1, f"usage: {usage}")
+    folder = Path(source)
+    for name in ("config.yaml", "metrics.jsonl"):
+        refuse(not (folder / name).is_file(), f"{folder} is not the folder of a run: it has no {name}")
+    recipe = folder / "config.yaml"
+    other = next((name for name in ("sft", "reward") if name in read_recipe(recipe)), "")
+    refuse(other != "", f"{folder} is a run of {other}: replay-step is for runs of train")
+    base, config = (parse(ReplayConfig, ["--config", str(recipe), *more], COMMAND).config for more in ([], options))
+    replay(folder, int(number), base, config)
+
+
+def replay(folder: Path, step: int, base: ReplayConfig, config: ReplayConfig) -> None:
+    """Make a step of the run in `folder`, whose settings are `base`, with those of `config`, and write what the loss
+    saw. Raises UserError. Collective."""
+    start = time.perf_counter()
+    logged = {line["step"]: line for line in read_jsonl(folder / "metrics.jsonl")}
+    refuse(step not in logged, f"{folder} has no step {step}: it has steps 1 to {max(logged, default=0)}")
+    for settings in (base, config):
+        check_train(settings, int(os.environ.get("WORLD_SIZE", "1")))
+    alone = base.critic.warmup_steps if base.grpo.baseline == "critic" else 0
+    refuse(step <= alone, f"step {step} is one of critic.warmup_steps {alone}, in which the policy does not learn")
+    out = _out(folder, config)
+
+    from hybrid_grpo.run.replay import compare, same
+    from hybrid_grpo.run.saved_rollouts import SavedRollouts
+
+    changed, saved = _changes(base, config), SavedRollouts(folder / "rollouts")
+    trainer, first, strayed = _arrive(folder, step, base, config, saved, logged)
+    table, values = _make(trainer, step, saved)
+    if table is None:
+        return
+    rows = saved.rows(step) if saved.has(step) else {}
+    summary = {
+        **{
+            "run": str(folder),
+            "step": step,
+            "from": first - 1,
+            "strayed_at": strayed,
+            "ranks": trainer.plan.world_size,
+        },
+        **{"settings": list(changed.values()), "same": all(same(values[n], logged[step].get(n)) for n in _DECIDE)},
+        "numbers": {n: {"replayed": values[n], "logged": logged[step].get(n)} for n in _TOLD if n in values},
+        "completions": compare(table, rows) if rows else None,
+        "seconds": round(time.perf_counter() - start, 3),
+    }
+    target = out / f"step_{step:06d}.parquet"
+    _write(target, table, summary)
+    print(_told(summary, table, target), flush=True)
+
+
+def _out(folder: Path, config: ReplayConfig) -> Path:
+    """The folder of the result, which is made."""
+    out = Path(config.replay.out) if config.replay.out else folder / "replay"
+    refuse(
+        out.resolve() == (folder / "rollouts").resolve(),
+        f"replay.out {out} has the files of the run: give another folder",
+    )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"replay.out {out} cannot be made: {error.strerror}: give another folder") from None
+    return out
+
+
+def _changes(base: ReplayConfig, config: ReplayConfig) -> dict[str, str]:
+    """What differs from the run, by setting. Raises UserError where it decides on more than the loss of the step."""
+    from hybrid_grpo.run.resuming import changes, is_free, settings_of
+
+    changed = {
+        name: text
+        for name, text in changes(settings_of(base), config).items()
+        if not name.startswith("replay.") and not is_free(name, config)
+    }
+    for name, text in changed.items():
+        refuse(
+            name != "rewards" and (not name.startswith("grpo.") or name in _SAMPLES),
+            f"{text} cannot be replayed, since it decides what is sampled or what comes before the step: leave it as it"
+            " was; others of grpo, rewards and scoring may be given",
+        )
+    saves = config.replay.rewards == "saved"
+    setting = "replay.rewards saved" if saves else "rewards"
+    refuse(
+        config.grpo.dynamic_sampling and (saves or "rewards" in changed),
+        f"{setting}: with grpo.dynamic_sampling rewards decide which groups are sampled again, and those that were"
+        " replaced are not saved: leave the rewards of the run, and call them again",
+    )
+    refuse(
+        saves and "rewards" in changed,
+        "replay.rewards saved takes what the run's own functions said, and rewards names others: take out one of them",
+    )
+    return changed
+
+
+def _arrive(
+    folder: Path, step: int, base: ReplayConfig, config: ReplayConfig, saved: SavedRollouts, logged: Logged
+) -> tuple[Trainer, int, int | None]:
+    """A trainer that is about to make the step, with the settings of `config`; the first step that was made, and the
+    first one before `step` that was not as it had been. Collective."""
+    from hybrid_grpo import engine
+    from hybrid_grpo.distributed import world_size
+    from hybrid_grpo.run.checkpoint import Checkpoints
+    from hybrid_grpo.run.replay import same
+    from hybrid_grpo.run.resuming import load_stage
+    from hybrid_grpo.run.saved_rollouts import SavedCompletions, SavedRewards
+
+    device = engine.start(config.engine.timeout_minutes)
+    inputs = read_inputs(base)
+    others = inputs if config == replace(base, replay=config.replay) else read_inputs(config)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=1)
+    checkpoint = _nearest(checkpoints, base, step)
+    first = 1 + (checkpoint.manifest.step if checkpoint else 0)
+    for setting in ("completions", "rewards"):
+        missing = [k for k in range(first, step + 1) if not saved.has(k)]
+        refuse(
+            getattr(config.replay, setting) == "saved" and bool(missing),
+            f"replay.{setting} saved: the run has not saved the tokens of step {(missing or [0])[0]}, which is made"
+            " again: set it to again",
+        )
+    if config.replay.rewards == "saved":
+        inputs = replace(inputs, rewards=SavedRewards(inputs.rewards, saved))
+        others = replace(others, rewards=SavedRewards(others.rewards, saved))
+    plan = check_train(base, world_size())
+    trainer = make_trainer(base, plan, inputs, device, planned_memory(base, plan, inputs, device))
+    if config.replay.completions == "saved":
+        trainer.policy.journal = SavedCompletions(saved, base.run.seed)
+    if checkpoint is not None:
+        load_stage(trainer, checkpoints, checkpoint)
+    _say(f"step {step} of {folder}, from {f'the checkpoint of step {first - 1}' if checkpoint else 'its beginning'}")
+    strayed: int | None = None
+    for k in range(first, step):
+        trainer.step(k)
+        values = trainer.meter.reduce()
+        _say(f"made step {k} on the way to it")
+        if strayed is None and not all(same(values[name], logged.get(k, {}).get(name)) for name in _DECIDE):
+            strayed = k
+            _say(f"WARNING: step {k} has not the loss or the gradient norm of the run: what follows differs")
+    return _with_settings(trainer, base, config, others), first, strayed
+
+
+def _nearest(checkpoints: Checkpoints, base: ReplayConfig, step: int) -> Checkpoint | None:
+    """The newest checkpoint before a step; None where there is none, and the run began without one. Collective."""
+    from hybrid_grpo.run.manifest import Damaged
+    from hybrid_grpo.run.resuming import changes, is_free
+
+    checkpoint, passed_over = checkpoints.newest_whole(step)
+    for damage in passed_over:
+        _say(f"WARNING: checkpoint {checkpoints.folder}/{damage}; it is passed over")
+    begun = base.run.resume
+    if begun not in ("auto", "never") and Path(begun).absolute().parent.resolve() != checkpoints.folder.resolve():
+        try:
+            checkpoint = checkpoint or checkpoints.verify(Path(begun).absolute())
+        except Damaged as damage:
+            raise UserError(
+                f"run.resume {begun}, which the run began from: {damage}: put it back, or take a later step"
+            ) from None
+        refuse(
+            checkpoint.manifest.step >= step,
+            f"step {step} was made before the run began from {begun}: take a step behind {checkpoint.manifest.step}",
+        )
+    if checkpoint is not None:
+        others = changes(checkpoint.manifest.settings, base).items()
+        if changed := [text for name, text in others if not is_free(name, base)]:
+            _say(f"WARNING: the run's settings have changed since that checkpoint: {', '.join(changed)}")
+    return checkpoint
+
+
+def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, inputs: RunInputs) -> Trainer:
+    """The trainer with other settings of the loss and other rewards; it stands where the first one does."""
+    from hybrid_grpo import engine
+    from hybrid_grpo.trainer import Trainer
+
+    if inputs is trainer.inputs or config == replace(base, replay=config.replay):
+        return trainer
+    inputs.load_models(engine.Frozen)
+    policy, plan = trainer.policy, check_train(config, trainer.plan.world_size)
+    reference = trainer.reference if config.grpo.beta and base.grpo.beta else make_reference(config, policy)
+    # What tools, guests and the pretraining loss have done so far is in the first one's.
+    inputs = replace(trainer.inputs, rewards=inputs.rewards, outcome=inputs.outcome, objective=inputs.objective)
+    models = policy, reference, inputs, trainer.device, trainer.critic, trainer.teacher
+    other = Trainer(config, plan, *models)
+    for name, part in other.parts.items():
+        if name != "kl" or base.grpo.beta == config.grpo.beta:
+            part.load_state_dict(trainer.parts[name].state_dict())
+    return other
+
+
+def _make(trainer: Trainer, step: int, saved: SavedRollouts) -> tuple[pyarrow.Table | None, dict[str, float]]:
+    """Make the step; on rank 0 what the loss saw of all completions, and the numbers of the step. Collective."""
+    from hybrid_grpo.distributed import gather_objects, rank
+    from hybrid_grpo.run.replay import LossRecorder, in_saved_order
+    from hybrid_grpo.run.tokens import TokenText
+
+    recorder = LossRecorder(trainer.policy, trainer.plan.num_minibatches)
+    trainer.loss = recorder
+    trainer.step(step)
+    assert trainer.last_rollout is not None and trainer.last_advantages_BT is not None
+    rollout, text = trainer.last_rollout[0], TokenText(trainer.inputs.tokenizer)
+    first_group = rank() * len(rollout.prompts)
+    own = recorder.table(rollout, first_group, trainer.last_advantages_BT, trainer.plan.num_iterations, text)
+    tables, values = gather_objects(own), trainer.meter.reduce()
+    if tables is None:
+        return None, values
+    return in_saved_order(tables, saved.rows(step) if saved.has(step) else {}), values
+
+
+def _write(target: Path, table: pyarrow.Table, summary: dict[str, Any]) -> None:
+    from hybrid_grpo.run.tokens import write_table
+
+    try:
+        write_table(target, table)
+        replace_text(target.with_suffix(".json"), json.dumps(json_safe(summary), indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"replay.out {target} cannot be written: {error.strerror}: make room or give another") from None
+
+
+def _say(message: str) -> None:
+    from hybrid_grpo.distributed import rank
+
+    if rank() == 0:
+        print(message, flush=True)
+
+
+def _told(summary: dict[str, Any], table: pyarrow.Table, target: Path) -> str:
+    """The summary in words."""
+    lines = ["", f"  {'':28}{'replayed':>16}{'logged':>16}"]
+    for name, pair in summary["numbers"].items():
+        cells = (f"{value:16.9g}" if value is not None else f"{'-':>16}" for value in pair.values())
+        lines.append(f"  {name:28}{''.join(cells)}")
+    verdict = "are those logged" if summary["same"] else "are not those logged"
+    if summary["settings"]:
+        verdict += f", with {', '.join(summary['settings'])}"
+    lines.append(f"\n  loss and gradient norm {verdict}")
+    compared = summary["completions"]
+    if compared is None:
+        lines.append("  the run has not saved the tokens of this step")
+    else:
+        lines.append(
+            f"  {compared['same']} of {compared['made']} completions are those saved, token by token; log-probabilities"
+            f" differ by at most {compared['logp']:.3g}, advantages by {compared['advantage']:.3g}"
+        )
+        if "first_to_differ" in compared:
+            lines.append(f"  the first that is another: {compared['first_to_differ']}")
+    clipped = [value for row in table["clipped"].to_pylist() for value in row or ()]
+    lines.append(
+        f"  {len(clipped):,} tokens in the loss, {sum(value > 0 for value in clipped):,} clipped from above and"
+        f" {sum(value < 0 for value in clipped):,} from below: {target}\n"
+    )
+    return "\n".join(lines)

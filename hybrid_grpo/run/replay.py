@@ -1,0 +1,155 @@
+"""A step of a run that is made again: what the loss sees of every token, and what differs from what was saved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from hybrid_grpo.config import GrpoConfig
+from hybrid_grpo.data.batch import Numbers, Rollout, TrainBatch
+from hybrid_grpo.grpo.loss import Objective, kl_penalty, micro_batch_loss, sampler_correction, surrogate
+from hybrid_grpo.policy import TrainedModel
+from hybrid_grpo.run.saved_rollouts import Key, SavedRow, key_of
+from hybrid_grpo.run.tokens import TokenText, joined, token_table
+
+_FLOATS = pa.list_(pa.float32())
+SEEN = {
+    **{"old_logp": _FLOATS, "new_logp": _FLOATS, "ref_logp": _FLOATS, "ratio": _FLOATS, "entropy": _FLOATS},
+    **{"kl": _FLOATS, "clipped": pa.list_(pa.int8()), "correction": _FLOATS, "weight": _FLOATS},
+}
+"""Columns of a replay beside those of a rollout, a number for each sampled token; docs/rollouts.md explains them."""
+TOLERANCE = 1e-6
+"""Difference of two numbers, relative where they are above 1, up to which they count as the same."""
+
+
+class LossRecorder:
+    """Stands before the loss of micro-batches, and keeps what it is given of every token.
+
+    `policy` counts the optimizer steps, of which `num_minibatches` are a pass over the rollout.
+
+    Attributes:
+        seen: by the pass, from 1, and the row of the rollout: the columns `SEEN`; those without a reference are None.
+    """
+
+    def __init__(self, policy: TrainedModel, num_minibatches: int) -> None:
+        self._policy, self._num_minibatches, self._start = policy, num_minibatches, policy.optimizer_steps
+        self.seen: dict[tuple[int, int], dict[str, list[float] | None]] = {}
+
+    def __call__(
+        self,
+        batch: TrainBatch,
+        logp_bT: Tensor,
+        entropy_bT: Tensor,
+        grpo: GrpoConfig,
+        beta: float,
+        objective: Objective | None = None,
+    ) -> tuple[Tensor, Numbers]:
+        """See `micro_batch_loss`."""
+        if batch.micro.rows:
+            iteration = 1 + (self._policy.optimizer_steps - self._start) // self._num_minibatches
+            columns = {
+                name: None if value_bT is None else value_bT.tolist()
+                for name, value_bT in token_columns(batch, logp_bT.detach(), entropy_bT.detach(), grpo).items()
+            }
+            for place, (row, length) in enumerate(
+                zip(batch.micro.rows, batch.micro.mask_bT.sum(1).tolist(), strict=True)
+            ):
+                self.seen[iteration, row] = {name: v and v[place][:length] for name, v in columns.items()}
+        return micro_batch_loss(batch, logp_bT, entropy_bT, grpo, beta, objective)
+
+    def table(
+        self, rollout: Rollout, first_group: int, advantages_BT: Tensor, num_iterations: int, text: TokenText
+    ) -> pa.Table:
+        """The completions of this rank, once for each pass; see `token_table` for the arguments."""
+        completions = token_table(rollout, first_group, advantages_BT, text)
+        passes = []
+        for iteration in range(1, num_iterations + 1):
+            rows = [self.seen.get((iteration, row), {}) for row in range(len(completions))]
+            table = completions.append_column("iteration", pa.array([iteration] * len(rows), pa.int32()))
+            for name, kind in SEEN.items():
+                table = table.append_column(name, pa.array([row.get(name) for row in rows], kind))
+            passes.append(table)
+        return pa.concat_tables(passes)
+
+
+def token_columns(batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, grpo: GrpoConfig) -> dict[str, Tensor | None]:
+    """What `micro_batch_loss` makes of the tokens of a micro-batch, [b, T] each, by the names of `SEEN`."""
+    real_bT = batch.micro.mask_bT
+    own_logp_bT = logp_bT if batch.old_logp_bT is None else batch.old_logp_bT
+    old_logp_bT, own_bT = torch.where(batch.own_bT, own_logp_bT, batch.sampler_logp_bT), batch.own_bT
+    correction_bT = torch.ones_like(logp_bT)
+    if grpo.sampler_correction != "none":
+        correction_bT, _ = sampler_correction(own_logp_bT, batch.sampler_logp_bT, own_bT, grpo)
+        correction_bT = torch.where(own_bT, correction_bT, 1.0)
+
+    def of(value_bT: Tensor) -> Tensor:
+        return torch.where(real_bT, value_bT, 0.0)
+
+    log_ratio_bT = of(logp_bT) - of(old_logp_bT)
+    ratio_bT, (_, low_bT, high_bT) = surrogate(log_ratio_bT, of(logp_bT), of(batch.advantages_bT), real_bT, grpo)
+    ref_logp_bT = batch.ref_logp_bT
+    return {
+        "old_logp": old_logp_bT,
+        "new_logp": logp_bT,
+        "ref_logp": ref_logp_bT,
+        "ratio": ratio_bT,
+        "entropy": entropy_bT,
+        "kl": None if ref_logp_bT is None else kl_penalty(logp_bT, ref_logp_bT, grpo.kl_estimator),
+        "clipped": high_bT.char() - low_bT.char(),
+        "correction": correction_bT,
+        "weight": batch.weight_bT,
+    }
+
+
+def in_saved_order(tables: Sequence[pa.Table], saved: Mapping[Key, SavedRow]) -> pa.Table:
+    """The completions of all ranks, pass after pass, with the rows that they have in the saved file, if there is one,
+    and in its order."""
+    table = joined(tables)
+    keys = list(map(key_of, table.select(["prompt_id", "epoch", "sample"]).to_pylist()))
+    known = {key: row["row"] for key, row in saved.items()}
+    for key in keys:
+        known.setdefault(key, len(known))
+    rows = pa.array([known[key] for key in keys], pa.int32())
+    return table.set_column(0, "row", rows).sort_by([("iteration", "ascending"), ("row", "ascending")])
+
+
+def compare(table: pa.Table, saved: Mapping[Key, SavedRow]) -> dict[str, Any]:
+    """How the completions of a replay differ from the saved ones, which are not empty; see `in_saved_order`.
+
+    Of those with the same tokens, `logp` and `advantage` are the largest differences of a token.
+    """
+    names = ["row", "prompt_id", "epoch", "sample", "token_ids", "pieces", "logp", "advantage", "finish"]
+    made = table.filter(pa.compute.equal(table["iteration"], 1)).select(names).to_pylist()
+    found: dict[str, Any] = {"saved": len(saved), "made": len(made), "same": 0, "logp": 0.0, "advantage": 0.0}
+    for row in made:
+        before = saved.get(key_of(row))
+        if before is None or any(row[name] != before[name] for name in ("token_ids", "finish")):
+            found.setdefault("first_to_differ", _difference(row, before))
+            continue
+        found["same"] += 1
+        for name in ("logp", "advantage"):
+            pairs = zip(row[name], before[name] or (), strict=False)
+            found[name] = max([found[name], *(abs(a - b) for a, b in pairs if not math.isnan(a - b))])
+    return found
+
+
+def _difference(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
+    name = f"row {row['row']} (prompt {row['prompt_id']}, sample {row['sample']})"
+    if before is None:
+        return f"{name} was not saved"
+    pairs = list(zip(row["token_ids"], before["token_ids"], strict=False))
+    place = next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    one, other = (f"{of['pieces'][place]!r}" if place < len(of["pieces"]) else "the end" for of in (row, before))
+    return f"{name} has {one} in place of {other} as token {place}"
+
+
+def same(made: float, logged: float | None) -> bool:
+    """Whether a number is the one that was logged but for rounding; see `TOLERANCE`. None stands for NaN."""
+    if logged is None:
+        return not math.isfinite(made)
+    return abs(made - logged) <= TOLERANCE * max(1.0, abs(logged))

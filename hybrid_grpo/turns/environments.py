@@ -1,0 +1,271 @@
+"""A partner of the model: environments, an object of the user's for each completion, in a worker process of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybrid_grpo.config import RolloutConfig, ScoringConfig, environment_rewards
+from hybrid_grpo.config.errors import UserError, did_you_mean
+from hybrid_grpo.data.batch import Message, Numbers, Prompt
+from hybrid_grpo.data.episodes import Episode, Opening
+from hybrid_grpo.rewards.functions import Failure, Reply
+from hybrid_grpo.rewards.workers.environments import EnvironmentEntry
+from hybrid_grpo.rewards.workers.pool import Pool
+from hybrid_grpo.rewards.workers.seats import Seat, Seats
+from hybrid_grpo.rewards.workers.tools import RESULT
+from hybrid_grpo.turns.calls import Call, Turn
+from hybrid_grpo.turns.conversation import Answer, Conversation, Finish
+from hybrid_grpo.turns.template import user_message
+
+_COLUMN = "environment"
+"""Column that chooses among several."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One entry of `rollout.environment`."""
+
+    reward: str
+    """Name of its reward."""
+    steps: bool
+    """Whether every turn is a step; else its methods are tools."""
+    silent: bool
+    """Whether its reset is annotated with None, and says nothing."""
+    schemas: list[dict[str, Any]]
+    """What the model is told of its methods."""
+    needed: list[str]
+    """Columns that its reset needs."""
+    seats: Seats
+
+    @property
+    def tool_names(self) -> list[str]:
+        """Names of the methods that are tools."""
+        return [schema["function"]["name"] for schema in self.schemas]
+
+
+@dataclass(eq=False)
+class Play:
+    """The environment of a completion under way."""
+
+    kind: Kind
+    seat: Seat
+    steps: list[tuple[int, float]] = field(default_factory=list)
+    """Rewards of turns, each with the number of tokens sampled up to its end."""
+    total: float | None = None
+    state: dict[str, Any] | None = None
+    failure: str | None = None
+    """Why it failed: nothing more is asked of it."""
+
+    def fail(self, failure: Failure) -> None:
+        """Note the first failure."""
+        self.failure = self.failure or failure.message
+
+    @property
+    def episode(self) -> Episode:
+        """What came of it."""
+        if self.failure is not None:
+            return Episode(self.kind.reward, failure=self.failure)
+        return Episode(self.kind.reward, tuple(self.steps), self.total, self.state)
+
+
+@dataclass
+class _Counts:
+    resets: int = 0
+    ended: int = 0
+    failed: int = 0
+    orders: int = 0
+    seconds: float = 0.0
+
+
+class Environments:
+    """The classes of `rollout.environment`; has the form of `Partner` for those whose turns are steps.
+
+    Creating it raises UserError where one cannot be imported, or is no environment.
+
+    Attributes:
+        kinds: by the name that the column `environment` has; one without a name where there is only one.
+    """
+
+    setting, reads_last = "rollout.environment", True
+
+    def __init__(self, config: RolloutConfig, scoring: ScoringConfig) -> None:
+        named = config.environments
+        settings = [f"{self.setting}.{name}" if name else self.setting for name in named]
+        entries = [(s, EnvironmentEntry(place)) for s, place in zip(settings, named.values(), strict=True)]
+        pool = self._pool = Pool(entries, 1, scoring)
+        self.kinds: dict[str, Kind] = {}
+        for index, (name, interface) in enumerate(zip(named, pool.interfaces, strict=True)):
+            schema, seats = interface.schema or {}, pool.seats(index, config.tool_timeout_s)
+            reward = environment_rewards(config)[name]
+            facts = schema["steps"], schema["silent"], schema["tools"]
+            self.kinds[name] = Kind(reward, *facts, interface.required, seats)
+        self._plays: dict[int, Play] = {}
+        self._counts, self._lock = _Counts(), threading.Lock()
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether turns are steps of one of them."""
+        return any(kind.steps for kind in self.kinds.values())
+
+    def kind(self, prompt: Prompt) -> Kind:
+        """The entry for a prompt."""
+        return self.kinds[prompt.columns[_COLUMN] if "" not in self.kinds else ""]
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise UserError where a row chooses no environment, or lacks a column that its reset needs."""
+        for prompt in prompts:
+            where = f"row {prompt.id} (from 0) of the data"
+            if "" not in self.kinds and prompt.columns.get(_COLUMN) not in self.kinds:
+                given = prompt.columns.get(_COLUMN)
+                raise UserError(
+                    f"rollout.environment names several, and {where} has environment {given!r}:"
+                    f" {did_you_mean(str(given), self.kinds)}"
+                )
+            for name in self.kind(prompt).needed:
+                if name not in prompt.columns and name != "prompt":
+                    raise UserError(
+                        f"rollout.environment: reset of {self.kind(prompt).reward} needs {name}, and {where} has no"
+                        f" such column: {did_you_mean(name, prompt.columns)}"
+                    )
+
+    def observations(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[str | None]:
+        """What the environments of prompts say when they are reset, None where they say nothing or fail. Waits."""
+        asked: list[tuple[Seat, Future[Reply]] | None] = []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            if self.kind(prompt).silent:
+                asked.append(None)
+                continue
+            seat = self.kind(prompt).seats.seat()
+            asked.append((seat, seat.ask(self._begin(prompt, Opening(seed, prompt.text), is_first=True))))
+            seat.leave()
+        replies = [None if one is None else one[1].result() for one in asked]
+        return [reply.extra[RESULT][0]["text"] if reply and not reply.failures[0] else None for reply in replies]
+
+    def _begin(self, prompt: Prompt, opening: Opening, *, is_first: bool) -> dict[str, Any]:
+        columns = {name: v for name, v in prompt.columns.items() if name != _COLUMN or "" in self.kinds}
+        columns["prompt"] = opening.text
+        told = {"columns": columns, "seed": opening.seed, "observation": opening.observation, "is_first": is_first}
+        return {"do": "begin", **told}
+
+    def _play(self, conversation: Conversation) -> Play:
+        """The environment of a completion, which is reset when it is needed first."""
+        if conversation.key not in self._plays:
+            prompt = conversation.prompt
+            assert prompt is not None and prompt.opening is not None, "prompts are opened before they are completed"
+            play = self._plays[conversation.key] = Play(self.kind(prompt), self.kind(prompt).seats.seat())
+            with self._lock:
+                self._counts.resets += 1
+            self._ask(play, self._begin(prompt, prompt.opening, is_first=False), lambda _: None)
+        return self._plays[conversation.key]
+
+    def _ask(self, play: Play, order: Mapping[str, Any], done: Callable[[Any], None]) -> None:
+        """Give an order. `done` is told what came of it, None where it failed, and with it the environment."""
+        start_s = time.perf_counter()
+
+        def finish(future: Future[Reply]) -> None:
+            reply = future.result() if not future.cancelled() else None
+            with self._lock:
+                self._counts.orders += 1
+                self._counts.seconds += time.perf_counter() - start_s
+            failure = reply.failures[0] if reply else Failure("died", "was given up")
+            if failure is not None:
+                play.fail(failure)
+            done(None if failure is not None or reply is None else reply.extra[RESULT][0])
+
+        play.seat.ask(dict(order)).add_done_callback(finish)
+
+    def tools(self, conversation: Conversation) -> list[str]:
+        """Names of the methods that a completion may call."""
+        return self.kind(conversation.prompt).tool_names if conversation.prompt is not None else []
+
+    def call(self, conversation: Conversation, call: Call, done: Callable[[str | None, Failure | None], None]) -> None:
+        """Call a method. `done` is told what it returned, or why it failed; the environment has failed only where its
+        process is lost."""
+        play = self._play(conversation)
+
+        def finish(future: Future[Reply]) -> None:
+            reply = future.result() if not future.cancelled() else None
+            failure = reply.failures[0] if reply else Failure("died", "was given up")
+            if failure is not None and failure.kind in ("timeout", "died"):
+                play.fail(failure)
+            done(None if failure or not reply else reply.extra[RESULT][0]["text"], failure)
+
+        order = {"do": "call", "tool": call.name, "arguments": call.arguments}
+        play.seat.ask(order).add_done_callback(finish)
+
+    def has_failed(self, conversation: Conversation) -> bool:
+        """Whether the environment of a completion has failed."""
+        return conversation.key in self._plays and self._plays[conversation.key].failure is not None
+
+    def example(self, content: str) -> Message:
+        """See `Partner`."""
+        return user_message(content)
+
+    def takes(self, conversation: Conversation, turn: Turn) -> bool:
+        """Whether a turn is a step."""
+        return conversation.prompt is not None and self.kind(conversation.prompt).steps
+
+    def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
+        """Answer a turn with what the step gives to see; the completion ends where the environment is done."""
+        play, end = self._play(conversation), conversation.sampled
+
+        def finish(found: dict[str, Any] | None) -> None:
+            if found is None:
+                return done(Answer(finish="stop"))
+            if found["reward"] is not None:
+                play.steps.append((end, found["reward"]))
+            if "end" not in found:
+                return done(Answer([user_message(found["text"])]))
+            self._take_end(play, found["end"])
+            done(Answer(finish="stop" if found["done"] else "length"))
+
+        self._ask(play, {"do": "step", "text": turn.content, "is_last": conversation.is_last}, finish)
+
+    def end(self, conversation: Conversation, finish: Finish, done: Callable[[Answer], None]) -> None:
+        """End the environment of a completion that ends; `done` is told so."""
+        play = self._play(conversation)
+
+        def ended(found: dict[str, Any] | None) -> None:
+            if found is not None:
+                self._take_end(play, found)
+            done(Answer(finish=finish))
+
+        if play.failure is None:
+            self._ask(play, {"do": "end"}, ended)
+        else:
+            done(Answer(finish=finish))
+
+    def _take_end(self, play: Play, found: dict[str, Any]) -> None:
+        play.total, play.state = found["reward"], found["state"]
+
+    def episode(self, key: int) -> Episode | None:
+        """What came of the environment of a completion, whose process is left to others."""
+        play = self._plays.pop(key, None)
+        if play is None:
+            return None
+        play.seat.leave()
+        with self._lock:
+            self._counts.ended += 1
+            self._counts.failed += play.failure is not None
+        return play.episode
+
+    def give_up(self) -> None:
+        """Leave the environments of completions under way."""
+        for play in self._plays.values():
+            play.seat.leave()
+        self._plays = {}
+
+    def numbers(self) -> Numbers:
+        """What happened since the last call of this, by metric."""
+        with self._lock:
+            counts, self._counts = self._counts, _Counts()
+        return {
+            "environment/resets": (counts.resets, 1),
+            "environment/failed_frac": (counts.failed / max(counts.ended, 1), counts.ended),
+            "environment/seconds": (counts.seconds / max(counts.orders, 1), counts.orders),
+        }

@@ -1,0 +1,72 @@
+"""Prompts at whose end stands what their environments say when they are reset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hybrid_grpo.config import DataConfig
+from hybrid_grpo.data.batch import Message, Prompt
+from hybrid_grpo.data.episodes import Opening
+from hybrid_grpo.data.prompts import read_prompt
+from hybrid_grpo.turns.environments import Environments
+from hybrid_grpo.turns.template import cut
+from hybrid_grpo.turns.tools import Tools
+
+_LONGEST_PROMPT = 2**40
+"""How long prompts may be was decided when they were read."""
+
+
+class Openings:
+    """Resets the environments of prompts, once for all completions of a prompt, and writes what they say.
+
+    Args:
+        data: how prompts become tokens.
+        tokens: most tokens of what an environment says; the rest is cut.
+    """
+
+    def __init__(
+        self, environments: Environments, tools: Tools | None, data: DataConfig, tokenizer: Any, tokens: int
+    ) -> None:
+        self._environments, self._tools, self._tokenizer, self._tokens = environments, tools, tokenizer, tokens
+        self._data = replace(
+            data,
+            prompt_column="prompt",
+            system_prompt=None,  # the texts of prompts have it
+            chat_template="always",
+            max_prompt_tokens=_LONGEST_PROMPT,
+        )
+
+    def opened(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Prompt]:
+        """The prompts with their openings. Waits for the environments."""
+        observations = self._environments.observations(prompts, seeds)
+        return [
+            self._written(prompt, Opening(seed, prompt.text, observation))
+            for prompt, seed, observation in zip(prompts, seeds, observations, strict=True)
+        ]
+
+    def _written(self, prompt: Prompt, opening: Opening) -> Prompt:
+        prompt = replace(prompt, opening=opening)
+        if opening.observation is None and len(self._environments.kinds) == 1:
+            return prompt
+        text = prompt.text
+        if opening.observation:
+            text = _extended(text, cut(self._tokenizer, opening.observation, self._tokens))
+        variables = dict(self._data.chat_template_kwargs)
+        # Of several environments, a prompt tells the model of its own.
+        schemas = self._tools.schemas_of(self._environments.kind(prompt)) if self._tools is not None else []
+        data = replace(self._data, chat_template_kwargs=variables | ({"tools": schemas} if schemas else {}))
+        where = f"the prompt of row {prompt.id} (from 0) with what its environment says"
+        return replace(
+            prompt, text=text, token_ids=read_prompt(0, {"prompt": text}, where, data, self._tokenizer).token_ids
+        )
+
+
+def _extended(text: str | list[Message], more: str) -> str | list[Message]:
+    """A prompt with more at the end of its last message."""
+    if isinstance(text, str):
+        return text + more
+    content = text[-1]["content"]
+    longer = content + more if isinstance(content, str) else [*content, {"type": "text", "text": more}]
+    return [*text[:-1], {**text[-1], "content": longer}]

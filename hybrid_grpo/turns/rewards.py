@@ -1,0 +1,48 @@
+"""What environments give, as rewards beside those of functions."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from hybrid_grpo.data.batch import RewardStep
+from hybrid_grpo.data.episodes import Episode
+from hybrid_grpo.rewards.functions import Failure, Interface, Reply, RewardCall, Value
+from hybrid_grpo.rewards.loading import Reward
+from hybrid_grpo.rewards.scoring import EPISODES
+from hybrid_grpo.rewards.workers.pool import call_inline
+
+
+def rewards_of(names: list[str], *, by_turn: bool) -> list[Reward]:
+    """A reward of weight 1 for each of these names of environments' rewards. It does not apply to completions of other
+    environments, nor to those whose environment gave none; it has failed where the environment has.
+
+    Args:
+        by_turn: rewards of turns are rewards of steps; else they are added up.
+    """
+    interface = Interface([], [EPISODES], False, "group")
+    return [
+        Reward(name, 1.0, frozenset(), interface, partial(call_inline, partial(_score, name, by_turn)))
+        for name in dict.fromkeys(names)
+    ]
+
+
+def _score(name: str, by_turn: bool, call: RewardCall) -> Reply:
+    episodes: list[Episode | None] = call.inputs[EPISODES]
+    own = [episode if episode is not None and episode.reward == name else None for episode in episodes]
+    return Reply(
+        [_value(episode, length, by_turn) for episode, length in zip(own, call.lengths, strict=True)],
+        [Failure("invalid", e.failure) if e is not None and e.failure is not None else None for e in own],
+    )
+
+
+def _value(episode: Episode | None, length: int, by_turn: bool) -> Value:
+    if episode is None or episode.failure is not None:
+        return None
+    steps: list[RewardStep] = list(episode.steps)
+    if steps and by_turn:
+        ends = dict(steps)
+        if episode.total is not None:
+            ends[length] = ends.get(length, 0.0) + episode.total
+        return sorted(ends.items())
+    earned = [reward for _, reward in steps] + ([] if episode.total is None else [episode.total])
+    return sum(earned) if earned else None

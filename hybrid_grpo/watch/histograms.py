@@ -1,0 +1,93 @@
+"""Histograms of a run's steps, and how they change over time, on common edges."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+MOST = 1000
+"""Steps that are kept: beyond that every other one is left out."""
+BUCKETS = 32
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class OverTime:
+    """Distributions of a number at several steps."""
+
+    steps: list[int]
+    edges: Floats
+    """[BUCKETS + 1]"""
+    shares: Floats
+    """[BUCKETS, steps]: share of the values of a step in each bucket; those beyond the edges are in none."""
+
+
+class Histograms:
+    """Histograms by step and name."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, dict[str, tuple[Floats, Floats]]] = {}
+        self._stride, self._seen = 1, 0
+
+    def append(self, step: int, histograms: Any) -> None:
+        """Add those of a step, as details.jsonl has them: `edges` and `counts` by name. What is none is passed over."""
+        if not isinstance(histograms, dict):
+            return
+        found = {name: pair for name, value in histograms.items() if (pair := _pair(value)) is not None}
+        self._seen += 1
+        if not found or (self._seen - 1) % self._stride:
+            return
+        self._steps[step] = found
+        if len(self._steps) > MOST:
+            self._stride *= 2
+            self._steps = dict(list(self._steps.items())[::2])
+
+    def near(self, step: int) -> tuple[int, dict[str, dict[str, list[float]]]] | None:
+        """The newest step that is not after `step`, and its histograms: `edges` and `counts` by name."""
+        at = max((kept for kept in self._steps if kept <= step), default=None)
+        if at is None:
+            return None
+        found = self._steps[at].items()
+        return at, {name: {"edges": edges.tolist(), "counts": counts.tolist()} for name, (edges, counts) in found}
+
+    def over_time(self, columns: int) -> dict[str, OverTime]:
+        """By name, at most `columns` steps each, from the first to the newest; only what was noted at several steps."""
+        names = dict.fromkeys(name for found in self._steps.values() for name in found)
+        answer = {}
+        for name in names:
+            steps = [step for step, found in self._steps.items() if name in found]
+            kept = sorted({round(at) for at in np.linspace(0, len(steps) - 1, min(columns, len(steps)))})
+            if len(kept) > 1:
+                chosen = [steps[at] for at in kept]
+                answer[name] = _common(chosen, [self._steps[step][name] for step in chosen])
+        return answer
+
+
+def _pair(value: Any) -> tuple[Floats, Floats] | None:
+    try:
+        edges, counts = (np.array(value[part], np.float64) for part in ("edges", "counts"))
+    except (TypeError, ValueError, KeyError):
+        return None
+    whole = edges.ndim == counts.ndim == 1 and len(edges) == len(counts) + 1 > 1
+    if not whole or not np.isfinite(edges).all() or (np.diff(edges) < 0).any() or not 0 < counts.sum() < np.inf:
+        return None
+    return edges, counts
+
+
+def _common(steps: list[int], pairs: list[tuple[Floats, Floats]]) -> OverTime:
+    # Without the few steps that reach farthest, whose edges would leave one row for all others.
+    low = float(np.quantile([edges[0] for edges, _ in pairs], 0.02))
+    high = float(np.quantile([edges[-1] for edges, _ in pairs], 0.98))
+    edges = np.linspace(low, high if high > low else low + 1, BUCKETS + 1)
+    shares = []
+    for own, counts in pairs:
+        below = np.concatenate([[0.0], np.cumsum(counts / counts.sum())])
+        # Steps of no width, where all values were alike, are a jump.
+        shares.append(np.diff(np.interp(edges, own, below)) if own[-1] > own[0] else _spike(edges, own[0]))
+    return OverTime(steps, edges, np.array(shares).T)
+
+
+def _spike(edges: Floats, value: float) -> Floats:
+    return np.histogram([value], edges)[0].astype(np.float64)

@@ -1,0 +1,118 @@
+// The difficulty map: which prompts the policy solves, and since when.
+import { ask, byId, el, number, whole } from "./dom.js";
+import { Heat } from "./heat.js";
+import { state } from "./state.js";
+import { facts } from "./tip.js";
+
+const ROWS = 160,
+  COLUMNS = 240,
+  CLOSE = 40;
+const ORDERS = { mean: "mean reward, hardest first", last: "newest reward, lowest first", row: "row in the data" };
+let run = null,
+  part = null,
+  open = () => {},
+  turn = 0;
+
+const runs = el("select", { "aria-label": "Run", onchange: () => choose(runs.value) });
+const order = el(
+  "select",
+  { onchange: () => look(null) },
+  ...Object.entries(ORDERS).map(([name, label]) => el("option", { value: name }, label)),
+);
+const all = el("button", { type: "button", class: "main", hidden: true, onclick: () => look(null) }, "Show all prompts");
+const status = el("p", { class: "soft", role: "status" });
+const map = new Heat({
+  title: "Mean reward of each prompt over the steps",
+  tall: 520,
+  hint: "The arrow keys read cells, enter opens one.",
+});
+
+// openSamples(run, query): shows completions.
+export function startPrompts(openSamples) {
+  open = openSamples;
+  map.card.classList.add("wide");
+  byId("prompts").append(
+    el("form", { class: "tools search", onsubmit: event => event.preventDefault() },
+      el("label", {}, "Run", runs), el("label", {}, "Order by", order), all),
+    status,
+    el("div", { class: "charts" }, map.card),
+    el("p", { class: "hint" }, "Each row is a prompt, or several where there are more than fit; a click looks closer, " +
+      "and at last opens the completions. Cells without a colour: no prompt of the row was drawn in these steps."),
+  );
+}
+
+export function showPrompts() {
+  if (state.open.join() !== [...runs.options].map(option => option.value).join())
+    runs.replaceChildren(...state.open.map(name => el("option", { value: name }, name)));
+  if (!state.open.includes(run)) {
+    run = state.open[0] ?? null;
+    part = null;
+  }
+  runs.value = run ?? "";
+  draw();
+}
+
+function choose(name) {
+  run = name;
+  look(null);
+}
+
+function look(range) {
+  part = range;
+  draw();
+}
+
+async function draw() {
+  const mine = ++turn;
+  all.hidden = !part;
+  if (!run) {
+    map.card.hidden = true;
+    status.textContent = "Choose a run on the left.";
+    return;
+  }
+  const answer = await ask("prompts", {
+    run, order: order.value, rows: ROWS, columns: COLUMNS, low: part?.[0], high: part?.[1],
+  });
+  if (mine !== turn) return;
+  const reading = answer.read < 1 ? `, ${Math.floor(100 * answer.read)} % read` : "";
+  map.card.hidden = !answer.prompts;
+  if (!answer.prompts) {
+    status.textContent = reading ? `Reading${reading} …` : "This run has noted no rewards of prompts (log.details).";
+  } else {
+    status.textContent = `${whole(answer.prompts)} prompts, steps ${whole(answer.first)} to ${whole(answer.last)}${reading}.`;
+    show(answer);
+  }
+  if (reading && state.view === "prompts") setTimeout(() => mine === turn && draw(), 50);
+}
+
+function show(answer) {
+  const rows = answer.means.length,
+    columns = answer.means[0].length,
+    { low, high, first, last, tall, wide } = answer;
+  const stepsOf = column => [first + column * wide, Math.min(last, first + (column + 1) * wide - 1)],
+    promptsOf = row => [low + row * tall + 1, Math.min(high, low + (row + 1) * tall)];
+  const span = (name, [low, high]) => (low === high ? `${name} ${whole(low)}` : `${name}s ${whole(low)} to ${whole(high)}`);
+  const rowOf = row =>
+    answer.names
+      ? `prompt ${answer.names[row]}`
+      : `${span("prompt", promptsOf(row))} of the order`;
+  map.show({
+    values: answer.means,
+    x: [0, Math.floor(columns / 2), columns - 1].map(column => `step ${whole(stepsOf(column)[0])}`),
+    y: [rowOf(0), rowOf(rows - 1)].map(text => text.replace(" of the order", "")),
+    words: `${whole(high - low)} prompts by ${ORDERS[order.value]}.`,
+    say: (row, column) => {
+      const count = answer.counts[row][column];
+      return facts(`${rowOf(row)}, ${span("step", stepsOf(column))}`, [
+        ["mean reward", count ? number(answer.means[row][column]) : "not drawn"],
+        ["groups", whole(count)],
+      ]);
+    },
+    pick: (row, column) => {
+      const [from, to] = stepsOf(column);
+      if (answer.names) return open(run, { prompt: answer.names[row], first: from, last: to });
+      const start = Math.max(0, Math.min(answer.prompts - CLOSE, promptsOf(row)[0] - CLOSE / 2));
+      look([start, Math.min(answer.prompts, start + CLOSE)]);
+    },
+  });
+}

@@ -1,0 +1,217 @@
+"""A step that is made again: what is recorded of every token, how it is set beside what was saved, and real runs."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from char_tokenizer import char_tokenizer, ids
+
+from hybrid_grpo.config import GrpoConfig, RolloutConfig
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, RewardStatus, Rollout, Scores, TrainBatch
+from hybrid_grpo.generation.rollout import requests_of
+from hybrid_grpo.grpo.loss import micro_batch_loss
+from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.run.replay import SEEN, LossRecorder, compare, in_saved_order, same
+from hybrid_grpo.run.saved_rollouts import SavedCompletions, SavedRewards, SavedRollouts
+from hybrid_grpo.run.sinks import rollout_lines
+from hybrid_grpo.run.tokens import TokenText, joined, token_table, write_table
+
+TEXT = TokenText(char_tokenizer())
+LENGTHS = [3, 1, 4]
+
+
+def make_batch(*, old=True, ref=False, guest=False) -> tuple[TrainBatch, torch.Tensor, torch.Tensor]:
+    """Three rows of up to four tokens, with what the policy says of them: log-probabilities and entropies. Padding
+    holds NaN, which must have no part in anything."""
+    torch.manual_seed(0)
+    mask_bT = torch.arange(4) < torch.tensor(LENGTHS)[:, None]
+
+    def values(spread=1.0):
+        return torch.where(mask_bT, torch.randn(3, 4) * spread, torch.nan)
+
+    nothing = torch.zeros(0)
+    logp_bT = values() - 2
+    micro = MicroBatch([4, 0, 7], nothing, nothing, nothing, None, nothing, mask_bT, nothing, None)
+    sampler_logp_bT = logp_bT + values(0.3)
+    weight_bT = torch.where(mask_bT, 0.125, 0.0)
+    weight_bT[1] = 0  # its completion was cut, and does not count
+    batch = TrainBatch(
+        micro,
+        sampler_logp_bT,
+        logp_bT + values(0.5) if old else None,
+        logp_bT + values(0.5) if ref else None,
+        values(2.0),
+        weight_bT,
+        {"file": torch.tensor([[False], [False], [True]])} if guest else {},
+    )
+    return batch, logp_bT.requires_grad_(), values().abs()
+
+
+@pytest.mark.parametrize("settings, made", [
+    ({}, {}),
+    ({}, {"old": False}),
+    ({"epsilon_high": 0.05, "epsilon_low": 0.05}, {}),
+    ({"surrogate": "cispo", "epsilon_high": 0.1}, {}),
+    ({"importance": "sequence"}, {"ref": True}),
+    ({"beta": 0.3}, {"ref": True}),
+    ({"beta": 0.3, "kl_estimator": "k2", "entropy_coef": 0.01}, {"ref": True}),
+    ({"sampler_correction": "truncate", "sampler_ratio_max": 1.1}, {}),
+    ({"sampler_correction": "mask", "sampler_ratio_max": 1.1}, {}),
+    ({"beta": 0.3, "sampler_correction": "truncate", "sampler_ratio_max": 1.1}, {"ref": True, "guest": True}),
+])  # fmt: skip
+def test_the_loss_is_the_sum_of_what_was_recorded(settings, made):
+    """By the formulas, in float64: what is missing or another number than the loss was given would show."""
+    grpo = GrpoConfig(**settings)
+    batch, logp_bT, entropy_bT = make_batch(**made)
+    recorder = LossRecorder(SimpleNamespace(optimizer_steps=0), 1)
+    loss, numbers = recorder(batch, logp_bT, entropy_bT, grpo, grpo.beta)
+    plain, _ = micro_batch_loss(batch, logp_bT, entropy_bT, grpo, grpo.beta)
+    assert loss.equal(plain) and loss.requires_grad
+    assert set(recorder.seen) == {(1, 4), (1, 0), (1, 7)}
+
+    total, clipped, tokens = 0.0, 0, 0
+    for place, (row, length) in enumerate(zip((4, 0, 7), LENGTHS, strict=True)):
+        seen = recorder.seen[1, row]
+        assert seen.keys() == SEEN.keys() and {len(v) for v in seen.values() if v is not None} == {length}
+        assert (seen["kl"] is None) == (seen["ref_logp"] is None) == ("ref" not in made)
+        is_guest = made.get("guest", False) and row == 7
+        for t in range(length):
+            s = {name: None if value is None else value[t] for name, value in seen.items()}
+            advantage = batch.advantages_bT[place, t].item()
+            if grpo.importance == "token":
+                assert s["ratio"] == pytest.approx(math.exp(s["new_logp"] - s["old_logp"]), rel=1e-6)
+            bounded = min(max(s["ratio"], 1 - grpo.epsilon_low), 1 + grpo.epsilon_high)
+            gain = min(s["ratio"] * advantage, bounded * advantage)
+            if grpo.surrogate == "cispo":
+                gain = min(s["ratio"], 1 + grpo.epsilon_high) * advantage * s["new_logp"]
+            assert (s["clipped"] != 0) == (grpo.surrogate != "cispo" and gain != s["ratio"] * advantage) or (
+                grpo.surrogate == "cispo" and (s["clipped"] == 1) == (s["ratio"] > 1 + grpo.epsilon_high)
+            )
+            total -= s["weight"] * s["correction"] * gain
+            if not is_guest:
+                total += s["weight"] * (grpo.beta * (s["kl"] or 0.0) - grpo.entropy_coef * s["entropy"])
+                clipped, tokens = clipped + (s["weight"] > 0 and s["clipped"] != 0), tokens + (s["weight"] > 0)
+    assert loss.item() == pytest.approx(total, rel=1e-5, abs=1e-7)
+    logged = sum(float(numbers[f"policy/clip_frac_{side}"][0]) for side in ("low", "high"))
+    assert logged * tokens == pytest.approx(clipped)
+
+
+def test_passes_are_told_by_the_optimizer_steps_and_rows_that_are_not_learned_are_null():
+    batch, logp_bT, entropy_bT = make_batch()
+    policy = SimpleNamespace(optimizer_steps=10)
+    recorder = LossRecorder(policy, 2)
+    for policy.optimizer_steps in (10, 12):
+        recorder(batch, logp_bT + policy.optimizer_steps, entropy_bT, GrpoConfig(), 0.0)
+    prompts = [Prompt(n, "p", [1], {}) for n in range(4)]
+    completions = [Completion([2] * 4, [0.0] * 4, "stop") for _ in range(8)]
+    table = recorder.table(Rollout(prompts, completions, 2), 0, torch.zeros(8, 4), 2, TEXT)
+    rows = in_saved_order([table], {}).to_pylist()
+    assert [(row["iteration"], row["row"]) for row in rows] == [(n, row) for n in (1, 2) for row in range(8)]
+    assert [row["row"] for row in rows[:8] if row["new_logp"] is not None] == [0, 4, 7]
+    assert rows[12]["new_logp"][0] == pytest.approx(rows[4]["new_logp"][0] + 2, abs=1e-5)
+
+
+def make_saved(folder, steps=None) -> tuple[Rollout, Scores, SavedRollouts]:
+    """Two groups of two completions and the files of their step, of which one was made with a tool."""
+    prompts = [Prompt(7, "p", [1, 2], {}, epoch=1), Prompt(7, "p", [1, 2], {}, epoch=2)]
+    given = ((1, ids("4")),)
+    completions = [
+        Completion(ids("ab"), [-0.5, -1.5], "stop", "b", given, ({"role": "tool", "content": "4"},)),
+        *(Completion(ids(text), [-0.25] * len(text), "length", text) for text in ("c", "ab", "d")),
+    ]
+    rollout = Rollout(prompts, completions, 2)
+    named = torch.tensor([1.0, math.nan, 0.1, math.nan], dtype=torch.float64)
+    scores = Scores(
+        torch.tensor([2.0, 0.0, 0.1 + (steps is not None), math.nan], dtype=torch.float64),
+        {"named": named},
+        {"named": torch.tensor([0, 1, 0, 2], dtype=torch.int8)},
+        steps,
+        None if steps is None else torch.tensor([2.0, 0.0, 0.1, math.nan], dtype=torch.float64),
+        failures={"named": [None, None, None, "raised"]},
+    )
+    folder.mkdir(parents=True)
+    write_table(folder / "step_000003.parquet", joined([token_table(rollout, 0, torch.ones(4, 2), TEXT)]))
+    lines = rollout_lines(3, rollout, scores, torch.ones(4))
+    (folder / "step_000003.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return rollout, scores, SavedRollouts(folder)
+
+
+def test_saved_completions_take_the_place_of_sampling(tmp_path):
+    rollout, _, saved = make_saved(tmp_path / "rollouts")
+    prompts = [*rollout.prompts, Prompt(8, "q", [3], {})]
+    requests = requests_of(prompts, RolloutConfig(num_generations=2), seed=5, step=3)
+    other, heard = Completion([9], [-1.0], "stop", "new"), []
+
+    def sample(asked, on_finish):
+        assert [len(request.keys) for request in asked] == [2], "only what was not saved is sampled"
+        return [[other, other]], "stats"
+
+    journal = SavedCompletions(saved, seed=5)
+    groups, stats = journal.complete(3, requests, lambda *told: heard.append(told[:2]), sample)
+    assert [c for group in groups for c in group] == [*rollout.completions, other, other] and stats == "stats"
+    assert heard == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert sorted(path.name for path in saved.folder.iterdir()) == ["step_000003.jsonl", "step_000003.parquet"]
+
+
+@pytest.mark.parametrize("steps", [None, [[], [], [(1, 0.5), (2, 0.5)], []]])
+def test_saved_rewards_are_those_that_the_functions_gave(tmp_path, steps):
+    rollout, scores, saved = make_saved(tmp_path / "rollouts", steps)
+    rewards = SavedRewards(Rewards([SimpleNamespace(name="named", interface=SimpleNamespace(required=()))]), saved)
+    with rewards.stream(rollout.prompts, 2, 3) as stream:
+        for row, completion in enumerate(rollout.completions):
+            stream.add(row // 2, row % 2, completion)
+        found = stream.scores()
+    torch.testing.assert_close(found.reward_B, scores.reward_B, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found.outcome_B, scores.outcome_B, rtol=0, atol=1e-15, equal_nan=True)
+    assert found.status["named"].tolist() == [
+        RewardStatus.SCORED, RewardStatus.NOT_APPLICABLE, RewardStatus.SCORED, RewardStatus.FAILED,
+    ]  # fmt: skip
+    assert found.steps == scores.steps
+    with pytest.raises(UserError, match=r"has not saved sample 0 of prompt 9 in step 3: set replay\.rewards to again"):
+        rewards.stream([Prompt(9, "r", [1], {})], 2, 3)
+
+
+def test_files_of_different_completions_are_refused(tmp_path):
+    _, _, saved = make_saved(tmp_path / "rollouts")
+    with (saved.folder / "step_000003.jsonl").open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(UserError, match="are not of the same completions: remove both"):
+        saved.rows(3)
+
+
+def test_completions_of_other_ranks_in_another_order_are_found_and_the_first_that_differs_is_named(tmp_path):
+    rollout, _, saved = make_saved(tmp_path / "rollouts")
+
+    def tables(*groups: int, **changes):
+        made = []
+        for group in groups:
+            own = rollout.groups([group])
+            last = replace(own.completions[-1], **changes)
+            own = replace(own, completions=[own.completions[0], last])
+            recorder = LossRecorder(SimpleNamespace(optimizer_steps=0), 1)
+            made.append(recorder.table(own, group, torch.full((2, 2), 1.25), 1, TEXT))
+        return in_saved_order(made, saved.rows(3))
+
+    told = compare(table := tables(1, 0), saved.rows(3))
+    assert table["row"].to_pylist() == [0, 1, 2, 3] and table["epoch"].to_pylist() == [1, 1, 2, 2]
+    assert told == {"saved": 4, "made": 4, "same": 4, "logp": 0.0, "advantage": 0.25}
+    for changes, says in (
+        ({"token_ids": ids("x")}, "row 1 (prompt 7, sample 1) has ' x' in place of ' c' as token 0"),
+        (
+            {"token_ids": ids("cc"), "logp": [0, 0]},
+            "row 1 (prompt 7, sample 1) has ' c' in place of the end as token 1",
+        ),
+    ):
+        assert compare(tables(0, **changes), saved.rows(3))["first_to_differ"] == says
+    assert compare(tables(1), {key: row for key, row in saved.rows(3).items() if row["row"] < 3})["same"] == 1
+
+
+@pytest.mark.parametrize("made, logged, is_same", [
+    (0.5, 0.5 + 9e-7, True), (0.5, 0.5 + 2e-6, False), (1e3, 1e3 + 9e-4, True),
+    (math.nan, None, True), (0.0, None, False),
+])  # fmt: skip
+def test_numbers_are_the_same_to_a_millionth(made, logged, is_same):
+    assert same(made, logged) == is_same
