@@ -119,6 +119,7 @@ def rise(start: float, end: float, step: int, steps: int = 10) -> float:
     ({"completion/duplicate_frac": 0.8, "group/zero_std_frac": 0.95, "group/all_right_frac": 0.0}, {"duplicates": 35}),
     ({"completion/duplicate_frac": 0.8, "completion/length_mean": 6.0}, {}),
     ({"throughput/generated_tokens_per_s": 150.0}, {"throughput_drop": 40}),
+    ({"throughput/generated_tokens_per_s": 150.0, "time/profiled": 1.0}, {}),
     ({"throughput/generated_tokens_per_s": lambda k: 1000.0 if k % 8 else 50.0}, {}),
     ({"reward/style/failed_frac": 0.2, **EQUAL}, {"failing_rewards": 33}),
     ({"eval/heldout/accuracy": 0.4, "reward/mean": lambda k: k / 60}, {"held_out": 31}),
