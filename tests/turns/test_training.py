@@ -1,4 +1,4 @@
-"""Training with tools, from the command: a random model whose logits favour calls."""
+"""Training with a tool and an environment, from the command: a random model whose logits favour calls."""
 
 import json
 
@@ -12,12 +12,6 @@ LAYOUTS = {
     # 8 pages of 32 entries: whoever waits is put back, and read again.
     "squeezed": (1, ["--rollout.max_slots", "4", "--rollout.cache_gb", "0.00045"]),
 }
-
-
-SAME = (
-    *("policy/loss", "policy/grad_norm", "turns/mean", "turns/given_tokens"),
-    *("tool/look_up/calls", "user/calls", "user/failed_frac"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +31,8 @@ def runs(tmp_path_factory):
             *("--policy.model", folder / "model", "--data.path", folder / "train.jsonl", "--log.wandb", "disabled"),
             *("--rollout.prompts_per_step", "4", "--rollout.num_generations", "6", "--eval.every", "0"),
             *("--rollout.tools", json.dumps([f"{SUPPORT / 'slow_tools.py'}:look_up"]), "--rollout.max_turns", "5"),
-            *("--rollout.logit_bias", json.dumps(bias), "--rollout.max_completion_tokens", "40"),
-            # The same model plays the user, who answers turns without a call.
-            *(
-                "--rollout.user_model",
-                folder / "model",
-                "--rollout.user_prompt",
-                "you ask",
-                "--rollout.user_stop",
-                "[xx]",
-            ),
+            *("--rollout.environment", f"{SUPPORT / 'slow_tools.py'}:Repeats"),
+            *("--rollout.logit_bias", json.dumps(bias), "--rollout.max_completion_tokens", "36"),
             *("--rewards", json.dumps([f"{SUPPORT / 'acting_rewards.py'}:messages_said"])),
             *("--engine.zero_stage", "0", "--engine.adam", "torch", *more),
             world=world,
@@ -64,10 +50,10 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("layout", ["two ranks", "squeezed"])
 def test_neither_ranks_nor_memory_nor_delays_change_a_run(runs, layout):
     (lines, metrics), (others, theirs) = runs["alone"], runs[layout]
-    same = ("prompt_id", "sample", "messages", "length", "finish", "reward", "advantage")
+    same = ("prompt_id", "sample", "prompt", "messages", "length", "finish", "reward", "rewards", "steps", "advantage")
     assert [[line[name] for name in same] for line in others] == [[line[name] for name in same] for line in lines]
     for mine, other in zip(metrics, theirs, strict=True):
-        for name in SAME:
+        for name in ("policy/loss", "policy/grad_norm", "turns/mean", "turns/given_tokens", "tool/look_up/calls"):
             assert other[name] == pytest.approx(mine[name], rel=1e-5, abs=1e-7), name
 
 
@@ -81,9 +67,24 @@ def test_conversations_are_counted_and_sampler_and_training_agree(runs):
     assert 0 < metrics[-1]["tool/look_up/calls"] <= len(calls)
     assert metrics[-1]["tool/look_up/failed_frac"] == 0
     assert metrics[-1]["tool/unknown/calls"] > 0
-    heard = sum(message["role"] == "user" for line in lines for message in line["messages"])
-    # The user ends some conversations by saying nothing, or xx.
-    assert 0 < heard <= metrics[-1]["user/calls"]
     for name, (_, steps) in runs.items():
         assert all(step["parity/logp_abs_diff_max"] < 1e-4 for step in steps), name
     assert metrics[-1]["policy/grad_norm"] > 0
+
+
+@pytest.mark.ranks
+def test_an_environment_answers_turns_without_a_call_and_rewards_them(runs):
+    lines, metrics = runs["alone"]
+    assert metrics[-1]["environment/resets"] == len(lines)
+    assert metrics[-1]["environment/failed_frac"] == 0
+    for number, line in enumerate(lines):
+        assert line["prompt"][-1]["content"][-1] in "abcdefgh"
+        assert line["prompt"] == lines[number - number % 6]["prompt"], "a group begins alike"
+        of_tools = [message for message in line["messages"] if "tool_calls" in message]
+        answered = [message for message in line["messages"] if message["role"] == "user"]
+        assert len(line["steps"]) <= 2 and len(answered) <= 1
+        earned = [reward for _, reward in line["steps"]]
+        assert line["rewards"]["Repeats"] == (pytest.approx(sum(earned)) if earned else None)
+        assert of_tools or line["messages"]
+    assert sum(len(line["steps"]) == 2 for line in lines) > 1
+    assert metrics[-1]["reward/Repeats/mean"] > 0
