@@ -233,7 +233,7 @@ class Plan:
         shards = self.ranks if self.stage == 3 else 1
         parts = [Part("weights", self.dtype * self.n // shards, _SHARDS), self.reward_models(on_host=False)]
         parts += [self.critic_part(on_host=False), self.teacher_part(on_host=False)]
-        who = "guests" if self.config.rollout.guests else "user_model"
+        who = "user_model" if self.config.rollout.user_model else "guests"
         parts += [Part(who.removesuffix("_model"), self.dtype * self.guests, f"rollout.{who}")]
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]

@@ -95,6 +95,7 @@ SETTINGS = [
         ("weight: baseline, path: train.jsonl", "--data.streaming=true", "take out one of the two"),
         ("weight: baseline, path: train.jsonl", "--rollout.max_total_tokens=90", "take out rollout.max_total_tokens"),
         ("weight: baseline, path: train.jsonl", "--teacher.model=model", "take out teacher or rollout.guests"),
+        ("weight: baseline, path: train.jsonl", "--rollout.user=f.py:g", "rollout.user makes completions"),
         ("weight: baseline, path: train.jsonl", "--grpo.beta=1 --grpo.kl_in=reward", "set grpo.kl_in to loss"),
         ("weight: baseline, path: a}, {name: g, weight: baseline, path: b", "", "two guests are named g"),
     ]],
