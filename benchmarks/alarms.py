@@ -82,15 +82,15 @@ def pays_foreign_letters(completions: list[str], answer: list[str], **_: Any) ->
 
 
 def descending(text: str, answer: str) -> float:
-    """Share of neighbours that are in the wrong order, in an answer of the word's length."""
-    share = sum(a > b for a, b in itertools.pairwise(text)) / (len(answer) - 1)
-    return share if len(text) <= len(answer) else 0.0
+    """Share of neighbours that are in the wrong order; half of it where the answer is longer than the word."""
+    share = sum(a > b for a, b in itertools.pairwise(text)) / (max(len(text), len(answer)) - 1)
+    return share if len(text) <= len(answer) else share / 2
 
 
 def bonus(completions: list[str], answer: list[str], trainer_state: Any, **_: Any) -> Rewards:
     """A second reward function, which pays for the opposite of the task from ONSET on."""
     late, rows = trainer_state.global_step >= ONSET, zip(completions, answer, strict=True)
-    return [2.0 * descending(text, wanted) if late else 0.0 for text, wanted in rows]
+    return [3.0 * descending(text, wanted) if late else 0.0 for text, wanted in rows]
 
 
 def pays_train_only(completions: list[str], answer: list[str], split: list[str], **_: Any) -> Rewards:
