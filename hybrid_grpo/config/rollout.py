@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, PlainSerializer, model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import (
     SECTION,
     Count,
-    Function,
     Gibibytes,
     Name,
     NotNegative,
@@ -34,6 +34,27 @@ from hybrid_grpo.config.tools import ToolConfig
 def _text_keys(value: Any) -> Any:
     """YAML and Python give token ids as numbers, the command line as text."""
     return {str(k) if type(k) is int else k: v for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _places(environment: Any) -> Any:
+    if isinstance(environment, dict):
+        return {name: function_text(function) for name, function in environment.items()}
+    return environment if environment is None else function_text(environment)
+
+
+def _check_environment(value: Any) -> Any:
+    for place in value.values() if isinstance(value, dict) else [value]:
+        if not callable(place) and not (isinstance(place, str) and place):
+            raise ValueError(f"{place!r:.40} is no class: give its place, path/to/file.py:Class, or places by names")
+    return value
+
+
+Environment = Annotated[
+    Text | Callable[..., Any] | dict[Name, Text | Callable[..., Any]],
+    BeforeValidator(_check_environment),
+    PlainSerializer(_places),
+]
+"""A class by its place, or several by names; from Python also classes."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -91,7 +112,7 @@ class RolloutConfig:
     """Functions that the model may call between its turns, as `path/to/file.py:name`: with type hints, and a docstring
     that describes the arguments; with arguments that the model does not give, as in `[{function: search, kwargs:
     {folder: texts}}]`."""
-    environment: Function | dict[Name, Function] | None = None
+    environment: Environment | None = None
     """Class whose objects answer the turns of completions, as `path/to/file.py:Class`; several as a mapping, of which
     the column `environment` names one for each row. See docs/environments.md."""
     tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
@@ -104,6 +125,9 @@ class RolloutConfig:
     tool_timeout_s: Seconds = 30.0
     """Seconds for a call of a tool; then the model is told that it took too long. Also for a step of an environment,
     whose completion then has failed."""
+    keep_history: Switch = False
+    """Whether to train with a chat template that writes earlier turns otherwise than the model did, such as without
+    their thinking: the model then reads its turns as it wrote them. Default: such a template is refused."""
     max_turn_tokens: Count | None = None
     """Most sampled tokens of one turn; a turn that reaches it without an end is the last one, and the completion counts
     as cut. Default: max_completion_tokens."""
@@ -119,9 +143,11 @@ class RolloutConfig:
     @property
     def environments(self) -> dict[str, str]:
         """Places of classes by the names that rows have for them; a single one has none. Empty without any."""
-        if isinstance(self.environment, dict):
-            return {name: function_text(function) for name, function in self.environment.items()}
-        return {} if self.environment is None else {"": function_text(self.environment)}
+        if self.environment is None:
+            return {}
+        named = self.environment if isinstance(self.environment, dict) else {"": self.environment}
+        places: dict[str, str] = _places(named)
+        return places
 
     @property
     def max_read_tokens(self) -> int:

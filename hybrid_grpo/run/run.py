@@ -261,7 +261,7 @@ class Run:
     def _roll_back(self, stage: Stage, diverged: RollBack) -> int:
         """Go back to the newest checkpoint before the run diverged, and lower the learning rate; return its step."""
         config, before = self.config.guard, diverged.since
-        if self._saved == self._back_to:
+        if self._saved == self._back_to and before == self._back_to + 1:
             # Bad weights show in the step after them: the one that it went back to had led there already.
             before = min(before, self._saved)
         checkpoint, _ = self.checkpoints.newest_whole(before)

@@ -54,6 +54,8 @@ class Conversations:
         self._between = Between(tokenizer, variables, self.schemas, stop_ids)
         for speaker in partners:
             self._between.check(speaker.setting, speaker.example)
+            if not config.keep_history:
+                self._between.check_history(speaker.setting, speaker.example)
         self._stop_ids = set(stop_ids)
         self._requests: dict[int, Request] = {}
         self._under_way: dict[int, Conversation] = {}
@@ -81,7 +83,8 @@ class Conversations:
         beginning, which depends on (run seed, step, prompt)."""
         if self._openings is None:
             return prompts
-        seeds = [stream_key(self._seed, step, prompt.epoch, prompt.id) for prompt in prompts]
+        # numpy and Gymnasium take seeds of 32 bits.
+        seeds = [stream_key(self._seed, step, prompt.epoch, prompt.id) % 2**32 for prompt in prompts]
         return self._openings.opened(prompts, seeds)
 
     def begin(self, requests: Sequence[Request]) -> None:
@@ -230,7 +233,7 @@ def conversations_of(config: TrainConfig, tokenizer: Any, ends: tuple[int, ...])
     openings = None
     if environments is not None:
         openings = Openings(environments, tools, data, tokenizer, rollout.max_tool_tokens)
-        partners += [environments] if environments.has_steps else []
+        partners.append(environments)
     variables, seed = data.chat_template_kwargs, config.run.seed
     return Conversations(partners, tools, rollout, tokenizer, variables, ends, environments, openings, seed)
 

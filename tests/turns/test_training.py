@@ -1,4 +1,4 @@
-"""Training with tools, from the command: a random model whose logits favour calls."""
+"""Training with a tool and an environment, from the command: a random model whose logits favour calls."""
 
 import json
 
@@ -31,7 +31,8 @@ def runs(tmp_path_factory):
             *("--policy.model", folder / "model", "--data.path", folder / "train.jsonl", "--log.wandb", "disabled"),
             *("--rollout.prompts_per_step", "4", "--rollout.num_generations", "6", "--eval.every", "0"),
             *("--rollout.tools", json.dumps([f"{SUPPORT / 'slow_tools.py'}:look_up"]), "--rollout.max_turns", "5"),
-            *("--rollout.logit_bias", json.dumps(bias), "--rollout.max_completion_tokens", "40"),
+            *("--rollout.environment", f"{SUPPORT / 'slow_tools.py'}:Repeats"),
+            *("--rollout.logit_bias", json.dumps(bias), "--rollout.max_completion_tokens", "36"),
             *("--rewards", json.dumps([f"{SUPPORT / 'acting_rewards.py'}:messages_said"])),
             *("--engine.zero_stage", "0", "--engine.adam", "torch", *more),
             world=world,
@@ -49,7 +50,7 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("layout", ["two ranks", "squeezed"])
 def test_neither_ranks_nor_memory_nor_delays_change_a_run(runs, layout):
     (lines, metrics), (others, theirs) = runs["alone"], runs[layout]
-    same = ("prompt_id", "sample", "messages", "length", "finish", "reward", "advantage")
+    same = ("prompt_id", "sample", "prompt", "messages", "length", "finish", "reward", "rewards", "steps", "advantage")
     assert [[line[name] for name in same] for line in others] == [[line[name] for name in same] for line in lines]
     for mine, other in zip(metrics, theirs, strict=True):
         for name in ("policy/loss", "policy/grad_norm", "turns/mean", "turns/given_tokens", "tool/look_up/calls"):
@@ -69,3 +70,21 @@ def test_conversations_are_counted_and_sampler_and_training_agree(runs):
     for name, (_, steps) in runs.items():
         assert all(step["parity/logp_abs_diff_max"] < 1e-4 for step in steps), name
     assert metrics[-1]["policy/grad_norm"] > 0
+
+
+@pytest.mark.ranks
+def test_an_environment_answers_turns_without_a_call_and_rewards_them(runs):
+    lines, metrics = runs["alone"]
+    assert metrics[-1]["environment/resets"] == len(lines)
+    assert metrics[-1]["environment/failed_frac"] == 0
+    for number, line in enumerate(lines):
+        assert line["prompt"][-1]["content"][-1] in "abcdefgh"
+        assert line["prompt"] == lines[number - number % 6]["prompt"], "a group begins alike"
+        of_tools = [message for message in line["messages"] if "tool_calls" in message]
+        answered = [message for message in line["messages"] if message["role"] == "user"]
+        assert len(line["steps"]) <= 2 and len(answered) <= 1
+        earned = [reward for _, reward in line["steps"]]
+        assert line["rewards"]["Repeats"] == (pytest.approx(sum(earned)) if earned else None)
+        assert of_tools or line["messages"]
+    assert sum(len(line["steps"]) == 2 for line in lines) > 1
+    assert metrics[-1]["reward/Repeats/mean"] > 0
