@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 from transformers.utils import cached_file
 
 from hybrid_grpo import engine as engines
@@ -91,7 +92,8 @@ class TrainedModel:
     def step(self) -> StepResult:
         """One optimizer step with the gradients of `engine.backward`. If they are not finite, all ranks skip the step
         and count it."""
-        result = self.engine.step(self.lr)
+        with record_function("stage/optimizer"):
+            result = self.engine.step(self.lr)
         self.optimizer_steps += 1
         self.skipped_steps += not result.applied
         if self.average is not None and result.applied:
@@ -186,7 +188,7 @@ class Policy(TrainedModel):
         """Sample `num_generations` completions of every prompt, but for those that are in the journal, if there is one,
         and those `given` by the keys of their random streams (see `requests_of`). Ranks enter and leave together."""
         requests, sampling = requests_of(prompts, config, seed, step), sampling_of(config, stop_ids)
-        with self.engine.generation() as view:
+        with record_function("stage/generate"), self.engine.generation() as view:
 
             def sample(requests: list[Request], on_finish: OnFinish | None) -> Any:
                 called = on_finish, on_step

@@ -100,8 +100,7 @@ class Trainer(Stage):
         self.loader.update()
         self.progress.enter("old_logp")
         # Kept before anything is learned from it, in case the run stops here. It has no advantages yet.
-        self.last_rollout = (rollout, scores, torch.full_like(scores.reward_B, torch.nan))
-        self.last_advantages_BT = None
+        self.last_rollout, self.last_advantages_BT = (rollout, scores, scores.reward_B * torch.nan), None
         self.inputs.rewards.refuse_failures(scores, self.device)
         return rollout, scores
 

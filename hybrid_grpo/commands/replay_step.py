@@ -280,10 +280,11 @@ def _told(summary: dict[str, Any], table: pyarrow.Table, target: Path) -> str:
     for name, pair in summary["numbers"].items():
         cells = (f"{value:16.9g}" if value is not None else f"{'-':>16}" for value in pair.values())
         lines.append(f"  {name:28}{''.join(cells)}")
-    verdict = "are those logged" if summary["same"] else "are not those logged"
+    lines.append("")
     if summary["settings"]:
-        verdict += f", with {', '.join(summary['settings'])}"
-    lines.append(f"\n  loss and gradient norm {verdict}")
+        lines += [f"  with {change}" for change in summary["settings"]]
+    else:
+        lines.append(f"  loss and gradient norm are {'' if summary['same'] else 'not '}those logged")
     compared = summary["completions"]
     if compared is None:
         lines.append("  the run has not saved the tokens of this step")

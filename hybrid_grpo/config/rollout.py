@@ -125,6 +125,9 @@ class RolloutConfig:
     tool_timeout_s: Seconds = 30.0
     """Seconds for a call of a tool; then the model is told that it took too long. Also for a step of an environment,
     whose completion then has failed."""
+    keep_history: Switch = False
+    """Whether to train with a chat template that writes earlier turns otherwise than the model did, such as without
+    their thinking: the model then reads its turns as it wrote them. Default: such a template is refused."""
     max_turn_tokens: Count | None = None
     """Most sampled tokens of one turn; a turn that reaches it without an end is the last one, and the completion counts
     as cut. Default: max_completion_tokens."""

@@ -44,6 +44,11 @@ class ModelRunConfig:
             "policy.dtype bfloat16 needs engine.zero_stage 1 or higher (at stage 0 DeepSpeed keeps no float32 weights):"
             " set engine.zero_stage to 1, or policy.dtype to float32",
         )
+        last = max(self.log.profiled, default=0)
+        refuse(
+            last > self.run.steps,
+            f"log.profile {last} is behind the last step, run.steps {self.run.steps}: name an earlier one",
+        )
         return self
 
 

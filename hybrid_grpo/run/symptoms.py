@@ -193,7 +193,7 @@ class Symptoms:
         return Sign(dead - right, f"{dead:.0%} of the groups teach nothing, and {right:.0%} are all right")
 
     def _constant(self, step: int, values: dict[str, float]) -> Sign | None:
-        if not self._rewarded or "reward/max" not in values:
+        if not self._rewarded or not {"reward/max", "reward/min", "reward/mean"} <= values.keys():
             return None
         spread, start = values["reward/max"] - values["reward/min"], self._of("reward/mean").start
         learned = values.get("group/all_right_frac", 0.0) > 0.99 and values["reward/mean"] > start

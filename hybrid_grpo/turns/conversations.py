@@ -54,6 +54,8 @@ class Conversations:
         self._between = Between(tokenizer, variables, self.schemas, stop_ids)
         for speaker in partners:
             self._between.check(speaker.setting, speaker.example)
+            if not config.keep_history:
+                self._between.check_history(speaker.setting, speaker.example)
         self._stop_ids = set(stop_ids)
         self._requests: dict[int, Request] = {}
         self._under_way: dict[int, Conversation] = {}

@@ -4,9 +4,10 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from paths import ROOT
 
-from hybrid_grpo.config import AlarmConfig, RunConfig, TrainConfig, build, to_dict
-from hybrid_grpo.config.errors import RunStopped
+from hybrid_grpo.config import AlarmConfig, AlarmsConfig, RunConfig, TrainConfig, build, to_dict
+from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.divergence import RollBack
@@ -156,6 +157,13 @@ def test_an_alarm_is_said_once_for_every_time_that_it_begins_and_null_takes_it_o
     assert config.alarms.kl == AlarmConfig(above=1.0, patience=2) and build(TrainConfig, to_dict(config)) == config
 
 
+def test_every_alarm_has_its_line_in_the_docs_and_its_sick_run():
+    page = (ROOT / "docs/when-something-looks-wrong.md").read_text()
+    program = (ROOT / "benchmarks/alarms.py").read_text()
+    for name in AlarmsConfig().named:
+        assert f"\n| `{name}` | " in page and f'\n    Case("{name}", ' in program, name
+
+
 def test_what_an_alarm_does():
     """Stop is stronger than going back; that is behind the first bad step; a resumed run has patience anew."""
     going = alarms({"kl": {"patience": 2, "action": "roll_back"}, "ratio": {"patience": 3, "action": "stop"}})
@@ -204,3 +212,8 @@ def test_a_resumed_run_knows_its_best_evaluation(tmp_path, capsys):
     assert run.restore(stage) == 1
     assert run.watched(2, line(0.6, 0.4))["health/alarm"] == 1.0
     assert "held-out accuracy is 0.400 after 0.500 at step 0" in capsys.readouterr().out
+
+
+def test_a_number_of_ones_own_that_is_no_metric_is_refused():
+    with pytest.raises(UserError, match=r"alarms\.numbers policy/kul is no metric: did you mean policy/kl\?"):
+        Alarms(AlarmsConfig(numbers={"policy/kul": AlarmConfig(above=1.0)}))

@@ -99,6 +99,10 @@ def make_settings(folder: Path) -> None:
         "copyrun/rollouts/step_copy.jsonl": "{}\n",
         "listrun/metrics.jsonl": "[1]\n",
         "emptyrun/metrics.jsonl": "",
+        "sftrun/config.yaml": "sft: {batch_size: 4}\n",
+        "sftrun/metrics.jsonl": '{"step": 1}\n',
+        "oldrun/config.yaml": (folder / "train.yaml").read_bytes(),
+        "oldrun/metrics.jsonl": '{"step": 1}\n{"step": 2}\n',
     }
     for name, content in files.items():
         write(folder / name, content)

@@ -22,10 +22,10 @@ export class Decoder {
     this.all = [];
   }
 
-  // decoders: of each rank the times `t` in seconds, and at each the numbers of completions by KINDS; `slots`.
+  // decoders: of each rank (null where it decoded nothing) the times `t` in seconds, and at each the numbers of completions by KINDS; `slots`.
   show(decoders) {
     this.all = decoders;
-    const ends = decoders.map(one => one.t?.at(-1) ?? 0);
+    const ends = decoders.map(one => one?.t?.at(-1) ?? 0);
     if (this.ranks.options.length !== decoders.length) {
       this.ranks.replaceChildren(...decoders.map((_, rank) => el("option", { value: rank }, `rank ${rank}`)));
       this.picked = false;
@@ -44,7 +44,8 @@ export class Decoder {
   draw() {
     const one = this.all[Number(this.ranks.value)],
       times = one?.t ?? [];
-    this.card.hidden = !times.length;
+    this.frame.area.hidden = this.frame.above.hidden = this.frame.below.hidden = !times.length;
+    this.frame.legend.textContent = times.length ? "" : "This rank decoded nothing.";
     if (!times.length) return;
     const end = times.at(-1) || 1e-9,
       slots = one.slots ?? Math.max(1, ...times.map((_, place) => at(one.decoding, place) + at(one.waiting, place))),
@@ -58,10 +59,13 @@ export class Decoder {
       queueHeight = value => 1 - (0.94 - upper) * (value / queue);
     const area = (values, height, floor, color) =>
       outline(x, values.map(height), floor, { fill: `var(${color})`, opacity: 0.85 });
-    const spent = times.map((time, place) => time - (times[place - 1] ?? 0)),
+    const spent = times.map((time, place) => time - (times[place - 1] ?? time)),
       total = spent.reduce((sum, part) => sum + part, 0) || 1,
       share = spent.reduce((sum, part, place) => sum + (part * Math.min(1, busy[place] / slots)) / total, 0),
-      tail = spent.reduce((sum, part, place) => sum + (2 * busy[place] < slots && !at(one.queued, place) ? part : 0), 0);
+      tail = spent.reduce(
+        (sum, part, place) => sum + (2 * busy[place] < slots && !at(one.queued, place) ? part : 0),
+        0,
+      );
     const words = `${slots} slots, ${Math.round(100 * share)} % of them decoding; for the last ${duration(tail)} fewer than half.`;
     this.frame.labels(["0 s", duration(end / 2), duration(end)], [`${slots} slots`, "0", `${number(queue)} queued`]);
     this.frame.above.style.setProperty("--upper", `${100 * upper}%`);
@@ -71,11 +75,17 @@ export class Decoder {
       picture: drawing(
         area(used, slotHeight, upper, KINDS[1][1]),
         area(busy, slotHeight, upper, KINDS[0][1]),
-        area(times.map((_, place) => at(one.queued, place)), queueHeight, 1, KINDS[2][1]),
+        area(
+          times.map((_, place) => at(one.queued, place)),
+          queueHeight,
+          1,
+          KINDS[2][1],
+        ),
       ),
       count: times.length,
       box: place => [Math.max(0, x[place] - 0.002), 0, 0.004, 1],
-      under: left => x.reduce((best, value, place) => (Math.abs(value - left) < Math.abs(x[best] - left) ? place : best), 0),
+      under: left =>
+        x.reduce((best, value, place) => (Math.abs(value - left) < Math.abs(x[best] - left) ? place : best), 0),
       say: place =>
         facts(duration(times[place]), [
           ...KINDS.map(([kind]) => [kind, String(at(one[kind], place))]),
@@ -84,7 +94,9 @@ export class Decoder {
     });
     const pages = one.pages_used_max;
     this.frame.legend.replaceChildren(
-      ...KINDS.map(([kind, color]) => el("span", {}, el("i", { class: "key", style: { background: `var(${color})` } }), kind)),
+      ...KINDS.map(([kind, color]) =>
+        el("span", {}, el("i", { class: "key", style: { background: `var(${color})` } }), kind),
+      ),
       el("span", {}, words, pages === undefined ? "" : ` At most ${Math.round(100 * pages)} % of the cache in use.`),
     );
   }

@@ -16,8 +16,17 @@ let run = null,
   turn = 0;
 
 const runs = el("select", { "aria-label": "Run", onchange: () => choose(runs.value) });
-const slider = el("input", { type: "range", class: "steps", "aria-label": "Step", oninput: () => go(Number(slider.value)) });
-const newest = el("button", { type: "button", class: "main", "aria-pressed": "true", onclick: () => go(null) }, "Newest");
+const slider = el("input", {
+  type: "range",
+  class: "steps",
+  "aria-label": "Step",
+  oninput: () => go(Number(slider.value)),
+});
+const newest = el(
+  "button",
+  { type: "button", class: "main", "aria-pressed": "true", onclick: () => go(null) },
+  "Newest",
+);
 const status = el("p", { class: "soft", role: "status" });
 const waterfall = new Waterfall(),
   decoder = new Decoder();
@@ -87,7 +96,10 @@ async function draw() {
     waterfall.card.hidden = false;
     waterfall.show(details.stages);
   }
-  if (details.decoder?.length) decoder.show(details.decoder);
+  if (details.decoder?.some(Boolean)) {
+    decoder.card.hidden = false;
+    decoder.show(details.decoder);
+  }
   const names = Object.keys(noted?.by_name ?? {});
   for (const name of names) {
     if (!pairs.has(name)) pairs.set(name, makePair(name));
@@ -102,7 +114,11 @@ async function draw() {
 
 function makePair(name) {
   const bars = new Frame({ title: title(name), tall: 140, hint: "The arrow keys read bars." }),
-    time = new Heat({ title: `${title(name)} over time`, tall: 140, hint: "The arrow keys read cells, enter opens the step." });
+    time = new Heat({
+      title: `${title(name)} over time`,
+      tall: 140,
+      hint: "The arrow keys read cells, enter opens the step.",
+    });
   return { bars, time, cards: [bars.card, time.card] };
 }
 
@@ -113,7 +129,12 @@ function drawPair(name, { step: of, by_name: noted }, over, now) {
     width = edges.at(-1) - low || 1,
     most = Math.max(...counts),
     total = counts.reduce((sum, count) => sum + count, 0);
-  const place = at => [(edges[at] - low) / width, 1 - counts[at] / most, (edges[at + 1] - edges[at]) / width || 1, counts[at] / most];
+  const place = at => [
+    (edges[at] - low) / width,
+    1 - counts[at] / most,
+    (edges[at + 1] - edges[at]) / width || 1,
+    counts[at] / most,
+  ];
   bars.labels([low, low + width / 2, edges.at(-1)].map(number));
   bars.show({
     words: `${whole(total)} values of step ${of}, from ${number(low)} to ${number(edges.at(-1))}.`,
