@@ -14,7 +14,8 @@ from char_tokenizer import char_tokenizer, ids
 from paths import SUPPORT
 from workshop import Workshop
 
-from hybrid_grpo.config import GrpoConfig, RolloutConfig
+from hybrid_grpo.config import GrpoConfig, RolloutConfig, build
+from hybrid_grpo.config.commands import ReplayConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, RewardStatus, Rollout, Scores, TrainBatch
 from hybrid_grpo.generation.rollout import requests_of
@@ -165,7 +166,9 @@ def test_saved_completions_take_the_place_of_sampling(tmp_path):
 @pytest.mark.parametrize("steps", [None, [[], [], [(1, 0.5), (2, 0.5)], []]])
 def test_saved_rewards_are_those_that_the_functions_gave(tmp_path, steps):
     rollout, scores, saved = make_saved(tmp_path / "rollouts", steps)
-    rewards = SavedRewards(Rewards([SimpleNamespace(name="named", interface=SimpleNamespace(required=()))]), saved)
+    functions = Rewards([SimpleNamespace(name="named", interface=SimpleNamespace(required=("environments",)))])
+    functions.inputs = (*functions.inputs, "environments")
+    rewards = SavedRewards(functions, saved)
     with rewards.stream(rollout.prompts, 2, 3) as stream:
         for row, completion in enumerate(rollout.completions):
             stream.add(row // 2, row % 2, completion)
@@ -178,6 +181,13 @@ def test_saved_rewards_are_those_that_the_functions_gave(tmp_path, steps):
     assert found.steps == scores.steps
     with pytest.raises(UserError, match=r"has not saved sample 0 of prompt 9 in step 3: set replay\.rewards to again"):
         rewards.stream([Prompt(9, "r", [1], {})], 2, 3)
+
+
+def test_saved_completions_have_no_environments_to_reward_them():
+    settings = {"rollout": {"environment": "game.py:Game"}, "replay": {"completions": "saved"}}
+    with pytest.raises(UserError, match=r"replay\.completions saved brings no environments.*replay\.rewards to saved"):
+        build(ReplayConfig, settings)
+    build(ReplayConfig, {**settings, "replay": {"completions": "saved", "rewards": "saved"}})
 
 
 def test_steps_that_alarms_have_skipped_are_skipped_again():
