@@ -69,7 +69,8 @@ def main() -> None:
     )
     trainer.train()
     trainer.save_model(str(folder / "model"))
-    tokenizer.save_pretrained(folder / "model")
+    # As it was: hybrid-grpo eval is to read the calls of both models by the same format.
+    AutoTokenizer.from_pretrained(policy["model"]).save_pretrained(folder / "model")
     steps = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
     (folder / "trl.json").write_text(json.dumps({"steps_s": steps, "rewards": means}))
 

@@ -315,22 +315,6 @@ READY_MADE = [
     ("python", {"code": "print(sum(range(10)))"}, "45"),
     ("python", {"code": "print(1)\nraise KeyError('a')"}, "1\n\nKeyError: 'a'"),
     ("python", {"code": "open('/etc/passwd')"}, "PermissionError"),
-]
-
-
-@pytest.fixture(scope="module")
-def ready_made():
-    return Tools(RolloutConfig(tools=["calculator", "python"]), ScoringConfig(workers=1))
-
-
-@pytest.mark.parametrize(("name", "arguments", "result"), READY_MADE)
-def test_the_tools_that_are_there_already(ready_made, name, arguments, result):
-    told = queue.SimpleQueue()
-    ready_made.call(Call(name, arguments), told.put)
-    assert told.get(timeout=60).strip().startswith(result)
-
-
-OF_TRL = [
     ("multiply", {"a": 6, "b": 7}, "42"),
     ("async_add", {"a": 6, "b": 7}, "13"),
     ("count", {"item": "chair"}, '{"item": "chair", "count": 3, "colours": "all"}'),
@@ -340,24 +324,21 @@ OF_TRL = [
 
 
 @pytest.fixture(scope="module")
-def tools_of_trl():
-    names = ("multiply", "async_add", "count")
-    return Tools(
-        RolloutConfig(tools=[f"{SUPPORT / 'trl_tools.py'}:{name}" for name in names]), ScoringConfig(workers=1)
-    )
+def ready_made():
+    of_trl = [f"{SUPPORT / 'trl_tools.py'}:{name}" for name in ("multiply", "async_add", "count")]
+    return Tools(RolloutConfig(tools=["calculator", "python", *of_trl]), ScoringConfig(workers=1))
 
 
-@pytest.mark.parametrize(("name", "arguments", "result"), OF_TRL)
-def test_tools_written_for_trl_are_called_unchanged(tools_of_trl, name, arguments, result):
+@pytest.mark.parametrize(("name", "arguments", "result"), READY_MADE)
+def test_the_tools_that_are_there_already_and_those_written_for_trl(ready_made, name, arguments, result):
     told = queue.SimpleQueue()
-    tools_of_trl.call(Call(name, arguments), told.put)
-    assert told.get(timeout=60) == result
+    ready_made.call(Call(name, arguments), told.put)
+    assert told.get(timeout=60).strip().startswith(result)
 
 
-def test_tools_written_for_trl_are_described_as_trl_does(tools_of_trl):
-    assert tools_of_trl.schemas == [
-        get_json_schema(f) for f in (trl_tools.multiply, trl_tools.async_add, trl_tools.count)
-    ]
+def test_tools_written_for_trl_are_described_as_trl_does(ready_made):
+    functions = (trl_tools.multiply, trl_tools.async_add, trl_tools.count)
+    assert ready_made.schemas[-3:] == [get_json_schema(function) for function in functions]
 
 
 @pytest.mark.parametrize(
