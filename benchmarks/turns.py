@@ -166,7 +166,7 @@ def learn(kind: str, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=("lookup", "search", "calculator"), default="lookup")
+    parser.add_argument("--task", choices=("lookup", "search", "calculator", "guess"), default="lookup")
     parser.add_argument("--seeds", default="0,1,2", help="separated by commas; empty for the latency alone")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)

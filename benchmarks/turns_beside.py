@@ -1,9 +1,10 @@
 """Training with a tool, ours beside TRL's GRPOTrainer: the look-up task, the same warmed-up model and settings.
 
-    python benchmarks/turns_beside.py --trl PYTHON [--steps 100] [--seed 0] [--json FILE]
+    python benchmarks/turns_beside.py --trl PYTHON [--steps 100] [--seed 0] [--tool-s 0.02] [--json FILE]
 
 PYTHON is that of an environment that `bash benchmarks/trl_env.sh FOLDER` has made. Both sides train for as many steps,
-one after the other, each on one core with all its processes, those of tools included.
+one after the other, each on one core with all its processes, those of tools included. `--tool-s` takes a tool that
+answers after so many seconds, an `async def` (late_lookup.py), in place of one that answers at once.
 
 `step_s` and `trl_step_s` are mean seconds of the steps behind the first, `step_ratio` is TRL's by ours. `wall_s` and
 `trl_wall_s` are seconds of the whole commands, from the start to the written model, and `wall_ratio` is theirs.
@@ -42,11 +43,14 @@ def warmed_up(place: str, seed: int) -> tuple[list[str], str]:
     return [*map(str, train), *shared], str(task / "heldout.jsonl")
 
 
-def measure(python: Path, seed: int, steps: int) -> dict[str, Any]:
+def measure(python: Path, seed: int, steps: int, tool_s: float | None) -> dict[str, Any]:
     """Train on both sides."""
     with tempfile.TemporaryDirectory() as place:
         settings, held_out = warmed_up(place, seed)
         settings += ["--run.steps", str(steps), "--eval.every", "0"]
+        if tool_s is not None:
+            os.environ["TOOL_S"] = str(tool_s)
+            settings += ["--rollout.tools", json.dumps([f"{ROOT / 'benchmarks/late_lookup.py'}:look_up"])]
         config = parse(TrainConfig, settings, "train").config
         rows = config.rollout.prompts_per_step * config.rollout.num_generations
         told = {"config": to_dict(config), "micro_rows": rows, "steps": steps, "tool_tokens": ANSWER, "folder": place}
@@ -67,6 +71,7 @@ def measure(python: Path, seed: int, steps: int) -> dict[str, Any]:
     step_s, trl_step_s = mean(steps_s[1:]), mean(theirs["steps_s"][1:])
     return {
         "steps": steps,
+        "tool_s": tool_s or 0.0,
         "step_s": step_s,
         "trl_step_s": trl_step_s,
         "step_ratio": trl_step_s / step_s,
@@ -86,9 +91,10 @@ def main() -> None:
     parser.add_argument("--trl", type=Path, required=True, help="python of an environment with TRL")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tool-s", type=float, help="seconds that the tool takes; not given: none")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    result = measure(given.trl, given.seed, given.steps)
+    result = measure(given.trl, given.seed, given.steps, given.tool_s)
     print(json.dumps(result, indent=1))
     if given.json:
         given.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -13,20 +13,18 @@ same. Its `max_completion_length` counts what tools give, so it is that of our l
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import late_lookup
 from datasets import Dataset
 from step_trl import reward_functions, settings
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOTrainer
 from trl.chat_template_utils import qwen3_template
-
-sys.path.append(str(Path(__file__).parent.parent / "training_scripts"))
-
-from lookup_tools import look_up
 
 
 class Clock(TrainerCallback):
@@ -66,7 +64,7 @@ def main() -> None:
             max_tool_calling_iterations=answers,
         ),
         train_dataset=Dataset.from_list(rows),
-        tools=[look_up],
+        tools=[late_lookup.look_up if "TOOL_S" in os.environ else late_lookup.lookup_tools.look_up],
         callbacks=[clock],
     )
     trainer.train()

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 from transformers.utils import cached_file
 
 from hybrid_grpo import engine as engines
@@ -22,6 +23,7 @@ from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling,
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.average import MovingAverage
+from hybrid_grpo.model.flops import Cost
 from hybrid_grpo.model.loading import load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
@@ -51,6 +53,7 @@ class TrainedModel:
     Attributes:
         lr_scale: what the schedule's learning rate is multiplied with; lower after the guard has rolled back.
         average: the moving average of the weights, with `policy.ema_decay`.
+        cost: what a token costs the model in floating-point operations.
     """
 
     lr_scale = 1.0
@@ -78,6 +81,7 @@ class TrainedModel:
             model = load(attention)
         view = meta_copy(model, view_attention or plain_attention(model.config, policy.attn_implementation))
         self.adapters = Adapters(model, lora, seed) if lora is not None and lora.rank else None
+        self.cost = Cost.of(model)
         by_layer = self.adapters.by_layer if self.adapters else None
         self.engine = engines.Engine(wrap(model), model, view, self.deepspeed_config, by_layer, keep_view=keep_view)
         trained = self.engine.engine
@@ -91,7 +95,8 @@ class TrainedModel:
     def step(self) -> StepResult:
         """One optimizer step with the gradients of `engine.backward`. If they are not finite, all ranks skip the step
         and count it."""
-        result = self.engine.step(self.lr)
+        with record_function("stage/optimizer"):
+            result = self.engine.step(self.lr)
         self.optimizer_steps += 1
         self.skipped_steps += not result.applied
         if self.average is not None and result.applied:
@@ -186,7 +191,7 @@ class Policy(TrainedModel):
         """Sample `num_generations` completions of every prompt, but for those that are in the journal, if there is one,
         and those `given` by the keys of their random streams (see `requests_of`). Ranks enter and leave together."""
         requests, sampling = requests_of(prompts, config, seed, step), sampling_of(config, stop_ids)
-        with self.engine.generation() as view:
+        with record_function("stage/generate"), self.engine.generation() as view:
 
             def sample(requests: list[Request], on_finish: OnFinish | None) -> Any:
                 called = on_finish, on_step

@@ -100,8 +100,7 @@ class Trainer(Stage):
         self.loader.update()
         self.progress.enter("old_logp")
         # Kept before anything is learned from it, in case the run stops here. It has no advantages yet.
-        self.last_rollout = (rollout, scores, torch.full_like(scores.reward_B, torch.nan))
-        self.last_advantages_BT = None
+        self.last_rollout, self.last_advantages_BT = (rollout, scores, scores.reward_B * torch.nan), None
         self.inputs.rewards.refuse_failures(scores, self.device)
         return rollout, scores
 
@@ -246,5 +245,5 @@ class Trainer(Stage):
     def measure(self, rollout: Rollout, scores: Scores) -> None:
         """Numbers of the step that its stages did not add."""
         self.meter.update(self.numbers_of(rollout, scores) | self.loader.numbers())
-        self.meter.update(measure_costs(rollout, self.plan.num_iterations, self.meter))
+        self.meter.update(measure_costs(rollout, self.plan.num_iterations, self.policy, self.meter))
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)

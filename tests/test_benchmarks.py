@@ -7,8 +7,10 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import forks
 import pytest
 from paths import ROOT
+from warm_python import programs
 
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -122,9 +124,10 @@ def test_the_warm_up_decodes_what_is_timed(monkeypatch):
 
 
 HELP = """
-import runpy, sys
+import os, runpy, sys
 for path in sys.argv[1:]:
     before, sys.argv = list(sys.path), [path, "--help"]
+    sys.path.insert(0, os.path.dirname(path))
     try:
         runpy.run_path(path, run_name="__main__")
     except SystemExit as ended:
@@ -137,16 +140,14 @@ for path in sys.argv[1:]:
 def test_every_benchmark_finds_what_it_imports():
     """That of reward models looked for a file of the tests where it had been before the tests were sorted."""
     scripts = [path for path in (ROOT / "benchmarks").glob("*.py") if "argparse" in path.read_text()]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "benchmarks")))}
-    command = [sys.executable, "-c", HELP, *map(str, scripts)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert len(scripts) > 7 and done.stdout.count("usage: ") == len(scripts)
+    done = forks.run("-c", HELP, *scripts)
+    assert done.status == 0, done.err
+    assert len(scripts) > 7 and done.out.count("usage: ") == len(scripts)
 
 
 def gpu_sh(out, *arguments: str) -> subprocess.CompletedProcess[str]:
     trl = os.environ.get("TRL_ENV", str(step.TRL))
-    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    path = f"{programs()}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "SKIP_SETUP": "1", "TRL_ENV": trl}
     environment.pop("RANK", None)
     command = ["bash", str(ROOT / "benchmarks/gpu.sh"), "--toy", "--out", str(out), *arguments]

@@ -20,12 +20,14 @@ import forks
 import pytest
 from forks import free_port
 from paths import ROOT
+from warm_python import programs
 
 pytestmark = pytest.mark.process
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 NEEDS = re.compile(r"<!-- needs a (GPU|hub) -->")
-SHORT = "--run.steps 2 --policy.dtype float32 --rollout.max_completion_tokens 8"
+SHORT = "--run.steps 2 --policy.dtype float32 --rollout.max_completion_tokens 8 --rollout.prompts_per_step 8"
+SHORT_EVALUATION = "--data.eval_limit 32"
 ENVIRONMENT = {"WANDB_MODE": "disabled", "REWARD_TOKEN": "secret"}
 PLACEHOLDERS = {
     " MODEL ": " runs/quickstart-task/model ",
@@ -77,7 +79,10 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    shell(f"bash training_scripts/quickstart.sh {SHORT}", folder)
+    for name in ("training_scripts/quickstart_sft.yaml", "examples/from_python.py"):
+        (folder / name).write_text(of_two_steps((ROOT / name).read_text()))
+    shell(f"bash training_scripts/quickstart.sh {SHORT} {SHORT_EVALUATION}", folder)
+    assert len((folder / "runs/quickstart-sft/metrics.jsonl").read_text().splitlines()) == 2
     for block in PYTHON:
         first = re.match(r"# (\w+\.py)\n", block.text)
         if first:
@@ -107,7 +112,7 @@ def shell(command: str, folder: Path) -> str:
     environment = {
         **os.environ,
         **ENVIRONMENT,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{programs()}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(folder),
         "SKIP_SETUP": "1",
         "DS_ACCELERATOR": "cpu",
@@ -132,7 +137,15 @@ def shortened(command: str) -> str:
     trains = re.search(r"hybrid[_-]grpo train|quickstart\.sh", command)
     if re.search(r"hybrid[_-]grpo sft", command):
         return f"{command} --run.steps 2"
-    return f"{command} {SHORT}" if trains else command
+    evaluation = f" {SHORT_EVALUATION}" if "--data.eval_path" in command else ""
+    return f"{command} {SHORT}{evaluation}" if trains else command
+
+
+def of_two_steps(text: str) -> str:
+    """A recipe, or a program in Python, with its runs cut short."""
+    short, count = re.subn(r'(\bsteps"?: )\d+', r"\g<1>2", text)
+    assert count, text
+    return short
 
 
 def commands(block: Block) -> list[str]:
@@ -143,9 +156,9 @@ def commands(block: Block) -> list[str]:
 
 def serve(command: str, folder: Path) -> None:
     """Start a server, wait until it says that it listens, and end it as its page says."""
-    environment = {**os.environ, "PYTHONPATH": str(folder), "REWARD_TOKEN": "secret", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "REWARD_TOKEN": "secret", "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(
-        [sys.executable, "-m", "hybrid_grpo", *shlex.split(command)[1:]],
+        [programs() / "hybrid-grpo", *shlex.split(command)[1:]],
         cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert server.stdout is not None
@@ -184,7 +197,7 @@ def test_commands(block: Block, clone: Path) -> None:
 def test_python(block: Block, clone: Path) -> None:
     if "hg." in block.text:
         shutil.rmtree(clone / "runs/vowels", ignore_errors=True)
-        (clone / "page.py").write_text(block.text)
+        (clone / "page.py").write_text(of_two_steps(block.text) if '"steps"' in block.text else block.text)
         assert "runs/" in run("python page.py", clone) or "print" not in block.text
         return
     score = "def score(line):\n    return float(len(line))\n\n\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from paths import ROOT
+from warm_python import programs
 
 from hybrid_grpo.config import (
     GenerateConfig,
@@ -40,7 +41,7 @@ def handed_over(script: str, tmp_path: Path, *arguments: str) -> list[list[str]]
         *"torch.cuda.device_count()"*) echo "0 29500" ;;
         *"print(sys.prefix)"*) echo "{tmp_path}" ;;
         "-m hybrid_grpo generate"* | training_scripts/three_stages_*) {calls} ;;
-        *) exec "{sys.executable}" "$@" ;;
+        *) exec "{programs()}/python" "$@" ;;
     esac"""
     for name, lines in (("python", python), ("deepspeed", calls)):
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{lines}\n")

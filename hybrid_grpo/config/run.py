@@ -107,6 +107,9 @@ class LogConfig:
     written, and with those of tokens in details.jsonl; 0 makes none."""
     details: Switch = True
     """Write details.jsonl: the groups of each step, its stages on every rank and the course of decoding."""
+    profile: Count | list[Count] = field(default_factory=list)
+    """Step, or list of steps, that torch's profiler traces: a trace of each rank, and a table of the operations of each
+    stage that took longest, in profile/. Such a step takes longer. Default: none."""
 
     @model_validator(mode="after")
     def _check(self) -> LogConfig:
@@ -117,6 +120,15 @@ class LogConfig:
             f"log.wandb_view needs wandb online, and log.trackers is {self.trackers} with log.wandb {self.wandb}:"
             " take it out, or set log.wandb to online",
         )
+        refuse(
+            len(set(self.profiled)) < len(self.profiled),
+            f"log.profile {self.profile} names a step twice: take one out",
+        )
         twice = next((name for name in self.trackers if self.trackers.count(name) > 1), None)
         refuse(twice is not None, f"log.trackers names {twice} twice: take one out")
         return self
+
+    @property
+    def profiled(self) -> list[int]:
+        """The steps of `profile`."""
+        return self.profile if isinstance(self.profile, list) else [self.profile]

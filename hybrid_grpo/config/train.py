@@ -44,6 +44,11 @@ class ModelRunConfig:
             "policy.dtype bfloat16 needs engine.zero_stage 1 or higher (at stage 0 DeepSpeed keeps no float32 weights):"
             " set engine.zero_stage to 1, or policy.dtype to float32",
         )
+        last = max(self.log.profiled, default=0)
+        refuse(
+            last > self.run.steps,
+            f"log.profile {last} is behind the last step, run.steps {self.run.steps}: name an earlier one",
+        )
         return self
 
 
@@ -110,7 +115,7 @@ class TrainConfig(ModelRunConfig):
             f" rollout.max_completion_tokens {rollout.max_completion_tokens}",
         )
         twice = next((name for name in names if names.count(name) > 1), None)
-        refuse(twice is not None, f"rewards: {twice} is also the name of an environment's reward: set `name` on it")
+        refuse(twice is not None, f"rewards: {twice} is also the name of an environment's reward: set `name` on one")
         outcome = self.eval.outcome
         refuse(
             outcome is not None and outcome not in names,
@@ -159,6 +164,11 @@ class TrainConfig(ModelRunConfig):
 
     def _check_teacher(self) -> None:
         self.teacher.check(self.data.prompt_column)
+        refuse(
+            self.teacher.prompt_column is not None and bool(self.rollout.environment),
+            f"teacher.prompt_column {self.teacher.prompt_column} is read in place of the prompt, at whose end"
+            " rollout.environment writes what the policy reads: take out one of them",
+        )
         compares = ("baseline", "scale_rewards", "combine_rewards", "step_credit", "overlong_buffer", "kl_in")
         for name in (*compares, "dynamic_sampling") if self.rollout.num_generations < 2 else ():
             value, default = getattr(self.grpo, name), GrpoConfig.__dataclass_fields__[name].default

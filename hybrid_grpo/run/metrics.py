@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from hybrid_grpo import distributed
 from hybrid_grpo.run.catalogue import FIXED, PATTERNS, Reduction, describe
@@ -85,13 +86,15 @@ class Meter:
     def time(self, name: str) -> Iterator[None]:
         """Add the seconds the block takes, and note it as a stage of the step; work still queued on the GPU is waited
         for, before and after."""
+        stage = name.removeprefix("time/").removesuffix("_s")
         self._synchronize()
         start = time.perf_counter()
-        yield
+        with record_function(f"stage/{stage}"):
+            yield
         self._synchronize()
         end = time.perf_counter()
         self.add(name, end - start)
-        self.spans.append((name.removeprefix("time/").removesuffix("_s"), start, end))
+        self.spans.append((stage, start, end))
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

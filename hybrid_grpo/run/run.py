@@ -26,6 +26,7 @@ from hybrid_grpo.run.exporting import export, exported
 from hybrid_grpo.run.files import replace_text, sync
 from hybrid_grpo.run.lock import FolderLock
 from hybrid_grpo.run.origin import origin
+from hybrid_grpo.run.profiling import Profiler
 from hybrid_grpo.run.report import write_report
 from hybrid_grpo.run.resuming import find_start, load_stage, settings_of
 from hybrid_grpo.run.said import write_alarm
@@ -160,6 +161,7 @@ class Run:
 
     def _advance(self, stage: Stage, done: int, settings: dict[str, Any]) -> None:
         """Make the steps behind `done`, and export the model."""
+        profiler = Profiler(self.config.log.profiled, self.folder / "profile")
         told = self.config.log, self.folder, self.config.run.steps, done or -1, settings, stage.policy.tokenizer
         with Log(*told) as log, self._reported():
             if self._saves and self._saved is None:
@@ -177,7 +179,8 @@ class Run:
                 before = copy.deepcopy(_states(stage))
                 stage.details.begin(k)
                 try:
-                    stage.step(k)
+                    with profiler.step(k, stage.meter):
+                        stage.step(k)
                 except RunInterrupted:
                     if self._saved != k - 1:
                         stage.progress.enter("saving")
@@ -258,7 +261,7 @@ class Run:
     def _roll_back(self, stage: Stage, diverged: RollBack) -> int:
         """Go back to the newest checkpoint before the run diverged, and lower the learning rate; return its step."""
         config, before = self.config.guard, diverged.since
-        if self._saved == self._back_to:
+        if self._saved == self._back_to and before == self._back_to + 1:
             # Bad weights show in the step after them: the one that it went back to had led there already.
             before = min(before, self._saved)
         checkpoint, _ = self.checkpoints.newest_whole(before)

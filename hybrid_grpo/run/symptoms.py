@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from hybrid_grpo.config import ModelRunConfig, TrainConfig, reward_name
+from hybrid_grpo.config import ModelRunConfig, TrainConfig
 
 _FIRST = 10
 """Steps at the start of a run that later ones are compared with."""
@@ -110,7 +110,7 @@ class Symptoms:
         """Of a run with these settings."""
         if not isinstance(config, TrainConfig):
             return cls()
-        outcome = config.eval.outcome or (reward_name(config.rewards[0]) if config.rewards else "")
+        outcome = config.eval.outcome or next(iter(config.reward_names), "")
         taught = config.teacher.is_set
         groups = config.grpo.baseline != "critic" and config.rollout.num_generations > 1
         return cls(outcome, groups=groups and not taught, rewarded=not taught)
@@ -170,6 +170,8 @@ class Symptoms:
 
     def _throughput(self, step: int, values: dict[str, float]) -> Sign | None:
         words = "{:.0f} tokens are generated a second, {:.2f} times as usual"
+        if "time/profiled" in values:  # tracing takes time
+            return None
         return self._beside("throughput/generated_tokens_per_s", values, words)
 
     def _beside(self, name: str, values: dict[str, float], words: str) -> Sign | None:
@@ -193,7 +195,7 @@ class Symptoms:
         return Sign(dead - right, f"{dead:.0%} of the groups teach nothing, and {right:.0%} are all right")
 
     def _constant(self, step: int, values: dict[str, float]) -> Sign | None:
-        if not self._rewarded or "reward/max" not in values:
+        if not self._rewarded or not {"reward/max", "reward/min", "reward/mean"} <= values.keys():
             return None
         spread, start = values["reward/max"] - values["reward/min"], self._of("reward/mean").start
         learned = values.get("group/all_right_frac", 0.0) > 0.99 and values["reward/mean"] > start

@@ -83,7 +83,8 @@ class _Counts:
 
 
 class Environments:
-    """The classes of `rollout.environment`; has the form of `Partner` for those whose turns are steps.
+    """The classes of `rollout.environment`; has the form of `Partner`, and takes the turns that are steps. Methods that
+    are tools are called by `Tools`.
 
     Creating it raises UserError where one cannot be imported, or is no environment.
 
@@ -106,11 +107,6 @@ class Environments:
             self.kinds[name] = Kind(reward, *facts, interface.required, seats)
         self._plays: dict[int, Play] = {}
         self._counts, self._lock = _Counts(), threading.Lock()
-
-    @property
-    def has_steps(self) -> bool:
-        """Whether turns are steps of one of them."""
-        return any(kind.steps for kind in self.kinds.values())
 
     def kind(self, prompt: Prompt) -> Kind:
         """The entry for a prompt."""

@@ -3,6 +3,7 @@ next one begins."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from hybrid_grpo.turns.calls import Call
 
 _MARK = "qzx7k"
 """A text by which the model's turn is found in a chat that was written by the template."""
+_THOUGHT = "kx7zq"
+"""A text by which the model's thinking is found."""
 
 
 def assistant_message(content: str, calls: list[Call]) -> Message:
@@ -84,6 +87,50 @@ class Between:
             f" {'tools' if of_tool else 'several turns'}, or give the tokenizer another template",
         )
 
+    def check_history(self, setting: str, example: Callable[[str], Message]) -> None:
+        """Raise UserError, which names a setting, where the template does not keep earlier turns as the model wrote
+        them: a model that goes on reading what it wrote would read something else than the template has.
+
+        Two turns are answered by messages such as `example` makes of a content. What the template writes has to begin
+        with what it wrote one turn before and that turn, its thinking included, but for white space. Thinking may be
+        part of the content, or have a place of its own (`reasoning_content`).
+        """
+        found = [self._rewriting(example, separate=separate) for separate in (False, True)]
+        refuse(
+            None not in found,
+            f"{setting}: the chat template of policy.model {found[1]}, while the model goes on reading its turns as it"
+            " wrote them: set rollout.keep_history true to train so all the same, or give the tokenizer a template that"
+            " keeps them",
+        )
+
+    def _rewriting(self, example: Callable[[str], Message], *, separate: bool) -> str | None:
+        """What becomes of earlier turns, in words; None where they are kept."""
+        found = re.search(r"<([\w:]*think\w*)>", str(self._tokenizer.get_chat_template()))
+        begin, end = (found[0], f"</{found[1]}>") if found else ("", "")
+        chat: list[Message] = [{"role": "user", "content": "."}]
+        before = _squeezed(self._written(chat))
+        for turn in (1, 2):
+            answer, thought = example(_MARK), ""
+            # A template may have begun the model's thinking, or ended it.
+            if begin and not before.endswith(end):
+                thought = f"{'' if before.endswith(begin) else begin}{_THOUGHT}{end}"
+            calls = [Call(answer["name"], {"about": _MARK})] if answer["role"] == "tool" else []
+            content = "" if calls else _MARK
+            chat.append(assistant_message(content if separate else thought + content, calls))
+            if separate and thought:
+                chat[-1]["reasoning_content"] = _THOUGHT
+            chat.append(answer)
+            try:
+                written = _squeezed(self._written(chat))
+            except Exception as error:  # a template is a program of the model's authors
+                return f"refuses several turns: {error}"
+            if thought and written.count(_THOUGHT) < turn:
+                return "drops the thinking of earlier turns"
+            if not written.startswith(before + thought + content):
+                return "writes earlier turns anew"
+            before = written
+        return None
+
     def ids(self, last: int, messages: list[Message]) -> list[int]:
         """The tokens of messages that answer a turn, whose last sampled token is `last`."""
         _, behind = self._behind(messages)
@@ -97,12 +144,22 @@ class Between:
         """Whether the end of a turn stands in a chat that ends with `messages`, and what is written from there on."""
         calls = [Call(message["name"], {"about": _MARK}) for message in messages if message["role"] == "tool"]
         chat = [{"role": "user", "content": "."}, assistant_message("" if calls else _MARK, calls), *messages]
-        text: str = self._tokenizer.apply_chat_template(
-            chat, tools=self._schemas or None, tokenize=False, add_generation_prompt=True, **self._variables
-        )
+        text = self._written(chat)
         # Behind the turn's content, or the arguments of its last call, comes its end.
         first = text.find(_MARK)
         for _ in calls[1:]:
             first = text.find(_MARK, first + 1)
         ends = [place for end in self._ends.values() if first >= 0 and (place := text.find(end, first)) >= 0]
         return bool(ends), text[min(ends) :] if ends else ""
+
+    def _written(self, chat: list[Message]) -> str:
+        """A chat by the template, up to where the model's next turn begins."""
+        text: str = self._tokenizer.apply_chat_template(
+            chat, tools=self._schemas or None, tokenize=False, add_generation_prompt=True, **self._variables
+        )
+        return text
+
+
+def _squeezed(text: str) -> str:
+    """Without white space, which templates trim as they like."""
+    return "".join(text.split())

@@ -211,11 +211,12 @@ class _Answers:
     async def prompts(self, request: Request) -> Response:
         """Mean rewards of one run's prompts over its steps, in cells: of prompts `low` to `high` (excluded) in their
         order, and of steps `first` to `last`."""
-        run, order = self._run(request), request.query_params.get("order", "row")
-        if order not in ORDERS:
+        run, order = self._run(request), request.query_params.get("order", "")
+        if order not in ("", *ORDERS):
             raise HTTPException(400, f"order {order} must be one of {', '.join(ORDERS)}")
         run.details.read(_READ_S)
         rewards = run.details.rewards
+        order = order or rewards.telling_order
         low, high = _range(request, "low", "high", 0, len(rewards))
         first, last = _range(request, "first", "last", rewards.first, rewards.last)
         rows, columns = (min(_MOST_CELLS, max(1, _whole(request, name) or 100)) for name in ("rows", "columns"))
@@ -225,7 +226,7 @@ class _Answers:
                 "read": run.details.share_read, "prompts": len(rewards), "steps": [rewards.first, rewards.last],
                 "low": low, "high": high, "first": first, "last": last, "counts": cells.counts.tolist(),
                 "means": [[_short(mean) for mean in row] for row in cells.means.tolist()],
-                "tall": cells.tall, "wide": cells.wide,
+                "tall": cells.tall, "wide": cells.wide, "order": order,
                 "names": rewards.ordered(order)[low:high].tolist() if cells.tall == 1 else None,
             }
         )  # fmt: skip

@@ -20,6 +20,7 @@ from unittest import mock
 import bad_inputs
 import forks
 import pytest
+import yaml
 from bad_inputs import Ended
 from workshop import Workshop
 
@@ -64,7 +65,22 @@ SETTINGS = [
     ("--rollout.max_turn_tokens=0", "rollout.max_turn_tokens 0 must be 1 or greater"),
     ("--rollout.min_completion_tokens=4 --rollout.max_turn_tokens=3", "rollout.max_turn_tokens 3: set it to that"),
     ("--rollout.tools='[\"calculator\"]' --rollout.ignore_eos=true", "rollout.tools", "rollout.ignore_eos", "take out"),
+    ("--rollout.environment=a.py:G --rollout.ignore_eos=true", "rollout.environment", "rollout.ignore_eos", "take out"),
+    ("--rollout.environment=a.py:exact_match", "rewards: exact_match is also the name of an environment", "`name`"),
+    (
+        "--rollout.environment=a.py:G --teacher.prompt_column=answer",
+        "teacher.prompt_column answer",
+        "rollout.environment",
+        "take out",
+    ),
     ("--rollout.tools='[{kwargs: {folder: x}}]'", "rollout.tools[0].function is not set: give one"),
+    *[(f"--rollout.{settings}", *says) for settings, *says in [
+        ("user=f.py:g --rollout.user_model=model --rollout.user_prompt=x", "both play the user: take out one of them"),
+        ("user_model=model", "rollout.user_model is not told whom it plays: set rollout.user_prompt"),
+        ("user_prompt=x", "has no effect without rollout.user_model"),
+        ("user_stop=[x]", "has no effect without rollout.user or rollout.user_model"),
+        ("user=f.py:g --rollout.ignore_eos=true", "rollout.user speaks between turns", "take out one"),
+    ]],
     ("--rollout.max_completion_tokens=9999999999999999999", "must be 9007199254740992 or less"),
     ("--rollout.logit_bias='{\"-1\": 1}'", "rollout.logit_bias '-1' is no token id"),
     *[(f"--rollout.guests='[{{name: g, {guest}}}]' {others}", *says) for guest, others, *says in [
@@ -79,6 +95,7 @@ SETTINGS = [
         ("weight: baseline, path: train.jsonl", "--data.streaming=true", "take out one of the two"),
         ("weight: baseline, path: train.jsonl", "--rollout.max_total_tokens=90", "take out rollout.max_total_tokens"),
         ("weight: baseline, path: train.jsonl", "--teacher.model=model", "take out teacher or rollout.guests"),
+        ("weight: baseline, path: train.jsonl", "--rollout.user=f.py:g", "rollout.user makes completions"),
         ("weight: baseline, path: train.jsonl", "--grpo.beta=1 --grpo.kl_in=reward", "set grpo.kl_in to loss"),
         ("weight: baseline, path: a}, {name: g, weight: baseline, path: b", "", "two guests are named g"),
     ]],
@@ -100,9 +117,12 @@ SETTINGS = [
     ("--alarms.kl.patience=0", "alarms.kl.patience 0 must be 1 or greater"),
     ("--alarms.kl.action=explode", "alarms.kl.action: expected say or skip or stop or roll_back, got explode"),
     ("--alarms.kl.action=skip", "alarms.kl: action skip is for length_runaway", "set it to say, stop or roll_back"),
-    ("--alarms.kl={above: null}", "alarms.kl has neither above nor below: give one of them, or null for no alarm"),
+    ("--alarms.kl.above=null", "alarms.kl has neither above nor below: give one of them, or null for no alarm"),
     ("--alarms.kl=3", "alarms.kl 3 must be settings, as in {above: ...}"),
-    ("--alarms.numbers={policy/kul: {above: 1}}", "alarms.numbers policy/kul is no metric: did you mean policy/kl?"),
+    ("--log.profile=0", "log.profile 0 must be 1 or greater"),
+    ("--log.profile=[3,3]", "log.profile [3, 3] names a step twice: take one out"),
+    ("--log.profile=soon", "log.profile: expected a whole number or a list, got soon"),
+    ("--run.steps=9 --log.profile=[3,10]", "log.profile 10 is behind the last step, run.steps 9: name an earlier one"),
     ("--curriculum.skip_above=2", "curriculum.skip_above 2 must be in [0, 1]"),
     ("--checkpoint.keep=0", "checkpoint.keep 0 must be 1 or greater"),
     ("--lora.rank=-1", "lora.rank -1 must be 0 or greater"),
@@ -233,14 +253,16 @@ LOADED = [
         "data.eval_split train is the split that data.streaming trains on",
     ),
     ("--rollout.tools='[\"calculator\"]'", "rollout.tools are called in chats", "a chat template that knows tools"),
+    ("--rollout.environment=a.py:Game", "rollout.environment is asked in chats", "a chat template"),
+    ("--rollout.user=f.py:g", "rollout.user speaks in chats", "a chat template"),
     ("score binary.jsonl --rewards exact_match", "SOURCE binary.jsonl line 1 is not JSON"),
     ("score half.jsonl --rewards exact_match", "SOURCE half.jsonl line 1 is not JSON"),
     ("score nocompletion.jsonl --rewards exact_match", "data.completion_column completion: row 0"),
     ("score binaryrun", "binaryrun", "step_000001.jsonl line 1 is not JSON"),
     ("score copyrun", "copyrun"),
     ("replay-step oldrun 1 --rollout.temperature=0.5", "temperature 1.0 -> 0.5 cannot be replayed"),
-    ("replay-step oldrun 1 --grpo.baseline=critic", '-> "critic" cannot be replayed'),
-    ("replay-step oldrun 1 --replay.rewards=saved --rewards=exact_match", "rewards names others: take out one of them"),
+    ("replay-step oldrun 1 --grpo.baseline=critic", "grpo.baseline", '-> "critic"', "cannot be replayed"),
+    ("replay-step oldrun 1 --replay.rewards=saved --rewards=repetition_penalty", "rewards names others: take out one"),
     ("replay-step oldrun 1 --replay.completions=saved", "the run has not saved the tokens of step 1"),
     ("eval --config train.yaml --data.eval_path=null", "data.eval_path and data.eval_split are not set"),
     # Guests
@@ -365,6 +387,9 @@ def check(ended: Ended, says: tuple[str, ...]) -> None:
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory):
     workshop = Workshop(tmp_path_factory.mktemp("bad_inputs"))
+    # Called by the rank itself: a fork server for each of a hundred cases would take a minute.
+    recipe = yaml.safe_load((workshop.folder / "train.yaml").read_text())
+    workshop.write("train.yaml", yaml.safe_dump({**recipe, "rewards": ["exact_match"]}))
     yield workshop
     workshop.close()
 
@@ -385,7 +410,6 @@ def loaded(workshop: Workshop) -> dict[str, Ended]:
 def settings(tmp_path_factory):
     """A folder with what a command looks at before it loads anything."""
     folder = tmp_path_factory.mktemp("settings")
-    bad_inputs.make_settings(folder)
     for name, content in {
         "model/config.json": "{}",
         "train.jsonl": "{}\n",
@@ -397,6 +421,7 @@ def settings(tmp_path_factory):
         "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_tokens": 8},
     }
     bad_inputs.write(folder / "train.yaml", json.dumps(recipe))
+    bad_inputs.make_settings(folder)
     return folder
 
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from launching import make_task
 from paths import ROOT
+from warm_python import programs
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.launching import adopt_rank
@@ -107,7 +108,7 @@ def test_two_tasks_and_two_machines_are_one_run(folder, started_by):
     (folder / "hosts").write_text("one slots=1\ntwo slots=1\n")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--hostfile", "hosts", "--no_ssh"]
+    launcher = [str(programs() / "deepspeed"), "--quiet", "--hostfile", "hosts", "--no_ssh"]
     launcher += ["--master_addr", "127.0.0.1", "--master_port", port, "--no_local_rank", "--node_rank"]
     in_parallel(
         [[*launcher, str(node), "--module", "hybrid_grpo", *train, "machines"] for node in range(2)],

@@ -105,4 +105,6 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_the_rollout_goes_on(tm
     journal = Journal(tmp_path / "file", 0)
     with pytest.warns(UserWarning, match="finished completions are not kept: File exists") as said:
         groups, _ = journal.complete(5, REQUESTS, None, sample)
-    assert len(said) == 1 and groups == sample(REQUESTS, lambda *_: None)[0]
+    # Others may warn too: of sockets of an earlier test that are collected just now.
+    assert sum(warning.category is UserWarning for warning in said) == 1
+    assert groups == sample(REQUESTS, lambda *_: None)[0]

@@ -16,7 +16,7 @@ TRAIN = [
 
 @dataclass(frozen=True)
 class WholeRun:
-    """A run of six steps in one go, with a checkpoint after every second one."""
+    """A run of six steps in one go, with a checkpoint after every second one, and its fourth step traced."""
 
     workshop: Workshop
     arguments: list[str]
@@ -29,7 +29,7 @@ class WholeRun:
 @pytest.fixture(scope="session")
 def whole_run(tmp_path_factory):
     workshop = Workshop(tmp_path_factory.mktemp("whole"))
-    done = workshop.run(*TRAIN, "--run.name=whole", ranks=2)
+    done = workshop.run(*TRAIN, "--run.name=whole", "--log.profile=4", ranks=2)
     assert done.status == 0, done.err
     yield WholeRun(workshop, TRAIN)
     workshop.close()

@@ -1,12 +1,14 @@
 """When alarms go off, and when they are said."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
+from paths import ROOT
 
-from hybrid_grpo.config import AlarmConfig, RunConfig, TrainConfig, build, to_dict
-from hybrid_grpo.config.errors import RunStopped
+from hybrid_grpo.config import AlarmConfig, AlarmsConfig, RunConfig, TrainConfig, build, to_dict
+from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.divergence import RollBack
@@ -118,6 +120,7 @@ def rise(start: float, end: float, step: int, steps: int = 10) -> float:
     ({"completion/duplicate_frac": 0.8, "group/zero_std_frac": 0.95, "group/all_right_frac": 0.0}, {"duplicates": 35}),
     ({"completion/duplicate_frac": 0.8, "completion/length_mean": 6.0}, {}),
     ({"throughput/generated_tokens_per_s": 150.0}, {"throughput_drop": 40}),
+    ({"throughput/generated_tokens_per_s": 150.0, "time/profiled": 1.0}, {}),
     ({"throughput/generated_tokens_per_s": lambda k: 1000.0 if k % 8 else 50.0}, {}),
     ({"reward/style/failed_frac": 0.2, **EQUAL}, {"failing_rewards": 33}),
     ({"eval/heldout/accuracy": 0.4, "reward/mean": lambda k: k / 60}, {"held_out": 31}),
@@ -154,6 +157,13 @@ def test_an_alarm_is_said_once_for_every_time_that_it_begins_and_null_takes_it_o
     assert said == [(1, 0, "kl"), (2, 0, "completion/length_max"), (5, 4, "kl")]
     config = build(TrainConfig, {"alarms": section})
     assert config.alarms.kl == AlarmConfig(above=1.0, patience=2) and build(TrainConfig, to_dict(config)) == config
+
+
+def test_every_alarm_has_its_line_in_the_docs_and_its_sick_run():
+    page = (ROOT / "docs/when-something-looks-wrong.md").read_text()
+    program = (ROOT / "benchmarks/alarms.py").read_text()
+    for name in AlarmsConfig().named:
+        assert f"\n| `{name}` | " in page and re.search(rf'Case\(\s*"{name}",', program), name
 
 
 def test_what_an_alarm_does():
@@ -204,3 +214,8 @@ def test_a_resumed_run_knows_its_best_evaluation(tmp_path, capsys):
     assert run.restore(stage) == 1
     assert run.watched(2, line(0.6, 0.4))["health/alarm"] == 1.0
     assert "held-out accuracy is 0.400 after 0.500 at step 0" in capsys.readouterr().out
+
+
+def test_a_number_of_ones_own_that_is_no_metric_is_refused():
+    with pytest.raises(UserError, match=r"alarms\.numbers policy/kul is no metric: did you mean policy/kl\?"):
+        Alarms(AlarmsConfig(numbers={"policy/kul": AlarmConfig(above=1.0)}))

@@ -1,9 +1,12 @@
 """What a run says about itself before it loads a model."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from hybrid_grpo.config import RolloutConfig
-from hybrid_grpo.run.inputs import sampling_line
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.run.inputs import check_room, sampling_line
 
 
 class Names:
@@ -35,3 +38,17 @@ class Names:
 )
 def test_the_effective_sampling_is_told(settings, line):
     assert sampling_line(RolloutConfig(**settings), (2, 5), Names()) == line
+
+
+TOOLS = {"tools": ["calculator"], "max_turns": 3, "max_tool_tokens": 8}
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest"),
+    [({}, 30), (TOOLS, 46), ({**TOOLS, "max_total_tokens": 40}, 40), ({"max_total_tokens": 40}, 30)],
+)
+def test_positions_are_those_of_the_longest_sequence(settings, longest):
+    rollout = RolloutConfig(max_completion_tokens=20, **settings)
+    check_room(10, SimpleNamespace(max_position_embeddings=longest), rollout)
+    with pytest.raises(UserError, match=f"is {longest} tokens and policy.model has {longest - 1} positions"):
+        check_room(10, SimpleNamespace(max_position_embeddings=longest - 1), rollout)

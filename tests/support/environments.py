@@ -64,6 +64,30 @@ def locks(environments, **kwargs):
     return [float(environment._lock.fileno()) for environment in environments]
 
 
+class Wordle:
+    """A game by a tool, with its reward and its end in attributes."""
+
+    def reset(self, **kwargs) -> str:
+        self.secret, self.reward, self.done = random.choice(["cab"]), 0.0, False
+        return " Guess three letters."
+
+    def guess(self, word: str) -> str:
+        """
+        Guess the word.
+
+        Args:
+            word: three letters.
+
+        Returns:
+            For each letter G (in its place) or X.
+        """
+        if self.done:
+            raise ValueError("Game over.")
+        self.reward = float(word == self.secret)
+        self.done = word == self.secret
+        return "".join("G" if mine == theirs else "X" for mine, theirs in zip(word, self.secret, strict=False))
+
+
 class Owner:
     """Owns its reward; its `step` is a tool."""
 

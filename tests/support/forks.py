@@ -17,11 +17,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
 
@@ -88,24 +89,19 @@ class Ranks:
         variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         path = list(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         variables |= {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path)}
-        imports = {**variables, "PYTHONPATH": os.pathsep.join([*path, str(SUPPORT)])}
-        with _starting, mock.patch.dict(os.environ, imports, clear=True):
-            _context.set_forkserver_preload(["preloaded"])
-            forkserver.ensure_running()
         self.port = free_port()
         shared = {"WORLD_SIZE": str(world), "LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
         self._folder = tempfile.TemporaryDirectory()
         self._outputs = [
             (Path(self._folder.name, f"{rank}.out"), Path(self._folder.name, f"{rank}.err")) for rank in range(world)
         ]
-        self.processes = []
+        self.processes: list[BaseProcess] = []
         self.output = ("", "")
         for rank in range(world):
             of_rank = {"MASTER_PORT": self.port, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             told = {**variables, **({**shared, **of_rank} if world > 1 else {}), **(environment or {})}
-            call = ([str(a) for a in arguments], cwd or Path.cwd(), told, self._outputs[rank])
-            self.processes.append(_context.Process(target=_main, args=call))
-            self.processes[-1].start()
+            streams = (Path(os.devnull), *self._outputs[rank])
+            self.processes.append(start([str(a) for a in arguments], cwd or Path.cwd(), told, streams))
 
     def __enter__(self) -> Ranks:
         return self
@@ -155,7 +151,39 @@ def free_port() -> str:
         return str(listener.getsockname()[1])
 
 
-def _main(arguments: list[str], cwd: Path, environment: dict[str, str], outputs: tuple[Path, Path]) -> None:
+def start(
+    arguments: list[str],
+    cwd: Path,
+    environment: dict[str, str],
+    streams: Sequence[Path],
+    executable: str | None = None,
+) -> BaseProcess:
+    """A fork that is `python ARGUMENTS`.
+
+    Args:
+        arguments: a script, -m and a module, or -c and a program, and what they are told.
+        cwd: working folder.
+        environment: all of its variables.
+        streams: three files, which are its standard input, output and error.
+        executable: what it takes for its interpreter. Default: that of the tests.
+    """
+    path = list(filter(None, [str(ROOT), os.environ.get("PYTHONPATH"), str(SUPPORT)]))
+    imports = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path)}
+    with _starting, mock.patch.dict(os.environ, imports):
+        _context.set_forkserver_preload(["preloaded"])
+        forkserver.ensure_running()
+    process = _context.Process(target=_main, args=(arguments, cwd, environment, streams, executable or sys.executable))
+    process.start()
+    return process
+
+
+def _main(
+    arguments: list[str],
+    cwd: Path,
+    environment: dict[str, str],
+    streams: Sequence[Path],
+    executable: str,
+) -> None:
     """Be the program: called in the fork."""
     assert sys.modules.pop("preloaded"), "all that takes long has been imported"
     sys.path.remove(str(SUPPORT))
@@ -164,14 +192,23 @@ def _main(arguments: list[str], cwd: Path, environment: dict[str, str], outputs:
     os.setpgid(0, 0)
     # It is ignored where the tests were started in the background of a script, and that is inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, path in enumerate(outputs, 1):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number, path in enumerate(streams):
+        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY
+        # A pipe without anyone at its other end would not be opened.
+        descriptor = os.open(path, how | os.O_NONBLOCK)
+        os.set_blocking(descriptor, True)
         os.dup2(descriptor, number)
         os.close(descriptor)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  # until the process ends
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    if arguments[0] == "-m":
+    sys.executable = executable
+    if arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.path.insert(0, "")
+        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, "")
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

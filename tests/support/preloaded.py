@@ -15,8 +15,7 @@ import hybrid_grpo.run.run
 import hybrid_grpo.stages.reward
 import hybrid_grpo.stages.sft
 import hybrid_grpo.trainer  # noqa: F401
-from hybrid_grpo.config import TrainConfig
-from hybrid_grpo.config.checks import BatchPlan
+from hybrid_grpo.config import BatchPlan, TrainConfig, build
 from hybrid_grpo.run.dry_run import measure
 
 with suppress(ImportError):
@@ -25,7 +24,10 @@ with suppress(ImportError):
     # A thousand regular expressions, compiled when the first model is loaded and kept.
     get_checkpoint_conversion_mapping("qwen2")
 
-# A run begins with a plan of its memory. torch remembers, for every operation, what comes of it in shapes.
+# A run begins with a plan of its memory. torch remembers what comes of an operation on given shapes: here those of the
+# workshop's recipe on one rank and on two.
 _SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 29}
 _MODEL = Qwen2Config(**_SIZES, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
-measure(TrainConfig(), _MODEL, BatchPlan(1, 4, 4, 1, 1), 8, on_gpu=False)
+_CONFIG = build(TrainConfig, {"policy": {"dtype": "float32"}, "rollout": {"max_completion_tokens": 8}})
+for prompts in (4, 2):
+    measure(_CONFIG, _MODEL, BatchPlan(4 // prompts, prompts, 4, 1, 1), 6, on_gpu=False)

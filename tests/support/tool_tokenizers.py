@@ -45,6 +45,32 @@ MISTRAL = (
     '"id": "{{ call.id }}"}{% if not loop.last %}, {% endif %}{% endfor %}]</s>'
     "{%- else %}{{ message.content }}</s>{% endif %}{% endfor %}"
 )
+THINKING = (
+    "{% set ns = namespace(asked=0) %}{% for message in messages %}{% if message.role == 'user' %}"
+    "{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<tool_call></tool_call><|im_end|>\n{% endif %}"
+    "{% for message in messages %}{% if message.role == 'tool' %}"
+    "<|im_start|>user\n<tool_response>\n{{ message.content }}\n</tool_response><|im_end|>\n"
+    "{% else %}<|im_start|>{{ message.role }}\n{% set parts = message.content.split('</think>') %}"
+    "{% if parts | length > 1 and KEEPS %}<think>\n{{ parts[0].split('<think>')[-1].strip() }}\n</think>\n\n{% endif %}"
+    "{{ parts[-1].lstrip('\n') }}{% for call in message.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+REASONING = (
+    THINKING.replace("message.content.split('</think>')", "[message.content]")
+    .replace("parts | length > 1 and KEEPS", "message.reasoning_content")
+    .replace("parts[0].split('<think>')[-1].strip()", "message.reasoning_content")
+)
+THINKERS = {
+    "since the user spoke": THINKING.replace("KEEPS", "loop.index0 > ns.asked"),
+    "never": THINKING.replace("KEEPS", "false"),
+    "always": THINKING.replace("KEEPS", "true"),
+    "in a place of its own": REASONING.replace("<|im_start|>assistant\n{% if", "<|im_start|>assistant\n<think>\n{% if"),
+}
+"""Templates in the manner of Qwen3, by when they keep the thinking of earlier turns."""
 FAMILIES = {"hermes": (QWEN, "<|im_end|>"), "llama3": (LLAMA, "<|eot_id|>"), "mistral": (MISTRAL, "</s>")}
 """The template of each format of calls, and the token that ends a turn."""
 

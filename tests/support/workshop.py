@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +15,7 @@ import forks
 import yaml
 from forks import Done
 from launching import make_task
-from paths import ROOT
+from warm_python import programs
 
 REWARDS = """
 import os
@@ -80,15 +79,13 @@ class Workshop:
         return forks.run("-m", "hybrid_grpo", *arguments, world=ranks, cwd=self.folder, environment=environment)
 
     def launch(self, *arguments: str, ranks: int) -> Done:
-        """One command under the deepspeed launcher, in interpreters of its own."""
+        """One command under the deepspeed launcher."""
         start = time.monotonic()
-        launcher = ["deepspeed.launcher.runner", "--num_accelerators", str(ranks), "--no_local_rank"]
+        launcher = [str(programs() / "deepspeed"), "--num_accelerators", str(ranks), "--no_local_rank"]
         # The rendezvous of a launch of another test must not be met.
         launcher += ["--master_port", forks.free_port(), "--module", "hybrid_grpo"]
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        command = [sys.executable, "-m", *launcher, *arguments]
+        command = [*launcher, *arguments]
         done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=240)
         return Done(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
 

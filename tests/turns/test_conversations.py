@@ -7,10 +7,13 @@ import queue
 import random
 import string
 import time
+from dataclasses import replace
 
 import pytest
+import trl_tools
 from paths import SUPPORT
-from tool_tokenizers import FAMILIES, tool_tokenizer
+from tool_tokenizers import FAMILIES, THINKERS, tool_tokenizer
+from transformers.utils import get_json_schema
 
 from hybrid_grpo.config import RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
@@ -19,7 +22,7 @@ from hybrid_grpo.generation import Request
 from hybrid_grpo.turns import Conversations, Tools
 from hybrid_grpo.turns.calls import FORMATS, Call
 from hybrid_grpo.turns.conversation import Answer
-from hybrid_grpo.turns.template import assistant_message, user_message
+from hybrid_grpo.turns.template import Between, assistant_message, tool_message, user_message
 
 TABLE = {"a": "q", "b": "x", "c": "m", "d": "z"}
 NAMES = ("look_up", "add", "slowly", "misbehave")
@@ -260,6 +263,49 @@ def test_a_template_without_tools_is_refused(tools, template, message):
         Conversations([tools], tools, ROLLOUT, tokenizer, {}, (tokenizer.eos_token_id,))
 
 
+LOOKED_UP = tool_message(0, "look_up", "q")
+KEPT = [
+    ("since the user spoke", {}, LOOKED_UP, None),
+    ("since the user spoke", {}, user_message("."), "drops the thinking of earlier turns"),
+    ("since the user spoke", {"enable_thinking": False}, LOOKED_UP, "writes earlier turns anew"),
+    ("never", {}, LOOKED_UP, "drops the thinking of earlier turns"),
+    ("always", {}, user_message("."), None),
+    ("in a place of its own", {}, LOOKED_UP, None),
+    ("in a place of its own", {}, user_message("."), None),
+]
+
+
+@pytest.mark.parametrize(("keeps", "variables", "message", "why"), KEPT)
+def test_a_template_that_does_not_keep_what_the_model_wrote_is_refused(tools, keeps, variables, message, why):
+    tokenizer = tool_tokenizer("hermes")
+    tokenizer.chat_template = THINKERS[keeps]
+    between = Between(tokenizer, variables, tools.schemas, (tokenizer.eos_token_id,))
+
+    def example(content):
+        return {**message, "content": content}
+
+    between.check("rollout.x", example)
+    if why is None:
+        between.check_history("rollout.x", example)
+    else:
+        with pytest.raises(UserError, match=rf"rollout\.x: the chat template .* {why}.*rollout\.keep_history true"):
+            between.check_history("rollout.x", example)
+
+
+def test_keep_history_reads_what_the_model_wrote(tools):
+    tokenizer = tool_tokenizer("hermes")
+    tokenizer.chat_template = THINKERS["never"]
+    ends = (tokenizer.eos_token_id,)
+    with pytest.raises(UserError, match=r"rollout\.tools: .* drops the thinking"):
+        Conversations([tools], tools, ROLLOUT, tokenizer, {}, ends)
+    conversations = Conversations([tools], tools, replace(ROLLOUT, keep_history=True), tokenizer, {}, ends)
+    conversations.begin([])
+    ids = tokenizer(f"<think>\nhm\n</think>\n\n{spoken_call('hermes', 'look_up', {'key': 'a'})}")["input_ids"]
+    assert conversations.ended(1, [*ids, *ends], room=9) is None
+    given = tokenizer.decode(answer(conversations, 1))
+    assert given == "\n<|im_start|>user\n<tool_response>\nq\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+
+
 READY_MADE = [
     ("calculator", {"expression": "(3 + 4.5) * -2"}, "-15"),
     ("calculator", {"expression": "1 / 3"}, "0.333333333333"),
@@ -282,6 +328,36 @@ def test_the_tools_that_are_there_already(ready_made, name, arguments, result):
     told = queue.SimpleQueue()
     ready_made.call(Call(name, arguments), told.put)
     assert told.get(timeout=60).strip().startswith(result)
+
+
+OF_TRL = [
+    ("multiply", {"a": 6, "b": 7}, "42"),
+    ("async_add", {"a": 6, "b": 7}, "13"),
+    ("count", {"item": "chair"}, '{"item": "chair", "count": 3, "colours": "all"}'),
+    ("count", {"item": "chair", "colours": ["red"]}, '{"item": "chair", "count": 3, "colours": ["red"]}'),
+    ("count", {"item": "sofa"}, "error: KeyError: 'sofa'"),
+]
+
+
+@pytest.fixture(scope="module")
+def tools_of_trl():
+    names = ("multiply", "async_add", "count")
+    return Tools(
+        RolloutConfig(tools=[f"{SUPPORT / 'trl_tools.py'}:{name}" for name in names]), ScoringConfig(workers=1)
+    )
+
+
+@pytest.mark.parametrize(("name", "arguments", "result"), OF_TRL)
+def test_tools_written_for_trl_are_called_unchanged(tools_of_trl, name, arguments, result):
+    told = queue.SimpleQueue()
+    tools_of_trl.call(Call(name, arguments), told.put)
+    assert told.get(timeout=60) == result
+
+
+def test_tools_written_for_trl_are_described_as_trl_does(tools_of_trl):
+    assert tools_of_trl.schemas == [
+        get_json_schema(f) for f in (trl_tools.multiply, trl_tools.async_add, trl_tools.count)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Environments of both kinds in their processes, with turns that are written down here in place of a model."""
 
+import functools
 import json
 import time
 from dataclasses import asdict
@@ -16,10 +17,11 @@ from hybrid_grpo.generation import Request
 from hybrid_grpo.generation.journal import Journal
 from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.workers.environments import EnvironmentEntry, load_environment
 from hybrid_grpo.turns import conversations_of, rewards_of
 
 FILE = SUPPORT / "environments.py"
-NAMES = ["Counter", "Echo", "Owner", "Steps", "Gymnasium", "Bad"]
+NAMES = ["Counter", "Echo", "Wordle", "Owner", "Steps", "Gymnasium", "Bad"]
 PROMPT = [{"role": "user", "content": "Go."}]
 
 
@@ -80,20 +82,35 @@ def said(completion):
     return [message["content"] for message in completion.messages if message["role"] != "assistant"]
 
 
+@functools.cache
+def functions():
+    entries = [f"{FILE}:{name}" for name in ("counted", "reward_func", "locks")]
+    return {reward.name: reward for reward in load_rewards(build(TrainConfig, {"rewards": entries}).rewards)}
+
+
 def scores(completions, function=None, by_turn=True):
-    functions = load_rewards(
-        [] if function is None else build(TrainConfig, {"rewards": [f"{FILE}:{function}"]}).rewards
-    )
-    rewards = Rewards(functions, environments=rewards_of(NAMES, by_turn=by_turn))
+    own = [] if function is None else [functions()[function]]
+    rewards = Rewards(own, environments=rewards_of(NAMES, by_turn=by_turn))
     prompts = [Prompt(0, PROMPT, [1], {})] * len(completions)
     return rewards.score(prompts, completions, len(completions))
 
 
+WORDLE = ["XGX", "GGG", "error: ValueError: Game over."]
 CASES = [
     # TRL's documentation: a counter whose method is a tool, and a function that looks at it.
     ("counter", {}, [call("increment", step=2), call("increment", step=3), "done"], ["2", "5"], "stop", "counted", 5.0),
     # A reward in an attribute, async methods, and an observation at the end of the prompt.
     ("echo", {}, [call("echo", message="hey"), "hey"], ["hey"], "stop", "reward_func", 3.0),
+    # A game that is over, and is played on: the model is told.
+    (
+        "wordle",
+        {},
+        [call("guess", word=w) for w in ("aaa", "cab")] + [call("guess", word="x"), "."],
+        WORDLE,
+        "stop",
+        "reward_func",
+        1.0,
+    ),
     # `get_reward`, and a tool of the name `step`; two calls in a turn are carried out in their order.
     ("owner", {"goal": 3}, [call("step", by=1) + call("step", by=2), "there"], ["at 1", "at 3"], "stop", None, 1.0),
     ("owner", {"goal": 3}, ["I do nothing"], [], "stop", None, 0.0),
@@ -211,7 +228,6 @@ def test_what_came_of_an_environment_outlives_a_crash(tmp_path):
     assert [asdict(c) for c in groups[0]] == [asdict(completion)] * 2
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("place", "message"),
     [
@@ -221,9 +237,9 @@ def test_what_came_of_an_environment_outlives_a_crash(tmp_path):
         ("Steps", "give a class, as path/to/file.py:Class"),
     ],
 )
-def test_a_class_that_is_no_environment_is_refused(tokenizer, place, message):
+def test_a_class_that_is_no_environment_is_refused(place, message):
     with pytest.raises(UserError, match=rf"rollout\.environment .*{message}"):
-        conversations_of(settings(place), tokenizer, (1,))
+        load_environment(EnvironmentEntry(place), "rollout.environment")
 
 
 @pytest.mark.process

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import uvicorn
 from paths import ROOT
@@ -22,26 +24,6 @@ from hybrid_grpo.watch.folders import Folders
 pytest.importorskip("playwright")
 BROWSER = watch_page.browser_path()
 pytestmark = [pytest.mark.process, pytest.mark.skipif(BROWSER is None, reason="needs a Chromium")]
-
-CONTRAST = """() => {
-  const parse = text => (text.match(/[\\d.]+/g) || []).map(Number);
-  const linear = v => v / 255 <= .04045 ? v / 255 / 12.92 : ((v / 255 + .055) / 1.055) ** 2.4;
-  const light = ([r, g, b]) => .2126 * linear(r) + .7152 * linear(g) + .0722 * linear(b);
-  const ground = element => {
-    for (let at = element; at; at = at.parentElement) {
-      const color = parse(getComputedStyle(at).backgroundColor);
-      if (color.length === 3 || color[3] === 1) return color;
-    }
-  };
-  const isText = node => node.nodeType === 3 && node.textContent.trim();
-  const texts = [...document.querySelectorAll("body *")].filter(
-    e => e.checkVisibility() && [...e.childNodes].some(isText) && getComputedStyle(e).opacity === "1");
-  return texts.map(e => {
-    const [a, b] = [light(parse(getComputedStyle(e).color)), light(ground(e))].sort((x, y) => y - x);
-    return [(a + .05) / (b + .05), e.className, e.textContent.slice(0, 40)];
-  }).filter(([ratio]) => ratio < 4.5);
-}"""
-"""Texts whose contrast with what is behind them is below WCAG's level AA."""
 
 
 def numbers(rise: float) -> list[dict[str, float]]:
@@ -62,6 +44,10 @@ def runs(make_run: Any) -> list[Path]:
     row |= {"rewards": {"f": 0.5}, "advantage": 0.1, "length": 9, "finish": "stop", "columns": {"answer": "42"}}
     saved = {step: [{**row, "step": step, "completion": text if step == 20 else "no"}] for step in (1, 20, 60)}
     slow = make_run("slow", numbers(1.0), "policy: {lr: 0.1}", saved)
+    watch_page.write_details(slow, 61, prompts=8)
+    tokens = {"token_ids": [[7, 8]], "pieces": [["the", " answer"]], "logp": [[-0.123456789, -2.5]]}
+    tokens |= {"row": [0], "prompt_index": [0], "sample": [0], "advantage": [[0.1, -0.1]]}
+    pyarrow.parquet.write_table(pyarrow.table(tokens), slow / "rollouts" / "step_000020.parquet")
     write_alarm(slow, Said(30, "parity", 30, "sampler and training forward differ by 0.2000 nats"))
     return [slow, make_run("fast", numbers(2.0), "policy: {lr: 0.2}")]
 
@@ -133,6 +119,37 @@ def test_a_reader_s_way_through_the_page(url: str, runs: list[Path]) -> None:
         tab.keyboard.press("Enter")
         tab.wait_for_selector(".detail:visible")
         assert "<img src=x onerror=alert(1)> the answer is 42" in tab.locator(".detail").inner_text()
+        tab.locator("[data-tokens=true]").click()
+        count, wrong = watch_page.compare_tokens(tab, runs[0], 20)
+        assert (count, wrong) == (6, [])
+
+        # A step from the inside; the map of prompts, a cell of which leads to the completions of its prompt.
+        tab.locator("[data-view=step]").click()
+        tab.wait_for_selector("#step .stage")
+        assert "Rank 1 is 1.8 s slower than the median in generate." in tab.locator("#step").inner_text()
+        charts = tab.evaluate(watch_page.CHARTS)
+        assert len(charts) == 8 and all(is_reached for _, is_reached in charts), charts
+        for chart, words in (("Where the time went", "reward wait, rank 0"), ("Decoder", "20 ms"), ("Rewards", "0.05")):
+            tab.locator("#step .chart", has_text=chart).first.focus()
+            tab.keyboard.press("ArrowRight")
+            tab.keyboard.press("ArrowRight")
+            assert words in tab.locator(".tip").inner_text()
+        tab.locator(".steps").focus()
+        tab.keyboard.press("Home")
+        watch_page.until(tab, "document.querySelector('#step [role=status]').innerText.startsWith('Step 1 of 1 to 60')")
+        tab.locator("[data-view=prompts]").click()
+        tab.wait_for_selector("#prompts .cells")
+        tab.locator("#prompts .chart").focus()
+        tab.keyboard.press("ArrowDown")
+        assert "mean reward" in tab.locator(".tip").inner_text()
+        tab.keyboard.press("Enter")
+        watch_page.until(tab, "document.querySelector('#prompts [role=status]').innerText.includes('40 of')")
+        tab.keyboard.press("ArrowDown")
+        tab.keyboard.press("Enter")
+        watch_page.until(
+            tab, "document.querySelector('#samples [role=status]').innerText.startsWith('0 found in 1 comp')"
+        )
+        assert tab.locator("[name=prompt]").input_value().isdecimal()
         tab.locator("[data-view=settings]").click()
         watch_page.until(tab, "document.querySelector('#settings').innerText.includes('policy.lr')")
 
@@ -147,8 +164,10 @@ def test_texts_can_be_read_and_nothing_is_wider_than_the_screen(url: str, size: 
     with watch_page.page(BROWSER, size, colors) as tab:
         tab.goto(f"{url}/#run=slow&run=fast")
         tab.wait_for_selector(".chart canvas")
-        for view in ("curves", "samples", "settings"):
+        for view, drawn in watch_page.VIEWS.items():
             tab.locator(f"[data-view={view}]").click()
-            tab.wait_for_selector({"samples": ".rows tbody tr", "settings": ".config"}.get(view, ".u-over"))
-            assert tab.evaluate(CONTRAST) == [], view
+            tab.wait_for_selector(drawn)
+            if view == "samples":
+                watch_page.open_tokens(tab, 20)
+            assert tab.evaluate(watch_page.CONTRAST) == [], view
             assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), view

@@ -2,7 +2,7 @@
 
 Two kinds, told apart by the class. TRL's: its public methods but `reset`, `get_reward` and `close` are tools. Or its
 method `step` takes the text of a turn, and returns `(observation, reward, done)`, Gymnasium's five values, or an object
-with `observation`, `reward` and `done`. A `step` whose docstring has `Args:` is a tool.
+with `observation`, `reward` and `done`. A `step` without arguments, or whose docstring has `Args:`, is a tool.
 
 Both have `reset`, which is given the columns of the row, and may return what the model reads at the end of the prompt.
 `get_reward` and `close` are called at the end where they are there. All methods may be `async def`.
@@ -74,15 +74,15 @@ class EnvironmentProcess:
             return failed(Failure("raised", told, trace), 1, spent=isinstance(error, MemoryError))
 
     async def score_async(self, call: RewardCall) -> Reply:
-        """Not called: a process holds one object."""
-        raise NotImplementedError
+        """`score`: a process has nothing to do beside its one object."""
+        return self.score(call)
 
     def _begin(self, columns: dict[str, Any], seed: int, observation: str | None, is_first: bool) -> dict[str, Any]:
         """Make an object and reset it: what it says, which must be the `observation` unless it is the first."""
         self._finish()
         random.seed(seed)
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
+            sys.modules["numpy"].random.seed(seed)
         self._instance = self._factory()
         parameters = inspect.signature(self._instance.reset).parameters
         given = columns if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else {}
@@ -191,8 +191,7 @@ def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess
     methods = dict(inspect.getmembers(kind, predicate=inspect.isfunction))
     if "reset" not in methods:
         raise UserError(f"{setting} has no method reset: an environment has one, which may return nothing")
-    step = methods.get("step")
-    steps = step is not None and not re.search(r"^\s*Args:", inspect.getdoc(step) or "", re.MULTILINE)
+    steps = "step" in methods and _takes_turns(methods["step"])
     tools = {} if steps else {n: f for n, f in methods.items() if n not in _OWN and not n.startswith("_")}
     if not steps and not tools:
         raise UserError(f"{setting} has no step, and no method that the model could call: give it one of them")
@@ -205,6 +204,12 @@ def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     interface = Interface([n for n in needed if n != "seed"], None, False, 1, schema=schema)
     return EnvironmentProcess(place, factory, interface, getattr(module, "__file__", None))
+
+
+def _takes_turns(step: Callable[..., Any]) -> bool:
+    """Whether a method takes the text of a turn; else it is a tool, which describes the arguments that it has."""
+    is_described = re.search(r"^\s*Args:", inspect.getdoc(step) or "", re.MULTILINE)
+    return len(inspect.signature(step).parameters) > 1 and not is_described
 
 
 def _kind_of(factory: Callable[[], Any], setting: str) -> type:

@@ -1,5 +1,5 @@
 // What one rank's decoder did during a rollout: slots that decode, slots that wait, and completions in the queue.
-import { duration, el, number } from "./dom.js";
+import { el, number, seconds } from "./dom.js";
 import { Frame } from "./frame.js";
 import { drawing, outline } from "./drawing.js";
 import { facts } from "./tip.js";
@@ -9,6 +9,8 @@ const KINDS = [
   ["waiting", "--c1"],
   ["queued", "--c5"],
 ];
+// Share of the picture that the slots have, where there is a queue below them. style.css has it too.
+const UPPER = 0.72;
 const at = (series, place) => series?.[place] ?? 0;
 
 export class Decoder {
@@ -22,10 +24,10 @@ export class Decoder {
     this.all = [];
   }
 
-  // decoders: of each rank the times `t` in seconds, and at each the numbers of completions by KINDS; `slots`.
+  // decoders: of each rank (null where it decoded nothing) the times `t` in seconds, and at each the numbers of completions by KINDS; `slots`.
   show(decoders) {
     this.all = decoders;
-    const ends = decoders.map(one => one.t?.at(-1) ?? 0);
+    const ends = decoders.map(one => one?.t?.at(-1) ?? 0);
     if (this.ranks.options.length !== decoders.length) {
       this.ranks.replaceChildren(...decoders.map((_, rank) => el("option", { value: rank }, `rank ${rank}`)));
       this.picked = false;
@@ -44,47 +46,63 @@ export class Decoder {
   draw() {
     const one = this.all[Number(this.ranks.value)],
       times = one?.t ?? [];
-    this.card.hidden = !times.length;
-    if (!times.length) return;
-    const end = times.at(-1) || 1e-9,
+    this.frame.area.hidden = this.frame.above.hidden = this.frame.below.hidden = !times.length;
+    this.frame.legend.textContent = times.length ? "" : "This rank decoded nothing.";
+    if (!times.length) return this.frame.clear();
+    const start = times[0],
+      end = times.at(-1),
       slots = one.slots ?? Math.max(1, ...times.map((_, place) => at(one.decoding, place) + at(one.waiting, place))),
-      queue = Math.max(1, ...(one.queued ?? [])),
-      upper = 0.72;
+      queue = Math.max(0, ...(one.queued ?? [])),
+      upper = queue ? UPPER : 1;
     // Above: slots by what they do. Below, from its own 0: the queue.
     const busy = times.map((_, place) => at(one.decoding, place)),
       used = times.map((_, place) => busy[place] + at(one.waiting, place));
-    const x = times.map(time => time / end),
+    const x = times.map(time => (time - start) / (end - start || 1)),
       slotHeight = value => upper * (1 - value / slots),
-      queueHeight = value => 1 - (0.94 - upper) * (value / queue);
+      queueHeight = value => 1 - (0.94 - upper) * (value / (queue || 1));
     const area = (values, height, floor, color) =>
       outline(x, values.map(height), floor, { fill: `var(${color})`, opacity: 0.85 });
-    const spent = times.map((time, place) => time - (times[place - 1] ?? 0)),
+    const spent = times.map((time, place) => time - (times[place - 1] ?? time)),
       total = spent.reduce((sum, part) => sum + part, 0) || 1,
       share = spent.reduce((sum, part, place) => sum + (part * Math.min(1, busy[place] / slots)) / total, 0),
-      tail = spent.reduce((sum, part, place) => sum + (2 * busy[place] < slots && !at(one.queued, place) ? part : 0), 0);
-    const words = `${slots} slots, ${Math.round(100 * share)} % of them decoding; for the last ${duration(tail)} fewer than half.`;
-    this.frame.labels(["0 s", duration(end / 2), duration(end)], [`${slots} slots`, "0", `${number(queue)} queued`]);
-    this.frame.above.style.setProperty("--upper", `${100 * upper}%`);
-    this.frame.above.classList.add("decoder-y");
+      tail = spent.reduce(
+        (sum, part, place) => sum + (2 * busy[place] < slots && !at(one.queued, place) ? part : 0),
+        0,
+      );
+    const words = `${slots} slots, ${Math.round(100 * share)} % of them decoding; for the last ${seconds(tail)} fewer than half.`;
+    this.frame.labels([start, (start + end) / 2, end].map(seconds), [
+      `${slots} slots`,
+      "0",
+      ...(queue ? [`${number(queue)} queued`] : []),
+    ]);
+    this.frame.above.classList.toggle("decoder-y", queue > 0);
     this.frame.show({
       words,
       picture: drawing(
         area(used, slotHeight, upper, KINDS[1][1]),
         area(busy, slotHeight, upper, KINDS[0][1]),
-        area(times.map((_, place) => at(one.queued, place)), queueHeight, 1, KINDS[2][1]),
+        area(
+          times.map((_, place) => at(one.queued, place)),
+          queueHeight,
+          1,
+          KINDS[2][1],
+        ),
       ),
       count: times.length,
       box: place => [Math.max(0, x[place] - 0.002), 0, 0.004, 1],
-      under: left => x.reduce((best, value, place) => (Math.abs(value - left) < Math.abs(x[best] - left) ? place : best), 0),
+      under: left =>
+        x.reduce((best, value, place) => (Math.abs(value - left) < Math.abs(x[best] - left) ? place : best), 0),
       say: place =>
-        facts(duration(times[place]), [
+        facts(seconds(times[place]), [
           ...KINDS.map(([kind]) => [kind, String(at(one[kind], place))]),
           ["slots", String(slots)],
         ]),
     });
     const pages = one.pages_used_max;
     this.frame.legend.replaceChildren(
-      ...KINDS.map(([kind, color]) => el("span", {}, el("i", { class: "key", style: { background: `var(${color})` } }), kind)),
+      ...KINDS.map(([kind, color]) =>
+        el("span", {}, el("i", { class: "key", style: { background: `var(${color})` } }), kind),
+      ),
       el("span", {}, words, pages === undefined ? "" : ` At most ${Math.round(100 * pages)} % of the cache in use.`),
     );
   }

@@ -26,13 +26,15 @@ export class Heat {
     const rows = values.length,
       columns = values[0]?.length ?? 0,
       known = values.flat().filter(value => value !== null);
-    const [low, high] = ends ?? known.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
+    const [low, high] =
+      ends ?? known.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
     Object.assign(this.canvas, { width: Math.max(1, columns), height: Math.max(1, rows) });
     const context = this.canvas.getContext("2d"),
       image = context.createImageData(this.canvas.width, this.canvas.height);
     for (const [row, line] of values.entries())
       for (const [column, value] of line.entries())
-        if (value !== null) image.data.set([...color((value - low) / (high - low || 1)), 255], 4 * (row * columns + column));
+        if (value !== null)
+          image.data.set([...color((value - low) / (high - low || 1)), 255], 4 * (row * columns + column));
     context.putImageData(image, 0, 0);
     this.frame.labels(x, y);
     this.frame.show({
@@ -42,12 +44,20 @@ export class Heat {
       columns,
       box: at => [(at % columns) / columns, Math.floor(at / columns) / rows, 1 / columns, 1 / rows],
       under: (left, top) =>
-        left < 0 || left >= 1 || top < 0 || top >= 1 ? -1 : Math.floor(top * rows) * columns + Math.floor(left * columns),
+        left < 0 || left >= 1 || top < 0 || top >= 1
+          ? -1
+          : Math.floor(top * rows) * columns + Math.floor(left * columns),
       say: at => say(Math.floor(at / columns), at % columns),
       pick: at => pick(Math.floor(at / columns), at % columns),
     });
     this.frame.legend.replaceChildren(
-      el("span", { class: "scale" }, known.length ? number(low) : "", el("i", { class: "viridis" }), known.length ? number(high) : ""),
+      el(
+        "span",
+        { class: "scale" },
+        known.length ? number(low) : "",
+        el("i", { class: "viridis" }),
+        known.length ? number(high) : "",
+      ),
     );
   }
 }

@@ -17,9 +17,14 @@ const runs = el("select", { "aria-label": "Run", onchange: () => choose(runs.val
 const order = el(
   "select",
   { onchange: () => look(null) },
+  el("option", { value: "" }, "automatic"),
   ...Object.entries(ORDERS).map(([name, label]) => el("option", { value: name }, label)),
 );
-const all = el("button", { type: "button", class: "main", hidden: true, onclick: () => look(null) }, "Show all prompts");
+const all = el(
+  "button",
+  { type: "button", class: "main", hidden: true, onclick: () => look(null) },
+  "Show all prompts",
+);
 const status = el("p", { class: "soft", role: "status" });
 const map = new Heat({
   title: "Mean reward of each prompt over the steps",
@@ -32,12 +37,21 @@ export function startPrompts(openSamples) {
   open = openSamples;
   map.card.classList.add("wide");
   byId("prompts").append(
-    el("form", { class: "tools search", onsubmit: event => event.preventDefault() },
-      el("label", {}, "Run", runs), el("label", {}, "Order by", order), all),
+    el(
+      "form",
+      { class: "tools search", onsubmit: event => event.preventDefault() },
+      el("label", {}, "Run", runs),
+      el("label", {}, "Order by", order),
+      all,
+    ),
     status,
     el("div", { class: "charts" }, map.card),
-    el("p", { class: "hint" }, "Each row is a prompt, or several where there are more than fit; a click looks closer, " +
-      "and at last opens the completions. Cells without a colour: no prompt of the row was drawn in these steps."),
+    el(
+      "p",
+      { class: "hint" },
+      "Each row is a prompt, or several where there are more than fit; a click looks closer, " +
+        "and at last opens the completions. Cells without a colour: no prompt of the row was drawn in these steps.",
+    ),
   );
 }
 
@@ -71,7 +85,12 @@ async function draw() {
     return;
   }
   const answer = await ask("prompts", {
-    run, order: order.value, rows: ROWS, columns: COLUMNS, low: part?.[0], high: part?.[1],
+    run,
+    order: order.value,
+    rows: ROWS,
+    columns: COLUMNS,
+    low: part?.[0],
+    high: part?.[1],
   });
   if (mine !== turn) return;
   const reading = answer.read < 1 ? `, ${Math.floor(100 * answer.read)} % read` : "";
@@ -79,7 +98,8 @@ async function draw() {
   if (!answer.prompts) {
     status.textContent = reading ? `Reading${reading} …` : "This run has noted no rewards of prompts (log.details).";
   } else {
-    status.textContent = `${whole(answer.prompts)} prompts, steps ${whole(answer.first)} to ${whole(answer.last)}${reading}.`;
+    const count = part ? `${whole(answer.high - answer.low)} of ${whole(answer.prompts)}` : whole(answer.prompts);
+    status.textContent = `${count} prompts by ${ORDERS[answer.order]}, steps ${whole(answer.first)} to ${whole(answer.last)}${reading}.`;
     show(answer);
   }
   if (reading && state.view === "prompts") setTimeout(() => mine === turn && draw(), 50);
@@ -91,16 +111,15 @@ function show(answer) {
     { low, high, first, last, tall, wide } = answer;
   const stepsOf = column => [first + column * wide, Math.min(last, first + (column + 1) * wide - 1)],
     promptsOf = row => [low + row * tall + 1, Math.min(high, low + (row + 1) * tall)];
-  const span = (name, [low, high]) => (low === high ? `${name} ${whole(low)}` : `${name}s ${whole(low)} to ${whole(high)}`);
+  const span = (name, [low, high]) =>
+    low === high ? `${name} ${whole(low)}` : `${name}s ${whole(low)} to ${whole(high)}`;
   const rowOf = row =>
-    answer.names
-      ? `prompt ${answer.names[row]}`
-      : `${span("prompt", promptsOf(row))} of the order`;
+    answer.names ? `prompt ${answer.names[row]}` : `${span("prompt", promptsOf(row))} of the order`;
   map.show({
     values: answer.means,
     x: [0, Math.floor(columns / 2), columns - 1].map(column => `step ${whole(stepsOf(column)[0])}`),
     y: [rowOf(0), rowOf(rows - 1)].map(text => text.replace(" of the order", "")),
-    words: `${whole(high - low)} prompts by ${ORDERS[order.value]}.`,
+    words: `${whole(high - low)} prompts by ${ORDERS[answer.order]}.`,
     say: (row, column) => {
       const count = answer.counts[row][column];
       return facts(`${rowOf(row)}, ${span("step", stepsOf(column))}`, [

@@ -49,26 +49,26 @@ export function completion(run, all, tokens, wanted, close) {
 
 // The completion as text, and where its tokens were recorded also token by token.
 function answer(all, tokens, wanted) {
-  const text = el(
-    "div",
-    {},
-    ...said("Completion", all.messages?.length > 1 ? all.messages : all.completion, wanted),
-  );
+  const text = el("div", {}, ...said("Completion", all.messages?.length > 1 ? all.messages : all.completion, wanted));
   if (!tokens) return [el("h3", {}, "Completion"), text];
   const rays = xray(tokens);
   const choices = [
     [false, "Text"],
     [true, "Tokens"],
   ].map(([is, label]) =>
-    el("button", { type: "button", onclick: () => choose(is), "aria-pressed": "false", "data-tokens": is }, label),
+    el(
+      "button",
+      { type: "button", onclick: () => choose((byTokens = is)), "aria-pressed": "false", "data-tokens": String(is) },
+      label,
+    ),
   );
   function choose(is) {
-    byTokens = is;
     text.hidden = is;
     rays.hidden = !is;
     for (const [at, choice] of choices.entries()) choice.setAttribute("aria-pressed", String(is === Boolean(at)));
   }
-  choose(byTokens);
+  // Words that were searched for are marked in the text.
+  choose(byTokens && !wanted);
   return [el("div", { class: "either" }, el("h3", {}, "Completion"), ...choices), text, rays];
 }
 

@@ -115,7 +115,10 @@ async function search(from = null) {
     return;
   }
   const query = Object.fromEntries(
-    ["text", "first", "last", "prompt", "least", "most", "finish"].map(name => [name, form.elements[name].value.trim()]),
+    ["text", "first", "last", "prompt", "least", "most", "finish"].map(name => [
+      name,
+      form.elements[name].value.trim(),
+    ]),
   );
   const found = [];
   do {

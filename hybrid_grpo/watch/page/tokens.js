@@ -97,7 +97,11 @@ export function xray(record) {
       span.style.setProperty("--share", `${Math.round(100 * Math.min(1, Math.abs(part)))}%`);
       span.classList.toggle("below", part < 0);
     }
-    legend.replaceChildren(ends[0], el("i", { class: [signed, ratios, sides].includes(scale) ? "both" : "one" }), ends[1]);
+    legend.replaceChildren(
+      ends[0],
+      el("i", { class: [signed, ratios, sides].includes(scale) ? "both" : "one" }),
+      ends[1],
+    );
     meaning.textContent = words;
   }
 

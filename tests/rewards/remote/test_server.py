@@ -9,7 +9,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,8 +17,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from paths import ROOT
 from reward_helpers import in_time
+from warm_python import programs
 
 from hybrid_grpo.config import RewardConfig, ServeOptionsConfig, ServeRewardConfig, build
 from hybrid_grpo.config.checks import check_serve
@@ -61,8 +60,8 @@ class Running:
     """A server in a process of its own."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "hybrid_grpo", "serve-reward", "--serve.port=0", *arguments]
-        path = {"PYTHONPATH": str(ROOT), "TEST_TOKEN": TOKEN, "CUDA_VISIBLE_DEVICES": ""}
+        command = [programs() / "hybrid-grpo", "serve-reward", "--serve.port=0", *arguments]
+        path = {"TEST_TOKEN": TOKEN, "CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(command, cwd=folder, env=os.environ | path, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         self.line = self.process.stderr.readline()

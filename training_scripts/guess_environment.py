@@ -1,0 +1,24 @@
+"""A game for several turns: a hidden letter is to be guessed, and every wrong guess is told on which side it is."""
+
+import random
+
+LETTERS = "abcdefghijklmno"
+"""What may be hidden: halving finds each of the 15 in at most 4 guesses."""
+
+
+class GuessALetter:
+    """Every turn of the model is a guess. The reward of the right one is 1."""
+
+    def reset(self, **columns: object) -> None:
+        """Hide a letter. `random` is seeded before, alike for all completions of a prompt."""
+        self.letter = random.choice(LETTERS)
+        self.guesses: list[str] = []
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        guess = text.strip()
+        self.guesses.append(guess)
+        if guess == self.letter:
+            return "right", 1.0, True
+        if guess not in LETTERS or len(guess) != 1:
+            return "what", 0.0, False
+        return ("later" if guess < self.letter else "earlier"), 0.0, False

@@ -1,0 +1,82 @@
+"""Make a game to learn, in a folder: a tiny model with a chat template, and prompts to begin with.
+
+The warmed-up model knows the form of the game. In a few games it halves what is left; in all others it guesses at
+random, whatever it was told.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+from guess_environment import LETTERS
+from quickstart_task import make_model
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+ROWS = {"sft": 12_000, "train": 4_096, "heldout": 256}
+GUESSES = 4
+HALVING = 0.08
+"""Share of the warm-up's games that are played well."""
+PIECES = ["user\n", "assistant\n", "guess", "earlier", "later", "what"]
+"""Texts that are one token each."""
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+BETWEEN = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a letter, and one for each of PIECES."""
+    tokens = ["<pad>", "<|im_start|>", "<|im_end|>", "\n", *LETTERS]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    made.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])
+    made.chat_template = TEMPLATE
+    return made
+
+
+def make_rows(seed: int) -> dict[str, list[dict[str, object]]]:
+    """Rows of every split. Which letter is hidden is the environment's to draw."""
+    draw = random.Random(seed)
+    asked = {"prompt": [{"role": "user", "content": "guess"}]}
+    return {"sft": [_game(draw) for _ in range(ROWS["sft"])], **{s: [asked] * ROWS[s] for s in ("train", "heldout")}}
+
+
+def _game(draw: random.Random) -> dict[str, object]:
+    """A whole game as text."""
+    letter, halves, said = draw.choice(LETTERS), draw.random() < HALVING, ""
+    left = LETTERS
+    for _ in range(GUESSES):
+        guess = left[len(left) // 2] if halves else draw.choice(LETTERS)
+        if guess == letter:
+            break
+        told = "later" if guess < letter else "earlier"
+        left = "".join(one for one in left if (one > guess) == (guess < letter) and one != guess)
+        said += guess + BETWEEN.format(told)
+    prompt = "<|im_start|>user\nguess<|im_end|>\n<|im_start|>assistant\n"
+    return {"prompt": prompt, "completion": said + guess}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    tokenizer = make_tokenizer()
+    make_model(tokenizer, arguments.seed, positions=128).save_pretrained(arguments.folder / "model")
+    tokenizer.save_pretrained(arguments.folder / "model")
+    for split, rows in make_rows(arguments.seed).items():
+        (arguments.folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
