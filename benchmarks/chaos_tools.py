@@ -5,7 +5,7 @@
 What a call does is decided by the key that the model asks for: it raises (10 %), ends its process (3 %), hangs for
 ever (1 %), answers after its time-out of 3 s (1 %), returns 1 MB (9 %) or bytes that are no text (8 %), or answers.
 It writes down what it is about to do; `injected` counts that. `calls` and `failed` are those of the metrics, and have
-to be the injected ones, with `expected_failed` of them failures. `wrong_answers` counts messages of the tool that the
+to be the injected ones, with `expected_failed` of them failures. `wrong_answers` are messages of the tool that the
 model read and that do not fit the key. `processes_left` and `shared_memory_left` are what a finished run has left
 behind. The model is random, with a bias towards calls. Ends with status 1 where a number is not as it has to be.
 """
@@ -123,6 +123,8 @@ def left(folder: Path) -> list[str]:
 def fits(key: str, content: str) -> bool:
     """Whether this can be what the model read of a call, cut to its limit of tokens."""
     what = fate(key)
+    if not content:
+        return True  # the calls of a turn share the room of its answer, and many leave each none
     if what in FAILURES:
         return content.startswith("error")
     if what == "long":
@@ -130,16 +132,18 @@ def fits(key: str, content: str) -> bool:
     return content == answer(key) if what == "answer" else not content.startswith("error")
 
 
-def wrong_answers(run: Path) -> int:
-    """Messages of the tool that are not what their call has done."""
-    wrong = 0
+def wrong_answers(run: Path) -> list[tuple[str, str]]:
+    """Keys and messages of the tool that are not what their call has done."""
+    wrong = []
     for file in sorted(run.glob("rollouts/step_*.jsonl")):
         for line in file.read_text().splitlines():
             messages = json.loads(line)["messages"]
             for place, message in enumerate(messages):
                 answers = itertools.takewhile(lambda m: m["role"] == "tool", messages[place + 1 :])
                 for call, read in zip(message.get("tool_calls", ()), answers, strict=False):
-                    wrong += not fits(call["function"]["arguments"]["key"], read["content"])
+                    key = call["function"]["arguments"]["key"]
+                    if not fits(key, read["content"]):
+                        wrong.append((key, read["content"]))
     return wrong
 
 

@@ -20,7 +20,7 @@ from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, RewardStatus,
 from hybrid_grpo.generation.rollout import requests_of
 from hybrid_grpo.grpo.loss import micro_batch_loss
 from hybrid_grpo.rewards.scoring import Rewards
-from hybrid_grpo.run.replay import SEEN, LossRecorder, compare, in_saved_order, same
+from hybrid_grpo.run.replay import SEEN, LoggedSkips, LossRecorder, compare, in_saved_order, same
 from hybrid_grpo.run.saved_rollouts import SavedCompletions, SavedRewards, SavedRollouts
 from hybrid_grpo.run.sinks import rollout_lines
 from hybrid_grpo.run.tokens import TokenText, joined, token_table, write_table
@@ -180,6 +180,12 @@ def test_saved_rewards_are_those_that_the_functions_gave(tmp_path, steps):
         rewards.stream([Prompt(9, "r", [1], {})], 2, 3)
 
 
+def test_steps_that_alarms_have_skipped_are_skipped_again():
+    alarms = LoggedSkips({1: {"policy/skipped_update": 0.0}, 2: {"policy/skipped_update": 1.0}, 3: {}})
+    assert alarms.may_skip and [alarms.skips(step, {}) for step in (1, 2, 3)] == [False, True, False]
+    assert not LoggedSkips({1: {"policy/loss": 0.5}}).may_skip
+
+
 def test_files_of_different_completions_are_refused(tmp_path):
     _, _, saved = make_saved(tmp_path / "rollouts")
     with (saved.folder / "step_000003.jsonl").open("a") as file:
@@ -212,12 +218,16 @@ def test_completions_of_other_ranks_in_another_order_are_found_and_the_first_tha
         ),
     ):
         assert compare(tables(0, **changes), saved.rows(3))["first_to_differ"] == says
+    prompts = [replace(prompt, token_ids=[1, 3]) for prompt in rollout.prompts]
+    rollout = replace(rollout, prompts=prompts)
+    assert compare(tables(0), saved.rows(3))["first_to_differ"] == "row 0 (prompt 7, sample 0) has another prompt"
+    rollout, _, saved = make_saved(tmp_path / "once_more")
     assert compare(tables(1), {key: row for key, row in saved.rows(3).items() if row["row"] < 3})["same"] == 1
 
 
 @pytest.mark.parametrize("made, logged, is_same", [
     (0.5, 0.5 + 9e-7, True), (0.5, 0.5 + 2e-6, False), (1e3, 1e3 + 9e-4, True),
-    (math.nan, None, True), (0.0, None, False),
+    (math.nan, None, True), (0.0, None, False), (None, None, True), (None, 0.0, False),
 ])  # fmt: skip
 def test_numbers_are_the_same_to_a_millionth(made, logged, is_same):
     assert same(made, logged) == is_same
