@@ -212,7 +212,8 @@ def play(name: str, phase: str, folder: Path, seed: int) -> None:
         "eval": {"threshold": 1.0},
         "log": {"trackers": [], "rollouts_every": 0},
         "checkpoint": {"every_minutes": 0, "every": ONSET - 1 if case.later else 0},
-        "engine": {"adam": "torch"},
+        # Without shards: the run with other weights in its sampler writes into them.
+        "engine": {"adam": "torch", "zero_stage": 0},
     }
     if not case.sick or name == "held_out":
         shared["data"]["eval_path"], shared["eval"]["every"] = str(folder / "heldout.jsonl"), 4 if case.sick else 20
