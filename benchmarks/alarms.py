@@ -121,7 +121,7 @@ class Case:
 
 
 def perturb_sampler() -> None:
-    """From ONSET on the policy samples with weights that are 2 % off, as rounded or stale ones would be."""
+    """From ONSET on the policy samples with weights that are 5 % off, as rounded or stale ones would be."""
     import torch
 
     from hybrid_grpo.policy import Policy
@@ -173,7 +173,7 @@ CASES = [
     Case("truncated", later={"rollout": {"max_completion_tokens": 3}}),
     Case("dead_groups", [_sick(pays_prompts)]),
     Case("constant_reward", [_sick(pays_everybody)]),
-    Case("reward_hacking", [right, bonus], {"policy": {"lr": 6e-4}}),
+    Case("reward_hacking", [right, bonus], later={"policy": {"lr": 2e-3}}),
     Case("held_out", [_sick(pays_train_only)], {"policy": {"lr": 6e-4}}),
     Case("kl", [_sick(pays_foreign_letters)], {"grpo": {"beta": 1e-4}, "policy": {"lr": 1e-3}}),
     Case(
@@ -212,7 +212,8 @@ def play(name: str, phase: str, folder: Path, seed: int) -> None:
         "eval": {"threshold": 1.0},
         "log": {"trackers": [], "rollouts_every": 0},
         "checkpoint": {"every_minutes": 0, "every": ONSET - 1 if case.later else 0},
-        "engine": {"adam": "torch"},
+        # Without shards: the run with other weights in its sampler writes into them.
+        "engine": {"adam": "torch", "zero_stage": 0},
     }
     if not case.sick or name == "held_out":
         shared["data"]["eval_path"], shared["eval"]["every"] = str(folder / "heldout.jsonl"), 4 if case.sick else 20
