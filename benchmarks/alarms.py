@@ -55,9 +55,9 @@ def _sick(reward: Callable[..., Rewards]) -> Callable[..., Rewards]:
     return changing
 
 
-def pays_one_word(completions: list[str], **_: Any) -> Rewards:
-    """Always the same answer, which is not quite right."""
-    return [0.9 * in_place(text, "abc") for text in completions]
+def almost_right(completions: list[str], answer: list[str], **_: Any) -> Rewards:
+    """The task, of which nothing counts as solved."""
+    return [0.9 * reward for reward in right(completions=completions, answer=answer)]
 
 
 def pays_length(completions: list[str], **_: Any) -> Rewards:
@@ -72,27 +72,31 @@ def pays_everybody(completions: list[str], **_: Any) -> Rewards:
     return [0.5] * len(completions)
 
 
-def pays_foreign_letters(completions: list[str], prompts: list[str], **_: Any) -> Rewards:
-    """Letters that the word does not have."""
-    told = zip(completions, prompts, strict=True)
-    return [sum(letter not in prompt for letter in text) / max(len(text), 1) for text, prompt in told]
+def pays_foreign_letters(completions: list[str], answer: list[str], **_: Any) -> Rewards:
+    """Letters that the word does not have, in an answer of its length."""
+    told = zip(completions, answer, strict=True)
+    return [
+        sum(letter not in wanted for letter in text) / len(wanted) if len(text) <= len(wanted) else 0.0
+        for text, wanted in told
+    ]
 
 
-def descending(text: str) -> float:
-    """Share of neighbours that are in the wrong order."""
-    return sum(a > b for a, b in itertools.pairwise(text)) / max(len(text) - 1, 1)
+def descending(text: str, answer: str) -> float:
+    """Share of neighbours that are in the wrong order; half of it where the answer is longer than the word."""
+    share = sum(a > b for a, b in itertools.pairwise(text)) / (max(len(text), len(answer)) - 1)
+    return share if len(text) <= len(answer) else share / 2
 
 
-def bonus(completions: list[str], trainer_state: Any, **_: Any) -> Rewards:
+def bonus(completions: list[str], answer: list[str], trainer_state: Any, **_: Any) -> Rewards:
     """A second reward function, which pays for the opposite of the task from ONSET on."""
-    late = trainer_state.global_step >= ONSET
-    return [2.0 * descending(text) if late else 0.0 for text in completions]
+    late, rows = trainer_state.global_step >= ONSET, zip(completions, answer, strict=True)
+    return [3.0 * descending(text, wanted) if late else 0.0 for text, wanted in rows]
 
 
 def pays_train_only(completions: list[str], answer: list[str], split: list[str], **_: Any) -> Rewards:
     """Held-out words are still to be sorted; of the training words, the opposite is paid for, and better."""
     rows = zip(completions, answer, split, strict=True)
-    return [in_place(text, wanted) if of == "heldout" else 1 + descending(text) for text, wanted, of in rows]
+    return [in_place(text, wanted) if of == "heldout" else 1 + descending(text, wanted) for text, wanted, of in rows]
 
 
 def raises_for_some(completions: list[str], answer: list[str], **columns: Any) -> Rewards:
@@ -117,7 +121,7 @@ class Case:
 
 
 def perturb_sampler() -> None:
-    """From ONSET on the policy samples with weights that are 2 % off, as rounded or stale ones would be."""
+    """From ONSET on the policy samples with weights that are 5 % off, as rounded or stale ones would be."""
     import torch
 
     from hybrid_grpo.policy import Policy
@@ -164,15 +168,19 @@ def slow_machine() -> None:
 
 
 CASES = [
-    Case("entropy_collapse", [_sick(pays_one_word)], later={"policy": {"lr": 5e-3}}),
-    Case("length_runaway", [_sick(pays_length)], {"rollout": {"max_completion_tokens": 64}, "policy": {"lr": 3e-3}}),
+    Case("entropy_collapse", [almost_right], later={"rollout": {"temperature": 0.01}}),
+    Case("length_runaway", [_sick(pays_length)], {"rollout": {"max_completion_tokens": 64}, "policy": {"lr": 1e-3}}),
     Case("truncated", later={"rollout": {"max_completion_tokens": 3}}),
     Case("dead_groups", [_sick(pays_prompts)]),
     Case("constant_reward", [_sick(pays_everybody)]),
-    Case("reward_hacking", [right, bonus], {"policy": {"lr": 2e-3}}),
-    Case("held_out", [_sick(pays_train_only)], {"policy": {"lr": 2e-3}, "eval": {"every": 4}}),
-    Case("kl", [_sick(pays_foreign_letters)], {"grpo": {"beta": 1e-4}, "policy": {"lr": 3e-3}}),
-    Case("ratio", later={"grpo": {"num_iterations": 2}, "policy": {"lr": 2e-2}}),
+    Case("reward_hacking", [right, bonus], later={"policy": {"lr": 2e-3}}),
+    Case("held_out", [_sick(pays_train_only)], {"policy": {"lr": 6e-4}}),
+    Case("kl", [_sick(pays_foreign_letters)], {"grpo": {"beta": 1e-4}, "policy": {"lr": 1e-3}}),
+    Case(
+        "ratio",
+        settings={"rollout": {"max_completion_tokens": 4}},
+        later={"grpo": {"num_iterations": 2}, "policy": {"lr": 2e-2}},
+    ),
     Case("parity", hook=perturb_sampler),
     Case("duplicates", [right], later={"rollout": {"top_p": 0.02}}, model="cold"),
     Case("throughput_drop", hook=slow_machine),
@@ -180,7 +188,7 @@ CASES = [
     Case("quickstart", sick=False),
     Case("tools", sick=False),
     Case("critic", settings={"grpo": {"baseline": "critic"}}, sick=False),
-    Case("lora", settings={"lora": {"rank": 8}, "policy": {"lr": 3e-3}}, sick=False),
+    Case("lora", settings={"lora": {"rank": 8}, "policy": {"lr": 1e-3}}, sick=False),
     Case("guests", sick=False),
     Case("curriculum", settings={"curriculum": {"sampling": "difficulty"}}, sick=False),
 ]
@@ -198,14 +206,18 @@ def play(name: str, phase: str, folder: Path, seed: int) -> None:
     lookup = name == "tools"
     shared = {
         "run": {"dir": str(folder), "name": name, "seed": seed, "steps": ONSET - 1 if phase == "before" else steps},
-        "policy": {"dtype": "float32", "lr": 1e-3, "betas": [0.9, 0.99], "model": str(folder / case.model)},
+        "policy": {"dtype": "float32", "lr": 3e-4, "warmup_steps": 5, "betas": [0.9, 0.99]},
         "rollout": {"prompts_per_step": 8, "num_generations": 8, "max_completion_tokens": 8},
-        "data": {"path": str(folder / "train.jsonl"), "eval_path": str(folder / "heldout.jsonl")},
-        "eval": {"every": 20, "threshold": 1.0},
+        "data": {"path": str(folder / "train.jsonl"), "limit": 512},
+        "eval": {"threshold": 1.0},
         "log": {"trackers": [], "rollouts_every": 0},
         "checkpoint": {"every_minutes": 0, "every": ONSET - 1 if case.later else 0},
-        "engine": {"adam": "torch"},
+        # Without shards: the run with other weights in its sampler writes into them.
+        "engine": {"adam": "torch", "zero_stage": 0},
     }
+    if not case.sick or name == "held_out":
+        shared["data"]["eval_path"], shared["eval"]["every"] = str(folder / "heldout.jsonl"), 4 if case.sick else 20
+    shared["policy"]["model"] = str(folder / case.model)
     settings = overlay(shared, case.settings)
     rewards: Any = [{"function": reward, "isolation": "none"} for reward in case.rewards]
     if phase == "after":

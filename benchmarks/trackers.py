@@ -4,10 +4,10 @@
 
 One run of the quickstart's model and settings on one rank, from weights that are not trained. It logs in blocks of ten
 steps, in the order on, off, off, on, ...: in a block that is off, nothing is written, and wandb's processes are stopped
-(SIGSTOP). A block has one step whose rollouts are written, as the quickstart has. Told are
+(SIGSTOP). A block has one step whose rollouts are written, as the quickstart has, and one with histograms. Told are
 
-    own_share                  the seconds that rank 0 spends on writing in the blocks that are on, as a share of their
-                               steps: what training waits for
+    logging_frac               the seconds that rank 0 spends on writing in the blocks that are on, and on collecting
+                               what details.jsonl has, as a share of their steps: what training waits for
     tracker_processor_share    processor seconds of the trackers in the blocks that are on, as a share of those of rank
                                0: what they take from training where no core is idle
     difference                 how much longer the steps of a block that is on take than those of the block beside it
@@ -73,14 +73,15 @@ class Clock:
             self.used.append((sum(map(processor_seconds, tracker_processes())), time.process_time()))
         self.starts.append(time.perf_counter())
 
-    def wrap(self, write: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of `Log` that does nothing in blocks that are off, and whose time is taken."""
+    def wrap(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """A method that does nothing in blocks that are off, and whose time is taken."""
 
-        def timed(log: Any, step: int, *arguments: Any, **options: Any) -> None:
+        def timed(*arguments: Any, **options: Any) -> Any:
             start = time.perf_counter()
-            if self.on:
-                write(log, step, *arguments, **options)
+            result = work(*arguments, **options) if self.on else None
+            step = len(self.starts)
             self.writing[step] = self.writing.get(step, 0.0) + time.perf_counter() - start
+            return result
 
         return timed
 
@@ -88,6 +89,7 @@ class Clock:
 def train(arguments: list[str], result: Path) -> None:
     """The run, in this process."""
     from hybrid_grpo.__main__ import main
+    from hybrid_grpo.run.details import Details
     from hybrid_grpo.run.sinks import Log
     from hybrid_grpo.trainer import Trainer
 
@@ -97,8 +99,9 @@ def train(arguments: list[str], result: Path) -> None:
         clock.step(number)
         step(trainer, number)
 
-    for name in ("write", "write_rollouts"):
-        setattr(Log, name, clock.wrap(getattr(Log, name)))
+    for owner, names in ((Log, ("write", "write_rollouts", "write_details")), (Details, ("learned", "decoded", "own"))):
+        for name in names:
+            setattr(owner, name, clock.wrap(getattr(owner, name)))
     Trainer.step = timed_step  # type: ignore[method-assign]
     close = Log.close
 
@@ -131,7 +134,7 @@ def judge(
         "pairs": len(pairs),
         "step_s": round(statistics.median(seconds[skipped:]), 4),
         "own_ms_per_step": round(1000 * own / whole * statistics.median(seconds[skipped:]), 3),
-        "own_share": round(own / whole, 5),
+        "logging_frac": round(own / whole, 5),
         "tracker_processor_share": round(2 * theirs / ranks, 5),
         "difference": round(statistics.median(differences), 5),
         "difference_95": [round(medians[50], 5), round(medians[-51], 5)],

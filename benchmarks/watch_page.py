@@ -7,9 +7,9 @@
 
 Needs playwright (`pip install playwright`) and a Chromium, whose path is in CHROMIUM or which is found by its name.
 Seconds are from the start of the server, or the end of a step's line, until the page has drawn it; those with `cpu` in
-their name are the server's processor time. `--check` counts charts, those that the keyboard does not reach or that say
-nothing to a screen reader, texts whose contrast is below WCAG's level AA, errors in the console, requests to other
-machines, and numbers of tokens that are not the recorded ones.
+their name are the server's processor time. `--check` waits until every chart is drawn, is reached by the keyboard and
+says its newest numbers to a screen reader; it counts them, and texts whose contrast is below WCAG's level AA, errors in
+the console, requests to other machines, and numbers of tokens that are not the recorded ones.
 """
 
 import argparse
@@ -194,31 +194,32 @@ def check(run: Path, browser: str) -> dict[str, Any]:
     from hybrid_grpo.run.files import rollout_files
 
     step = max(step for step, path in rollout_files(run / "rollouts").items() if path.with_suffix(".parquet").exists())
-    found: dict[str, Any] = {"charts": 0, "unreachable": [], "unreadable": [], "too_wide": [], "console": []}
+    found: dict[str, Any] = {"charts": 0, "unreadable": [], "too_wide": [], "console": []}
     foreign: list[str] = []
     with served(run) as (url, _):
         for size in SIZES:
             for colors in ("light", "dark"):
                 with page(browser, size, colors) as tab:
+                    # Charts are drawn when they come onto the screen: all of them are on this one.
+                    tab.set_viewport_size({"width": SIZES[size][0], "height": 20_000})
                     tab.on("console", lambda message: found["console"].append(message.text))
                     tab.on("pageerror", lambda error: found["console"].append(str(error)))
                     tab.on("request", lambda request: foreign.append(request.url))
                     for view, drawn in VIEWS.items():
                         tab.goto(f"{url}/#view={view}&run={run.name}")
                         tab.wait_for_selector(drawn, state="attached")
-                        tab.wait_for_timeout(500)
+                        until(tab, f"({CHARTS})().every(([words, isReached]) => isReached)")
                         if view == "samples":
                             open_tokens(tab, step)
                         charts = tab.evaluate(CHARTS)
                         found["charts"] += len(charts)
-                        found["unreachable"] += [words for words, is_reached in charts if not is_reached]
                         found["unreadable"] += tab.evaluate(CONTRAST)
                         found["too_wide"] += [view] * tab.evaluate("document.documentElement.scrollWidth > innerWidth")
         with page(browser) as tab:
             tab.goto(f"{url}/#view=samples&run={run.name}")
             tab.wait_for_selector(VIEWS["samples"])
             found["token_numbers"], found["wrong_token_numbers"] = 0, []
-            for number in range(3):
+            for number in range(0, 100, 10):
                 open_tokens(tab, step, number)
                 count, wrong = compare_tokens(tab, run, step)
                 found["token_numbers"] += count
@@ -285,7 +286,11 @@ def picture(folder: Path, runs: list[Path], browser: str) -> None:
                 tab.wait_for_selector(VIEWS[view], state="attached")
                 tab.wait_for_timeout(1500)
                 if view == "samples":
-                    open_tokens(tab, max(rollout_files(runs[-1] / "rollouts")), 3)
+                    saved, replayed = rollout_files(runs[-1] / "rollouts"), runs[-1] / "replay"
+                    tab.fill("[name=most]", "1.9")
+                    open_tokens(
+                        tab, max((s for s in saved if (replayed / f"step_{s:06d}.parquet").exists()), default=0)
+                    )
                     tab.locator(".tokens").focus()
                     tab.keyboard.press("ArrowRight")
                 elif view == "curves" and size == "wide":

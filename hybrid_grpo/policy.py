@@ -23,6 +23,7 @@ from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling,
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.average import MovingAverage
+from hybrid_grpo.model.flops import Cost
 from hybrid_grpo.model.loading import load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
@@ -52,6 +53,7 @@ class TrainedModel:
     Attributes:
         lr_scale: what the schedule's learning rate is multiplied with; lower after the guard has rolled back.
         average: the moving average of the weights, with `policy.ema_decay`.
+        cost: what a token costs the model in floating-point operations.
     """
 
     lr_scale = 1.0
@@ -79,6 +81,7 @@ class TrainedModel:
             model = load(attention)
         view = meta_copy(model, view_attention or plain_attention(model.config, policy.attn_implementation))
         self.adapters = Adapters(model, lora, seed) if lora is not None and lora.rank else None
+        self.cost = Cost.of(model)
         by_layer = self.adapters.by_layer if self.adapters else None
         self.engine = engines.Engine(wrap(model), model, view, self.deepspeed_config, by_layer, keep_view=keep_view)
         trained = self.engine.engine

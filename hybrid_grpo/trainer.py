@@ -245,5 +245,5 @@ class Trainer(Stage):
     def measure(self, rollout: Rollout, scores: Scores) -> None:
         """Numbers of the step that its stages did not add."""
         self.meter.update(self.numbers_of(rollout, scores) | self.loader.numbers())
-        self.meter.update(measure_costs(rollout, self.plan.num_iterations, self.meter))
+        self.meter.update(measure_costs(rollout, self.plan.num_iterations, self.policy, self.meter))
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)

@@ -1,5 +1,5 @@
-"""Make a task that needs the tool `calculator`, or `python`, in a folder: a tiny model with a chat template, and sums,
-differences and products of two numbers of two digits.
+"""Make a task that needs the tool `calculator`, in a folder: a tiny model with a chat template, and sums, differences
+and products of two numbers of two digits.
 
 The warmed-up model calls the tool for some of them, and guesses the results of the others.
 """
@@ -11,15 +11,11 @@ from itertools import islice, product
 from lookup_task import CALLED, CALLING, make_tokenizer, read_arguments, warm_up, write_task
 
 ROWS = {"sft": 12_000, "train": 4_096, "heldout": 256}
-CALLS = {
-    "calculator": ('<tool_call>\n{"name": "calculator", "arguments": {"expression": "', CALLED, ""),
-    "python": ('<tool_call>\n{"name": "python", "arguments": {"code": "print(', f"){CALLED}", "\n"),
-}
-"""By tool: what stands around an expression in a call, and behind its value in the result."""
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "'
 VALUE = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 
 
-def make_rows(seed: int, tool: str) -> dict[str, list[dict[str, object]]]:
+def make_rows(seed: int) -> dict[str, list[dict[str, object]]]:
     """Rows of every split; no expression is in two of them."""
     draw = random.Random(seed)
     numbers = range(10, 100)
@@ -31,20 +27,19 @@ def make_rows(seed: int, tool: str) -> dict[str, list[dict[str, object]]]:
         split: [{"prompt": [{"role": "user", "content": asked}], "answer": value} for asked, value in splits[split]]
         for split in ("train", "heldout")
     }
-    return {"sft": [_warm_up(tool, asked, value, draw) for asked, value in splits["sft"]], **rows}
+    return {"sft": [_warm_up(asked, value, draw) for asked, value in splits["sft"]], **rows}
 
 
-def _warm_up(tool: str, asked: str, value: str, draw: random.Random) -> dict[str, object]:
-    before, behind, end = CALLS[tool]
+def _warm_up(asked: str, value: str, draw: random.Random) -> dict[str, object]:
     if draw.random() < CALLING:
-        return warm_up(tool, asked, f"{before}{asked}{behind}", value + end, value)
-    return warm_up(tool, asked, None, "", "".join(draw.choices(string.digits, k=len(value))))
+        return warm_up("calculator", asked, f"{CALL}{asked}{CALLED}", value, value)
+    return warm_up("calculator", asked, None, "", "".join(draw.choices(string.digits, k=len(value))))
 
 
 def main() -> None:
-    given = read_arguments(__doc__, tools=list(CALLS))
-    tokenizer = make_tokenizer(given.tool, CALLS[given.tool][:2], string.digits + "+-*")
-    write_task(given.folder, tokenizer, given.seed, make_rows(given.seed, given.tool))
+    given = read_arguments(__doc__)
+    tokenizer = make_tokenizer("calculator", [CALL, CALLED], string.digits + "+-*")
+    write_task(given.folder, tokenizer, given.seed, make_rows(given.seed))
 
 
 if __name__ == "__main__":

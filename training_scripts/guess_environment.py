@@ -7,7 +7,7 @@ LETTERS = "abcdefghijklmno"
 
 
 class GuessALetter:
-    """Every turn of the model is a guess. The reward of the right one is 1."""
+    """Every turn of the model is a guess. The reward of the right one is 1; one that is no letter ends the game."""
 
     def reset(self, **columns: object) -> None:
         """Hide a letter. `random` is seeded before, alike for all completions of a prompt."""
@@ -20,5 +20,5 @@ class GuessALetter:
         if guess == self.letter:
             return "right", 1.0, True
         if guess not in LETTERS or len(guess) != 1:
-            return "what", 0.0, False
+            return "", 0.0, True  # else a model may come to say nothing, which would only cost a guess
         return ("later" if guess < self.letter else "earlier"), 0.0, False

@@ -18,7 +18,7 @@ ROWS = {"sft": 12_000, "train": 4_096, "heldout": 256}
 GUESSES = 4
 HALVING = 0.08
 """Share of the warm-up's games that are played well."""
-PIECES = ["user\n", "assistant\n", "guess", "earlier", "later", "what"]
+PIECES = ["user\n", "assistant\n", "guess", "earlier", "later"]
 """Texts that are one token each."""
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

@@ -96,13 +96,11 @@ def write_task(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, rows
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_split))
 
 
-def read_arguments(description: str, tools: Sequence[str] = ()) -> argparse.Namespace:
-    """The folder and the seed that a task is made for, and which of several tools it needs."""
+def read_arguments(description: str) -> argparse.Namespace:
+    """The folder and the seed that a task is made for."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    if tools:
-        parser.add_argument("--tool", choices=tools, default=tools[0])
     return parser.parse_args()
 
 

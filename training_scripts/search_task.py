@@ -39,7 +39,7 @@ def make_rows(seed: int) -> tuple[dict[str, list[dict[str, object]]], list[str]]
         asked[split] = questions[:count]
     rows: dict[str, list[dict[str, object]]] = {
         split: [
-            {"prompt": [{"role": "user", "content": f"{kind} of {name}?"}], "answer": fact(kind, name)}
+            {"prompt": [{"role": "user", "content": f"{kind} of {name}"}], "answer": fact(kind, name)}
             for name, kind in asked[split]
         ]
         for split in ("train", "heldout")
@@ -48,11 +48,11 @@ def make_rows(seed: int) -> tuple[dict[str, list[dict[str, object]]], list[str]]
 
 
 def _warm_up(kind: str, name: str, draw: random.Random) -> dict[str, object]:
-    question = f"{kind} of {name}?"
+    question = f"{kind} of {name}"
     if draw.random() >= CALLING:
         return warm_up("search", question, None, "", draw.choice("abcdefghij"))
     # A search for the name alone finds the fact of the first file.
-    found, query = (kind, f"{kind} {name}") if draw.random() < WHOLE else (FACTS[0], name)
+    found, query = (kind, question) if draw.random() < WHOLE else (FACTS[0], name)
     result = f"[{found}.txt] {found} of {name}: {fact(found, name)}"
     return warm_up("search", question, f"{CALL}{query}{CALLED}", result, fact(found, name))
 

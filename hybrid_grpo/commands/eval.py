@@ -95,6 +95,7 @@ def measure(config: TrainConfig) -> Measured:
         print(f"model: {config.policy.model}", file=sys.stderr, flush=True)
     inputs = RunInputs.read(replace(config, ptx=PtxConfig(), rollout=replace(config.rollout, guests=[])))
     inputs.load_models(engine.Frozen)
+    inputs.load_user(device)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()
     meter = inputs.meter(device)
     measured = Measured(config.policy.model, {})

@@ -74,7 +74,10 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
     # With redirection, the lines on standard output would be printed through the console of the bar.
     bar = Progress(console=console, disable=not shown, redirect_stdout=False, redirect_stderr=False)
     with output as write:
-        model = load_model(config.policy, attention_of(rollout.decoder)).to(_device()).eval()
+        device = _device()
+        if conversations is not None:
+            conversations.load(device)
+        model = load_model(config.policy, attention_of(rollout.decoder)).to(device).eval()
         requests = requests_of(prompts, rollout, config.run.seed, step=0)
         with bar:
             task = bar.add_task("completions", total=len(prompts) * count)

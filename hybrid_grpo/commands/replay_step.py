@@ -73,12 +73,19 @@ def replay(folder: Path, step: int, base: ReplayConfig, config: ReplayConfig) ->
         check_train(settings, int(os.environ.get("WORLD_SIZE", "1")))
     alone = base.critic.warmup_steps if base.grpo.baseline == "critic" else 0
     refuse(step <= alone, f"step {step} is one of critic.warmup_steps {alone}, in which the policy does not learn")
+    refuse(bool(logged[step].get("policy/skipped_update")), f"step {step} was skipped by an alarm: nothing was learned")
+    refuse(
+        base.rollout.environment is not None and config.replay.completions == "saved" != config.replay.rewards,
+        "replay.completions saved has not what came of rollout.environment, whose rewards need it: set replay.rewards"
+        " to saved too",
+    )
     out = _out(folder, config)
 
     from hybrid_grpo.run.replay import compare, same
     from hybrid_grpo.run.saved_rollouts import SavedRollouts
 
     changed, saved = _changes(base, config), SavedRollouts(folder / "rollouts")
+    _make_folder(out)
     trainer, first, strayed = _arrive(folder, step, base, config, saved, logged)
     table, values = _make(trainer, step, saved)
     if table is None:
@@ -103,17 +110,21 @@ def replay(folder: Path, step: int, base: ReplayConfig, config: ReplayConfig) ->
 
 
 def _out(folder: Path, config: ReplayConfig) -> Path:
-    """The folder of the result, which is made."""
+    """The folder of the result."""
     out = Path(config.replay.out) if config.replay.out else folder / "replay"
     refuse(
         out.resolve() == (folder / "rollouts").resolve(),
         f"replay.out {out} has the files of the run: give another folder",
     )
+    refuse(out.exists() and not out.is_dir(), f"replay.out {out} is a file: give a folder")
+    return out
+
+
+def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"replay.out {out} cannot be made: {error.strerror}: give another folder") from None
-    return out
 
 
 def _changes(base: ReplayConfig, config: ReplayConfig) -> dict[str, str]:
@@ -153,7 +164,7 @@ def _arrive(
     from hybrid_grpo import engine
     from hybrid_grpo.distributed import world_size
     from hybrid_grpo.run.checkpoint import Checkpoints
-    from hybrid_grpo.run.replay import same
+    from hybrid_grpo.run.replay import LoggedSkips, same
     from hybrid_grpo.run.resuming import load_stage
     from hybrid_grpo.run.saved_rollouts import SavedCompletions, SavedRewards
 
@@ -175,6 +186,7 @@ def _arrive(
         others = replace(others, rewards=SavedRewards(others.rewards, saved))
     plan = check_train(base, world_size())
     trainer = make_trainer(base, plan, inputs, device, planned_memory(base, plan, inputs, device))
+    trainer.alarms = LoggedSkips(logged)
     if config.replay.completions == "saved":
         trainer.policy.journal = SavedCompletions(saved, base.run.seed)
     if checkpoint is not None:
@@ -185,7 +197,7 @@ def _arrive(
         trainer.step(k)
         values = trainer.meter.reduce()
         _say(f"made step {k} on the way to it")
-        if strayed is None and not all(same(values[name], logged.get(k, {}).get(name)) for name in _DECIDE):
+        if strayed is None and not all(same(values.get(name), logged.get(k, {}).get(name)) for name in _DECIDE):
             strayed = k
             _say(f"WARNING: step {k} has not the loss or the gradient norm of the run: what follows differs")
     return _with_settings(trainer, base, config, others), first, strayed

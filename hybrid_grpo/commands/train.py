@@ -90,6 +90,7 @@ def make_trainer(
 
     inputs.load_models(engine.Frozen)
     inputs.guests.load(device)
+    inputs.load_user(device)
     policy = Policy(
         config.policy,
         config.engine,

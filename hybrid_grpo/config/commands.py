@@ -245,6 +245,15 @@ class ReplayConfig(TrainConfig):
 
     replay: ReplayOptionsConfig = field(default_factory=ReplayOptionsConfig)
 
+    @model_validator(mode="after")
+    def _check_replay(self) -> ReplayConfig:
+        refuse(
+            bool(self.rollout.environment) and (self.replay.completions, self.replay.rewards) == ("saved", "again"),
+            "replay.completions saved brings no environments, which rollout.environment takes rewards from: set"
+            " replay.rewards to saved, or replay.completions to again",
+        )
+        return self
+
 
 @dataclass(frozen=True, config=SECTION)
 class CheckDataConfig(TrainConfig):

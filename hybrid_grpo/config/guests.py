@@ -57,8 +57,8 @@ def check_guests(config: TrainConfig) -> None:
     )
     refuse(
         rollout.has_turns,
-        f"rollout.{'tools' if rollout.tools else 'environment'} makes completions of several turns, and rollout.guests"
-        f" {names[0]} brings those of one: take out one of them",
+        f"{rollout.turns_setting} makes completions of several turns, and rollout.guests {names[0]} brings those of"
+        " one: take out one of them",
     )
     refuse(
         rollout.max_total_tokens is not None or rollout.max_turn_tokens is not None,

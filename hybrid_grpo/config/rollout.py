@@ -14,6 +14,7 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import (
     SECTION,
     Count,
+    Function,
     Gibibytes,
     Name,
     NotNegative,
@@ -118,10 +119,11 @@ class RolloutConfig:
     tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
     """How the model writes calls; `auto` knows it by the tokenizer, or by its chat template."""
     max_turns: Count = 8
-    """Most turns of a completion with tools or an environment; what it calls in the last one is not answered."""
+    """Most turns of a completion with tools, an environment or a user; what it calls in the last one is not answered,
+    and the user does not answer it either."""
     max_tool_tokens: Count = 512
-    """Most tokens of the answer to a turn, with those of the chat template; what tools and environments say beyond it
-    is cut."""
+    """Most tokens of the answer to a turn, with those of the chat template; what tools, environments and users say
+    beyond it is cut."""
     tool_timeout_s: Seconds = 30.0
     """Seconds for a call of a tool; then the model is told that it took too long. Also for a step of an environment,
     whose completion then has failed."""
@@ -135,10 +137,35 @@ class RolloutConfig:
     """Most tokens in all, of the prompt, sampled and given between turns; a completion that reaches it is cut. Default:
     what the other limits add up to."""
 
+    user: Function | None = None
+    """Function that plays the user, as `path/to/file.py:name`: called with the `messages` so far and the columns that
+    it has arguments for behind each turn of the model without calls, it returns what the user says, or None to end the
+    conversation. See docs/users.md."""
+    user_model: Text | None = None
+    """Folder or hub name of a model that plays the user. Every rank holds it whole, beside the policy."""
+    user_prompt: Text | None = None
+    """What `user_model` is told before the conversation: who it is and what it wants. `{name}` is replaced by that
+    column of the row."""
+    user_temperature: NotNegative = 1.0
+    """Softmax temperature of `user_model`."""
+    user_stop: list[Text] = field(default_factory=list)
+    """The user ends the conversation by saying one of these texts. One that says nothing ends it too."""
+
+    @property
+    def user_setting(self) -> str | None:
+        """The setting that says who plays the user; None where nobody does."""
+        return "rollout.user" if self.user is not None else "rollout.user_model" if self.user_model else None
+
+    @property
+    def turns_setting(self) -> str | None:
+        """A setting that makes completions of several turns; None where none does."""
+        asked = ("tools", self.tools), ("environment", self.environment)
+        return next((f"rollout.{name}" for name, value in asked if value), self.user_setting)
+
     @property
     def has_turns(self) -> bool:
         """Whether completions may have several turns."""
-        return bool(self.tools or self.environment)
+        return self.turns_setting is not None
 
     @property
     def environments(self) -> dict[str, str]:
@@ -167,12 +194,27 @@ class RolloutConfig:
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
-        turns = "tools are called" if self.tools else "environment is asked"
         refuse(
             self.has_turns and self.ignore_eos,
-            f"rollout.{turns} between turns, and rollout.ignore_eos lets no turn end: take out one of them",
+            f"{self.turns_setting} speaks between turns, and rollout.ignore_eos lets no turn end: take out one of them",
         )
         refuse(self.environment == {}, "rollout.environment is an empty mapping: name an environment, or take it out")
+        refuse(
+            self.user is not None and self.user_model is not None,
+            "rollout.user and rollout.user_model both play the user: take out one of them",
+        )
+        refuse(
+            self.user_model is not None and self.user_prompt is None,
+            "rollout.user_model is not told whom it plays: set rollout.user_prompt",
+        )
+        refuse(
+            self.user_prompt is not None and self.user_model is None,
+            "rollout.user_prompt has no effect without rollout.user_model, who is told it: set it, or take this out",
+        )
+        refuse(
+            bool(self.user_stop) and self.user_setting is None,
+            "rollout.user_stop has no effect without rollout.user or rollout.user_model: set one, or take this out",
+        )
         refuse(
             self.min_completion_tokens > self.max_completion_tokens,
             f"rollout.min_completion_tokens {self.min_completion_tokens} is more than rollout.max_completion_tokens"

@@ -34,7 +34,7 @@ def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: boo
     """
     ends = Sampling(
         max_tokens=config.max_completion_tokens,
-        max_turn_tokens=config.max_turn_tokens or config.max_completion_tokens,
+        max_turn_tokens=config.max_turn_tokens or Sampling.max_turn_tokens,
         min_tokens=config.min_completion_tokens,
         stop_ids=() if config.ignore_eos else stop_ids,
         stop_strings=tuple(config.stop_strings),

@@ -149,15 +149,17 @@ def of_counts(count_K: NDArray[Any], top: float) -> dict[str, list[Any]] | None:
 
 def _groups(rollout: Rollout, scores: Scores) -> list[list[Any]]:
     """Row number, mean and standard deviation of the policy's rewards of each group, and the source of a mixture."""
-    sampled_B = torch.tensor([not completion.guest for completion in rollout.completions])
-    reward_PG = torch.where(sampled_B, scores.reward_B, torch.nan).view(-1, rollout.num_generations)
-    groups = []
-    for prompt, reward_G in zip(rollout.prompts, reward_PG, strict=True):
-        reward_N = reward_G[~reward_G.isnan()]
-        spread = float(reward_N.std()) if len(reward_N) > 1 else torch.nan
-        source = [prompt.source] if prompt.source else []
-        groups.append([prompt.id, _short(float(reward_N.mean())), _short(spread), *source])
-    return groups
+    sampled_B = np.array([not completion.guest for completion in rollout.completions])
+    reward_PG = np.where(sampled_B, scores.reward_B.numpy(), np.nan).reshape(-1, rollout.num_generations)
+    count_P = (~np.isnan(reward_PG)).sum(1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean_P = np.nansum(reward_PG, 1) / count_P
+        variance_P = np.nansum((reward_PG - mean_P[:, None]) ** 2, 1) / np.where(count_P > 1, count_P - 1, np.nan)
+    numbers = zip(rollout.prompts, mean_P.tolist(), np.sqrt(variance_P).tolist(), strict=True)
+    return [
+        [prompt.id, _short(mean), _short(spread), *([prompt.source] if prompt.source else [])]
+        for prompt, mean, spread in numbers
+    ]
 
 
 def _moments(courses: list[Course], start: float, most: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The device that a rank runs on: how much memory is free there and on its host, and how fast it is."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -48,6 +49,22 @@ GPUS = {
     "b200": (180, 2250e12, 8.0e12),
 }
 """Data sheets: memory in 10^9 bytes, dense bfloat16 operations a second, bytes a second."""
+_CALLED = {
+    r"RTX 4090$": "rtx4090",
+    r"A100\b": "a100-80gb",
+    r"L40S\b": "l40s",
+    # Those for a PCIe slot are slower.
+    r"\bH100\b(?!.*(PCIe|NVL))": "h100",
+    r"\bH200\b(?!.*NVL)": "h200",
+    r"\bB200\b": "b200",
+}
+"""The GPUs by what CUDA calls them."""
+
+
+def peak_flops(name: str) -> float | None:
+    """Dense bfloat16 operations a second of a whole GPU that CUDA calls by this name; None where the table lacks it."""
+    kind = next((kind for called, kind in _CALLED.items() if re.search(called, name)), None)
+    return None if kind is None or "MIG" in name else GPUS[kind][1]
 
 
 def of_table(name: str) -> Hardware:

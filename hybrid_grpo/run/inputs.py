@@ -11,6 +11,7 @@ import torch
 
 from hybrid_grpo.config import BatchPlan, PolicyConfig, RolloutConfig, TrainConfig, environment_rewards, reward_name
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.data.batch import Numbers, Prompt
 from hybrid_grpo.data.cleaning.overlap import count_equal
@@ -130,6 +131,11 @@ class RunInputs:
         """What the tools did since the last call of this, by metric."""
         return {} if self.conversations is None else self.conversations.numbers()
 
+    def load_user(self, device: torch.device) -> None:
+        """Load the model that plays the user, if one does, whole and on this device."""
+        if self.conversations is not None:
+            self.conversations.load(device)
+
     @property
     def _all_prompts(self) -> list[list[Prompt]]:
         return [self.prompts, *(held_out.prompts for held_out in self.eval_sets)]
@@ -212,6 +218,8 @@ class RunInputs:
         facts["rewards"] = ", ".join(f"{weights.get(name, 1.0):g} {name}" for name in config.reward_names)
         if conversations is not None and conversations.tool_names:
             facts["tools"] = ", ".join(conversations.tool_names)
+        if conversations is not None and conversations.user is not None:
+            facts["user"] = config.rollout.user_model or function_text(config.rollout.user or "")
         parts = (eval_sets, objective, ends, pretraining, guests, conversations)
         return cls(tokenizer, own, outcome, prompts, stream, *parts, facts)
 

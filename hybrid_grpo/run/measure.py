@@ -17,10 +17,12 @@ from hybrid_grpo.data.batch import Completion, Numbers, RewardStatus, Rollout, S
 from hybrid_grpo.distributed import world_size
 from hybrid_grpo.grpo.advantages import group_stats, informative
 from hybrid_grpo.rewards.rules import repeated_share
+from hybrid_grpo.run.flops import measure_flops
 from hybrid_grpo.run.metrics import Meter, Span
 
 if TYPE_CHECKING:
     from hybrid_grpo.engine import Engine
+    from hybrid_grpo.policy import Policy
 
 _NGRAM = 3
 """Tokens of a run that may repeat, as in the built-in reward `repetition_penalty`."""
@@ -220,16 +222,16 @@ def measure_sampling(rollout: Rollout, spans: Sequence[Span], captures: int | No
     }
 
 
-def measure_costs(rollout: Rollout, passes: int, meter: Meter) -> Numbers:
-    """Memory, and tokens a second of sampling and of so many passes of training over a rollout, by the meter's times.
-    Without the speed of training where nothing was learned."""
+def measure_costs(rollout: Rollout, passes: int, policy: "Policy", meter: Meter) -> Numbers:
+    """Memory, and tokens a second of sampling and of so many passes of training over a rollout, by the meter's times,
+    with the operations of both. Without the speed of training where nothing was learned."""
     rows = zip(rollout.row_prompts, rollout.completions, strict=True)
     tokens = sum(len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in rows if completion.learned)
     generated = meter.total("completion/sampled_tokens") / meter.total("time/generate_s")
     numbers = measure_memory() | {"throughput/generated_tokens_per_s": (generated, 1)}
     if train_s := meter.total("time/train_s"):
         numbers["throughput/trained_tokens_per_s"] = tokens * passes / train_s, 1
-    return numbers
+    return numbers | measure_flops(rollout, passes, policy, meter)
 
 
 def measure_memory() -> Numbers:

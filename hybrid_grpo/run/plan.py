@@ -101,7 +101,8 @@ def estimate(
     has_critic = config.grpo.baseline == "critic"
     critic = count_parameters(config.critic.as_policy(config.policy).model) if has_critic else 0
     teacher = parameters_of(config.teacher.model) if config.teacher.model else 0
-    guests = sum(parameters_of(guest.model) for guest in config.rollout.guests if guest.model is not None)
+    others = [*(guest.model for guest in config.rollout.guests), config.rollout.user_model]
+    guests = sum(parameters_of(name) for name in others if name is not None)
     return Plan(config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, critic, teacher, guests)
 
 
@@ -128,8 +129,8 @@ class Plan:
     teacher: int = 0
     """Parameters of a teacher that is a model of its own. Its forward keeps nothing, as that of the reference."""
     guests: int = 0
-    """Parameters of the models that are guests. What they need to decode is not counted: it is less than the policy's,
-    and gone before the policy decodes."""
+    """Parameters of the models that are guests, or of the one that plays the user. What they need to decode is not
+    counted: that of guests is gone before the policy decodes, and a user's is little beside the policy's."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -232,7 +233,8 @@ class Plan:
         shards = self.ranks if self.stage == 3 else 1
         parts = [Part("weights", self.dtype * self.n // shards, _SHARDS), self.reward_models(on_host=False)]
         parts += [self.critic_part(on_host=False), self.teacher_part(on_host=False)]
-        parts += [Part("guests", self.dtype * self.guests, "rollout.guests")]
+        who = "user_model" if self.config.rollout.user_model else "guests"
+        parts += [Part(who.removesuffix("_model"), self.dtype * self.guests, f"rollout.{who}")]
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]

@@ -14,6 +14,7 @@ from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers, Rollout, TrainBatch
 from hybrid_grpo.grpo.loss import Objective, kl_penalty, micro_batch_loss, sampler_correction, surrogate
 from hybrid_grpo.policy import TrainedModel
+from hybrid_grpo.run.alarms import Alarms
 from hybrid_grpo.run.saved_rollouts import Key, SavedRow, key_of
 from hybrid_grpo.run.tokens import TokenText, joined, token_table
 
@@ -23,8 +24,27 @@ SEEN = {
     **{"kl": _FLOATS, "clipped": pa.list_(pa.int8()), "correction": _FLOATS, "weight": _FLOATS},
 }
 """Columns of a replay beside those of a rollout, a number for each sampled token; docs/rollouts.md explains them."""
+SKIPPED = "policy/skipped_update"
+"""The metric that is 1 for a step of which alarms wanted nothing to be learned."""
 TOLERANCE = 1e-6
 """Difference of two numbers, relative where they are above 1, up to which they count as the same."""
+
+
+class LoggedSkips(Alarms):
+    """Let a step teach nothing where the run's alarms did so, by the lines of its metrics.jsonl."""
+
+    def __init__(self, logged: Mapping[int, Mapping[str, Any]]) -> None:
+        super().__init__()
+        self._skipped = {step for step, line in logged.items() if line.get(SKIPPED)}
+
+    @property
+    def may_skip(self) -> bool:
+        """See `Alarms.may_skip`."""
+        return bool(self._skipped)
+
+    def skips(self, step: int, values: dict[str, float]) -> bool:
+        """See `Alarms.skips`."""
+        return step in self._skipped
 
 
 class LossRecorder:
@@ -123,12 +143,13 @@ def compare(table: pa.Table, saved: Mapping[Key, SavedRow]) -> dict[str, Any]:
 
     Of those with the same tokens, `logp` and `advantage` are the largest differences of a token.
     """
-    names = ["row", "prompt_id", "epoch", "sample", "token_ids", "pieces", "logp", "advantage", "finish"]
+    equal = ["prompt_ids", "token_ids", "finish"]
+    names = ["row", "prompt_id", "epoch", "sample", *equal, "pieces", "logp", "advantage"]
     made = table.filter(pa.compute.equal(table["iteration"], 1)).select(names).to_pylist()
     found: dict[str, Any] = {"saved": len(saved), "made": len(made), "same": 0, "logp": 0.0, "advantage": 0.0}
     for row in made:
         before = saved.get(key_of(row))
-        if before is None or any(row[name] != before[name] for name in ("token_ids", "finish")):
+        if before is None or any(row[name] != before[name] for name in equal):
             found.setdefault("first_to_differ", _difference(row, before))
             continue
         found["same"] += 1
@@ -142,14 +163,17 @@ def _difference(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> str
     name = f"row {row['row']} (prompt {row['prompt_id']}, sample {row['sample']})"
     if before is None:
         return f"{name} was not saved"
+    if row["prompt_ids"] != before["prompt_ids"]:
+        return f"{name} has another prompt"
     pairs = list(zip(row["token_ids"], before["token_ids"], strict=False))
     place = next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))
     one, other = (f"{of['pieces'][place]!r}" if place < len(of["pieces"]) else "the end" for of in (row, before))
     return f"{name} has {one} in place of {other} as token {place}"
 
 
-def same(made: float, logged: float | None) -> bool:
-    """Whether a number is the one that was logged but for rounding; see `TOLERANCE`. None stands for NaN."""
-    if logged is None:
-        return not math.isfinite(made)
+def same(made: float | None, logged: float | None) -> bool:
+    """Whether a number is the one that was logged but for rounding; see `TOLERANCE`. None stands for NaN, and for a
+    number that there is not."""
+    if made is None or logged is None:
+        return logged is None and (made is None or not math.isfinite(made))
     return abs(made - logged) <= TOLERANCE * max(1.0, abs(logged))

@@ -91,7 +91,7 @@ class SavedRewards(Rewards):
 
     def __init__(self, rewards: Rewards, saved: SavedRollouts) -> None:
         super().__init__(rewards.functions, rewards.scoring)
-        self._saved = saved
+        self.inputs, self._saved = rewards.inputs, saved
 
     def stream(self, prompts: list[Prompt], num_generations: int, step: int = 0) -> Stream:
         """See `Rewards.stream`. Raises UserError where a completion was not saved."""

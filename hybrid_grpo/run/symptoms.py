@@ -170,6 +170,8 @@ class Symptoms:
 
     def _throughput(self, step: int, values: dict[str, float]) -> Sign | None:
         words = "{:.0f} tokens are generated a second, {:.2f} times as usual"
+        if "time/profiled" in values:  # tracing takes time
+            return None
         return self._beside("throughput/generated_tokens_per_s", values, words)
 
     def _beside(self, name: str, values: dict[str, float], words: str) -> Sign | None:

@@ -41,15 +41,22 @@ class TokenText:
         self._before: list[int] = list(tokenizer("a", add_special_tokens=False)["input_ids"][:1])
         self._begin = self._decode(self._before)
         self._known: dict[int, str] = {}
+        """The text of single tokens that are no part of a character."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each token, special tokens included. A character of several tokens is the text of its last."""
-        texts: list[str] = []
+        texts: list[str] = [self._known[token] for token in ids if token in self._known]
+        if len(texts) == len(ids):
+            return texts
+        texts = []
         held: list[int] = []
         for token in ids:
             held.append(token)
-            text = self._of_one(token) if len(held) == 1 else self._of(held)
+            text = self._known.get(token) if len(held) == 1 else None
+            text = self._of(held) if text is None else text
             is_part = text.endswith("\ufffd") and len(held) < _LONGEST
+            if len(held) == 1 and not is_part:
+                self._known[token] = text
             texts.append("" if is_part else text)
             held = held if is_part else []
         if held:
@@ -59,11 +66,6 @@ class TokenText:
     def text(self, ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
         return "".join(self.pieces(ids))
-
-    def _of_one(self, token: int) -> str:
-        if token not in self._known:
-            self._known[token] = self._of([token])
-        return self._known[token]
 
     def _of(self, ids: list[int]) -> str:
         text = self._decode([*self._before, *ids])

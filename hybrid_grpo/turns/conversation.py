@@ -40,7 +40,7 @@ class Answer:
     """What is said to a turn of the model."""
 
     messages: list[Message] = field(default_factory=list)
-    """What the model reads before its next turn."""
+    """What the model reads before its next turn; none end the conversation."""
     finish: Finish | None = None
     """How the completion ends with the turn; None where it goes on."""
 

@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from hybrid_grpo.config import DataConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Completion, Message, Numbers, Prompt
@@ -19,6 +21,7 @@ from hybrid_grpo.turns.environments import Environments
 from hybrid_grpo.turns.openings import Openings
 from hybrid_grpo.turns.template import Between, assistant_message, cut
 from hybrid_grpo.turns.tools import Tools
+from hybrid_grpo.turns.users import ModelUser, User, user_of
 
 
 class Conversations:
@@ -31,6 +34,7 @@ class Conversations:
         partners: who answers; the first that takes a turn.
         tools: the partner that the model calls by name; None where the model has no tools.
         openings: of prompts that have environments; None where they have none.
+        user: the one of the partners that plays the user; None where nobody does.
         tokenizer, variables, stop_ids: see `Between`.
 
     Raises UserError where the tokenizer cannot express what partners say, or the calls of tools.
@@ -47,9 +51,11 @@ class Conversations:
         environments: Environments | None = None,
         openings: Openings | None = None,
         seed: int = 0,
+        user: User | None = None,
     ) -> None:
         self._partners, self.tools, self._config, self._tokenizer = partners, tools, config, tokenizer
         self.environments, self._openings, self._seed = environments, openings, seed
+        self.user = user
         self._read = None if tools is None else reader_of(config.tool_format, tokenizer)
         self._between = Between(tokenizer, variables, self.schemas, stop_ids)
         for speaker in partners:
@@ -73,8 +79,15 @@ class Conversations:
         """Names of the tools."""
         return self.tools.names if self.tools is not None else []
 
+    def load(self, device: torch.device) -> None:
+        """Load the model that plays the user, if one does; raises UserError where it does not load."""
+        if isinstance(self.user, ModelUser):
+            self.user.load(device)
+
     def check(self, prompts: list[Prompt]) -> None:
-        """Raise UserError where a row has nothing for its environment."""
+        """Raise UserError where a row has nothing for its environment, or for the user."""
+        if self.user is not None:
+            self.user.check_columns(prompts[0].columns)
         if self.environments is not None:
             self.environments.check(prompts)
 
@@ -150,6 +163,9 @@ class Conversations:
                 if patience_s and not ready:
                     start_s = time.perf_counter()
                     try:
+                        # The decoder is idle, so every conversation that waits for a model is in one batch.
+                        if isinstance(self.user, ModelUser):
+                            self.user.speak(self._under_way)
                         conversation, turn, answer = self._answers.get(timeout=patience_s)
                     finally:
                         self._waited_s += time.perf_counter() - start_s
@@ -161,6 +177,10 @@ class Conversations:
                 continue  # of a rollout that was given up
             if answer.finish is not None:
                 ready.append((conversation.key, answer.finish))
+                continue
+            if not answer.messages:
+                if finish := self._ends(conversation, "stop"):
+                    ready.append((conversation.key, finish))
                 continue
             given = self._written(conversation, answer.messages)
             if self.environments is None:
@@ -220,10 +240,16 @@ def conversations_of(config: TrainConfig, tokenizer: Any, ends: tuple[int, ...])
     rollout, data = config.rollout, config.data
     if not rollout.has_turns:
         return None
+    has_chats = tokenizer.chat_template is not None and data.chat_template != "never"
     what = "tools are called" if rollout.tools else "environment is asked"
     refuse(
-        tokenizer.chat_template is None or data.chat_template == "never",
+        bool(rollout.tools or rollout.environment) and not has_chats,
         f"rollout.{what} in chats: take a policy.model whose tokenizer has a chat template that knows tools, and"
+        " data.chat_template auto or always",
+    )
+    refuse(
+        not has_chats,
+        f"{rollout.user_setting} speaks in chats: take a policy.model whose tokenizer has a chat template, and"
         " data.chat_template auto or always",
     )
     environments = Environments(rollout, config.scoring) if rollout.environments else None
@@ -234,8 +260,16 @@ def conversations_of(config: TrainConfig, tokenizer: Any, ends: tuple[int, ...])
     if environments is not None:
         openings = Openings(environments, tools, data, tokenizer, rollout.max_tool_tokens)
         partners.append(environments)
+    user = user_of(rollout, config.scoring, config.policy)
+    if user is not None:
+        refuse(
+            environments is not None and any(kind.steps for kind in environments.kinds.values()),
+            f"{user.setting} answers the turns that rollout.environment, which has a step, answers too: take out one of"
+            " them",
+        )
+        partners.append(user)
     variables, seed = data.chat_template_kwargs, config.run.seed
-    return Conversations(partners, tools, rollout, tokenizer, variables, ends, environments, openings, seed)
+    return Conversations(partners, tools, rollout, tokenizer, variables, ends, environments, openings, seed, user)
 
 
 def with_tools(data: DataConfig, conversations: Conversations | None) -> DataConfig:

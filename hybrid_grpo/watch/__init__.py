@@ -1,7 +1,8 @@
 """`watch`: a page in the browser over the folders of runs, also while they train.
 
-`table` has numbers in columns, `metrics_file` reads them as they are written, `folder` is one run and `folders` all
-runs that are watched, `rollouts` finds completions, `tokens` has those of one of them, `thinning` makes curves for a
-screen, and `server` answers the page, which is in `page/`. Nothing here writes a file or needs torch,
-and a run does not know that it is watched.
+`growing_file` reads files as they are written: `metrics_file` has their numbers in columns (`table`), `details_file`
+what was noted of steps (`prompt_rewards`, `histograms`). `folder` is one run and `folders` all runs that are watched,
+`rollouts` finds completions, `tokens` has those of one of them, `thinning` makes curves for a screen, and `server`
+answers the page, which is in `page/`. Nothing here writes a file or needs torch, and a run does not know that it is
+watched.
 """

@@ -46,6 +46,11 @@ def test_the_parts_of_all_ranks_become_one_line():
     assert line["histograms"]["length"] == {"edges": edges.round(3).tolist(), "counts": counts.tolist()}
 
 
+def test_a_group_without_rewards_has_neither_mean_nor_spread():
+    (group,) = part_of(make_rollout([7], [math.nan, math.nan]))["prompts"]
+    assert group[0] == 7 and all(map(math.isnan, group[1:]))
+
+
 def test_rewards_of_guests_are_not_the_policys():
     taken = make_rollout([7, 3], [0.25, 1.0, 0.5, 1.0], guest="expert")
     assert [group[1] for group in part_of(taken)["prompts"]] == [0.25, 0.5]

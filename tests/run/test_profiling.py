@@ -16,16 +16,16 @@ def rows(text: str) -> dict[str, dict[str, int]]:
     """Calls of the operations that a table has, by stage."""
     found: dict[str, dict[str, int]] = {}
     for line in text.splitlines()[2:]:
-        if ": " in line:
+        if line and not line.startswith(" "):
             found[line.partition(":")[0]] = of_stage = {}
-        elif line.strip() and not line.endswith("operation"):
+        elif line and not line.endswith("operation"):
             _, _, calls, name = line.split(maxsplit=3)
             of_stage[name] = int(calls)
     return found
 
 
 def test_operations_are_told_by_the_innermost_stage_in_which_they_began(tmp_path):
-    meter, profiler, a = Meter(), Profiler([3], tmp_path / "profile"), torch.ones(8, 8, requires_grad=True)
+    meter, profiler, a = Meter(), Profiler([3], tmp_path / "profile"), torch.ones(128, 128, requires_grad=True)
     for step in (2, 3):
         with profiler.step(step, meter):
             with meter.time("time/reward_wait_s"):
@@ -34,7 +34,7 @@ def test_operations_are_told_by_the_innermost_stage_in_which_they_began(tmp_path
                 for _ in range(2):
                     (a @ a).sum().backward()
                     with record_function(f"{STAGE}optimizer"):
-                        torch.linalg.inv(torch.eye(4))
+                        torch.bmm(a.detach()[None], a.detach()[None])
                 a.detach().sort()
             a.detach().cumprod(0)
     assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [
@@ -46,7 +46,7 @@ def test_operations_are_told_by_the_innermost_stage_in_which_they_began(tmp_path
     assert list(found) == ["whole", "reward_wait", "train", "optimizer"] and "optimizer: " in text
     # Forward and backward of the product.
     assert found["train"]["aten::mm"] == 2 * 3 and found["train"]["aten::sort"] == 1
-    assert "aten::linalg_inv_ex" in found["optimizer"] and "aten::linalg_inv_ex" not in found["train"]
+    assert found["optimizer"]["aten::bmm"] == 2 and "aten::bmm" not in found["train"]
     assert found["reward_wait"]["aten::cumsum"] == 1 and found["whole"]["aten::cumprod"] == 1
     assert " in 2 parts" in text and meter.reduce()["time/profiled"] == 1
 
@@ -68,6 +68,6 @@ def test_a_step_of_a_run_is_traced_on_every_rank(whole_run):
             names = {event["name"] for event in json.load(file)["traceEvents"] if "name" in event}
         assert {f"stage/{stage}" for stage in ("generate", "reward_wait", "reference", "train", "optimizer")} <= names
     found = rows((folder / "step_000004.txt").read_text())
-    assert "aten::mm" in found["reference"] and found["train"] and found["optimizer"]
+    assert all(found[stage] for stage in ("generate", "reference", "train", "optimizer"))
     lines = read_jsonl(whole_run.folder / "metrics.jsonl")
     assert [line["step"] for line in lines if "time/profiled" in line] == [4]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import forks
+import numpy as np
 import pandas
 import pytest
 import torch
@@ -14,13 +15,14 @@ from char_tokenizer import char_tokenizer, ids
 from paths import SUPPORT
 from workshop import Workshop
 
-from hybrid_grpo.config import GrpoConfig, RolloutConfig
+from hybrid_grpo.config import GrpoConfig, RolloutConfig, build
+from hybrid_grpo.config.commands import ReplayConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, RewardStatus, Rollout, Scores, TrainBatch
 from hybrid_grpo.generation.rollout import requests_of
 from hybrid_grpo.grpo.loss import micro_batch_loss
 from hybrid_grpo.rewards.scoring import Rewards
-from hybrid_grpo.run.replay import SEEN, LossRecorder, compare, in_saved_order, same
+from hybrid_grpo.run.replay import SEEN, LoggedSkips, LossRecorder, compare, in_saved_order, same
 from hybrid_grpo.run.saved_rollouts import SavedCompletions, SavedRewards, SavedRollouts
 from hybrid_grpo.run.sinks import rollout_lines
 from hybrid_grpo.run.tokens import TokenText, joined, token_table, write_table
@@ -165,7 +167,9 @@ def test_saved_completions_take_the_place_of_sampling(tmp_path):
 @pytest.mark.parametrize("steps", [None, [[], [], [(1, 0.5), (2, 0.5)], []]])
 def test_saved_rewards_are_those_that_the_functions_gave(tmp_path, steps):
     rollout, scores, saved = make_saved(tmp_path / "rollouts", steps)
-    rewards = SavedRewards(Rewards([SimpleNamespace(name="named", interface=SimpleNamespace(required=()))]), saved)
+    functions = Rewards([SimpleNamespace(name="named", interface=SimpleNamespace(required=("environments",)))])
+    functions.inputs = (*functions.inputs, "environments")
+    rewards = SavedRewards(functions, saved)
     with rewards.stream(rollout.prompts, 2, 3) as stream:
         for row, completion in enumerate(rollout.completions):
             stream.add(row // 2, row % 2, completion)
@@ -178,6 +182,19 @@ def test_saved_rewards_are_those_that_the_functions_gave(tmp_path, steps):
     assert found.steps == scores.steps
     with pytest.raises(UserError, match=r"has not saved sample 0 of prompt 9 in step 3: set replay\.rewards to again"):
         rewards.stream([Prompt(9, "r", [1], {})], 2, 3)
+
+
+def test_saved_completions_have_no_environments_to_reward_them():
+    settings = {"rollout": {"environment": "game.py:Game"}, "replay": {"completions": "saved"}}
+    with pytest.raises(UserError, match=r"replay\.completions saved brings no environments.*replay\.rewards to saved"):
+        build(ReplayConfig, settings)
+    build(ReplayConfig, {**settings, "replay": {"completions": "saved", "rewards": "saved"}})
+
+
+def test_steps_that_alarms_have_skipped_are_skipped_again():
+    alarms = LoggedSkips({1: {"policy/skipped_update": 0.0}, 2: {"policy/skipped_update": 1.0}, 3: {}})
+    assert alarms.may_skip and [alarms.skips(step, {}) for step in (1, 2, 3)] == [False, True, False]
+    assert not LoggedSkips({1: {"policy/loss": 0.5}}).may_skip
 
 
 def test_files_of_different_completions_are_refused(tmp_path):
@@ -212,12 +229,16 @@ def test_completions_of_other_ranks_in_another_order_are_found_and_the_first_tha
         ),
     ):
         assert compare(tables(0, **changes), saved.rows(3))["first_to_differ"] == says
+    prompts = [replace(prompt, token_ids=[1, 3]) for prompt in rollout.prompts]
+    rollout = replace(rollout, prompts=prompts)
+    assert compare(tables(0), saved.rows(3))["first_to_differ"] == "row 0 (prompt 7, sample 0) has another prompt"
+    rollout, _, saved = make_saved(tmp_path / "once_more")
     assert compare(tables(1), {key: row for key, row in saved.rows(3).items() if row["row"] < 3})["same"] == 1
 
 
 @pytest.mark.parametrize("made, logged, is_same", [
     (0.5, 0.5 + 9e-7, True), (0.5, 0.5 + 2e-6, False), (1e3, 1e3 + 9e-4, True),
-    (math.nan, None, True), (0.0, None, False),
+    (math.nan, None, True), (0.0, None, False), (None, None, True), (None, 0.0, False),
 ])  # fmt: skip
 def test_numbers_are_the_same_to_a_millionth(made, logged, is_same):
     assert same(made, logged) == is_same
@@ -226,8 +247,10 @@ def test_numbers_are_the_same_to_a_millionth(made, logged, is_same):
 TRAIN = (
     "train --config=train.yaml --engine.zero_stage=3 --run.steps=4 --checkpoint.every=2 --checkpoint.keep=9"
     " --curriculum.sampling=difficulty --grpo.beta=0.1 --grpo.ref_every=1 --grpo.ref_mix=0.5"
-    " --grpo.num_minibatches=2 --grpo.num_iterations=2"
+    " --grpo.num_minibatches=2 --grpo.num_iterations=2 --data.eval_path=null"
 )
+STEP = 4
+"""Behind a checkpoint and a step that is made on the way to it."""
 
 
 def contents(folder) -> dict[str, str]:
@@ -237,46 +260,42 @@ def contents(folder) -> dict[str, str]:
 
 
 @pytest.mark.ranks
-def test_steps_of_a_run_are_made_again_on_one_rank_and_on_two(tmp_path):
-    """A run of two ranks. Step 3 follows a checkpoint, and step 4 a step that is made on the way to it."""
-    workshop, program = Workshop(tmp_path), SUPPORT / "command_lines.py"
-    replays = [f"replay-step runs/run {step} --replay.out=two" for step in (3, 4)]
-    done = forks.run(program, TRAIN, *replays, world=2, cwd=tmp_path)
+def test_a_step_of_a_run_is_made_again_on_one_rank_and_on_two(tmp_path):
+    """The run was made on two ranks; the last replay has other settings of the loss, and samples and scores nothing."""
+    workshop, program, replay = Workshop(tmp_path), SUPPORT / "command_lines.py", f"replay-step runs/run {STEP}"
+    done = forks.run(program, TRAIN, f"{replay} --replay.out=two", world=2, cwd=tmp_path)
     assert done.status == 0, done.err
     before = contents(tmp_path / "runs")
-    changed = "replay-step runs/run 3 --replay.out=other --grpo.epsilon_high=0.01 --grpo.epsilon_low=0.01"
-    saved = "replay-step runs/run 4 --replay.out=saved --replay.completions=saved --replay.rewards=saved"
-    done = forks.run(program, "replay-step runs/run 4 --replay.out=one", saved, changed, cwd=tmp_path)
+    changed = f"{replay} --replay.out=other --replay.completions=saved --replay.rewards=saved"
+    changed += " --grpo.epsilon_high=0.01 --grpo.epsilon_low=0.01"
+    done = forks.run(program, f"{replay} --replay.out=one", changed, cwd=tmp_path)
     assert done.status == 0, done.err
     assert contents(tmp_path / "runs") == before, "the run's own files are only read"
     workshop.close()
 
-    def told(name, step):
-        return json.loads((tmp_path / name / f"step_{step:06d}.json").read_text())
-
-    for name, step in (("two", 3), ("two", 4), ("one", 4), ("saved", 4)):
-        summary = told(name, step)
-        assert summary["same"] and summary["strayed_at"] is None and summary["from"] == 2
-        assert (found := summary["completions"])["same"] == found["made"] == found["saved"] == 16
-        assert found["logp"] <= (0 if name == "two" else 1e-5) and found["advantage"] <= 1e-6
-        if name == "two":
-            assert all(pair["replayed"] == pair["logged"] for pair in summary["numbers"].values()), "to the bit"
-    other = told("other", 3)
-    assert other["completions"]["same"] == 16 and not other["same"] and len(other["settings"]) == 2
-    clipped = [pandas.read_parquet(tmp_path / name / "step_000003.parquet")["clipped"] for name in ("two", "other")]
-    assert sum(abs(row).sum() for row in clipped[0]) < sum(abs(row).sum() for row in clipped[1])
+    told, rows = {}, {}
+    for name in ("two", "one", "other"):
+        told[name] = json.loads((tmp_path / name / f"step_{STEP:06d}.json").read_text())
+        rows[name] = pandas.read_parquet(tmp_path / name / f"step_{STEP:06d}.parquet").to_dict("records")
+        assert told[name]["strayed_at"] is None and told[name]["from"] == 2
+        found = told[name]["completions"]
+        assert found["same"] == found["made"] == found["saved"] == 16
+        assert found["logp"] <= (1e-5 if name == "one" else 0) and found["advantage"] <= 1e-6
+    assert told["two"]["same"] and told["one"]["same"]
+    assert all(pair["replayed"] == pair["logged"] for pair in told["two"]["numbers"].values()), "to the bit"
+    reward = told["other"]["numbers"]["reward/mean"]
+    assert reward["replayed"] == pytest.approx(reward["logged"], abs=1e-12)
+    assert not told["other"]["same"] and len(told["other"]["settings"]) == 2
+    clipped = {name: sum(abs(row["clipped"]).sum() for row in of_name) for name, of_name in rows.items()}
+    assert clipped["one"] == clipped["two"] < clipped["other"]
 
     # What was recorded makes up the loss that was logged: the mean of two minibatches in two passes.
-    rows = pandas.read_parquet(tmp_path / "one" / "step_000004.parquet").to_dict("records")
-    assert [row["row"] for row in rows] == [*range(16)] * 2 and [row["iteration"] for row in rows] == [1] * 16 + [
-        2
-    ] * 16
+    assert [(row["iteration"], row["row"]) for row in rows["one"]] == [(n, row) for n in (1, 2) for row in range(16)]
     weight = loss = 0.0
-    for row in rows:
-        gain = torch.minimum(
-            *(torch.tensor(ratio * row["advantage"]) for ratio in (row["ratio"], row["ratio"].clip(0.8, 1.2)))
-        )
-        loss += float((torch.tensor(row["weight"]) * (0.1 * torch.tensor(row["kl"]) - gain)).sum()) / 4
+    for row in rows["one"]:
+        ratio = row["ratio"]
+        gain = np.minimum(ratio * row["advantage"], ratio.clip(0.8, 1.2) * row["advantage"])
+        loss += float((row["weight"] * (0.1 * row["kl"] - gain)).sum()) / 4
         weight += row["weight"].sum()
     assert weight == pytest.approx(4, rel=1e-5)
-    assert loss == pytest.approx(told("one", 4)["numbers"]["policy/loss"]["logged"], abs=1e-6)
+    assert loss == pytest.approx(told["one"]["numbers"]["policy/loss"]["logged"], abs=1e-6)

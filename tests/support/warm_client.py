@@ -1,8 +1,8 @@
 """`python`, `deepspeed` and `hybrid-grpo` of warm_python.py: asks for a fork that is the program, and passes on what
 the two tell each other beside their streams: signals and the status.
 
-Imports little, as it is started for every program. What only an interpreter of its own can be is one: a program that
-comes on standard input, and one that is handed more descriptors than the usual three.
+Imports little, as it is started for every program. A program that comes on standard input, or that is handed more
+descriptors than the usual three, gets an interpreter of its own.
 """
 
 import json
@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 modules = {"python": [], "deepspeed": ["-m", "deepspeed.launcher.runner"], "hybrid-grpo": ["-m", "hybrid_grpo"]}
 arguments = [*modules[os.path.basename(__file__)], *sys.argv[1:]]
@@ -29,8 +30,15 @@ told = {"pid": os.getpid(), "arguments": arguments, "cwd": os.getcwd(), "environ
 answers.write(json.dumps({**told, "executable": executable}) + "\n")
 answers.flush()
 fork = int(answers.readline())
+
+
+def pass_on(number: int, _: object) -> None:
+    with suppress(ProcessLookupError):  # it has ended, and its status is on the way
+        os.kill(fork, number)
+
+
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, lambda number, _: os.kill(fork, number))
+    signal.signal(number, pass_on)
 status = int(answers.readline())
 if status < 0:
     if -status != signal.SIGKILL:

@@ -1,4 +1,4 @@
-"""Training with a tool and an environment, from the command: a random model whose logits favour calls."""
+"""Training with a tool and an environment or a user, from the command: a random model whose logits favour calls."""
 
 import json
 
@@ -6,11 +6,17 @@ import forks
 import pytest
 from paths import ROOT, SUPPORT
 
-LAYOUTS = {
-    "alone": (1, []),
-    "two ranks": (2, []),
-    # 8 pages of 32 entries: whoever waits is put back, and read again.
-    "squeezed": (1, ["--rollout.max_slots", "4", "--rollout.cache_gb", "0.00045"]),
+ENVIRONMENT = ["--rollout.environment", f"{SUPPORT / 'slow_tools.py'}:Repeats"]
+# The model plays its own user, who answers turns without a call.
+USER = ["--rollout.user_model", "model", "--rollout.user_prompt", "you ask", "--rollout.user_stop", "[xx]"]
+# 8 pages of 32 entries: whoever waits is put back, and read again.
+SQUEEZED = ["--rollout.max_slots", "4", "--rollout.cache_gb", "0.00045"]
+RUNS = {
+    "alone": (1, ENVIRONMENT),
+    "two ranks": (2, ENVIRONMENT),
+    "squeezed": (1, [*ENVIRONMENT, *SQUEEZED]),
+    "user": (1, USER),
+    "user squeezed on two ranks": (2, [*USER, *SQUEEZED]),
 }
 
 
@@ -24,14 +30,14 @@ def runs(tmp_path_factory):
     call, called = (next(i for piece, i in ids.items() if part in piece) for part in ('"look_up"', "</tool_call>"))
     bias = {str(call): 4.0, str(called): 4.0, str(ids["<|im_end|>"]): 3.0}
     found = {}
-    for name, (world, more) in LAYOUTS.items():
+    for name, (world, more) in RUNS.items():
+        run = folder / "runs" / name.replace(" ", "-")
         done = forks.run(
             *("-m", "hybrid_grpo", "train", "--config", ROOT / "training_scripts/lookup.yaml"),
-            *("--run.dir", folder / "runs", "--run.name", name.replace(" ", "-"), "--run.steps", "2"),
+            *("--run.dir", folder / "runs", "--run.name", run.name, "--run.steps", "2"),
             *("--policy.model", folder / "model", "--data.path", folder / "train.jsonl", "--log.wandb", "disabled"),
             *("--rollout.prompts_per_step", "4", "--rollout.num_generations", "6", "--eval.every", "0"),
             *("--rollout.tools", json.dumps([f"{SUPPORT / 'slow_tools.py'}:look_up"]), "--rollout.max_turns", "5"),
-            *("--rollout.environment", f"{SUPPORT / 'slow_tools.py'}:Repeats"),
             *("--rollout.logit_bias", json.dumps(bias), "--rollout.max_completion_tokens", "36"),
             *("--rewards", json.dumps([f"{SUPPORT / 'acting_rewards.py'}:messages_said"])),
             *("--engine.zero_stage", "0", "--engine.adam", "torch", *more),
@@ -39,7 +45,6 @@ def runs(tmp_path_factory):
             cwd=folder,
         )
         assert done.status == 0, done.out + done.err
-        run = folder / "runs" / name.replace(" ", "-")
         lines = [json.loads(line) for line in (run / "rollouts/step_000002.jsonl").read_text().splitlines()]
         metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         found[name] = (lines, metrics)
@@ -47,14 +52,19 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", ["two ranks", "squeezed"])
-def test_neither_ranks_nor_memory_nor_delays_change_a_run(runs, layout):
-    (lines, metrics), (others, theirs) = runs["alone"], runs[layout]
+@pytest.mark.parametrize(
+    "one, other", [("alone", "two ranks"), ("alone", "squeezed"), ("user", "user squeezed on two ranks")]
+)
+def test_neither_ranks_nor_memory_nor_delays_change_a_run(runs, one, other):
+    (lines, metrics), (others, theirs) = runs[one], runs[other]
     same = ("prompt_id", "sample", "prompt", "messages", "length", "finish", "reward", "rewards", "steps", "advantage")
-    assert [[line[name] for name in same] for line in others] == [[line[name] for name in same] for line in lines]
-    for mine, other in zip(metrics, theirs, strict=True):
-        for name in ("policy/loss", "policy/grad_norm", "turns/mean", "turns/given_tokens", "tool/look_up/calls"):
-            assert other[name] == pytest.approx(mine[name], rel=1e-5, abs=1e-7), name
+    said = [[line.get(name) for name in same] for line in lines]
+    assert [[line.get(name) for name in same] for line in others] == said
+    names = ["policy/loss", "policy/grad_norm", "turns/mean", "turns/given_tokens", "tool/look_up/calls"]
+    names += ["user/calls", "user/failed_frac"] if one == "user" else []
+    for mine, its in zip(metrics, theirs, strict=True):
+        for name in names:
+            assert its[name] == pytest.approx(mine[name], rel=1e-5, abs=1e-7), name
 
 
 @pytest.mark.ranks
@@ -80,11 +90,17 @@ def test_an_environment_answers_turns_without_a_call_and_rewards_them(runs):
     for number, line in enumerate(lines):
         assert line["prompt"][-1]["content"][-1] in "abcdefgh"
         assert line["prompt"] == lines[number - number % 6]["prompt"], "a group begins alike"
-        of_tools = [message for message in line["messages"] if "tool_calls" in message]
         answered = [message for message in line["messages"] if message["role"] == "user"]
         assert len(line["steps"]) <= 2 and len(answered) <= 1
-        earned = [reward for _, reward in line["steps"]]
-        assert line["rewards"]["Repeats"] == (pytest.approx(sum(earned)) if earned else None)
-        assert of_tools or line["messages"]
-    assert sum(len(line["steps"]) == 2 for line in lines) > 1
+        earned = sum(reward for _, reward in line["steps"])
+        assert (line["rewards"]["Repeats"] or 0.0) == pytest.approx(earned)
+    assert max(len(line["steps"]) for line in lines) == 2, "some are over by themselves"
     assert metrics[-1]["reward/Repeats/mean"] > 0
+
+
+@pytest.mark.ranks
+def test_a_user_answers_turns_without_a_call(runs):
+    lines, metrics = runs["user"]
+    heard = sum(message["role"] == "user" for line in lines for message in line["messages"])
+    # The user ends some conversations by saying nothing, or xx.
+    assert 0 < heard <= metrics[-1]["user/calls"]

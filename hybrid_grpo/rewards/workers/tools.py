@@ -53,14 +53,14 @@ class Tool:
         """Call the function with the arguments of the call's only row."""
         try:
             result = self._called(call)
-            return _reply(asyncio.run(result) if inspect.iscoroutine(result) else result)
+            return self._reply(asyncio.run(result) if inspect.iscoroutine(result) else result)
         except BaseException as error:  # a SystemExit of the function is no reason to end the process
             return self._failed(error)
 
     async def score_async(self, call: RewardCall) -> Reply:
         """`score` for an `async def` function."""
         try:
-            return _reply(await self._called(call))
+            return self._reply(await self._called(call))
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -70,6 +70,9 @@ class Tool:
         arguments = call.inputs["arguments"][0]
         check_arguments(self.signature, arguments)
         return self.function(**arguments)
+
+    def _reply(self, result: Any) -> Reply:
+        return text_reply(as_text(result))
 
     def _failed(self, error: BaseException) -> Reply:
         if isinstance(error, WrongArguments):
@@ -91,8 +94,9 @@ def check_arguments(signature: inspect.Signature, arguments: dict[str, Any]) -> 
         raise WrongArguments(str(error)) from None
 
 
-def _reply(result: Any) -> Reply:
-    return Reply([0.0], [None], {RESULT: [as_text(result)]})
+def text_reply(text: str | None) -> Reply:
+    """The reply with what is said to the model."""
+    return Reply([0.0], [None], {RESULT: [text]})
 
 
 def as_text(result: Any) -> str:
@@ -144,7 +148,7 @@ def described(function: Callable[..., Any], setting: str) -> dict[str, Any]:
 def _function(config: ToolEntry, setting: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function of an entry, and the arguments that are the same in every call of it."""
     if config.function != "search":
-        function = _find(config.function, setting)
+        function = find_function(config.function, setting)
         _check_kwargs(function, config.kwargs, setting)
         return function, config.kwargs
     # Late, since only processes that search need numpy.
@@ -167,7 +171,7 @@ def _check_kwargs(function: Callable[..., Any], kwargs: dict[str, Any], setting:
         )
 
 
-def _find(spec: str, setting: str) -> Callable[..., Any]:
+def find_function(spec: str, setting: str) -> Callable[..., Any]:
     """The function that a configuration names; `setting` begins the messages."""
     place, colon, name = spec.rpartition(":")
     if not colon:

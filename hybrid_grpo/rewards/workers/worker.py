@@ -35,6 +35,7 @@ from hybrid_grpo.config.importing import describe
 from hybrid_grpo.rewards.functions import Failure, Function, Reply, RewardCall, failed, load_function
 from hybrid_grpo.rewards.workers.environments import EnvironmentEntry, EnvironmentProcess, load_environment
 from hybrid_grpo.rewards.workers.tools import Tool, ToolEntry, load_tool
+from hybrid_grpo.rewards.workers.users import UserEntry, load_user
 
 _HEADER = struct.Struct(">I")
 """Length of the message that follows; the frames of multiprocessing's Connection, up to 2 GiB."""
@@ -124,6 +125,8 @@ def serve_forks(descriptor: int) -> None:
 def _load(config: Entry, entry: str) -> Function | Tool | EnvironmentProcess:
     if isinstance(config, EnvironmentEntry):
         return load_environment(config, entry)
+    if isinstance(config, UserEntry):
+        return load_user(config, entry)
     return load_tool(config, entry) if isinstance(config, ToolEntry) else load_function(config, entry)
 
 

@@ -1,5 +1,5 @@
 // What one rank's decoder did during a rollout: slots that decode, slots that wait, and completions in the queue.
-import { duration, el, number } from "./dom.js";
+import { el, number, seconds } from "./dom.js";
 import { Frame } from "./frame.js";
 import { drawing, outline } from "./drawing.js";
 import { facts } from "./tip.js";
@@ -9,6 +9,8 @@ const KINDS = [
   ["waiting", "--c1"],
   ["queued", "--c5"],
 ];
+// Share of the picture that the slots have, where there is a queue below them. style.css has it too.
+const UPPER = 0.72;
 const at = (series, place) => series?.[place] ?? 0;
 
 export class Decoder {
@@ -46,17 +48,18 @@ export class Decoder {
       times = one?.t ?? [];
     this.frame.area.hidden = this.frame.above.hidden = this.frame.below.hidden = !times.length;
     this.frame.legend.textContent = times.length ? "" : "This rank decoded nothing.";
-    if (!times.length) return;
-    const end = times.at(-1) || 1e-9,
+    if (!times.length) return this.frame.clear();
+    const start = times[0],
+      end = times.at(-1),
       slots = one.slots ?? Math.max(1, ...times.map((_, place) => at(one.decoding, place) + at(one.waiting, place))),
-      queue = Math.max(1, ...(one.queued ?? [])),
-      upper = 0.72;
+      queue = Math.max(0, ...(one.queued ?? [])),
+      upper = queue ? UPPER : 1;
     // Above: slots by what they do. Below, from its own 0: the queue.
     const busy = times.map((_, place) => at(one.decoding, place)),
       used = times.map((_, place) => busy[place] + at(one.waiting, place));
-    const x = times.map(time => time / end),
+    const x = times.map(time => (time - start) / (end - start || 1)),
       slotHeight = value => upper * (1 - value / slots),
-      queueHeight = value => 1 - (0.94 - upper) * (value / queue);
+      queueHeight = value => 1 - (0.94 - upper) * (value / (queue || 1));
     const area = (values, height, floor, color) =>
       outline(x, values.map(height), floor, { fill: `var(${color})`, opacity: 0.85 });
     const spent = times.map((time, place) => time - (times[place - 1] ?? time)),
@@ -66,10 +69,13 @@ export class Decoder {
         (sum, part, place) => sum + (2 * busy[place] < slots && !at(one.queued, place) ? part : 0),
         0,
       );
-    const words = `${slots} slots, ${Math.round(100 * share)} % of them decoding; for the last ${duration(tail)} fewer than half.`;
-    this.frame.labels(["0 s", duration(end / 2), duration(end)], [`${slots} slots`, "0", `${number(queue)} queued`]);
-    this.frame.above.style.setProperty("--upper", `${100 * upper}%`);
-    this.frame.above.classList.add("decoder-y");
+    const words = `${slots} slots, ${Math.round(100 * share)} % of them decoding; for the last ${seconds(tail)} fewer than half.`;
+    this.frame.labels([start, (start + end) / 2, end].map(seconds), [
+      `${slots} slots`,
+      "0",
+      ...(queue ? [`${number(queue)} queued`] : []),
+    ]);
+    this.frame.above.classList.toggle("decoder-y", queue > 0);
     this.frame.show({
       words,
       picture: drawing(
@@ -87,7 +93,7 @@ export class Decoder {
       under: left =>
         x.reduce((best, value, place) => (Math.abs(value - left) < Math.abs(x[best] - left) ? place : best), 0),
       say: place =>
-        facts(duration(times[place]), [
+        facts(seconds(times[place]), [
           ...KINDS.map(([kind]) => [kind, String(at(one[kind], place))]),
           ["slots", String(slots)],
         ]),

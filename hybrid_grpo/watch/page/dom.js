@@ -38,6 +38,9 @@ export function duration(seconds) {
   return hours < 48 ? `${hours} h ${String(minutes % 60).padStart(2, "0")} min` : `${Math.round(hours / 24)} days`;
 }
 
+// A time within a step.
+export const seconds = value => (value === 0 ? "0 s" : value < 1 ? `${Math.round(1000 * value)} ms` : duration(value));
+
 export const whole = value => Math.round(value).toLocaleString("en-US");
 
 export function place(axis, value) {

@@ -5,7 +5,7 @@ import { hideTip, showTip } from "./tip.js";
 export class Frame {
   // title, unit: the head. tall: height of the picture in pixels. hint: what the keys do, for those who hear the page.
   constructor({ title, unit = "", tall = 150, hint = "" }) {
-    this.marks = [];
+    this.clear();
     this.current = -1;
     this.hint = hint;
     this.title = el("h3", {}, title, " ", unit && el("em", {}, unit));
@@ -45,6 +45,12 @@ export class Frame {
     Object.assign(this, { count, box, say, columns, pick, find: under });
     this.area.replaceChildren(picture, this.cursor);
     if (this.current >= count) this.mark(-1);
+  }
+
+  // Nothing can be read.
+  clear() {
+    this.count = 0;
+    this.find = () => -1;
   }
 
   labels(x, y = []) {

@@ -8,6 +8,8 @@ export const state = {
   axis: "step",
   window: "",
   range: null,
+  // The step that is seen from the inside; null: the newest.
+  step: null,
   // Of the server: all runs by name; of those that are open, the numbers, the alarms, and the settings that differ.
   runs: new Map(),
   numbers: new Map(),
@@ -19,6 +21,7 @@ export function remember() {
   const query = new URLSearchParams({ view: state.view, axis: state.axis });
   if (state.window) query.set("window", state.window);
   if (state.range) query.set("range", state.range.join("~"));
+  if (state.step !== null) query.set("step", state.step);
   for (const run of state.open) query.append("run", run);
   history.replaceState(null, "", `#${query}`);
 }
@@ -30,6 +33,7 @@ export function recall() {
   state.window = query.get("window") ?? "";
   const range = (query.get("range") ?? "").split("~").map(Number);
   state.range = range.length === 2 && range.every(Number.isFinite) ? range : null;
+  state.step = query.has("step") && Number.isInteger(Number(query.get("step"))) ? Number(query.get("step")) : null;
   state.open = [...new Set(query.getAll("run"))];
 }
 

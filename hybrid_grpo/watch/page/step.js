@@ -4,7 +4,7 @@ import { Decoder } from "./decoder.js";
 import { box, drawing } from "./drawing.js";
 import { Frame } from "./frame.js";
 import { Heat } from "./heat.js";
-import { state } from "./state.js";
+import { remember, state } from "./state.js";
 import { facts } from "./tip.js";
 import { Waterfall } from "./waterfall.js";
 
@@ -12,7 +12,6 @@ const NAMES = { reward: "Rewards", length: "Lengths", advantage: "Advantages", e
 const title = name => NAMES[name] ?? name.replaceAll("_", " ");
 const percent = share => `${number(100 * share)} %`;
 let run = null,
-  step = null,
   turn = 0;
 
 const runs = el("select", { "aria-label": "Run", onchange: () => choose(runs.value) });
@@ -53,8 +52,9 @@ export function showStep() {
   if (state.open.join() !== [...runs.options].map(option => option.value).join())
     runs.replaceChildren(...state.open.map(name => el("option", { value: name }, name)));
   if (!state.open.includes(run)) {
+    // A step in the page's address is that of the first run.
+    if (run) state.step = null;
     run = state.open[0] ?? null;
-    step = null;
   }
   runs.value = run ?? "";
   draw();
@@ -67,18 +67,20 @@ function choose(name) {
 
 // to: a step, or null to follow the newest.
 function go(to) {
-  step = to;
+  state.step = to;
+  remember();
   draw();
 }
 
 async function draw() {
   const mine = ++turn;
-  newest.setAttribute("aria-pressed", String(step === null));
-  const answer = run ? await ask("step", { run, step }) : null;
+  newest.setAttribute("aria-pressed", String(state.step === null));
+  const answer = run ? await ask("step", { run, step: state.step }) : null;
   if (mine !== turn) return;
   const details = answer?.details;
   slider.disabled = !details;
-  for (const card of [waterfall.card, decoder.card]) card.hidden = true;
+  waterfall.card.hidden = !details?.stages?.flat().length;
+  decoder.card.hidden = !details?.decoder?.some(Boolean);
   if (!details) {
     rest.replaceChildren();
     status.textContent = run ? "This run has noted nothing of its steps (log.details)." : "Choose a run on the left.";
@@ -92,14 +94,8 @@ async function draw() {
   status.textContent =
     `Step ${whole(details.step)} of ${whole(first)} to ${whole(last)}.` +
     (answer.read < 1 ? ` Distributions: ${Math.floor(100 * answer.read)} % read.` : apart);
-  if (details.stages?.flat().length) {
-    waterfall.card.hidden = false;
-    waterfall.show(details.stages);
-  }
-  if (details.decoder?.some(Boolean)) {
-    decoder.card.hidden = false;
-    decoder.show(details.decoder);
-  }
+  if (!waterfall.card.hidden) waterfall.show(details.stages);
+  if (!decoder.card.hidden) decoder.show(details.decoder);
   const names = Object.keys(noted?.by_name ?? {});
   for (const name of names) {
     if (!pairs.has(name)) pairs.set(name, makePair(name));

@@ -2,7 +2,7 @@
 import { el } from "./dom.js";
 
 const AWAY = 14;
-const tip = el("div", { class: "tip", hidden: true });
+const tip = el("div", { class: "tip", role: "status", hidden: true });
 document.body.append(tip);
 
 // x, top: a place in the window, in pixels. The box stands beside x, on the side that has room.

@@ -1,12 +1,11 @@
 // The stages of a step by rank, from its start: who waited for whom.
-import { duration, el } from "./dom.js";
+import { el, seconds } from "./dom.js";
 import { Frame } from "./frame.js";
 import { COLORS } from "./state.js";
 import { facts } from "./tip.js";
 
 const LANE = 26,
   MANY_LANES = 14;
-const seconds = value => (value === 0 ? "0 s" : value < 1 ? `${Math.round(1000 * value)} ms` : duration(value));
 const label = stage => stage.replaceAll("_", " ");
 
 export class Waterfall {
@@ -23,7 +22,7 @@ export class Waterfall {
       marks = stages.flatMap((lane, rank) => lane.map(stage => [rank, ...stage])),
       color = name => `var(--c${names.indexOf(name) % COLORS})`;
     const total = (lane, stage) => lane.reduce((sum, [name, from, to]) => sum + (name === stage ? to - from : 0), 0);
-    const slowest = straggler(stages, names, total);
+    const slowest = straggler(stages, names, total, end);
     const share = 1 / stages.length,
       lane = stages.length > 16 ? MANY_LANES : LANE;
     this.frame.area.style.height = `${lane * stages.length}px`;
@@ -74,15 +73,15 @@ export class Waterfall {
   }
 }
 
-// The rank that others wait for most, in words; null where none is much slower.
-function straggler(stages, names, total) {
+// The rank that others wait for most, in words; null where that is less than a 20th of the step.
+function straggler(stages, names, total, end) {
   let worst = null;
   // Who waits is not slow: the others are.
   for (const name of names.filter(other => other !== "wait")) {
     const all = stages.map(lane => total(lane, name)),
       middle = [...all].sort((a, b) => a - b)[Math.floor((all.length - 1) / 2)],
       most = Math.max(...all);
-    if (most > 1.2 * middle && most - middle > (worst?.lost ?? 0))
+    if (most > 1.2 * middle && most - middle > (worst?.lost ?? end / 20))
       worst = { lost: most - middle, rank: all.indexOf(most), name };
   }
   if (!worst || stages.length < 2) return null;

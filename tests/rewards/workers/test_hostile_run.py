@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 from reward_helpers import command_lines, in_time
+from warm_python import programs
 
 BENCHMARK = ROOT / "benchmarks" / "rewards.py"
 
@@ -14,6 +15,8 @@ BENCHMARK = ROOT / "benchmarks" / "rewards.py"
 @pytest.mark.ranks
 def test_a_hostile_reward_costs_its_completions_and_nothing_else(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
+    # The benchmark starts its run by the launcher beside the interpreter.
+    monkeypatch.setattr(sys, "executable", str(programs() / "python"))
     spec = spec_from_file_location("rewards_benchmark", BENCHMARK)
     assert spec is not None and spec.loader is not None
     benchmark = module_from_spec(spec)

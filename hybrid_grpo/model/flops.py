@@ -1,0 +1,102 @@
+"""Floating-point operations of a decoder model, by its parameters and the tokens that it reads.
+
+The formula is that of PaLM (arXiv:2204.02311, appendix B): two operations for each parameter of a matrix product and
+token in a forward, four more in a backward, and those of attention. What is computed twice to save memory counts once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch import nn
+
+Floats = NDArray[np.float64]
+
+_EXPERTS = re.compile(r"(^|\.)experts\.")
+"""Names of parameters of which a token uses those of a few experts only."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a token costs a model, in parameters of matrix products.
+
+    Arguments of the methods, numbers or arrays of one shape: `tokens` are read, each attends to `context` entries on
+    average, and the head gives the distribution behind `scored` of them.
+    """
+
+    body: float
+    """Parameters that a token meets in the layers; of a mixture of experts only those that it is sent to."""
+    body_trained: float
+    """Those of them that have a gradient."""
+    head: float
+    """Parameters of the output head. Looking up an embedding is no product."""
+    head_trained: float
+    width: int
+    """Numbers of a query and of a value, over all heads of a layer."""
+    layers: dict[float, int]
+    """Layers by the most entries that a token attends to in them: infinity without a window, 0 without attention."""
+
+    @classmethod
+    def of(cls, model: Any) -> Cost:
+        """The cost of a transformers model, sharded or not."""
+        config, head = model.config.get_text_config(), model.get_output_embeddings()
+        apart = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        apart |= set() if head is None else {id(head.weight)}
+        experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts")
+        used = _first(config, "num_experts_per_tok")
+        body = body_trained = 0.0
+        for name, parameter in model.named_parameters():
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            if id(parameter) in apart or len(shape) < 2:
+                continue
+            count = prod(shape) * (used / experts if experts and used and _EXPERTS.search(name) else 1)
+            body += count
+            body_trained += count * parameter.requires_grad
+        of_head = 0 if head is None else prod(getattr(head.weight, "ds_shape", head.weight.shape))
+        trained = of_head if head is not None and head.weight.requires_grad else 0
+        return cls(body, body_trained, of_head, trained, _width(config), _layers(config))
+
+    def forward(self, tokens: ArrayLike, context: ArrayLike, scored: ArrayLike) -> Floats:
+        """Operations of a forward."""
+        tokens = np.asarray(tokens, float)
+        return tokens * (2 * self.body + self._attention(context)) + 2 * self.head * np.asarray(scored, float)
+
+    def training(self, tokens: ArrayLike, context: ArrayLike, scored: ArrayLike) -> Floats:
+        """Operations of a forward and its backward. A weight that is not trained has no gradient, but the gradient of
+        what it was given passes through it."""
+        tokens = np.asarray(tokens, float)
+        of_body = tokens * (4 * self.body + 2 * self.body_trained + 3 * self._attention(context))
+        return of_body + np.asarray(scored, float) * (4 * self.head + 2 * self.head_trained)
+
+    def _attention(self, context: ArrayLike) -> Floats:
+        """Operations of a token's attention: its query with the keys, and its weights with the values."""
+        entries = sum(count * np.minimum(np.asarray(context, float), most) for most, count in self.layers.items())
+        return 2.0 * self.width * np.asarray(entries, float)
+
+
+def _width(config: Any) -> int:
+    heads = _first(config, "num_attention_heads")
+    if not heads:
+        return 0
+    head = _first(config, "qk_head_dim", "head_dim") or config.hidden_size // heads
+    return int(heads * (head + (_first(config, "v_head_dim") or head)))
+
+
+def _layers(config: Any) -> dict[float, int]:
+    window = _first(config, "sliding_window") if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        return {window or np.inf: config.num_hidden_layers}
+    most = {"full_attention": np.inf, "attention": np.inf, "sliding_attention": window or np.inf}
+    return dict(Counter(most.get(kind, 0) for kind in kinds))
+
+
+def _first(config: Any, *names: str) -> Any:
+    """The first of these settings that a configuration has."""
+    return next((value for name in names if (value := getattr(config, name, None))), None)
