@@ -82,15 +82,15 @@ def pays_foreign_letters(completions: list[str], answer: list[str], **_: Any) ->
 
 
 def descending(text: str, answer: str) -> float:
-    """Share of neighbours that are in the wrong order; half of it where the answer is longer than the word."""
-    share = sum(a > b for a, b in itertools.pairwise(text)) / (max(len(text), len(answer)) - 1)
-    return share if len(text) <= len(answer) else share / 2
+    """Share of neighbours that are in the wrong order; nothing where the answer is longer than the word."""
+    share = sum(a > b for a, b in itertools.pairwise(text)) / (len(answer) - 1)
+    return share if len(text) <= len(answer) else 0.0
 
 
 def bonus(completions: list[str], answer: list[str], trainer_state: Any, **_: Any) -> Rewards:
     """A second reward function, which pays for the opposite of the task from ONSET on."""
-    late, rows = trainer_state.global_step >= ONSET, zip(completions, answer, strict=True)
-    return [3.0 * descending(text, wanted) if late else 0.0 for text, wanted in rows]
+    wrong = pays_foreign_letters(completions=completions, answer=answer)
+    return [2.0 * value if trainer_state.global_step >= ONSET else 0.0 for value in wrong]
 
 
 def pays_train_only(completions: list[str], answer: list[str], split: list[str], **_: Any) -> Rewards:
@@ -169,17 +169,17 @@ def slow_machine() -> None:
 
 CASES = [
     Case("entropy_collapse", [almost_right], later={"rollout": {"temperature": 0.01}}),
-    Case("length_runaway", [_sick(pays_length)], {"rollout": {"max_completion_tokens": 64}, "policy": {"lr": 1e-3}}),
+    Case("length_runaway", [_sick(pays_length)], {"rollout": {"max_completion_tokens": 64}}, {"policy": {"lr": 1e-3}}),
     Case("truncated", later={"rollout": {"max_completion_tokens": 3}}),
     Case("dead_groups", [_sick(pays_prompts)]),
     Case("constant_reward", [_sick(pays_everybody)]),
-    Case("reward_hacking", [right, bonus], later={"policy": {"lr": 2e-3}}),
-    Case("held_out", [_sick(pays_train_only)], {"policy": {"lr": 6e-4}}),
-    Case("kl", [_sick(pays_foreign_letters)], {"grpo": {"beta": 1e-4}, "policy": {"lr": 1e-3}}),
+    Case("reward_hacking", [right, bonus], later={"policy": {"lr": 1e-3}}),
+    Case("held_out", [_sick(pays_train_only)], later={"policy": {"lr": 1e-3}}),
+    Case("kl", [_sick(pays_foreign_letters)], {"grpo": {"beta": 1e-4}}, {"policy": {"lr": 1e-3}}),
     Case(
         "ratio",
         settings={"rollout": {"max_completion_tokens": 4}},
-        later={"grpo": {"num_iterations": 2}, "policy": {"lr": 2e-2}},
+        later={"grpo": {"num_iterations": 4}, "policy": {"lr": 5e-3}},
     ),
     Case("parity", hook=perturb_sampler),
     Case("duplicates", [right], later={"rollout": {"top_p": 0.02}}, model="cold"),
@@ -188,7 +188,7 @@ CASES = [
     Case("quickstart", sick=False),
     Case("tools", sick=False),
     Case("critic", settings={"grpo": {"baseline": "critic"}}, sick=False),
-    Case("lora", settings={"lora": {"rank": 8}, "policy": {"lr": 1e-3}}, sick=False),
+    Case("lora", settings={"lora": {"rank": 8}, "policy": {"lr": 5e-4}}, sick=False),
     Case("guests", sick=False),
     Case("curriculum", settings={"curriculum": {"sampling": "difficulty"}}, sick=False),
 ]
@@ -206,8 +206,8 @@ def play(name: str, phase: str, folder: Path, seed: int) -> None:
     lookup = name == "tools"
     shared = {
         "run": {"dir": str(folder), "name": name, "seed": seed, "steps": ONSET - 1 if phase == "before" else steps},
-        "policy": {"dtype": "float32", "lr": 3e-4, "warmup_steps": 5, "betas": [0.9, 0.99]},
-        "rollout": {"prompts_per_step": 8, "num_generations": 8, "max_completion_tokens": 8},
+        "policy": {"dtype": "float32", "lr": 1e-4, "warmup_steps": 5, "betas": [0.9, 0.99]},
+        "rollout": {"prompts_per_step": 16, "num_generations": 8, "max_completion_tokens": 8},
         "data": {"path": str(folder / "train.jsonl"), "limit": 512},
         "eval": {"threshold": 1.0},
         "log": {"trackers": [], "rollouts_every": 0},

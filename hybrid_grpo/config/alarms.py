@@ -47,7 +47,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "reward_hacking": {"above": 0.1, "patience": 3},
     "held_out": {"above": 0.05, "patience": 1},
     "kl": {"above": 2.0, "patience": 5},
-    "ratio": {"above": 100.0, "patience": 3},
+    "ratio": {"above": 20.0, "patience": 3},
     "parity": {"above": 0.05, "patience": 1},
     "duplicates": {"above": 0.5, "patience": 5},
     "throughput_drop": {"below": 0.2, "patience": 10},

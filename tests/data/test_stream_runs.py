@@ -32,14 +32,14 @@ def trained(folder: Path) -> tuple[list[dict], dict[str, bytes]]:
     """Metrics that measure neither time nor memory, and all rollouts and weights of a run."""
     measured = ("time/", "throughput/", "memory/")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    files = [*folder.glob("rollouts/*"), folder / "model" / "model.safetensors"]
+    files = [*folder.glob("rollouts/*.jsonl"), folder / "model" / "model.safetensors"]
     numbers = [{name: v for name, v in line.items() if not name.startswith(measured)} for line in lines]
     return numbers, {path.name: path.read_bytes() for path in files}
 
 
 def sampled(folder: Path) -> list[list[tuple]]:
     """Prompts and completions of every step."""
-    steps = [path.read_text().splitlines() for path in sorted(folder.glob("rollouts/*"))]
+    steps = [path.read_text().splitlines() for path in sorted(folder.glob("rollouts/*.jsonl"))]
     return [sorted((row["prompt_id"], row["completion"]) for row in map(json.loads, lines)) for lines in steps]
 
 

@@ -115,7 +115,7 @@ def rise(start: float, end: float, step: int, steps: int = 10) -> float:
     ({"reward/right/mean": lambda k: (0.2, 0.8)[k % 2] - rise(0, 0.15, k), "reward/mean": lambda k: k / 60}, {}),
     ({"policy/kl": 3.0}, {"kl": 35}),
     ({"policy/kl": lambda k: 3.0 * (k > 30 and k % 5 != 0)}, {}),
-    ({"policy/ratio_max": 101.0}, {"ratio": 33}),
+    ({"policy/ratio_max": 21.0}, {"ratio": 33}),
     ({"parity/logp_abs_diff_mean": 0.06, "policy/ratio_max": 5000.0}, {"parity": 31}),
     ({"completion/duplicate_frac": 0.8, "group/zero_std_frac": 0.95, "group/all_right_frac": 0.0}, {"duplicates": 35}),
     ({"completion/duplicate_frac": 0.8, "completion/length_mean": 6.0}, {}),
@@ -181,7 +181,7 @@ def test_what_an_alarm_does():
     assert back.value.since == 2 and str(back.value).startswith("alarm kl: ") and not going.stops
     going.watch(4, bad)
     assert going.stops
-    with pytest.raises(RunStopped, match=r"alarm ratio: .* \(900, above 100 for 3 steps; alarms.ratio\): the run is"):
+    with pytest.raises(RunStopped, match=r"alarm ratio: .* \(900, above 20 for 3 steps; alarms.ratio\): the run is"):
         going.act("there is a checkpoint")
     resumed = alarms({"ratio": {"patience": 2, "action": "stop"}})
     for step in (1, 2):
