@@ -182,9 +182,10 @@ class RolloutConfig:
         answers = (self.max_turns - 1 if self.has_turns else 0) + bool(self.environment)
         return self.max_completion_tokens + answers * self.max_tool_tokens
 
-    def longest(self, prompt: int) -> int:
-        """Most tokens of a prompt of so many, and of what is behind it."""
-        longest = prompt + self.max_read_tokens
+    def longest(self, prompt: int, *, opened: bool = False) -> int:
+        """Most tokens of a prompt of so many, and of what is behind it; `opened` where the prompt already has what its
+        environment says at the beginning."""
+        longest = prompt + self.max_read_tokens - (self.max_tool_tokens if opened else 0)
         return longest if self.max_total_tokens is None else min(longest, self.max_total_tokens)
 
     @property

@@ -63,7 +63,8 @@ def requests_of(prompts: Sequence[Prompt], config: RolloutConfig, seed: int, ste
 
 def request_of(prompt: Prompt, config: RolloutConfig, keys: list[int]) -> Request:
     """The request for completions of a prompt with these random streams."""
-    return Request(prompt.token_ids, keys, most=config.longest(len(prompt.token_ids)), prompt=prompt)
+    most = config.longest(len(prompt.token_ids), opened=prompt.opening is not None)
+    return Request(prompt.token_ids, keys, most=most, prompt=prompt)
 
 
 def attention_of(decoder: Literal["paged", "transformers"]) -> str | None:
