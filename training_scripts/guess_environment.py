@@ -2,8 +2,8 @@
 
 import random
 
-LETTERS = "abcdefghijklmno"
-"""What may be hidden: halving finds each of the 15 in at most 4 guesses."""
+LETTERS = "abcdefghijklmnopqrst"
+"""What may be hidden: halving finds each of the 20 in at most 5 guesses."""
 
 
 class GuessALetter:
