@@ -50,6 +50,8 @@ setup(
         # No requirement of all: its antlr conflicts with that of hydra and omegaconf, in one environment with them.
         "math": ["math-verify[antlr4_13_2]>=0.9"],
         "search": ["bm25s>=0.3"],
+        # The last versions whose environments are made by load_environment.
+        "verifiers": ["verifiers>=0.3.1,<0.4; python_version >= '3.11'"],
         "dev": [
             "bm25s>=0.3",
             "ftfy>=6.3",

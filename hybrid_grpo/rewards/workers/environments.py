@@ -27,6 +27,7 @@ from hybrid_grpo.config.importing import describe, functions_of, import_place
 from hybrid_grpo.rewards.environments import state_of
 from hybrid_grpo.rewards.functions import Failure, Interface, Reply, RewardCall, failed, finite
 from hybrid_grpo.rewards.workers.tools import RESULT, WrongArguments, as_text, check_arguments, described
+from hybrid_grpo.rewards.workers.verifiers import PACKAGE, VerifiersRollout, installed, is_foreign, quietly, rollouts_of
 
 _OWN = ("reset", "get_reward", "close")
 """Methods that are no tools."""
@@ -182,12 +183,17 @@ def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess
     if not colon:
         raise UserError(f"{setting}: give a class, as path/to/file.py:Class or package.module:Class")
     module = import_place(place, setting)
-    factory = getattr(module, name, None)
+    factory = installed(module, name, setting) if place == PACKAGE else getattr(module, name, None)
     if not callable(factory):
         known = [n for n, value in vars(module).items() if inspect.isclass(value)] + functions_of(module)
         what = "is no class" if hasattr(module, name) else "does not exist"
         raise UserError(f"{setting}: {name} {what} in {place}: {did_you_mean(name, known)}")
-    kind = factory if inspect.isclass(factory) else _kind_of(factory, setting)
+    kind = factory
+    if not inspect.isclass(factory):
+        made = _made(factory, setting)
+        kind = type(made)
+        if is_foreign(made):
+            factory, kind = rollouts_of(made, setting), VerifiersRollout
     methods = dict(inspect.getmembers(kind, predicate=inspect.isfunction))
     if "reset" not in methods:
         raise UserError(f"{setting} has no method reset: an environment has one, which may return nothing")
@@ -212,8 +218,8 @@ def _takes_turns(step: Callable[..., Any]) -> bool:
     return len(inspect.signature(step).parameters) > 1 and not is_described
 
 
-def _kind_of(factory: Callable[[], Any], setting: str) -> type:
+def _made(factory: Callable[[], Any], setting: str) -> Any:
     try:
-        return type(factory())
+        return quietly(factory)
     except Exception as error:
         raise UserError(f"{setting}: making an environment raised {describe(error, None)}") from error
