@@ -2,8 +2,10 @@
 
 import random
 
-LETTERS = "abcdefghijklmnopqrst"
-"""What may be hidden: halving finds each of the 20 in at most 5 guesses."""
+LETTERS = "abcdefghijklmno"
+"""What may be guessed: halving finds each of the 15 in at most 4 guesses."""
+HIDDEN = LETTERS[1:-1]
+"""What may be hidden. There is more than one way to find all of these in 4 guesses."""
 
 
 class GuessALetter:
@@ -11,7 +13,7 @@ class GuessALetter:
 
     def reset(self, **columns: object) -> None:
         """Hide a letter. `random` is seeded before, alike for all completions of a prompt."""
-        self.letter = random.choice(LETTERS)
+        self.letter = random.choice(HIDDEN)
         self.guesses: list[str] = []
 
     def step(self, text: str) -> tuple[str, float, bool]:

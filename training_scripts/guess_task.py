@@ -9,14 +9,14 @@ import json
 import random
 from pathlib import Path
 
-from guess_environment import LETTERS
+from guess_environment import HIDDEN, LETTERS
 from quickstart_task import make_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 ROWS = {"sft": 12_000, "train": 4_096, "heldout": 256}
-GUESSES = 5
-HALVING = 0.06
+GUESSES = 4
+HALVING = 0.07
 """Share of the warm-up's games that are played well."""
 PIECES = ["user\n", "assistant\n", "guess", "earlier", "later"]
 """Texts that are one token each."""
@@ -53,7 +53,7 @@ def make_rows(seed: int) -> dict[str, list[dict[str, object]]]:
 
 def _game(draw: random.Random) -> dict[str, object]:
     """A whole game as text."""
-    letter, halves, said = draw.choice(LETTERS), draw.random() < HALVING, ""
+    letter, halves, said = draw.choice(HIDDEN), draw.random() < HALVING, ""
     left = LETTERS
     for _ in range(GUESSES):
         guess = left[len(left) // 2] if halves else draw.choice(LETTERS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from hybrid_grpo.commands.train import read_inputs
 from hybrid_grpo.config import PlanConfig
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.errors import UserError
@@ -21,19 +22,11 @@ def run(arguments: list[str]) -> None:
 
     from hybrid_grpo import engine
     from hybrid_grpo.distributed import rank
-    from hybrid_grpo.run.critic import check_critic
     from hybrid_grpo.run.hardware import of_device, of_table
-    from hybrid_grpo.run.inputs import RunInputs
     from hybrid_grpo.run.plan import estimate, shortage
-    from hybrid_grpo.run.teacher import check_teacher
 
     device = engine.start()
-    engine.check_config(config.policy, config.engine)
-    inputs = RunInputs.read(config)
-    if config.grpo.baseline == "critic":
-        check_critic(config, inputs.tokenizer, config.rollout.longest(inputs.longest_prompt))
-    if config.teacher.is_set:
-        check_teacher(config, inputs)
+    inputs = read_inputs(config)
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
     held_out = inputs.held_out_rows, inputs.held_out_longest
     plan = estimate(config, batch, inputs.longest_prompt, hardware, inputs.reward_models, *held_out)
