@@ -10,9 +10,8 @@ import random
 from pathlib import Path
 
 from guess_environment import HIDDEN, LETTERS
+from lookup_task import chat_tokenizer
 from quickstart_task import make_model
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 ROWS = {"sft": 12_000, "train": 4_096, "heldout": 256}
 GUESSES = 4
@@ -25,23 +24,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 BETWEEN = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a letter, and one for each of PIECES."""
-    tokens = ["<pad>", "<|im_start|>", "<|im_end|>", "\n", *LETTERS]
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-    )
-    made.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])
-    made.chat_template = TEMPLATE
-    return made
 
 
 def make_rows(seed: int) -> dict[str, list[dict[str, object]]]:
@@ -71,7 +53,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    tokenizer = make_tokenizer()
+    tokenizer = chat_tokenizer(LETTERS, PIECES, TEMPLATE)
     make_model(tokenizer, arguments.seed, positions=128).save_pretrained(arguments.folder / "model")
     tokenizer.save_pretrained(arguments.folder / "model")
     for split, rows in make_rows(arguments.seed).items():

@@ -39,7 +39,13 @@ def make_tokenizer(
     tool: str = "look_up", pieces: Sequence[str] = (CALL, CALLED), characters: str = string.ascii_lowercase
 ) -> PreTrainedTokenizerFast:
     """One token a character, and one for each of PIECES and of `pieces`, those of calls of the tool."""
-    tokens = ["<pad>", "<|im_start|>", "<|im_end|>", "\n", "?", *characters]
+    every = [*pieces, *PIECES, f"<tools>{tool}</tools>"]
+    return chat_tokenizer(["?", *characters], every, TEMPLATE.replace("look_up", tool))
+
+
+def chat_tokenizer(characters: Sequence[str], pieces: Sequence[str], template: str) -> PreTrainedTokenizerFast:
+    """One token a character, and one for each piece, for chats that `template` writes."""
+    tokens = ["<pad>", "<|im_start|>", "<|im_end|>", "\n", *characters]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -49,9 +55,8 @@ def make_tokenizer(
         eos_token="<|im_end|>",
         additional_special_tokens=["<|im_start|>"],
     )
-    every = [*pieces, *PIECES, f"<tools>{tool}</tools>"]
-    made.add_tokens([AddedToken(piece, normalized=False) for piece in every])
-    made.chat_template = TEMPLATE.replace("look_up", tool)
+    made.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
+    made.chat_template = template
     return made
 
 

@@ -3,6 +3,7 @@
     conversation.py   a completion under way, and what those who answer have in common (`Partner`)
     tools.py          a partner: functions, and their calls in worker processes
     environments.py   a partner: an object for each completion, in a worker process of its own
+    users.py          a partner: a function or a frozen model that plays the user
     openings.py       what environments say at the beginning, at the end of prompts
     rewards.py        what environments give, as rewards
     calls.py          from the text of a turn to the calls in it
