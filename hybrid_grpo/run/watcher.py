@@ -257,7 +257,8 @@ class _Watcher:
 
     def leave(self, status: int) -> NoReturn:
         """Kill what the rank has started, and end."""
-        self.mine.status = status
+        # The first look may have been before another rank began; see `_dead_rank`.
+        self.mine.tick, self.mine.status = time.monotonic(), status
         _end_descendants(time.monotonic() + (_LEFTOVER_SECONDS if status == 0 else 0.0))
         self.board.forget_file()
         _unlink_buffer()

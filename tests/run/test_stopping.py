@@ -180,6 +180,19 @@ def test_an_exchange_that_a_dead_rank_breaks_is_not_a_fault_of_this_one(says, st
         assert "ended in starting, because rank 1 has ended with status 75" in capfd.readouterr().err
 
 
+def test_a_rank_that_dies_before_its_watcher_has_looked_twice_is_noticed():
+    """It began before this one did, and both have met since."""
+    board = Board(0, 2)
+    other = board.entries[1]
+    other.tick, board.mine.started = time.monotonic(), time.monotonic()
+    pid = os.fork()
+    if not pid:
+        board.rank, board.mine = 1, other
+        watcher._Watcher(board, 0, [], 0).leave(137)
+    os.waitpid(pid, 0)
+    assert watcher._dead_rank(board) == (1, 137)
+
+
 @pytest.mark.parametrize("text, seconds", [
     *(("90m", 5400), ("11h30m", 41400), ("45s", 45), ("45", 45), ("2d", 172800)),
     *(("1-00:00:00", 86400), ("12:30:00", 45000), ("30:00", 1800)),
