@@ -36,6 +36,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     from hybrid_grpo import engine
     from hybrid_grpo.run.plan import shortage
     from hybrid_grpo.run.run import Run
+    from hybrid_grpo.watch.frozen import write_report
 
     device = engine.start(config.engine.timeout_minutes)
     inputs = read_inputs(config)
@@ -47,7 +48,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
         return training.folder
     if warning:
         training.say(f"WARNING: it may not fit: {warning}")
-    training.train(make_trainer(config, plan, inputs, device, memory))
+    training.train(make_trainer(config, plan, inputs, device, memory), write_report)
     training.say(summary(training.folder, held_out_sets(config), memory.measurable if memory else None))
     return training.folder
 

@@ -20,6 +20,7 @@ import watch_page
 from hybrid_grpo.run.said import Said, write_alarm
 from hybrid_grpo.watch import server
 from hybrid_grpo.watch.folders import Folders
+from hybrid_grpo.watch.frozen import write_report
 
 pytest.importorskip("playwright")
 BROWSER = watch_page.browser_path()
@@ -128,7 +129,7 @@ def test_a_reader_s_way_through_the_page(url: str, runs: list[Path]) -> None:
         tab.wait_for_selector("#step .stage")
         assert "Rank 1 is 1.8 s slower than the median in generate." in tab.locator("#step").inner_text()
         charts = tab.evaluate(watch_page.CHARTS)
-        assert len(charts) == 8 and all(is_reached for _, is_reached in charts), charts
+        assert len(charts) == 9 and all(is_reached for _, is_reached in charts), charts
         for chart, words in (("Where the time went", "reward wait, rank 0"), ("Decoder", "20 ms"), ("Rewards", "0.05")):
             tab.locator("#step .chart", has_text=chart).first.focus()
             tab.keyboard.press("ArrowRight")
@@ -155,6 +156,26 @@ def test_a_reader_s_way_through_the_page(url: str, runs: list[Path]) -> None:
 
         assert complaints == []
         assert [address for address in asked if not address.startswith((url, "data:"))] == []
+
+
+def test_a_frozen_page_opens_from_its_file(runs: list[Path]) -> None:
+    assert BROWSER
+    with watch_page.page(BROWSER) as tab:
+        complaints, asked = [], []
+        tab.on("console", lambda message: complaints.append(message.text))
+        tab.on("pageerror", lambda error: complaints.append(str(error)))
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.goto(write_report(runs[0]).as_uri())
+        for view, drawn in watch_page.VIEWS.items():
+            tab.locator(f"[data-view={view}]").click()
+            tab.wait_for_selector(drawn)
+        tab.locator("[data-view=step]").click()
+        assert "Where the time of all steps went" in tab.locator("#step").inner_text()
+        tab.locator("[data-view=samples]").click()
+        watch_page.open_tokens(tab, 20)
+        assert watch_page.compare_tokens(tab, runs[0], 20) == (6, [])
+        assert complaints == []
+        assert [address for address in asked if not address.startswith(("file:", "data:"))] == []
 
 
 @pytest.mark.parametrize("colors", ["light", "dark"])
