@@ -142,7 +142,7 @@ def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None
         "model": str(folder / "model"),
         "moving average of the model": _existing(folder / "model_ema"),
         "best model": _best(folder / "model_best"),
-        "report": str(folder / "report.html"),
+        "report": _existing(folder / "report.html"),
         "metrics": str(folder / "metrics.jsonl"),
     }
     width = max(map(len, facts))
@@ -155,8 +155,8 @@ def _change(rows: list[dict[str, float]], name: str) -> str:
     return f"{accuracies[0]:.3f} -> {accuracies[-1]:.3f}" if accuracies else ""
 
 
-def _existing(model: Path) -> str:
-    return str(model) if model.is_dir() else ""
+def _existing(path: Path) -> str:
+    return str(path) if path.exists() else ""
 
 
 def _best(model: Path) -> str:

@@ -122,7 +122,7 @@ def _short(value: float) -> float | int:
 def _samples(folder: Path, step: int, path: Path) -> Iterator[dict[str, Any]]:
     """Completions of a step, as many as fit: `row` as the list has it, `all` that was saved, its `tokens`, and its
     `rival` (see `rivals`). The best and the worst of each group come first, of them the groups whose rewards differ
-    most, and these have their tokens."""
+    most, and these have their tokens; the first two are there however long they are."""
     rows = read_rows(path)
     compared, by_byte = rivals(rows), dict(rows)
     ends = {other for _, other in compared.values()}
@@ -138,20 +138,24 @@ def _samples(folder: Path, step: int, path: Path) -> Iterator[dict[str, Any]]:
         has_tokens = count < _WITH_TOKENS
         record = read_tokens(folder, step, line_number(path, offset), row.get("sample")) if has_tokens else None
         sample = {"row": summarize(row, step, offset), "all": row, "rival": compared.get(offset)}
-        fitting = ({**sample, "tokens": tokens} for tokens in (_rounded(record), None))
-        found = next((one for one in fitting if len(json.dumps(one)) <= left), None)
-        if found is None:
-            return
+        found = {**sample, "tokens": _rounded(record)}
+        if len(json.dumps(found)) > left:
+            found = {**sample, "tokens": None}
         left -= len(json.dumps(found))
+        if left < 0 and count >= 2:
+            return
         yield found
 
 
 def _rounded(record: Record | None) -> Record | None:
-    """The numbers of tokens to 7 digits, one more than the page says."""
+    """The numbers of tokens to the 6 digits that the page says: rounded twice, they could differ in the last one. Those
+    that probabilities are made from have more."""
     if record is None:
         return None
     measures = {
-        name: [float(f"{value:.7g}") if isinstance(value, float) else value for value in values]
+        name: [
+            float(f"{value:.{12 if name == 'logp' else 6}g}") if isinstance(value, float) else value for value in values
+        ]
         for name, values in record["measures"].items()
     }
     return {**record, "measures": measures}
