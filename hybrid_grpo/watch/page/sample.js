@@ -17,6 +17,7 @@ export function completion(run, all, tokens, rival, wanted, close) {
     ["prompt", String(all.prompt_id)],
     ["group", `${all.group}, completion ${all.sample}`],
     ...(all.source ? [["source", all.source]] : []),
+    ...(all.guest ? [["written by", all.guest]] : []),
   ];
   return [
     el(
