@@ -16,11 +16,11 @@ function onAxis(step, axis) {
 
 function curves({ run, name, axis, window }) {
   const { curves: all, places, axes } = frozen.curves,
-    known = places.map(steps => (axis === "step" ? steps : steps.map(step => onAxis(step, axis))));
+    known = place => (axis === "step" ? places[place] : places[place].map(step => onAxis(step, axis)));
   const parts = curve => Object.entries(curve).filter(([part]) => part === "raw" || window !== "1");
   const found = name.map(one => [
     one,
-    Object.fromEntries(parts(all[one]).map(([part, [place, values]]) => [part, [known[place], values]])),
+    Object.fromEntries(parts(all[one]).map(([part, [place, values]]) => [part, [known(place), values]])),
   ]);
   return { [run]: { curves: Object.fromEntries(found), from: axes[axis][0], to: axes[axis].at(-1) } };
 }
