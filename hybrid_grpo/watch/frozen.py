@@ -115,8 +115,8 @@ def _curves(run: Run, ask: Any) -> dict[str, Any]:
 
 
 def _short(value: float) -> float | int:
-    """A number as a curve needs it: whole ones as they are, others to 5 digits."""
-    return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.5g}")
+    """A number as a curve needs it: whole ones as they are, others to more digits than the page says."""
+    return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.7g}")
 
 
 def _samples(folder: Path, step: int, path: Path) -> Iterator[dict[str, Any]]:
