@@ -150,7 +150,9 @@ def write_details(folder: Path, steps: int, prompts: int = 32) -> None:
 
 def measure(steps: int, browser: str) -> dict[str, Any]:
     """Seconds until the first chart is drawn, and until all numbers are read; memory of the server; seconds until a new
-    step is shown."""
+    step is shown; processor time and size of report.html."""
+    from hybrid_grpo.watch.frozen import write_report
+
     with tempfile.TemporaryDirectory() as place:
         run = write_run(Path(place) / "large", steps)
         write_details(run, steps)
@@ -177,10 +179,14 @@ def measure(steps: int, browser: str) -> dict[str, Any]:
                     until(tab, f"!document.querySelector('#{whole} [role=status]').innerText.includes('% read')", 3600)
                     views[f"{view}_all_read_cpu_s"] = round(cpu(process) - before, 1)
                 megabytes = process.memory_info().rss / 2**20
+        start = time.process_time()
+        report_megabytes = write_report(run).stat().st_size / 1e6
+        report_cpu = time.process_time() - start
     return {
         "steps": steps, "metrics": METRICS, "gigabytes": round(gigabytes, 3), "open_s": round(opened, 2),
         "open_cpu_s": round(opened_cpu, 2), "all_read_s": round(exact, 1), "all_read_cpu_s": round(exact_cpu, 1),
         "new_step_s": round(live, 2), "details_gigabytes": round(more, 3), **views, "server_mb": round(megabytes),
+        "report_cpu_s": round(report_cpu, 1), "report_mb": round(report_megabytes, 1),
     }  # fmt: skip
 
 
