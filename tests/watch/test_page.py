@@ -193,6 +193,24 @@ def test_a_frozen_page_opens_from_its_file(runs: list[Path]) -> None:
         assert complaints == []
 
 
+def test_words_that_differ_are_marked_where_texts_are_alike_and_pieces_make_up_the_text(url: str) -> None:
+    assert BROWSER
+    pairs = [
+        ("the answer is 42 apples, I am quite sure of it", "the answer is 41 apples, I am quite so"),
+        ("aelmp", "aempl"), ("abc", "xyz"), ("", "x"),
+    ]  # fmt: skip
+    with watch_page.page(BROWSER) as tab:
+        tab.goto(url)
+        module = "import('/page/differing.js')"
+        answers = tab.evaluate(f"pairs => {module}.then(found => pairs.map(pair => found.differing(...pair)))", pairs)
+    for sides, texts in zip(answers, pairs, strict=True):
+        assert tuple("".join(text for text, _ in pieces) for pieces in sides) == texts
+    left, right = answers[0]
+    assert ["42", True] in left and ["41", True] in right
+    assert answers[1][0] != [["aelmp", False]], "short texts are compared by characters"
+    assert answers[2] == [[["abc", False]], [["xyz", False]]]
+
+
 @pytest.mark.parametrize("colors", ["light", "dark"])
 @pytest.mark.parametrize("size", ["wide", "phone"])
 def test_texts_can_be_read_and_nothing_is_wider_than_the_screen(url: str, size: str, colors: str) -> None:
