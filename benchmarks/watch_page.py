@@ -3,7 +3,8 @@
     python benchmarks/watch_page.py                                    a synthetic run of 100,000 steps, 200 metrics
     python benchmarks/watch_page.py --steps 1000                       the same of another length
     python benchmarks/watch_page.py --pictures docs/pictures RUN RUN   pictures for docs/watch.md of two runs
-    python benchmarks/watch_page.py --check RUN                        all views of a run, light and dark, two widths
+    python benchmarks/watch_page.py --check RUN                        all views of a run and of its report.html, light
+                                                                       and dark, two widths
 
 Needs playwright (`pip install playwright`) and a Chromium, whose path is in CHROMIUM or which is found by its name.
 Seconds are from the start of the server, or the end of a step's line, until the page has drawn it; those with `cpu` in
@@ -149,7 +150,9 @@ def write_details(folder: Path, steps: int, prompts: int = 32) -> None:
 
 def measure(steps: int, browser: str) -> dict[str, Any]:
     """Seconds until the first chart is drawn, and until all numbers are read; memory of the server; seconds until a new
-    step is shown."""
+    step is shown; processor time and size of report.html."""
+    from hybrid_grpo.watch.frozen import write_report
+
     with tempfile.TemporaryDirectory() as place:
         run = write_run(Path(place) / "large", steps)
         write_details(run, steps)
@@ -176,10 +179,14 @@ def measure(steps: int, browser: str) -> dict[str, Any]:
                     until(tab, f"!document.querySelector('#{whole} [role=status]').innerText.includes('% read')", 3600)
                     views[f"{view}_all_read_cpu_s"] = round(cpu(process) - before, 1)
                 megabytes = process.memory_info().rss / 2**20
+        start = time.process_time()
+        report_megabytes = write_report(run).stat().st_size / 1e6
+        report_cpu = time.process_time() - start
     return {
         "steps": steps, "metrics": METRICS, "gigabytes": round(gigabytes, 3), "open_s": round(opened, 2),
         "open_cpu_s": round(opened_cpu, 2), "all_read_s": round(exact, 1), "all_read_cpu_s": round(exact_cpu, 1),
         "new_step_s": round(live, 2), "details_gigabytes": round(more, 3), **views, "server_mb": round(megabytes),
+        "report_cpu_s": round(report_cpu, 1), "report_mb": round(report_megabytes, 1),
     }  # fmt: skip
 
 
@@ -190,42 +197,54 @@ def cpu(process: psutil.Process) -> float:
 
 
 def check(run: Path, browser: str) -> dict[str, Any]:
-    """What `--check` counts, with the numbers of a few completions' tokens compared."""
+    """What `--check` counts, with the numbers of a few completions' tokens compared: of the page that a server gives,
+    and of the run's report.html, which is written again."""
+    from hybrid_grpo.watch.frozen import write_report
+
+    with served(run) as (url, _):
+        return {
+            "served": check_page(f"{url}/", run, browser, range(0, 100, 10)),
+            "report.html": check_page(write_report(run).as_uri(), run, browser, range(0, 16, 3)),
+        }
+
+
+def check_page(address: str, run: Path, browser: str, numbers: range) -> dict[str, Any]:
+    """What `--check` counts on one page; `numbers` are the completions in its list whose tokens are compared."""
     from hybrid_grpo.run.files import rollout_files
 
     step = max(step for step, path in rollout_files(run / "rollouts").items() if path.with_suffix(".parquet").exists())
     found: dict[str, Any] = {"charts": 0, "unreadable": [], "too_wide": [], "console": []}
-    foreign: list[str] = []
-    with served(run) as (url, _):
-        for size in SIZES:
-            for colors in ("light", "dark"):
-                with page(browser, size, colors) as tab:
-                    # Charts are drawn when they come onto the screen: all of them are on this one.
-                    tab.set_viewport_size({"width": SIZES[size][0], "height": 20_000})
-                    tab.on("console", lambda message: found["console"].append(message.text))
-                    tab.on("pageerror", lambda error: found["console"].append(str(error)))
-                    tab.on("request", lambda request: foreign.append(request.url))
-                    for view, drawn in VIEWS.items():
-                        tab.goto(f"{url}/#view={view}&run={run.name}")
-                        tab.wait_for_selector(drawn, state="attached")
-                        until(tab, f"({CHARTS})().every(([words, isReached]) => isReached)")
-                        if view == "samples":
-                            open_tokens(tab, step)
-                        charts = tab.evaluate(CHARTS)
-                        found["charts"] += len(charts)
-                        found["unreadable"] += tab.evaluate(CONTRAST)
-                        found["too_wide"] += [view] * tab.evaluate("document.documentElement.scrollWidth > innerWidth")
-        with page(browser) as tab:
-            tab.goto(f"{url}/#view=samples&run={run.name}")
-            tab.wait_for_selector(VIEWS["samples"])
-            found["token_numbers"], found["wrong_token_numbers"] = 0, []
-            for number in range(0, 100, 10):
-                open_tokens(tab, step, number)
-                count, wrong = compare_tokens(tab, run, step)
-                found["token_numbers"] += count
-                found["wrong_token_numbers"] += wrong
-    found["requests"] = len(foreign)
-    found["requests_elsewhere"] = [asked for asked in foreign if not asked.startswith((url, "data:"))]
+    asked: list[str] = []
+    for size in SIZES:
+        for colors in ("light", "dark"):
+            with page(browser, size, colors) as tab:
+                # Charts are drawn when they come onto the screen: all of them are on this one.
+                tab.set_viewport_size({"width": SIZES[size][0], "height": 20_000})
+                tab.on("console", lambda message: found["console"].append(message.text))
+                tab.on("pageerror", lambda error: found["console"].append(str(error)))
+                tab.on("request", lambda request: asked.append(request.url))
+                for view, drawn in VIEWS.items():
+                    tab.goto(f"{address}#view={view}&run={run.name}")
+                    tab.wait_for_selector(drawn, state="attached")
+                    until(tab, f"({CHARTS})().every(([words, isReached]) => isReached)")
+                    if view == "samples":
+                        open_tokens(tab, step)
+                    charts = tab.evaluate(CHARTS)
+                    found["charts"] += len(charts)
+                    found["unreadable"] += tab.evaluate(CONTRAST)
+                    found["too_wide"] += [view] * tab.evaluate("document.documentElement.scrollWidth > innerWidth")
+    with page(browser) as tab:
+        tab.goto(f"{address}#view=samples&run={run.name}")
+        tab.wait_for_selector(VIEWS["samples"])
+        found["token_numbers"], found["wrong_token_numbers"] = 0, []
+        for number in numbers:
+            open_tokens(tab, step, number)
+            count, wrong = compare_tokens(tab, run, step)
+            found["token_numbers"] += count
+            found["wrong_token_numbers"] += wrong
+    asked = [request for request in asked if not request.startswith("data:")]
+    found["requests"] = len(asked)
+    found["requests_elsewhere"] = [request for request in asked if not request.startswith(address)]
     return found
 
 
@@ -233,7 +252,9 @@ def open_tokens(tab: Any, step: int, number: int = 0) -> None:
     """Open one of a step's completions in the view of the samples, token by token."""
     tab.fill("[name=last]", str(step))
     tab.keyboard.press("Enter")
-    until(tab, "/^\\d+ found/.test(document.querySelector('#samples [role=status]').innerText)")
+    until(tab, "/^[\\d,]+ found/.test(document.querySelector('#samples [role=status]').innerText)")
+    # What another completion has left must not pass for this one.
+    tab.evaluate("document.querySelector('.detail').replaceChildren()")
     tab.locator(".rows tbody tr").nth(number).click()
     until(tab, f"document.querySelectorAll('.rows tbody tr')[{number}].className === 'chosen'")
     tab.wait_for_selector(".tokens .token")

@@ -16,6 +16,6 @@ def run(arguments: list[str]) -> None:
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(f"{folder} is not the folder of a run: it has no metrics.jsonl")
 
-    from hybrid_grpo.run.report import write_report
+    from hybrid_grpo.watch.frozen import write_report
 
     print(write_report(folder))

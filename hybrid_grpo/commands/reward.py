@@ -28,6 +28,7 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     from hybrid_grpo.policy import Scorer
     from hybrid_grpo.run.run import Run
     from hybrid_grpo.stages.reward import RewardTrainer
+    from hybrid_grpo.watch.frozen import write_report
 
     device = engine.start(config.engine.timeout_minutes)
     engine.check_config(config.policy, config.engine)
@@ -50,6 +51,6 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     scorer = Scorer(
         config.policy, config.engine, tokenizer, config.run.steps, padding, lora=config.lora, seed=config.run.seed
     )
-    training.train(RewardTrainer(config, scorer, pairs, held_out, device))
+    training.train(RewardTrainer(config, scorer, pairs, held_out, device), write_report)
     training.say(f"reward model: {training.folder / 'model'}")
     return training.folder

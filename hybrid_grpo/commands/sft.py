@@ -26,6 +26,7 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     from hybrid_grpo.policy import Policy
     from hybrid_grpo.run.run import Run
     from hybrid_grpo.stages.sft import SftTrainer
+    from hybrid_grpo.watch.frozen import write_report
 
     device = engine.start(config.engine.timeout_minutes)
     engine.check_config(config.policy, config.engine)
@@ -42,6 +43,6 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     steps, seed = config.run.steps, config.run.seed
     # Its view of the model only exports.
     policy = Policy(config.policy, config.engine, tokenizer, steps, decoder="transformers", lora=config.lora, seed=seed)
-    training.train(SftTrainer(config, policy, pairs, device))
+    training.train(SftTrainer(config, policy, pairs, device), write_report)
     training.say(f"model: {training.folder / 'model'}")
     return training.folder

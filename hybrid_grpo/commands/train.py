@@ -36,6 +36,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     from hybrid_grpo import engine
     from hybrid_grpo.run.plan import shortage
     from hybrid_grpo.run.run import Run
+    from hybrid_grpo.watch.frozen import write_report
 
     device = engine.start(config.engine.timeout_minutes)
     inputs = read_inputs(config)
@@ -47,7 +48,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
         return training.folder
     if warning:
         training.say(f"WARNING: it may not fit: {warning}")
-    training.train(make_trainer(config, plan, inputs, device, memory))
+    training.train(make_trainer(config, plan, inputs, device, memory), write_report)
     training.say(summary(training.folder, held_out_sets(config), memory.measurable if memory else None))
     return training.folder
 
@@ -141,7 +142,7 @@ def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None
         "model": str(folder / "model"),
         "moving average of the model": _existing(folder / "model_ema"),
         "best model": _best(folder / "model_best"),
-        "report": str(folder / "report.html"),
+        "report": _existing(folder / "report.html"),
         "metrics": str(folder / "metrics.jsonl"),
     }
     width = max(map(len, facts))
@@ -154,8 +155,8 @@ def _change(rows: list[dict[str, float]], name: str) -> str:
     return f"{accuracies[0]:.3f} -> {accuracies[-1]:.3f}" if accuracies else ""
 
 
-def _existing(model: Path) -> str:
-    return str(model) if model.is_dir() else ""
+def _existing(path: Path) -> str:
+    return str(path) if path.exists() else ""
 
 
 def _best(model: Path) -> str:

@@ -1,6 +1,6 @@
 """The charts of a run: charts.yaml with the names of the run's own metrics put in.
 
-report.html and the page of `watch` draw the same charts. Needs no torch.
+The page of `watch`, which report.html is too, draws them, and so do pictures and trackers. Needs no torch.
 """
 
 import re
@@ -15,6 +15,9 @@ from hybrid_grpo.run.catalogue import Metric, describe
 
 CHARTS: dict[str, list[dict[str, Any]]] = yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text("utf-8"))
 """The charts of each section, as charts.yaml describes them."""
+
+STEP_PARTS = ("generate", "reward_wait", "reference", "train", "switch")
+"""What a step's time is spent on, by metric `time/<part>_s`."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import copy
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from hybrid_grpo.run.files import replace_text, sync
 from hybrid_grpo.run.lock import FolderLock
 from hybrid_grpo.run.origin import origin
 from hybrid_grpo.run.profiling import Profiler
-from hybrid_grpo.run.report import write_report
 from hybrid_grpo.run.resuming import find_start, load_stage, settings_of
 from hybrid_grpo.run.said import write_alarm
 from hybrid_grpo.run.sinks import Log
@@ -35,7 +34,7 @@ from hybrid_grpo.run.space import check_space
 from hybrid_grpo.run.stage import Stage
 from hybrid_grpo.run.stopping import Progress
 from hybrid_grpo.run.symptoms import Symptoms
-from hybrid_grpo.run.writing import WriteFailed, one_line, write_prompts, write_together
+from hybrid_grpo.run.writing import WriteFailed, one_line, why, write_prompts, write_together
 
 
 class Run:
@@ -119,16 +118,16 @@ class Run:
             with suppress(OSError):
                 print(message, flush=True)
 
-    def train(self, stage: Stage) -> None:
-        """Take a stage from the start or the newest checkpoint to the last step; then export the model and the report.
+    def train(self, stage: Stage, write_report: Callable[[Path], object]) -> None:
+        """Take a stage from the start or the newest checkpoint to the last step; then export the model.
 
         Raises RunStopped where a step could not be finished; the run is saved as it was before that step. Raises
-        RunInterrupted where the run was asked to stop; it is saved.
+        RunInterrupted where the run was asked to stop; it is saved. `write_report` is given the folder at the end.
         """
         stage.progress = Progress(self.config.run, stage.policy.engine.device)
         stage.details = Details(self.config.log, self.config.run.steps)
         try:
-            self._train(stage)
+            self._train(stage, write_report)
         except RunInterrupted:
             # A launcher kills the other ranks once one has ended, and rank 0 is the last to close its outputs.
             barrier()
@@ -137,7 +136,7 @@ class Run:
             if self._lock is not None:
                 self._lock.release()
 
-    def _train(self, stage: Stage) -> None:
+    def _train(self, stage: Stage, write_report: Callable[[Path], object]) -> None:
         if rank() == 0:
             with one_line(self.folder):
                 replace_text(self.folder / "deepspeed.json", json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
@@ -152,18 +151,20 @@ class Run:
             stage.policy.journal = self.journal
         while True:
             try:
-                self._advance(stage, done, settings)
+                self._advance(stage, done, settings, write_report)
                 break
             except RollBack as diverged:
                 done = self._roll_back(stage, diverged)
         if rank() == 0:
             self.journal.clear()
 
-    def _advance(self, stage: Stage, done: int, settings: dict[str, Any]) -> None:
+    def _advance(
+        self, stage: Stage, done: int, settings: dict[str, Any], write_report: Callable[[Path], object]
+    ) -> None:
         """Make the steps behind `done`, and export the model."""
         profiler = Profiler(self.config.log.profiled, self.folder / "profile")
         told = self.config.log, self.folder, self.config.run.steps, done or -1, settings, stage.policy.tokenizer
-        with Log(*told) as log, self._reported():
+        with Log(*told) as log, self._reported(write_report):
             if self._saves and self._saved is None:
                 stage.progress.enter("saving", done)
                 with stage.meter.time("time/checkpoint_s"):
@@ -228,21 +229,22 @@ class Run:
             stage.policy.engine.tell_communication()
 
     @contextmanager
-    def _reported(self) -> Iterator[None]:
-        """Write report.html behind the block, also where the run is stopped."""
+    def _reported(self, write_report: Callable[[Path], object]) -> Iterator[None]:
+        """Write report.html behind the block, also where the run is stopped. A run does not fail by it."""
         try:
             yield
         except RunStopped:
-            with suppress(UserError):
-                self._write_report()
+            self._write_report(write_report)
             raise
-        self._write_report()
+        self._write_report(write_report)
 
-    def _write_report(self) -> None:
-        """Write report.html. Raises UserError where that fails."""
+    def _write_report(self, write_report: Callable[[Path], object]) -> None:
         if rank() == 0:
-            with one_line(self.folder):
+            try:
                 write_report(self.folder)
+            except Exception as error:  # whatever it is, the run is whole without its report
+                again = f"hybrid-grpo report {self.folder} writes it again"
+                self.say(f"WARNING: report.html could not be written: {why(error, self.folder)}: {again}")
 
     def _judge(self, stage: Stage, step: int, values: dict[str, float]) -> None:
         """Show the numbers of a step to the guard, and do what alarms ask for. Raises RunStopped or RollBack."""

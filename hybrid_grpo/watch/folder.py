@@ -6,6 +6,7 @@ import math
 import re
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ _TELLING = (
 )
 """Numbers by which runs are compared at a glance."""
 _RECENT = 10
-"""Values that the newest number of a noisy metric is averaged over."""
+"""Values that the first and the newest number of a noisy metric are averaged over."""
+_BEST: dict[str, Callable[[Column], Any]] = {"accuracy": np.argmax, "/loss": np.argmin}
+"""Where the best value is, by how the names of metrics end."""
 
 
 _VERSIONS = itertools.count(time.time_ns() // 10**6)
@@ -167,7 +170,8 @@ class Run:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Numbers by which runs are compared: the newest ones, and for accuracies the best with its step."""
+        """Numbers by which runs are compared: the first and the newest ones (no first one where they overlap), and of
+        accuracies and losses the best with its step."""
         if self._summary[0] != self.version:
             self._summary = self.version, self._summarize()
         return self._summary[1]
@@ -182,15 +186,18 @@ class Run:
                 metric = find(name)
                 if not at.size or metric is None:
                     continue
-                recent = values[at[-_RECENT if is_noisy(metric) else -1 :]]
-                best = at[np.argmax(values[at])] if name.endswith("accuracy") else None
+                width = _RECENT if is_noisy(metric) else 1
+                early, recent = values[at[:width]], values[at[-width:]]
+                pick = next((pick for end, pick in _BEST.items() if name.endswith(end)), None)
+                best = pick(values[at]) if pick else None
                 numbers.append(
                     {
                         "name": name,
                         "meaning": metric.meaning,
+                        "first": float(early.mean()) if at.size >= 2 * width else None,
                         "value": float(recent.mean()),
-                        "best": None if best is None else float(values[best]),
-                        "best_step": None if best is None else int(steps[best]),
+                        "best": None if best is None else float(values[at[best]]),
+                        "best_step": None if best is None else int(steps[at[best]]),
                     }
                 )
         hours = self.axis("hours")

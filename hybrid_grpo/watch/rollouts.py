@@ -56,13 +56,33 @@ def search(
                 return Found(rows, read, (step, offset))
             read += 1
             if _fits(row, query):
-                rows.append(_summary(row, step, offset, query.text))
+                rows.append(summarize(row, step, offset, query.text))
     return Found(rows, read, None)
 
 
 def read_row(path: Path, offset: int) -> dict[str, Any] | None:
     """The completion that begins at a byte of a file; None where none does."""
     return next((row for at, row in _lines(path, offset) if at == offset), None)
+
+
+def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """All completions of a step, each with the byte at which it begins."""
+    return list(_lines(path, 0))
+
+
+def rivals(rows: list[tuple[int, dict[str, Any]]]) -> dict[int, tuple[str, int]]:
+    """What each completion of a step is compared with, by the bytes at which they begin: the best of its group, or the
+    worst where it is the best itself. Completions without a reward, and groups of one reward, have none."""
+    groups: dict[str, list[tuple[float, int]]] = {}
+    for offset, row in rows:
+        if isinstance(row.get("reward"), int | float):
+            groups.setdefault(str(row.get("group")), []).append((row["reward"], offset))
+    found: dict[int, tuple[str, int]] = {}
+    for members in groups.values():
+        (high, best), (low, worst) = (end(members, key=lambda member: member[0]) for end in (max, min))
+        if high > low:
+            found |= {offset: ("best", best) for _, offset in members} | {best: ("worst", worst)}
+    return found
 
 
 def line_number(path: Path, offset: int) -> int:
@@ -119,7 +139,8 @@ def _fits(row: dict[str, Any], query: Query) -> bool:
     return any(wanted in text.casefold() for text in texts)
 
 
-def _summary(row: dict[str, Any], step: int, offset: int, text: str) -> dict[str, Any]:
+def summarize(row: dict[str, Any], step: int, offset: int, text: str = "") -> dict[str, Any]:
+    """What the list says of a completion; of long texts the beginning, or what stands around `text`."""
     numbers = {name: row.get(name) for name in ("group", "sample", "reward", "advantage", "length", "finish")}
     prompt, completion = prompt_text(row.get("prompt")), str(row.get("completion", ""))
     return {

@@ -3,7 +3,9 @@ from __future__ import annotations
 from typing import Any
 from xml.etree import ElementTree
 
-from hybrid_grpo.run.curves import draw_curves
+import pytest
+
+from hybrid_grpo.run.curves import draw_curves, thin
 
 LINES: list[dict[str, Any]] = [
     {"step": 0, "eval/heldout/accuracy": 0.125, "eval/hard/accuracy": 0.0, "eval/hard/reward_mean": 40.0},
@@ -33,3 +35,17 @@ def test_curves_are_the_numbers_of_the_run() -> None:
     assert compared == [drawn["Reward"][0], [(0.0, 0.0), (260.0, 120.0)]]
     assert "Learning rate" not in drawn
     assert draw_curves(LINES[:1]) is None and draw_curves([]) is None
+
+
+def test_thinning_keeps_the_ends_the_average_and_the_extremes() -> None:
+    lines: list[dict[str, Any]] = [
+        {"step": s, "reward/mean": float(s % 2), "completion/length_max": float(s)} for s in range(2001)
+    ]
+    lines[17]["eval/heldout/accuracy"] = 0.5
+    thinned = thin(lines, 1000)
+    assert len(thinned) <= 1000
+    assert thinned[0] == lines[0] and thinned[-1]["step"] == 2000
+    assert [line["completion/length_max"] for line in thinned] == [line["step"] for line in thinned]
+    assert sum(line["reward/mean"] for line in thinned) / len(thinned) == pytest.approx(0.5, abs=0.01)
+    assert [line["eval/heldout/accuracy"] for line in thinned if "eval/heldout/accuracy" in line] == [0.5]
+    assert thin(lines[:1000], 1000) == lines[:1000]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hybrid_grpo.run.catalogue import CATALOGUE, describe, find
+from hybrid_grpo.run.catalogue import CATALOGUE, describe, duration, find
 from hybrid_grpo.run.metrics import Meter
 
 
@@ -25,6 +25,10 @@ def test_a_pattern_describes_the_names_it_matches_and_no_others():
     assert describe("reward/mean").meaning != describe("reward/exact_match/mean").meaning
     assert find("reward/a/b/mean") is None
     assert find("eval//accuracy") is None
+
+
+def test_durations():
+    assert [duration(seconds) for seconds in (4.24, 200, 7500)] == ["4.2 s", "3 min 20 s", "2 h 05 min"]
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one():

@@ -118,6 +118,21 @@ def test_a_save_that_fails_is_said_or_stops_the_run(tmp_path, clock, capsys):
         run._save(stage, 0, {})
 
 
+def test_a_report_that_cannot_be_written_is_said_and_changes_nothing(tmp_path, capsys):
+    run, _ = make(tmp_path)
+
+    def write_report(folder):
+        raise KeyError("broken")
+
+    with run._reported(write_report):
+        pass
+    with pytest.raises(RunStopped, match="this is why"), run._reported(write_report):
+        raise RunStopped("this is why")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "report.html" in line]
+    again = f"hybrid-grpo report {run.folder} writes it again"
+    assert lines == [f"WARNING: report.html could not be written: 'broken': {again}"] * 2
+
+
 def test_numbers_are_on_the_disk_before_the_checkpoint_that_follows_them(tmp_path, monkeypatch):
     """A power cut left a checkpoint beside a metrics.jsonl of 0 bytes, and the numbers were gone."""
     run, stage = make(tmp_path)

@@ -20,6 +20,7 @@ import watch_page
 from hybrid_grpo.run.said import Said, write_alarm
 from hybrid_grpo.watch import server
 from hybrid_grpo.watch.folders import Folders
+from hybrid_grpo.watch.frozen import write_report
 
 pytest.importorskip("playwright")
 BROWSER = watch_page.browser_path()
@@ -29,8 +30,9 @@ pytestmark = [pytest.mark.process, pytest.mark.skipif(BROWSER is None, reason="n
 def numbers(rise: float) -> list[dict[str, float]]:
     return [
         {
-            "step": step, "reward/mean": rise * step / 60, "policy/entropy": 1.0 - step / 100, "time/step_s": 60.0,
-            "completion/sampled_tokens": 1000.0, "parity/logp_abs_diff_mean": 0.2 if step == 30 else 0.0,
+            "step": step, "reward/mean": rise * step / 60, "reward/std": 0.1, "time/step_s": 60.0,
+            "policy/entropy": 1.0 - step / 100, "parity/logp_abs_diff_mean": 0.2 if step == 30 else 0.0,
+            "completion/sampled_tokens": 1000.0,
             **({"eval/heldout/accuracy": step / 60} if step % 20 == 0 else {}),
         }
         for step in range(61)
@@ -128,7 +130,7 @@ def test_a_reader_s_way_through_the_page(url: str, runs: list[Path]) -> None:
         tab.wait_for_selector("#step .stage")
         assert "Rank 1 is 1.8 s slower than the median in generate." in tab.locator("#step").inner_text()
         charts = tab.evaluate(watch_page.CHARTS)
-        assert len(charts) == 8 and all(is_reached for _, is_reached in charts), charts
+        assert len(charts) == 9 and all(is_reached for _, is_reached in charts), charts
         for chart, words in (("Where the time went", "reward wait, rank 0"), ("Decoder", "20 ms"), ("Rewards", "0.05")):
             tab.locator("#step .chart", has_text=chart).first.focus()
             tab.keyboard.press("ArrowRight")
@@ -155,6 +157,58 @@ def test_a_reader_s_way_through_the_page(url: str, runs: list[Path]) -> None:
 
         assert complaints == []
         assert [address for address in asked if not address.startswith((url, "data:"))] == []
+
+
+def test_a_frozen_page_opens_from_its_file(runs: list[Path]) -> None:
+    assert BROWSER
+    with watch_page.page(BROWSER) as tab:
+        complaints, asked = [], []
+        tab.on("console", lambda message: complaints.append(message.text))
+        tab.on("pageerror", lambda error: complaints.append(str(error)))
+        tab.on("request", lambda request: asked.append(request.url))
+        report = write_report(runs[0])
+        tab.goto(report.as_uri())
+        for view, drawn in watch_page.VIEWS.items():
+            tab.locator(f"[data-view={view}]").click()
+            tab.wait_for_selector(drawn)
+            if view == "curves":
+                assert "band: ± std" in tab.locator(".chart", has_text="Reward").first.inner_text()
+                tab.locator("#axis").select_option("hours")
+                watch_page.until(tab, "document.querySelector('.u-over') && location.hash.includes('hours')")
+        tab.locator("[data-view=step]").click()
+        assert "Where the time of all steps went" in tab.locator("#step").inner_text()
+        tab.locator("[data-view=samples]").click()
+        watch_page.open_tokens(tab, 20)
+        assert watch_page.compare_tokens(tab, runs[0], 20) == (6, [])
+        assert {address for address in asked if not address.startswith("data:")} == {report.as_uri()}
+        # Trackers show it in a frame, which has neither storage nor an address of its own.
+        around = report.with_name("around.html")
+        around.write_text('<!DOCTYPE html><iframe src="report.html" sandbox="allow-scripts" width="1200"></iframe>')
+        tab.goto(around.as_uri())
+        frame = tab.frame_locator("iframe")
+        frame.locator("#overview", has_text="slow").wait_for()
+        frame.locator("#theme").click()
+        frame.locator("[data-view=samples]").click()
+        frame.locator(".rows tbody tr").first.wait_for()
+        assert complaints == []
+
+
+def test_words_that_differ_are_marked_where_texts_are_alike_and_pieces_make_up_the_text(url: str) -> None:
+    assert BROWSER
+    pairs = [
+        ("the answer is 42 apples, I am quite sure of it", "the answer is 41 apples, I am quite so"),
+        ("aelmp", "aempl"), ("abc", "xyz"), ("", "x"),
+    ]  # fmt: skip
+    with watch_page.page(BROWSER) as tab:
+        tab.goto(url)
+        module = "import('/page/differing.js')"
+        answers = tab.evaluate(f"pairs => {module}.then(found => pairs.map(pair => found.differing(...pair)))", pairs)
+    for sides, texts in zip(answers, pairs, strict=True):
+        assert tuple("".join(text for text, _ in pieces) for pieces in sides) == texts
+    left, right = answers[0]
+    assert ["42", True] in left and ["41", True] in right
+    assert answers[1][0] != [["aelmp", False]], "short texts are compared by characters"
+    assert answers[2] == [[["abc", False]], [["xyz", False]]]
 
 
 @pytest.mark.parametrize("colors", ["light", "dark"])

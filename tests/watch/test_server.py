@@ -68,6 +68,7 @@ def test_charts_are_those_of_the_report_and_then_all_other_metrics(folder):
     assert list(charts) == ["Reward", "Entropy", "own, number", "time, step s"]
     assert [chart["section"] for chart in charts.values()] == ["Results", "Policy", "More", "More"]
     assert charts["time, step s"]["unit"] == "s"
+    assert (charts["Reward"]["band"], charts["Reward"]["compared"]) == (None, False), "there is no reward/std"
     (curve,) = charts["Entropy"]["curves"]
     assert curve["name"] == "policy/entropy"
     assert curve["meaning"].startswith("Entropy")
@@ -114,6 +115,30 @@ def test_settings_alarms_and_samples(folder, make_run):
     assert tokens == {"pieces": ["fi", "ve"], "ids": [], "given": [], "measures": {"logp": [-0.5, -1.0]}}
 
 
+def test_a_completion_is_compared_with_the_best_or_the_worst_of_its_group(make_run):
+    rewards = {0: (0.5, 1.0, 0.0, None), 1: (0.5, 0.5)}
+    rows = [{"group": group, "reward": reward} for group, values in rewards.items() for reward in values]
+    page = Page(make_run("one", [{"step": 1}], rollouts={1: rows}))
+    places = sorted(row["offset"] for row in page.ask("samples", run="one")["rows"])
+    found = [page.ask("rival", run="one", step=1, offset=place) for place in places]
+    told = [(rival["kind"], rival["row"]["reward"]) if rival else None for rival in found]
+    assert told == [("best", 1.0), ("worst", 0.0), ("best", 1.0), None, None, None]
+
+
+def test_where_the_time_of_all_steps_went(make_run):
+    """In columns of neighbouring steps, with what no timer covers."""
+    parts = {"time/generate_s": 2.0, "time/train_s": 1.0, "time/switch_s": 0.0}
+    timed = [{"step": step, "time/step_s": 4.0, **parts} for step in range(1, 481)]
+    page = Page(make_run("one", [{"step": 0}, *timed]), make_run("two", [{"step": 0}]))
+    page.ask("runs", run=["one", "two"])
+    answer = page.ask("times", run="one")
+    assert (len(answer["steps"]), answer["steps"][0], answer["steps"][-1]) == (240, [1, 2], [479, 480])
+    assert {layer["name"]: (set(layer["values"]), layer["total"]) for layer in answer["layers"]} == {
+        "generate": ({2.0}, 960.0), "train": ({1.0}, 480.0), "other": ({1.0}, 480.0)
+    }  # fmt: skip
+    assert page.ask("times", run="two") is None
+
+
 def test_rewards_of_prompts_and_a_step_s_details(folder):
     page = Page(folder)
     assert page.ask("prompts", run="one")["prompts"] == 0
@@ -148,6 +173,8 @@ def test_rewards_of_prompts_and_a_step_s_details(folder):
         ("/api/sample", {"run": "one", "step": "2", "offset": "-5"}, 404),
         ("/api/sample", {"run": "one", "step": "../../x", "offset": "0"}, 400),
         ("/api/tokens", {"run": "one", "step": "2", "offset": "7"}, 404),
+        ("/api/rival", {"run": "one", "step": "2", "offset": "7"}, 404),
+        ("/api/times", {}, 400),
         ("/api/tokens", {"run": "one"}, 404),
         ("/api/curves", {"run": "one", "axis": "years"}, 400),
         ("/api/prompts", {"run": "one", "order": "colour"}, 400),

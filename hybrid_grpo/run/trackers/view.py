@@ -4,8 +4,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybrid_grpo.run.charts import CHARTS
-from hybrid_grpo.run.report import PARTS
+from hybrid_grpo.run.charts import CHARTS, STEP_PARTS
 from hybrid_grpo.run.trackers.entries import STEP
 
 QUESTIONS = {
@@ -36,7 +35,7 @@ def plots() -> dict[str, list[Plot]]:
         question: [_plot(chart) for section in sections for chart in CHARTS[section]]
         for question, sections in QUESTIONS.items()
     }
-    parts = Plot("Seconds of a step by part", [f"time/{part}_s" for part in PARTS], is_stacked=True)
+    parts = Plot("Seconds of a step by part", [f"time/{part}_s" for part in STEP_PARTS], is_stacked=True)
     found["Where does time go?"].insert(0, parts)
     return found
 

@@ -1,4 +1,5 @@
 // Elements, numbers as people read them, and questions to the server.
+import { answer as inside, frozen } from "./frozen.js";
 
 export function el(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -48,8 +49,9 @@ export function place(axis, value) {
   return axis === "step" ? `step ${whole(value)}` : `${whole(value)} tokens`;
 }
 
-// Lists in `parameters` are given several times; what is empty is left out.
+// Lists in `parameters` are given several times; what is empty is left out. A frozen page asks itself.
 export async function ask(question, parameters = {}) {
+  if (frozen) return inside(question, parameters);
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters))
     for (const item of Array.isArray(value) ? value : [value])

@@ -1,6 +1,7 @@
 // The page: what is chosen, and a question to the server every second for what is new.
 import { drawCharts, findCharts, layOut, redrawCharts, useCharts } from "./charts.js";
 import { ask, byId } from "./dom.js";
+import { frozen } from "./frozen.js";
 import { showAlarms, showOverview } from "./overview.js";
 import { showPrompts, startPrompts } from "./prompts.js";
 import { showRuns } from "./runs.js";
@@ -111,7 +112,8 @@ async function poll() {
   } finally {
     polling = false;
     clearTimeout(timer);
-    timer = setTimeout(poll, document.hidden ? 10 * EVERY_MS : wait);
+    // Nothing new comes to a frozen page.
+    if (!frozen || !wait) timer = setTimeout(poll, document.hidden ? 10 * EVERY_MS : wait);
   }
 }
 
@@ -122,13 +124,9 @@ function showTheme() {
 }
 byId("theme").addEventListener("click", () => {
   const now = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme ?? "") + 1) % THEMES.length];
-  if (now) {
-    document.documentElement.dataset.theme = now;
-    localStorage.setItem("theme", now);
-  } else {
-    delete document.documentElement.dataset.theme;
-    localStorage.removeItem("theme");
-  }
+  if (now) document.documentElement.dataset.theme = now;
+  else delete document.documentElement.dataset.theme;
+  rememberTheme(now);
   showTheme();
   redrawCharts();
 });
@@ -167,6 +165,11 @@ useCharts(zoom, ends => {
   span = ends;
   showAlarms(state.range ?? span, zoom, true);
 });
+if (frozen) {
+  byId("written").textContent = frozen.written;
+  // There are points for what the page smooths by itself, and for no other width.
+  for (const option of document.querySelectorAll("option.live-only")) option.remove();
+}
 if (innerWidth < 860) byId("chooser").open = false;
 startSamples();
 startPrompts(openSamples);

@@ -66,7 +66,8 @@ function cell(entry) {
     entry.best !== null &&
     entry.best !== entry.value &&
     el("small", {}, `best ${number(entry.best)}, step ${entry.best_step.toLocaleString("en-US")}`);
-  return el("td", {}, number(entry.value), best);
+  const first = entry.first !== null && el("span", { class: "soft" }, `${number(entry.first)} → `);
+  return el("td", {}, first, number(entry.value), best);
 }
 
 // zoom([low, high]) shows a part of the axis.

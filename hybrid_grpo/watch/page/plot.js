@@ -21,20 +21,30 @@ function nearest(xs, x) {
   return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
 }
 
+// Where a value is between the lowest of some values, at 0, and the highest, at 1.
+function between(values) {
+  const low = Math.min(...values),
+    size = Math.max(...values) - low || 1;
+  return value => (value - low) / size;
+}
+
 export class Plot {
-  // zoom(range) is called with a range of the axis, or null for all of it.
+  // chart: see `charts` of answers.py; zoom(range) is called with a range of the axis, or null for all of it.
   constructor(chart, zoom) {
     this.chart = chart;
     this.zoom = zoom;
     this.u = null;
     this.key = "";
     this.lines = [];
+    // Upper and lower edge of the band around the first curve.
+    this.edges = [];
     this.area = el("div", { class: "plot" });
     this.legend = el("div", { class: "legend" });
     this.meaning = el(
       "div",
       { class: "meaning", hidden: true },
       ...chart.curves.map(curve => el("p", {}, el("b", {}, curve.label), ` ${curve.meaning}`)),
+      chart.band && el("p", {}, el("b", {}, "band"), ` ${chart.band.meaning}`),
     );
     const what = el(
       "button",
@@ -80,7 +90,7 @@ export class Plot {
   }
 
   names() {
-    return this.chart.curves.map(curve => curve.name);
+    return [...this.chart.curves, this.chart.band].filter(Boolean).map(curve => curve.name);
   }
 
   // answer: of each run its curves; span: ends of the whole axis.
@@ -94,9 +104,13 @@ export class Plot {
         }),
       )
       .filter(Boolean);
+    // Bands of several runs would hide each other.
+    const spread = state.open.length === 1 && this.chart.band && answer[state.open[0]]?.curves[this.chart.band.name];
+    this.edges = spread && spread.raw[0].length && this.lines.length ? this.around(this.lines[0], spread) : [];
     const key = JSON.stringify([
       this.lines.map(line => [line.run, line.curve.name, Boolean(line.smooth), line.color, line.raw[0].length <= 40]),
       state.axis,
+      this.edges.length,
     ]);
     if (!this.u || key !== this.key) {
       this.key = key;
@@ -105,17 +119,37 @@ export class Plot {
     this.showLegend();
   }
 
+  // Both edges of the band: a line, averaged where it is, and so far above and below it as the spread says.
+  around(line, spread) {
+    const part = line.smooth && spread.smooth ? "smooth" : "raw",
+      [xs, values] = line[part],
+      [places, widths] = spread[part];
+    return [1, -1].map(side => [xs, values.map((value, at) => value + side * widths[nearest(places, xs[at])])]);
+  }
+
   data() {
-    const tables = this.lines.flatMap(line => [line.raw, ...(line.smooth ? [line.smooth] : [])]);
-    return tables.length ? uPlot.join(tables) : [[], []];
+    const tables = this.lines.flatMap(line => [line.raw, line.smooth].filter(Boolean).map(this.scaling(line)));
+    return tables.length ? uPlot.join([...this.edges, ...tables]) : [[], []];
+  }
+
+  // Puts values onto the chart's axis: where curves are compared, between the ends of what is shown of the curve.
+  scaling(line) {
+    if (!this.chart.compared) return table => table;
+    const [xs, values] = line.raw,
+      [low, high] = this.range(),
+      shown = values.filter((_, at) => xs[at] >= low && xs[at] <= high),
+      share = between(shown.length ? shown : values);
+    return ([places, numbers]) => [places, numbers.map(share)];
   }
 
   remake() {
     this.u?.destroy();
     this.u = null;
     if (!this.lines.length) return;
+    const edge = { width: 0, points: { show: false }, spanGaps: true, faint: true };
     const series = [
       {},
+      ...this.edges.map(() => edge),
       ...this.lines.flatMap(line => {
         const strong = {
           stroke: css(line.color),
@@ -143,6 +177,7 @@ export class Plot {
         width: this.area.clientWidth,
         height: this.card.classList.contains("wide") ? TALL : HEIGHT,
         series,
+        bands: this.edges.length ? [{ series: [1, 2], fill: `${css(this.lines[0].color)}24` }] : [],
         legend: { show: false },
         padding: [8, 10, 0, 0],
         scales: {
@@ -311,6 +346,7 @@ export class Plot {
           !many && el("b", {}, number(last)),
         );
       }),
+      ...(this.edges.length ? [el("span", { title: this.chart.band.meaning }, `band: ± ${this.chart.band.name.split("/").at(-1)}`)] : []),
     );
     const newest = this.lines.map(line => `${this.title(line)} ${number(line.raw[1].at(-1))}`).join(", ");
     this.card.setAttribute("aria-label", `${this.chart.title}. Newest: ${newest}`);

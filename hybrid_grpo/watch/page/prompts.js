@@ -1,5 +1,6 @@
 // The difficulty map: which prompts the policy solves, and since when.
 import { ask, byId, el, number, whole } from "./dom.js";
+import { frozen } from "./frozen.js";
 import { Heat } from "./heat.js";
 import { state } from "./state.js";
 import { facts } from "./tip.js";
@@ -129,6 +130,8 @@ function show(answer) {
     },
     pick: (row, column) => {
       const [from, to] = stepsOf(column);
+      // A frozen page has no other cells than these.
+      if (frozen && !answer.names) return;
       if (answer.names) return open(run, { prompt: answer.names[row], first: from, last: to });
       const start = Math.max(0, Math.min(answer.prompts - CLOSE, promptsOf(row)[0] - CLOSE / 2));
       look([start, Math.min(answer.prompts, start + CLOSE)]);

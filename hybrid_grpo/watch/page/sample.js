@@ -1,12 +1,14 @@
 // One completion in full: what it says, as text or token by token, and what was saved of it.
+import { differing } from "./differing.js";
 import { el, number } from "./dom.js";
 import { runColor } from "./state.js";
 import { xray } from "./tokens.js";
 
 let byTokens = true;
 
-// all: the saved completion; tokens: what was recorded about its tokens, or null; wanted: words to mark.
-export function completion(run, all, tokens, wanted, close) {
+// all: the saved completion; tokens: what was recorded about its tokens, or null; rival: another one of its group, and
+// which it is, or null; wanted: words to mark.
+export function completion(run, all, tokens, rival, wanted, close) {
   const facts = [
     ["reward", all.reward === null ? "none" : number(all.reward)],
     ["advantage", number(all.advantage)],
@@ -15,6 +17,7 @@ export function completion(run, all, tokens, wanted, close) {
     ["prompt", String(all.prompt_id)],
     ["group", `${all.group}, completion ${all.sample}`],
     ...(all.source ? [["source", all.source]] : []),
+    ...(all.guest ? [["written by", all.guest]] : []),
   ];
   return [
     el(
@@ -27,6 +30,7 @@ export function completion(run, all, tokens, wanted, close) {
     el("h3", {}, "Prompt"),
     ...said("Prompt", all.prompt, wanted),
     ...answer(all, tokens, wanted),
+    ...(rival ? beside(all, rival) : []),
     ...part(
       "Rewards by function",
       Object.entries(all.rewards ?? {}).map(([name, value]) => [
@@ -71,6 +75,28 @@ function answer(all, tokens, wanted) {
   choose(byTokens && !wanted);
   return [el("div", { class: "either" }, el("h3", {}, "Completion"), ...choices), text, rays];
 }
+
+// The words in which a completion and the best or the worst one of its group differ.
+function beside(all, { kind, row }) {
+  const rewards = `rewards ${number(all.reward)} and ${number(row.reward)}`;
+  const sides = differing(whole(all), whole(row));
+  return [
+    el("h3", {}, `Beside the ${kind} of its group: ${rewards}`),
+    ...sides.map((pieces, side) =>
+      el(
+        "pre",
+        { class: "side", tabindex: 0, "aria-label": side ? `The ${kind} completion of the group` : "This completion" },
+        ...pieces.map(([text, differs]) => (differs ? el("mark", {}, text) : text)),
+      ),
+    ),
+  ];
+}
+
+// A completion as one text, also where it is a conversation.
+const whole = all =>
+  all.messages?.length > 1
+    ? all.messages.map(message => `${message.role}: ${spoken(message)}`).join("\n\n")
+    : plain(all.completion);
 
 const plain = value => (typeof value === "string" ? value : JSON.stringify(value));
 const list = entries =>

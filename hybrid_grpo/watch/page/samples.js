@@ -9,7 +9,8 @@ let rows = [],
   sorted = { by: "step", up: false },
   chosen = null,
   run = null,
-  steps = null;
+  steps = null,
+  kept = null;
 let turn = 0;
 const field = (name, label, attributes) => el("label", {}, label, el("input", { name, ...attributes }));
 const bounds = (label, low, high, attributes) =>
@@ -137,7 +138,7 @@ async function search(from = null) {
     found.push(...answer.rows);
     read += answer.read;
     from = next = answer.next;
-    steps = answer.steps;
+    ({ steps, kept } = answer);
   } while (from && found.length < 200);
   rows.push(...found);
   const reasons = form.elements.finish,
@@ -145,10 +146,11 @@ async function search(from = null) {
   for (const reason of new Set(rows.map(row => row.finish)))
     if (!known.has(reason)) reasons.append(el("option", { value: reason }, reason));
   const reach = next ? `, down to step ${next[0]}` : "";
+  const saved = steps && `Saved: steps ${steps[0]} to ${steps[1]}.${kept ? ` In this file: ${kept.join(", ")}, first the groups whose rewards differ most.` : ""}`;
   status.textContent = steps
     ? !read
-      ? `No completions of these steps were saved (log.rollouts_every). Saved: steps ${steps[0]} to ${steps[1]}.`
-      : `${whole(rows.length)} found in ${whole(read)} completions${reach}. Saved: steps ${steps[0]} to ${steps[1]}.`
+      ? `${kept ? "No completions of these steps are in this file." : "No completions of these steps were saved (log.rollouts_every)."} ${saved}`
+      : `${whole(rows.length)} found in ${whole(read)} completions${reach}. ${saved}`
     : "This run has saved no completions (log.rollouts_every).";
   show();
 }
@@ -162,7 +164,9 @@ function show() {
   const { by, up } = sorted,
     order = (a, b) => (a === b ? 0 : a === null ? 1 : b === null ? -1 : (a < b ? -1 : 1) * (up ? 1 : -1));
   const wanted = form.elements.text.value.trim();
-  rows.sort((a, b) => order(a[by] ?? null, b[by] ?? null) || b.step - a.step || a.offset - b.offset);
+  // A frozen page has the completions that tell most first.
+  const place = row => row.rank ?? row.offset;
+  rows.sort((a, b) => order(a[by] ?? null, b[by] ?? null) || b.step - a.step || place(a) - place(b));
   for (const cell of head.children)
     cell.setAttribute("aria-sort", cell.dataset.name === by ? (up ? "ascending" : "descending") : "none");
   body.replaceChildren(
@@ -217,14 +221,16 @@ async function read_one(row, enter = false) {
   for (const [at, line] of [...body.children].entries()) line.classList.toggle("chosen", same(rows[at], row));
   const of = run,
     place = { run, step: row.step, offset: row.offset };
-  const [all, tokens] = await Promise.all([ask("sample", place), ask("tokens", place)]).catch(error => [{ error }]);
+  const [all, tokens, rival] = await Promise.all(["sample", "tokens", "rival"].map(part => ask(part, place))).catch(
+    error => [{ error }],
+  );
   if (!same(chosen, row) || of !== run) return;
   detail.hidden = false;
   if (all.error) {
     detail.replaceChildren(el("p", { class: "bad" }, all.error.message));
     return;
   }
-  detail.replaceChildren(...completion(run, all, tokens, form.elements.text.value.trim(), close));
+  detail.replaceChildren(...completion(run, all, tokens, rival, form.elements.text.value.trim(), close));
   detail.scrollTop = 0;
   if (enter || innerWidth < 1100) {
     detail.focus({ preventScroll: true });

@@ -23,7 +23,11 @@ export function remember() {
   if (state.range) query.set("range", state.range.join("~"));
   if (state.step !== null) query.set("step", state.step);
   for (const run of state.open) query.append("run", run);
-  history.replaceState(null, "", `#${query}`);
+  try {
+    history.replaceState(null, "", `#${query}`);
+  } catch {
+    // A page in a frame of another one may have no address of its own.
+  }
 }
 
 export function recall() {

@@ -4,6 +4,7 @@ import { Decoder } from "./decoder.js";
 import { box, drawing } from "./drawing.js";
 import { Frame } from "./frame.js";
 import { Heat } from "./heat.js";
+import { Layers } from "./layers.js";
 import { remember, state } from "./state.js";
 import { facts } from "./tip.js";
 import { Waterfall } from "./waterfall.js";
@@ -12,14 +13,16 @@ const NAMES = { reward: "Rewards", length: "Lengths", advantage: "Advantages", e
 const title = name => NAMES[name] ?? name.replaceAll("_", " ");
 const percent = share => `${number(100 * share)} %`;
 let run = null,
-  turn = 0;
+  turn = 0,
+  kept = null;
 
 const runs = el("select", { "aria-label": "Run", onchange: () => choose(runs.value) });
 const slider = el("input", {
   type: "range",
   class: "steps",
   "aria-label": "Step",
-  oninput: () => go(Number(slider.value)),
+  // A frozen page has some steps only: there the slider says which of them.
+  oninput: () => go(kept ? kept[Number(slider.value)] : Number(slider.value)),
 });
 const newest = el(
   "button",
@@ -27,6 +30,7 @@ const newest = el(
   "Newest",
 );
 const status = el("p", { class: "soft", role: "status" });
+const layers = new Layers(step => go(step));
 const waterfall = new Waterfall(),
   decoder = new Decoder();
 const rest = el("div", { class: "charts pairs" });
@@ -42,7 +46,7 @@ export function startStep() {
       newest,
     ),
     status,
-    el("div", { class: "charts" }, waterfall.card, decoder.card),
+    el("div", { class: "charts" }, layers.card, waterfall.card, decoder.card),
     rest,
     el("p", { class: "hint" }, "The slider takes the arrow keys too. Newest follows the run while it trains."),
   );
@@ -75,8 +79,12 @@ function go(to) {
 async function draw() {
   const mine = ++turn;
   newest.setAttribute("aria-pressed", String(state.step === null));
-  const answer = run ? await ask("step", { run, step: state.step }) : null;
+  const [answer, times] = run
+    ? await Promise.all([ask("step", { run, step: state.step }), ask("times", { run })])
+    : [null, null];
   if (mine !== turn) return;
+  layers.card.hidden = !times;
+  if (times) layers.show(times);
   const details = answer?.details;
   slider.disabled = !details;
   waterfall.card.hidden = !details?.stages?.flat().length;
@@ -87,12 +95,15 @@ async function draw() {
     return;
   }
   const [first, last] = answer.steps;
-  Object.assign(slider, { min: first, max: last, value: details.step });
+  kept = answer.kept ?? null;
+  if (kept) Object.assign(slider, { min: 0, max: kept.length - 1, value: kept.indexOf(details.step) });
+  else Object.assign(slider, { min: first, max: last, value: details.step });
   slider.setAttribute("aria-valuetext", `step ${details.step}`);
   const noted = answer.histograms,
     apart = noted && noted.step !== details.step ? ` Distributions are those of step ${whole(noted.step)}.` : "";
   status.textContent =
     `Step ${whole(details.step)} of ${whole(first)} to ${whole(last)}.` +
+    (kept ? ` In this file: ${kept.map(whole).join(", ")}.` : "") +
     (answer.read < 1 ? ` Distributions: ${Math.floor(100 * answer.read)} % read.` : apart);
   if (!waterfall.card.hidden) waterfall.show(details.stages);
   if (!decoder.card.hidden) decoder.show(details.decoder);

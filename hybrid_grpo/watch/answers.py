@@ -1,0 +1,273 @@
+"""What the page asks about runs, answered from their folders. It reads, and changes nothing.
+
+Each answer reads for a fraction of a second at most, and the page asks again for more.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from starlette.datastructures import QueryParams
+from starlette.exceptions import HTTPException
+
+from hybrid_grpo.run.catalogue import describe, find
+from hybrid_grpo.run.charts import Chart, Curve, charts_of, is_noisy
+from hybrid_grpo.run.files import json_safe
+from hybrid_grpo.watch.details_file import first_step, read_step
+from hybrid_grpo.watch.folder import AXES, Run, differing
+from hybrid_grpo.watch.folders import Folders
+from hybrid_grpo.watch.layers import time_layers
+from hybrid_grpo.watch.prompt_rewards import ORDERS
+from hybrid_grpo.watch.rollouts import Query, line_number, read_row, read_rows, rivals, search
+from hybrid_grpo.watch.thinning import clip, present, smooth, thin
+from hybrid_grpo.watch.tokens import read_tokens
+
+QUESTIONS = (
+    *("runs", "charts", "curves", "alarms", "settings", "samples", "sample", "rival", "tokens", "prompts", "times"),
+    "step",
+)
+"""The questions, each a method of `Answers`."""
+_READ_S = 0.25
+"""Seconds of an answer in which numbers are read, over all runs that it is about."""
+_MOST_POINTS = 4000
+_MOST_CELLS = 400
+"""Rows and columns of a map."""
+_HISTOGRAM_STEPS = 120
+_TIME_COLUMNS = 240
+
+
+class Answers:
+    """One method for each question of the page."""
+
+    def __init__(self, folders: Folders) -> None:
+        self._folders = folders
+
+    def runs(self, given: QueryParams) -> Any:
+        """All runs; of those that are open (`run`, repeated) also their numbers, after reading on."""
+        known = self._folders.look()
+        opened = [known[name] for name in given.getlist("run") if name in known]
+        for run in opened:
+            run.refresh(_READ_S / len(opened))
+        open_now = [
+            {
+                **run.summary(),
+                "version": run.version,
+                "details": run.details.changed_ms,
+                "read": run.share_read,
+                "damaged": run.damaged,
+            }
+            for run in opened
+        ]
+        return {"runs": [run.outline() for run in known.values()], "open": open_now}
+
+    def charts(self, given: QueryParams) -> Any:
+        """The charts of runs by section; metrics that charts.yaml does not draw come last, each by itself."""
+        runs = self._runs(given)
+        known = list(dict.fromkeys(name for run in runs for name in run.table.names if name != "step"))
+        charts = charts_of(known)
+        drawn = {curve.name for chart in charts for curve in chart.curves}
+        charts += [_lone_chart(name) for name in sorted(known) if name not in drawn]
+        return [_chart(chart) for chart in charts]
+
+    def curves(self, given: QueryParams) -> Any:
+        """Points of metrics (`name`, repeated) of runs, by run and name: on an axis, in a range of it, thinned and
+        smoothed."""
+        axis = given.get("axis", "step")
+        if axis not in AXES:
+            raise HTTPException(400, f"axis {axis} must be one of {', '.join(AXES)}")
+        low, high = _number(given, "low"), _number(given, "high")
+        points = int(min(_MOST_POINTS, max(2, _number(given, "points") or 600)))
+        window = _number(given, "window")
+        answer: dict[str, Any] = {}
+        for run in self._runs(given):
+            x = run.axis(axis)
+            curves = {}
+            for name in given.getlist("name"):
+                curve = present(x, run.table.column(name))
+                metric = find(name)
+                width = len(curve[1]) // 25 if window is None else int(window)
+                is_smoothed = metric is not None and is_noisy(metric) and len(curve[1]) > 20 and width > 1
+                parts = {"raw": curve} | ({"smooth": (curve[0], smooth(curve[1], width))} if is_smoothed else {})
+                bounds = (-math.inf if low is None else low, math.inf if high is None else high)
+                thinned = {part: thin(clip(points_of, *bounds), points) for part, points_of in parts.items()}
+                curves[name] = {part: [axis.tolist() for axis in points_of] for part, points_of in thinned.items()}
+            answer[run.name] = {"curves": curves, "from": float(x[0]) if x.size else 0, "to": _end(x)}
+        return answer
+
+    def alarms(self, given: QueryParams) -> Any:
+        """When alarms were on, with their places on all axes."""
+        return [alarm for run in self._runs(given) for alarm in _alarms(run)]
+
+    def settings(self, given: QueryParams) -> Any:
+        """Settings that differ between runs, and config.yaml of each."""
+        runs = self._runs(given)
+        texts = {run.name: run.config_text for run in runs}
+        return {"differing": differing(runs) if len(runs) > 1 else [], "texts": texts}
+
+    def samples(self, given: QueryParams) -> Any:
+        """Completions of one run that fit a search."""
+        run = self._run(given)
+        query = Query(
+            text=given.get("text", ""),
+            finish=given.get("finish", ""),
+            least=_number(given, "least"),
+            most=_number(given, "most"),
+            first=_whole(given, "first"),
+            last=_whole(given, "last"),
+            prompt=_whole(given, "prompt"),
+        )
+        step, offset = _whole(given, "step"), _whole(given, "offset")
+        start = None if step is None or offset is None or offset < 0 else (step, offset)
+        files = run.rollouts()
+        found = search(files, query, start)
+        ends = [min(files), max(files)] if files else None
+        return {"rows": found.rows, "read": found.read, "next": found.next, "steps": ends}
+
+    def sample(self, given: QueryParams) -> Any:
+        """One completion with all that was saved of it."""
+        return self._sample(given)[3]
+
+    def rival(self, given: QueryParams) -> Any:
+        """What a completion is compared with: the best of its group, or the worst where it is the best itself; null
+        where all rewards of the group are the same."""
+        _, path, offset, _ = self._sample(given)
+        kind, other = rivals(read_rows(path)).get(offset, ("", -1))
+        return {"kind": kind, "row": read_row(path, other)} if kind else None
+
+    def tokens(self, given: QueryParams) -> Any:
+        """What was recorded about each token of a completion; null where nothing was."""
+        step, path, offset, row = self._sample(given)
+        number, sample = line_number(path, offset), row.get("sample")
+        return read_tokens(self._run(given).folder, step, number, sample)
+
+    def prompts(self, given: QueryParams) -> Any:
+        """Mean rewards of one run's prompts over its steps, in cells: of prompts `low` to `high` (excluded) in their
+        order, and of steps `first` to `last`."""
+        run, order = self._run(given), given.get("order", "")
+        if order not in ("", *ORDERS):
+            raise HTTPException(400, f"order {order} must be one of {', '.join(ORDERS)}")
+        run.details.read(_READ_S)
+        rewards = run.details.rewards
+        order = order or rewards.telling_order
+        low, high = _range(given, "low", "high", 0, len(rewards))
+        first, last = _range(given, "first", "last", rewards.first, rewards.last)
+        rows, columns = (min(_MOST_CELLS, max(1, _whole(given, name) or 100)) for name in ("rows", "columns"))
+        cells = rewards.map(order, low, high, first, last, rows, columns)
+        return {
+            "read": run.details.share_read, "prompts": len(rewards), "steps": [rewards.first, rewards.last],
+            "low": low, "high": high, "first": first, "last": last, "counts": cells.counts.tolist(),
+            "means": [[_short(mean) for mean in row] for row in cells.means.tolist()],
+            "tall": cells.tall, "wide": cells.wide, "order": order,
+            "names": rewards.ordered(order)[low:high].tolist() if cells.tall == 1 else None,
+        }  # fmt: skip
+
+    def times(self, given: QueryParams) -> Any:
+        """Where the time of one run's steps went, in layers."""
+        return time_layers(self._run(given).table, _TIME_COLUMNS)
+
+    def step(self, given: QueryParams) -> Any:
+        """What one run noted of a step (without `step`: the newest), and its histograms over all steps."""
+        run, step = self._run(given), _whole(given, "step")
+        run.details.read(_READ_S)
+        path, histograms = run.details.path, run.details.histograms
+        found, newest = read_step(path, step), read_step(path, None)
+        near = histograms.near(found["step"]) if found else None
+        over_time = {
+            name: {
+                "steps": over.steps, "edges": over.edges.tolist(),
+                "shares": [[_short(share) for share in row] for row in over.shares.tolist()],
+            }
+            for name, over in histograms.over_time(_HISTOGRAM_STEPS).items()
+        }  # fmt: skip
+        return json_safe(
+            {
+                "read": run.details.share_read, "details": found, "over_time": over_time,
+                "steps": [first_step(path), newest["step"]] if newest else None,
+                "histograms": {"step": near[0], "by_name": near[1]} if near else None,
+            }
+        )  # fmt: skip
+
+    def _sample(self, given: QueryParams) -> tuple[int, Path, int, dict[str, Any]]:
+        """The completion that is asked for: its step, its file, where it begins there, and what was saved of it."""
+        step, offset = _whole(given, "step"), _whole(given, "offset")
+        path = self._run(given).rollouts().get(-1 if step is None else step)
+        row = read_row(path, offset) if path and offset is not None and offset >= 0 else None
+        if step is None or path is None or offset is None or row is None:
+            raise HTTPException(404, "there is no such completion (any more)")
+        return step, path, offset, row
+
+    def _runs(self, given: QueryParams) -> list[Run]:
+        known = self._folders.runs
+        names = given.getlist("run")
+        for name in names:
+            if name not in known:
+                raise HTTPException(404, f"there is no run {name}")
+        return [known[name] for name in names]
+
+    def _run(self, given: QueryParams) -> Run:
+        runs = self._runs(given)
+        if len(runs) != 1:
+            raise HTTPException(400, "give one run")
+        return runs[0]
+
+
+def _range(given: QueryParams, low: str, high: str, start: int, end: int) -> tuple[int, int]:
+    """Two numbers of a question within `start` and `end`, which stand for those that are not given."""
+    first, last = _whole(given, low), _whole(given, high)
+    first = start if first is None else min(max(first, start), end)
+    return first, end if last is None else min(max(last, first), end)
+
+
+def _short(value: float) -> float | None:
+    """A number as a screen can show it."""
+    return None if math.isnan(value) else float(f"{value:.4g}")
+
+
+def _end(x: Any) -> float:
+    return float(x[-1]) if x.size else 0.0
+
+
+def _lone_chart(name: str) -> Chart:
+    metric = find(name)
+    title = name.replace("_", " ").replace("/", ", ")
+    curve = Curve(name, name, metric.meaning if metric else "", metric is not None and is_noisy(metric))
+    return Chart("More", title, metric.unit if metric else "", None, (curve,), None, False)
+
+
+def _chart(chart: Chart) -> dict[str, Any]:
+    curves = [{"name": curve.name, "label": curve.label, "meaning": curve.meaning} for curve in chart.curves]
+    band = {"name": chart.band, "meaning": describe(chart.band).meaning} if chart.band else None
+    return {
+        "section": chart.section, "title": chart.title, "unit": chart.unit, "top": chart.top, "curves": curves,
+        "band": band, "compared": chart.compared,
+    }  # fmt: skip
+
+
+def _alarms(run: Run) -> list[dict[str, Any]]:
+    steps = run.table.column("step")
+    places = {axis: run.axis(axis) for axis in AXES}
+    found = []
+    for alarm in run.alarms() if steps.size else ():
+        # An alarm is written before the numbers of its step.
+        ends = [min(int(steps.searchsorted(step)), steps.size - 1) for step in (alarm.first, alarm.last)]
+        at = {axis: [float(x[end]) for end in ends] for axis, x in places.items()}
+        found.append({"run": run.name, "alarm": alarm.name, "message": alarm.message, "at": at})
+    return found
+
+
+def _number(given: QueryParams, name: str) -> float | None:
+    text = given.get(name, "")
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise HTTPException(400, f"{name} {text} is no number")
+    return value
+
+
+def _whole(given: QueryParams, name: str) -> int | None:
+    value = _number(given, name)
+    return None if value is None else int(value)

@@ -1,0 +1,191 @@
+"""report.html: the page of `watch` over one run in a file of its own, which needs no server and asks nobody.
+
+The answers to the page's questions are inside, with fewer points and of some steps only; `page/frozen.js` looks them
+up. Whatever the run's folder does not have is left out. Nothing here is needed to train.
+"""
+
+import base64
+import html
+import json
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from starlette.datastructures import QueryParams
+
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.run.files import json_safe, replace_text
+from hybrid_grpo.watch.answers import Answers
+from hybrid_grpo.watch.folder import AXES, Run
+from hybrid_grpo.watch.folders import Folders
+from hybrid_grpo.watch.prompt_rewards import ORDERS
+from hybrid_grpo.watch.rollouts import line_number, read_rows, rivals, summarize
+from hybrid_grpo.watch.tokens import Record, read_tokens
+
+_PAGE = Path(__file__).parent / "page"
+_POINTS = 300
+"""Points of a curve, about: of neighbours the lowest and the highest stay."""
+_CELLS = {"rows": 60, "columns": 100}
+"""Of the map of prompts."""
+_BYTES = 250_000
+"""Of the completions of a step, with their tokens."""
+_WITH_TOKENS = 16
+"""Completions of a step that have their tokens: each takes a file to read."""
+_READ_S = 60.0
+"""Seconds after which what has been read of a large run's numbers, and of its details, has to do."""
+_POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
+"""The file may ask no machine for anything, whatever a completion says."""
+
+
+def write_report(folder: Path) -> Path:
+    """Make `report.html` in the folder of a run, and return its path; raises UserError where it has no metrics."""
+    folders = Folders([folder])
+    run = next(iter(folders.runs.values())) if (folder / "metrics.jsonl").is_file() else None
+    if run is not None:
+        run.refresh(_READ_S)
+    if run is None or not run.table.rows:
+        raise UserError(f"{folder} has no metrics.jsonl with a step in it: give the folder of a run")
+    path = folder / "report.html"
+    replace_text(path, _in_one_file(run.name, _frozen(run, Answers(folders))))
+    return path
+
+
+def _frozen(run: Run, answers: Answers) -> dict[str, Any]:
+    """What the page asks about the run, and what it is told; see page/frozen.js."""
+    run.details.read(_READ_S)
+
+    def ask(question: str, **given: Any) -> Any:
+        return getattr(answers, question)(QueryParams({"run": run.name, **given}))
+
+    files = run.rollouts()
+    saved = sorted({list(files)[at] for at in (0, len(files) // 2, -1)}) if files else []
+    runs = ask("runs")
+    # Wherever and whenever the file is made, it is the same, and it never says that a run trains.
+    outline = {**runs["runs"][0], "age": None, "step_seconds": None, "folder": run.name}
+    written = datetime.fromtimestamp((run.folder / "metrics.jsonl").stat().st_mtime)
+    opened = {**runs["open"][0], "version": 0, "details": 0, "read": 1}
+    newest = ask("step")
+    noted = [ask("step", step=step) for step in saved] + [newest]
+    steps = {one["details"]["step"]: one for one in noted if one["details"]}
+    return {
+        "written": f"{written:%d %B %Y, %H:%M}",
+        "runs": {"runs": [outline], "open": [opened]},
+        "charts": ask("charts"),
+        "curves": _curves(run, ask),
+        "alarms": ask("alarms"),
+        "settings": ask("settings"),
+        "times": ask("times"),
+        "prompts": {order: {**ask("prompts", order=order, **_CELLS), "read": 1} for order in ("", *ORDERS)},
+        "samples": {
+            "steps": [min(files), max(files)] if files else None,
+            "kept": saved,
+            "rows": [row for step in saved for row in _samples(run.folder, step, files[step])],
+        },
+        "step": {
+            "steps": newest["steps"],
+            "over_time": newest["over_time"],
+            "kept": [
+                {
+                    "details": {name: one["details"].get(name) for name in ("step", "stages", "decoder")},
+                    "histograms": one["histograms"],
+                }
+                for _, one in sorted(steps.items())
+            ],
+        },
+    }
+
+
+def _curves(run: Run, ask: Any) -> dict[str, Any]:
+    """The curves over steps, where the axes are at some steps, and the places that curves share."""
+    names = [name for name in run.table.names if name != "step"]
+    places: dict[tuple[float, ...], int] = {}
+    curves: dict[str, Any] = {}
+    for name in names:
+        found = ask("curves", name=name, points=_POINTS)[run.name]["curves"][name]
+        curves[name] = {
+            part: [places.setdefault(tuple(map(_short, x)), len(places)), [_short(value) for value in y]]
+            for part, (x, y) in found.items()
+        }
+    rows = np.unique(np.linspace(0, run.table.rows - 1, min(run.table.rows, 2 * _POINTS)).astype(int))
+    axes = {axis: [float(f"{x:.7g}") for x in run.axis(axis)[rows].tolist()] for axis in AXES}
+    return {"curves": curves, "places": list(places), "axes": axes}
+
+
+def _short(value: float) -> float | int:
+    """A number as a curve needs it: whole ones as they are, others to more digits than the page says."""
+    return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.7g}")
+
+
+def _samples(folder: Path, step: int, path: Path) -> Iterator[dict[str, Any]]:
+    """Completions of a step, as many as fit: `row` as the list has it, `all` that was saved, its `tokens`, and its
+    `rival` (see `rivals`). The best and the worst of each group come first, of them the groups whose rewards differ
+    most, and these have their tokens; the first two are there however long they are."""
+    rows = read_rows(path)
+    compared, by_byte = rivals(rows), dict(rows)
+    ends = {other for _, other in compared.values()}
+
+    def importance(offset: int) -> tuple[bool, float]:
+        _, other = compared.get(offset, ("", offset))
+        difference = 0.0 if other == offset else abs(by_byte[offset]["reward"] - by_byte[other]["reward"])
+        return offset in ends, difference
+
+    left = _BYTES
+    for count, offset in enumerate(sorted(by_byte, key=importance, reverse=True)):
+        row = by_byte[offset]
+        has_tokens = count < _WITH_TOKENS
+        record = read_tokens(folder, step, line_number(path, offset), row.get("sample")) if has_tokens else None
+        sample = {"row": summarize(row, step, offset), "all": row, "rival": compared.get(offset)}
+        found = {**sample, "tokens": _rounded(record)}
+        if len(json.dumps(found)) > left:
+            found = {**sample, "tokens": None}
+        left -= len(json.dumps(found))
+        if left < 0 and count >= 2:
+            return
+        yield found
+
+
+def _rounded(record: Record | None) -> Record | None:
+    """The numbers of tokens to the 6 digits that the page says: rounded twice, they could differ in the last one. Those
+    that probabilities are made from have more."""
+    if record is None:
+        return None
+    measures = {
+        name: [
+            float(f"{value:.{12 if name == 'logp' else 6}g}") if isinstance(value, float) else value for value in values
+        ]
+        for name, values in record["measures"].items()
+    }
+    return {**record, "measures": measures}
+
+
+def _in_one_file(name: str, frozen: dict[str, Any]) -> str:
+    """The page with all that it loads inside. Its modules become entries of an import map, by their names."""
+    # No text of a run can end the element that it is in.
+    data = json.dumps(json_safe(frozen), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    modules = {path.name: _module(path) for path in sorted(_PAGE.glob("*.js")) if path.name != "theme.js"}
+    styles = "\n".join(_read(file) for file in ("uplot/uplot.css", "style.css"))
+    scripts = [_read("theme.js"), f"/*!\n{_read('uplot/LICENSE')}*/\n{_read('uplot/uplot.js')}"]
+    head = [
+        f'<meta http-equiv="content-security-policy" content="{_POLICY}">',
+        f"<style>\n{styles}</style>",
+        *(f"<script>\n{script}</script>" for script in scripts),
+        f'<script type="application/json" id="frozen">{data}</script>',
+        f'<script type="importmap">{json.dumps({"imports": modules})}</script>',
+        '<script type="module">import "main.js";</script>',
+    ]
+    page = re.sub(r'<script[^>]* src="[^"]*"></script>\n|<link rel="stylesheet"[^>]*>\n', "", _read("index.html"))
+    page = page.replace("<title>Runs", f"<title>{html.escape(name)}").replace("<html ", "<html data-frozen ")
+    before, after = page.split("</head>")
+    return "\n".join([before.rstrip(), *head, "</head>" + after])
+
+
+def _module(path: Path) -> str:
+    text = re.sub(r'from "\./([^"]+)"', r'from "\1"', path.read_text(encoding="utf-8"))
+    return "data:text/javascript;base64," + base64.b64encode(text.encode()).decode()
+
+
+def _read(name: str) -> str:
+    return (_PAGE / name).read_text(encoding="utf-8")
