@@ -15,7 +15,7 @@ from quickstart_task import make_model
 
 ROWS = {"sft": 12_000, "train": 4_096, "heldout": 256}
 GUESSES = 4
-HALVING = 0.06
+HALVING = 0.04
 """Share of the warm-up's games that are played well."""
 PIECES = ["user\n", "assistant\n", "guess", "earlier", "later"]
 """Texts that are one token each."""

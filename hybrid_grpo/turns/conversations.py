@@ -19,7 +19,7 @@ from hybrid_grpo.turns.calls import Turn, reader_of
 from hybrid_grpo.turns.conversation import Answer, Conversation, Finish, Partner
 from hybrid_grpo.turns.environments import Environments
 from hybrid_grpo.turns.openings import Openings
-from hybrid_grpo.turns.template import Between, assistant_message, cut
+from hybrid_grpo.turns.template import Between, assistant_message
 from hybrid_grpo.turns.tools import Tools
 from hybrid_grpo.turns.users import ModelUser, User, user_of
 
@@ -66,7 +66,6 @@ class Conversations:
         self._requests: dict[int, Request] = {}
         self._under_way: dict[int, Conversation] = {}
         self._answers: queue.SimpleQueue[tuple[Conversation, int, Answer]] = queue.SimpleQueue()
-        self._frames: dict[tuple[Any, ...], int] = {}
         self._waited_s = 0.0
 
     @property
@@ -201,19 +200,10 @@ class Conversations:
         return request.most is None or read + len(given) < request.most
 
     def _written(self, conversation: Conversation, messages: list[Message]) -> list[int]:
-        """The tokens of messages that answer a turn, each cut to its share of `max_tool_tokens`."""
-        room = self._config.max_tool_tokens - self._frame(conversation.last, messages)
-        share = max(0, room // len(messages))
-        shortened = [{**message, "content": cut(self._tokenizer, message["content"], share)} for message in messages]
+        """The tokens of messages that answer a turn, cut to `max_tool_tokens`."""
+        shortened, ids = self._between.cut(conversation.last, messages, self._config.max_tool_tokens)
         conversation.messages += shortened
-        return self._between.ids(conversation.last, shortened)
-
-    def _frame(self, last: int, messages: list[Message]) -> int:
-        """Tokens of the template around the contents of these messages."""
-        speakers = (last, *((message["role"], message.get("name")) for message in messages))
-        if speakers not in self._frames:
-            self._frames[speakers] = len(self._between.ids(last, [{**m, "content": ""} for m in messages]))
-        return self._frames[speakers]
+        return ids
 
     def finished(self, key: int, completion: Completion) -> Completion:
         """See `Turns`."""
