@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -19,9 +21,12 @@ from hybrid_grpo.turns.calls import Turn, reader_of
 from hybrid_grpo.turns.conversation import Answer, Conversation, Finish, Partner
 from hybrid_grpo.turns.environments import Environments
 from hybrid_grpo.turns.openings import Openings
-from hybrid_grpo.turns.template import Between, assistant_message
+from hybrid_grpo.turns.template import Between, assistant_message, cut
 from hybrid_grpo.turns.tools import Tools
 from hybrid_grpo.turns.users import ModelUser, User, user_of
+
+_ANSWERS_KEPT = 1024
+"""Answers whose tokens are remembered."""
 
 
 class Conversations:
@@ -66,6 +71,8 @@ class Conversations:
         self._requests: dict[int, Request] = {}
         self._under_way: dict[int, Conversation] = {}
         self._answers: queue.SimpleQueue[tuple[Conversation, int, Answer]] = queue.SimpleQueue()
+        self._frames: dict[tuple[Any, ...], int] = {}
+        self._given: dict[bytes, tuple[list[Message], list[int]]] = {}
         self._waited_s = 0.0
 
     @property
@@ -200,10 +207,26 @@ class Conversations:
         return request.most is None or read + len(given) < request.most
 
     def _written(self, conversation: Conversation, messages: list[Message]) -> list[int]:
-        """The tokens of messages that answer a turn, cut to `max_tool_tokens`."""
-        shortened, ids = self._between.cut(conversation.last, messages, self._config.max_tool_tokens)
-        conversation.messages += shortened
-        return ids
+        """The tokens of messages that answer a turn, each cut to its share of `max_tool_tokens`."""
+        # Completions of a group often hear the same, and a template takes longer than a decode step.
+        said = sha256(json.dumps([conversation.last, messages]).encode()).digest()  # answers may have a megabyte
+        if said not in self._given:
+            if len(self._given) >= _ANSWERS_KEPT:
+                self._given.clear()
+            room = self._config.max_tool_tokens - self._frame(conversation.last, messages)
+            share = max(0, room // len(messages))
+            shortened = [{**m, "content": cut(self._tokenizer, m["content"], share)} for m in messages]
+            self._given[said] = shortened, self._between.ids(conversation.last, shortened)
+        shortened, given = self._given[said]
+        conversation.messages += map(dict, shortened)
+        return list(given)
+
+    def _frame(self, last: int, messages: list[Message]) -> int:
+        """Tokens of the template around the contents of these messages."""
+        speakers = (last, *((message["role"], message.get("name")) for message in messages))
+        if speakers not in self._frames:
+            self._frames[speakers] = len(self._between.ids(last, [{**m, "content": ""} for m in messages]))
+        return self._frames[speakers]
 
     def finished(self, key: int, completion: Completion) -> Completion:
         """See `Turns`."""

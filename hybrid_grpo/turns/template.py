@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 from hybrid_grpo.config.errors import refuse
@@ -53,10 +52,6 @@ def cut(tokenizer: Any, text: str, tokens: int) -> str:
     return kept
 
 
-_SHORT, _REMEMBERED = 256, 4096
-"""Characters of answers whose tokens are remembered, and how many are."""
-
-
 class Between:
     """What the chat template of a tokenizer writes between turns.
 
@@ -71,9 +66,6 @@ class Between:
     ) -> None:
         self._tokenizer, self._variables, self._schemas = tokenizer, variables, schemas
         self._ends = {token: tokenizer.convert_ids_to_tokens(token) for token in stop_ids}
-        self._frames: dict[tuple[Any, ...], int] = {}
-        # A game says the same again and again, and writing it by the template takes longer than the game itself.
-        self._remembered = lru_cache(_REMEMBERED)(self._cut)
 
     def check(self, setting: str, example: Callable[[str], Message]) -> None:
         """Raise UserError, which names a setting, where the template has no place for messages such as `example` makes
@@ -138,29 +130,6 @@ class Between:
                 return "writes earlier turns anew"
             before = written
         return None
-
-    def cut(self, last: int, messages: list[Message], tokens: int) -> tuple[list[Message], list[int]]:
-        """Messages that answer a turn whose last sampled token is `last`, each cut to its share of so many tokens, and
-        the tokens of them all."""
-        is_short = sum(len(message["content"]) for message in messages) <= _SHORT
-        cut_contents = self._remembered if is_short else self._cut
-        contents, ids = cut_contents(last, tuple(tuple(message.items()) for message in messages), tokens)
-        return [{**m, "content": content} for m, content in zip(messages, contents, strict=True)], list(ids)
-
-    def _cut(
-        self, last: int, parts: tuple[tuple[tuple[str, Any], ...], ...], tokens: int
-    ) -> tuple[list[str], list[int]]:
-        messages = [dict(items) for items in parts]
-        share = max(0, (tokens - self._frame(last, messages)) // len(messages))
-        contents = [cut(self._tokenizer, message["content"], share) for message in messages]
-        return contents, self.ids(last, [{**m, "content": c} for m, c in zip(messages, contents, strict=True)])
-
-    def _frame(self, last: int, messages: list[Message]) -> int:
-        """Tokens of the template around the contents of these messages."""
-        speakers = (last, *((message["role"], message.get("name")) for message in messages))
-        if speakers not in self._frames:
-            self._frames[speakers] = len(self.ids(last, [{**m, "content": ""} for m in messages]))
-        return self._frames[speakers]
 
     def ids(self, last: int, messages: list[Message]) -> list[int]:
         """The tokens of messages that answer a turn, whose last sampled token is `last`."""
