@@ -164,7 +164,7 @@ class _Process:
                 raise EOFError("a reply to something else")
         except BlockingIOError:
             return
-        except (EOFError, OSError, ValueError, TypeError):
+        except (EOFError, OSError, ValueError, TypeError, AttributeError):
             self._seats.remove(self)
             if self.seat is None:
                 self.end()
@@ -233,9 +233,9 @@ class Seats:
     def _watch(self) -> None:
         """End the processes whose orders take too long; then look again when the next one may."""
         now_s, deadlines_s = time.monotonic(), self.deadlines_s.copy()
-        for seat in [seat for seat, deadline_s in deadlines_s.items() if deadline_s <= now_s]:
-            del deadlines_s[seat]
-            seat.lose(timed_out(self.timeout_s, 1))
+        late = [seat for seat, deadline_s in deadlines_s.items() if deadline_s <= now_s]
         # An order that is given from now on has a later deadline.
-        next_s = min(deadlines_s.values(), default=now_s + self.timeout_s)
+        next_s = min((d for d in deadlines_s.values() if d > now_s), default=now_s + self.timeout_s)
         self.loop.call_later(next_s - now_s, self._watch)
+        for seat in late:
+            seat.lose(timed_out(self.timeout_s, 1))
