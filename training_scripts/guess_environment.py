@@ -9,7 +9,10 @@ HIDDEN = LETTERS[1:-1]
 
 
 class GuessALetter:
-    """Every turn of the model is a guess. The reward of the right one is 1; one that is no letter ends the game."""
+    """Every turn of the model is a guess. The reward of the right one is 1; one that is no letter ends the game.
+
+    White space beside a letter is no guess either: a policy that is rewarded for entropy would spend it there.
+    """
 
     def reset(self, **columns: object) -> None:
         """Hide a letter. `random` is seeded before, alike for all completions of a prompt."""
@@ -17,10 +20,9 @@ class GuessALetter:
         self.guesses: list[str] = []
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        guess = text.strip()
-        self.guesses.append(guess)
-        if guess == self.letter:
+        self.guesses.append(text)
+        if text == self.letter:
             return "right", 1.0, True
-        if guess not in LETTERS or len(guess) != 1:
+        if text not in LETTERS or len(text) != 1:
             return "", 0.0, True  # else a model may come to say nothing, which would only cost a guess
-        return ("later" if guess < self.letter else "earlier"), 0.0, False
+        return ("later" if text < self.letter else "earlier"), 0.0, False

@@ -13,7 +13,7 @@ from guess_environment import HIDDEN, LETTERS
 from lookup_task import chat_tokenizer
 from quickstart_task import make_model
 
-ROWS = {"sft": 12_000, "train": 4_096, "heldout": 256}
+ROWS = {"sft": 12_000, "train": 4_096, "heldout": 512}
 GUESSES = 4
 HALVING = 0.06
 """Share of the warm-up's games that are played well."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class Conversations:
         self._under_way: dict[int, Conversation] = {}
         self._answers: queue.SimpleQueue[tuple[Conversation, int, Answer]] = queue.SimpleQueue()
         self._frames: dict[tuple[Any, ...], int] = {}
-        self._given: dict[str, tuple[list[Message], list[int]]] = {}
+        self._given: dict[bytes, tuple[list[Message], list[int]]] = {}
         self._waited_s = 0.0
 
     @property
@@ -208,7 +209,7 @@ class Conversations:
     def _written(self, conversation: Conversation, messages: list[Message]) -> list[int]:
         """The tokens of messages that answer a turn, each cut to its share of `max_tool_tokens`."""
         # Completions of a group often hear the same, and a template takes longer than a decode step.
-        said = json.dumps([conversation.last, messages])
+        said = sha256(json.dumps([conversation.last, messages]).encode()).digest()  # answers may have a megabyte
         if said not in self._given:
             if len(self._given) >= _ANSWERS_KEPT:
                 self._given.clear()

@@ -131,15 +131,16 @@ class Environments:
 
     def observations(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[str | None]:
         """What the environments of prompts say when they are reset, None where they say nothing or fail. Waits."""
-        asked: list[tuple[Seat, Future[Reply]] | None] = []
+        asked: list[Future[Reply] | None] = []
         for prompt, seed in zip(prompts, seeds, strict=True):
             if self.kind(prompt).silent:
                 asked.append(None)
                 continue
-            seat = self.kind(prompt).seats.seat()
-            asked.append((seat, seat.ask(self._begin(prompt, Opening(seed, prompt.text), is_first=True))))
+            seat, future = self.kind(prompt).seats.seat(), Future[Reply]()
+            seat.ask(self._begin(prompt, Opening(seed, prompt.text), is_first=True), future.set_result)
             seat.leave()
-        replies = [None if one is None else one[1].result() for one in asked]
+            asked.append(future)
+        replies = [None if future is None else future.result() for future in asked]
         return [reply.extra[RESULT][0]["text"] if reply and not reply.failures[0] else None for reply in replies]
 
     def _begin(self, prompt: Prompt, opening: Opening, *, is_first: bool) -> dict[str, Any]:
@@ -163,17 +164,16 @@ class Environments:
         """Give an order. `done` is told what came of it, None where it failed, and with it the environment."""
         start_s = time.perf_counter()
 
-        def finish(future: Future[Reply]) -> None:
-            reply = future.result() if not future.cancelled() else None
+        def finish(reply: Reply) -> None:
             with self._lock:
                 self._counts.orders += 1
                 self._counts.seconds += time.perf_counter() - start_s
-            failure = reply.failures[0] if reply else Failure("died", "was given up")
+            failure = reply.failures[0]
             if failure is not None:
                 play.fail(failure)
-            done(None if failure is not None or reply is None else reply.extra[RESULT][0])
+            done(reply.extra[RESULT][0] if failure is None else None)
 
-        play.seat.ask(dict(order)).add_done_callback(finish)
+        play.seat.ask(dict(order), finish)
 
     def tools(self, conversation: Conversation) -> list[str]:
         """Names of the methods that a completion may call."""
@@ -184,15 +184,13 @@ class Environments:
         process is lost."""
         play = self._play(conversation)
 
-        def finish(future: Future[Reply]) -> None:
-            reply = future.result() if not future.cancelled() else None
-            failure = reply.failures[0] if reply else Failure("died", "was given up")
+        def finish(reply: Reply) -> None:
+            failure = reply.failures[0]
             if failure is not None and failure.kind in ("timeout", "died"):
                 play.fail(failure)
-            done(None if failure or not reply else reply.extra[RESULT][0]["text"], failure)
+            done(reply.extra[RESULT][0]["text"] if failure is None else None, failure)
 
-        order = {"do": "call", "tool": call.name, "arguments": call.arguments}
-        play.seat.ask(order).add_done_callback(finish)
+        play.seat.ask({"do": "call", "tool": call.name, "arguments": call.arguments}, finish)
 
     def has_failed(self, conversation: Conversation) -> bool:
         """Whether the environment of a completion has failed."""

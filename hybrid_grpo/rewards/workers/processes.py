@@ -80,16 +80,20 @@ class ForkServer:
 
     async def start_worker(self, kind: str) -> Worker:
         """A new worker, `sync` or `async`."""
+        pid, connection = self.fork_worker(kind)
+        reader, writer = await asyncio.open_connection(sock=connection)
+        self.connections.add(writer)
+        return Worker(self, pid, reader, writer)
+
+    def fork_worker(self, kind: str) -> tuple[int, socket.socket]:
+        """The process of a new worker, `sync` or `async`, and the socket to it."""
         try:
-            pid, connection = self._fork(kind)
+            return self._fork(kind)
         except (OSError, EOFError):
             # The fork server was killed, and all workers with it: start another.
             self.close()
             self._start()
-            pid, connection = self._fork(kind)
-        reader, writer = await asyncio.open_connection(sock=connection)
-        self.connections.add(writer)
-        return Worker(self, pid, reader, writer)
+            return self._fork(kind)
 
     def _fork(self, kind: str) -> tuple[int, socket.socket]:
         ours, theirs = socket.socketpair()

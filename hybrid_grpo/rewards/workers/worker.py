@@ -51,6 +51,22 @@ def framed(message: bytes) -> bytes:
     return _HEADER.pack(len(message)) + message
 
 
+def unframed(received: bytearray) -> bytes | None:
+    """Take the first message out of what was received; None where it is not complete. Raises EOFError where it is
+    longer than a reply may be."""
+    if len(received) < _HEADER.size:
+        return None
+    (size,) = _HEADER.unpack_from(received)
+    if size > _LARGEST_REPLY:
+        raise EOFError(f"a message of {size} bytes")
+    end = _HEADER.size + size
+    if len(received) < end:
+        return None
+    message = bytes(received[_HEADER.size : end])
+    del received[:end]
+    return message
+
+
 async def read_frame(reader: asyncio.StreamReader, largest: int = _LARGEST_REPLY) -> bytes:
     """The next message, of at most `largest` bytes; raises EOFError or OSError where the other side sends none."""
     (size,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
