@@ -22,6 +22,7 @@ from hybrid_grpo.model.attention import (
     flash_attn,
     has_paged_kernel,
     has_ragged_kernel,
+    on_gpu,
     ragged_attention,
 )
 from hybrid_grpo.model.kernels import decoding
@@ -46,13 +47,19 @@ class Prefill:
         position_N = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
         self.position_1N = upload(position_N[None], device)
         begins = list(accumulate(lengths, initial=0))
-        if not any(starts):
-            self._segments = Segments(list(zip(begins, lengths, strict=False)), [(0, 0)] * len(lengths), device)
+        self._ragged = any(starts) and on_gpu(device)
+        if self._ragged:
+            self._page_K, self._offset_K = self._places(pages, [0] * len(ends), ends)
+            self._ends, self._longest = ends, (max(lengths), max(ends))
+            begins_2S = np.array([begins, [*accumulate(ends, initial=0)]], dtype=np.int32)
+            query_begins, key_begins = upload(begins_2S, device)
+            self._begins = query_begins, key_begins
             return
-        self._page_K, self._offset_K = self._places(pages, [0] * len(ends), ends)
-        self._ends, self._longest = ends, (max(lengths), max(ends))
-        query_begins, key_begins = upload(np.array([begins, [*accumulate(ends, initial=0)]], dtype=np.int32), device)
-        self._begins = query_begins, key_begins
+        # Behind the keys of the new tokens stand those that each sequence has in the cache.
+        own, places = list(zip(begins, lengths, strict=False)), accumulate(starts, initial=sum(lengths))
+        self._segments = Segments(own, list(zip(places, starts, strict=False)), device)
+        if any(starts):
+            self._page_K, self._offset_K = self._places(pages, [0] * len(starts), starts)
 
     def _places(self, pages: list[list[int]], starts: list[int], ends: list[int]) -> tuple[Tensor, Tensor]:
         """Page and offset of the entries from `starts` to `ends`, sequence after sequence."""
@@ -70,9 +77,10 @@ class Prefill:
         values[self._page_N, self._offset_N] = value[0].transpose(0, 1)
         if not any(self._starts):
             return key, value
-        # The entries that were there, and those just stored, of each sequence.
-        keys_K, values_K = (pool[self._page_K, self._offset_K] for pool in (keys, values))
-        return keys_K.transpose(0, 1)[None], values_K.transpose(0, 1)[None]
+        keys_K, values_K = (pool[self._page_K, self._offset_K].transpose(0, 1)[None] for pool in (keys, values))
+        if self._ragged:  # the entries that were there, and those just stored, of each sequence
+            return keys_K, values_K
+        return torch.cat([key, keys_K], dim=2), torch.cat([value, values_K], dim=2)
 
     def get_seq_length(self, layer: int = 0) -> int:
         """Asked for by transformers; positions are always given explicitly."""
@@ -80,7 +88,7 @@ class Prefill:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
         """See `routed_attention`."""
-        if not any(self._starts):
+        if not self._ragged:
             return self._segments.attend(query, key, value, scale, window, softcap)
         if has_ragged_kernel(query, softcap):
             q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))

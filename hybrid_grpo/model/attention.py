@@ -191,7 +191,8 @@ class Segments:
 
     Args:
         own: (start, length) of every segment; together they fill the row, in order.
-        prefix: (start, length) of each segment's prefix, which is another whole segment; length 0: none.
+        prefix: (start, length) of each segment's prefix, which is another whole segment, or keys and values without
+            queries, which stand behind those of the row in the order of the segments; length 0: none.
     """
 
     def __init__(self, own: Sequence[tuple[int, int]], prefix: Sequence[tuple[int, int]], device: torch.device) -> None:
@@ -227,8 +228,10 @@ class Segments:
     ) -> Tensor:
         """One segment after the other, in torch."""
         # Split rather than sliced: the gradient of a slice is as large as the whole row.
-        q, k, v = (tensor.split([length for _, length in self._own]) for tensor in (query, key, value))
-        number_at = {start: number for number, (start, _) in enumerate(self._own)}
+        q = query.split([length for _, length in self._own])
+        pieces = list(dict.fromkeys([*self._own, *(prefix for prefix in self._prefix if prefix[1])]))
+        k, v = (tensor.split([length for _, length in pieces]) for tensor in (key, value))
+        number_at = {start: number for number, (start, _) in enumerate(pieces)}
         rows = []
         for i, (start, before) in enumerate(self._prefix):
             seen = [number_at[start], i] if before else [i]

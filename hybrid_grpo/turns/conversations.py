@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import time
 from collections.abc import Sequence
@@ -22,6 +23,9 @@ from hybrid_grpo.turns.openings import Openings
 from hybrid_grpo.turns.template import Between, assistant_message, cut
 from hybrid_grpo.turns.tools import Tools
 from hybrid_grpo.turns.users import ModelUser, User, user_of
+
+_ANSWERS_KEPT = 1024
+"""Answers whose tokens are remembered."""
 
 
 class Conversations:
@@ -67,6 +71,7 @@ class Conversations:
         self._under_way: dict[int, Conversation] = {}
         self._answers: queue.SimpleQueue[tuple[Conversation, int, Answer]] = queue.SimpleQueue()
         self._frames: dict[tuple[Any, ...], int] = {}
+        self._given: dict[str, tuple[list[Message], list[int]]] = {}
         self._waited_s = 0.0
 
     @property
@@ -202,11 +207,18 @@ class Conversations:
 
     def _written(self, conversation: Conversation, messages: list[Message]) -> list[int]:
         """The tokens of messages that answer a turn, each cut to its share of `max_tool_tokens`."""
-        room = self._config.max_tool_tokens - self._frame(conversation.last, messages)
-        share = max(0, room // len(messages))
-        shortened = [{**message, "content": cut(self._tokenizer, message["content"], share)} for message in messages]
-        conversation.messages += shortened
-        return self._between.ids(conversation.last, shortened)
+        # Completions of a group often hear the same, and a template takes longer than a decode step.
+        said = json.dumps([conversation.last, messages])
+        if said not in self._given:
+            if len(self._given) >= _ANSWERS_KEPT:
+                self._given.clear()
+            room = self._config.max_tool_tokens - self._frame(conversation.last, messages)
+            share = max(0, room // len(messages))
+            shortened = [{**m, "content": cut(self._tokenizer, m["content"], share)} for m in messages]
+            self._given[said] = shortened, self._between.ids(conversation.last, shortened)
+        shortened, given = self._given[said]
+        conversation.messages += map(dict, shortened)
+        return list(given)
 
     def _frame(self, last: int, messages: list[Message]) -> int:
         """Tokens of the template around the contents of these messages."""

@@ -148,4 +148,4 @@ def install(monkeypatch, *, flash: bool) -> None:
     for module in (training, decoding):
         monkeypatch.setattr(module, "varlen_attn", varlen_attn)
         monkeypatch.setattr(module, "flash_attn", functions if flash else None)
-    monkeypatch.setattr(training, "on_gpu", lambda device: True)
+        monkeypatch.setattr(module, "on_gpu", lambda device: True)

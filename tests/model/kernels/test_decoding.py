@@ -7,7 +7,7 @@ from tiny_models import ARCHITECTURES, pair
 from torch import nn
 
 from hybrid_grpo.generation import GREEDY, Request, Sampling, generate
-from hybrid_grpo.generation.attention import DecodeStep, masked_attention
+from hybrid_grpo.generation.attention import DecodeStep, Prefill, masked_attention
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.fused import fused
 from hybrid_grpo.generation.sampler import Sampler
@@ -82,6 +82,31 @@ def test_attention_over_pages_is_that_over_the_sequence(heads, kv, d, window, so
     assert torch.allclose(out, expected, atol=1e-5)
     last = [(table[row, i // page], i % page) for row, i in enumerate(position)]
     assert all(torch.equal(cache.keys[0][at], new[0][row, :, 0]) for row, at in enumerate(last))
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (5, 0.0), (0, 3.0)])
+def test_what_is_read_behind_the_cache_attends_to_it(by, window, softcap):
+    """Sequences of which a part, or nothing, is in the cache, in one forward."""
+    heads, kv, d, starts, lengths = 4, 2, 16, [3, 0, 9, 4], [2, 5, 1, 6]
+    cache = PagedCache(Geometry((((kv, d), (kv, d)),), torch.float32), 40, 4, torch.device("cpu"))
+    ends = [start + new for start, new in zip(starts, lengths, strict=True)]
+    pages = [cache.take(cache.pages_for(end)) for end in ends]
+    query, keys, values = (random(4, h, 12, d, seed=seed) for seed, h in enumerate((heads, kv, kv)))
+    expected = []
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        for entry in range(start):
+            at = pages[row][entry // 4], entry % 4
+            cache.keys[0][at], cache.values[0][at] = keys[row, :, entry], values[row, :, entry]
+        whole = (t[row : row + 1, :, :end] for t in (keys, values))
+        place = torch.arange(start, end)[None]
+        expected.append(masked_attention(query[row : row + 1, :, start:end], *whole, place, 0.3, window, softcap))
+    packed = [
+        torch.cat([t[row, :, start:end] for row, (start, end) in enumerate(zip(starts, ends, strict=True))], 1)[None]
+        for t in (query, keys, values)
+    ]
+    batch = Prefill(cache, pages, starts, lengths)
+    out = batch.attend(packed[0], *batch.update(*packed[1:], 0), 0.3, window, softcap)
+    assert torch.allclose(out, torch.cat(expected, 1), atol=1e-5)
 
 
 def cache_of(view):
