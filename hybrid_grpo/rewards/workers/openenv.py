@@ -59,6 +59,8 @@ def adapted(factory: Callable[[], Any], made: Any, setting: str) -> Adapted:
     kind: Any = factory if made is None else type(getattr(made, "async_client", made))
     if not _bases(kind) & {"MCPEnvironment", "MCPClientBase"}:
         read = _reader(kind, setting)
+        with suppress(Exception):  # the function may have connected it, or started its server
+            _synchronous(made).close()
         return Adapted(lambda: OpenenvActions(factory(), read), [])
     try:
         tools = _listed(factory() if made is None else made)
@@ -75,8 +77,7 @@ class OpenenvRollout:
 
     def __init__(self, environment: Any) -> None:
         self._is_client = not _bases(type(environment)) & {"Environment"}
-        # A client that is not asked `sync` answers pings of its server only while it is asked something.
-        self._environment = environment.sync() if hasattr(environment, "sync") else environment
+        self._environment = _synchronous(environment)
 
     def reset(self, seed: int | None = None, **columns: Any) -> Any:
         """Begin: what is observed."""
@@ -116,13 +117,13 @@ class OpenenvTools(OpenenvRollout):
 
     def __init__(self, environment: Any, tools: list[str]) -> None:
         super().__init__(environment)
-        self._earned: float | None = None
+        self._earned = 0.0
         self._done = False
         for tool in tools:
             setattr(self, tool, partial(self._call, tool))
 
-    def get_reward(self) -> float | None:
-        """What the calls have earned; None where no call was rewarded."""
+    def get_reward(self) -> float:
+        """What the calls have earned."""
         return self._earned
 
     def _call(self, tool: str, /, **arguments: Any) -> Any:
@@ -133,7 +134,7 @@ class OpenenvTools(OpenenvRollout):
         result = self._environment.step(CallToolAction(tool_name=tool, arguments=arguments))
         self._done = bool(result.done)
         if result.reward is not None:
-            self._earned = (self._earned or 0.0) + result.reward
+            self._earned += result.reward
         observation = getattr(result, "observation", result)
         if getattr(observation, "error", None) is not None:
             raise ValueError(observation.error.message)
@@ -143,6 +144,11 @@ class OpenenvTools(OpenenvRollout):
 def _bases(kind: type) -> set[str]:
     """Names of the classes of openenv from which a class is derived."""
     return {base.__name__ for base in inspect.getmro(kind) if base.__module__.startswith(f"{PACKAGE}.")}
+
+
+def _synchronous(environment: Any) -> Any:
+    """An environment, or the form of a client that waits; its own loop also answers the server between turns."""
+    return environment.sync() if "EnvClient" in _bases(type(environment)) else environment
 
 
 def _method(environment: Any, name: str) -> Callable[..., Any]:
@@ -169,7 +175,7 @@ def _listed(environment: Any) -> list[dict[str, Any]]:
     """What the model is told of the tools of an environment, which is closed."""
     from openenv.core.env_server.mcp_types import ListToolsAction
 
-    asked = environment.sync() if hasattr(environment, "sync") else environment
+    asked = _synchronous(environment)
     try:
         result = asked.step(ListToolsAction())
     finally:
@@ -263,9 +269,9 @@ def _begun(result: Any) -> str | None:
 def _content(result: Any) -> Any:
     """What a tool has returned, of an object of FastMCP or of its JSON."""
     parts = result if isinstance(result, dict) else getattr(result, "__dict__", {})
-    if "data" not in parts and "content" not in parts:
+    if not {"data", "content"} <= parts.keys():
         return result
-    if parts.get("data") is not None:
+    if parts["data"] is not None:
         return parts["data"]
     texts = [one.get("text") if isinstance(one, dict) else getattr(one, "text", None) for one in parts["content"] or []]
     return "\n".join(text for text in texts if text is not None)

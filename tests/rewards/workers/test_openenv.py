@@ -111,11 +111,12 @@ def test_turns_are_actions(name):
     assert not done or found["end"]["reward"] is None
 
 
-def test_reward_functions_are_given_the_environment_itself():
-    environment = process("EchoEnvironment")
-    begin(environment)
-    end = order(environment, "step", text="bye", is_last=False)["end"]
-    assert restored(Carried(end["state"])).letter == "c"
+def test_reward_functions_are_given_the_environment_itself_and_nothing_of_a_client():
+    for name, letter in [("EchoEnvironment", "c"), ("echo_client", None)]:
+        environment = process(name)
+        begin(environment)
+        end = order(environment, "step", text="bye", is_last=False)["end"]
+        assert getattr(restored(Carried(end["state"])), "letter", None) == letter
 
 
 @pytest.mark.parametrize("name", ["Tools", "tools_client"])
