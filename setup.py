@@ -49,6 +49,7 @@ setup(
         "lora": ["peft>=0.19"],
         # No requirement of all: its antlr conflicts with that of hydra and omegaconf, in one environment with them.
         "math": ["math-verify[antlr4_13_2]>=0.9"],
+        "openenv": ["openenv>=0.10"],
         "search": ["bm25s>=0.3"],
         # The last versions whose environments are made by load_environment.
         "verifiers": ["verifiers>=0.3.1,<0.4; python_version >= '3.11'"],

@@ -195,7 +195,7 @@ class Stream:
         assert row not in self._completions, f"completion {sample} of prompt {prompt} came twice"
         self._completions[row] = completion
         for reward in self._rewards.functions:
-            if not reward.applies(self._prompts[prompt]):
+            if not reward.applies(self._prompts[prompt]) or _lacks_environment(reward, completion):
                 continue
             size = reward.interface.batch_size
             group, size = (prompt, self._num_generations) if size == "group" else (None, size)
@@ -288,6 +288,13 @@ class Stream:
                     break
         reply.cancel()
         return failed(Failure("timeout", why), rows)
+
+
+def _lacks_environment(reward: Reward, completion: Completion) -> bool:
+    """Whether a function looks at environments, and that of the completion has failed: there is no reward to add to.
+    Functions of whole groups are called with None in its place."""
+    failed = completion.episode is not None and completion.episode.failure is not None
+    return failed and ENVIRONMENTS in reward.interface.required and reward.interface.batch_size != "group"
 
 
 def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list[int], num_generations: int) -> Scores:

@@ -186,9 +186,11 @@ def test_an_environment_that_fails_ends_its_completion_without_a_reward(conversa
     assert completion.finish == "stop"
     assert why in completion.episode.failure
     assert conversations.numbers()["environment/failed_frac"] == (1.0, 1)
-    found = scores([completion])
+    # A function that looks at environments is not called, and not blamed.
+    found = scores([completion], "counted")
     assert found.reward_B.isnan().all()
-    assert why in found.failures["Bad"][0]
+    assert why in found.failures.pop("Bad")[0]
+    assert not found.failures
     # The next completion has nothing of it.
     [prompt] = conversations.opened([prompt_of(tokenizer, environment="bad")], 7)
     assert play(conversations, tokenizer, prompt, ["fine"], cut=True).episode.failure is None

@@ -26,6 +26,7 @@ from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.config.importing import describe, functions_of, import_place
 from hybrid_grpo.rewards.environments import state_of
 from hybrid_grpo.rewards.functions import Failure, Interface, Reply, RewardCall, failed, finite
+from hybrid_grpo.rewards.workers import openenv
 from hybrid_grpo.rewards.workers.tools import RESULT, WrongArguments, as_text, check_arguments, described
 from hybrid_grpo.rewards.workers.verifiers import PACKAGE, VerifiersRollout, installed, is_foreign, quietly, rollouts_of
 
@@ -120,7 +121,8 @@ class EnvironmentProcess:
             reward = self._waited(self._instance.get_reward())
             if reward is not None and finite(reward) is None:
                 raise _Refused(f"returned {reward!r:.100} from get_reward: return a finite number or None")
-        state = state_of(self._instance, self._place)
+        is_own = not isinstance(self._instance, VerifiersRollout | openenv.OpenenvRollout)
+        state = state_of(self._instance if is_own else self._instance.carried(), self._place)
         self._finish()
         return {"reward": None if reward is None else finite(reward), "state": state}
 
@@ -188,28 +190,39 @@ def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess
         known = [n for n, value in vars(module).items() if inspect.isclass(value)] + functions_of(module)
         what = "is no class" if hasattr(module, name) else "does not exist"
         raise UserError(f"{setting}: {name} {what} in {place}: {did_you_mean(name, known)}")
-    kind = factory
+    kind: Any = factory
+    made, foreign = None, None
     if not inspect.isclass(factory):
         made = _made(factory, setting)
         kind = type(made)
         if is_foreign(made):
             factory, kind = rollouts_of(made, setting), VerifiersRollout
+    if openenv.is_foreign(kind):
+        foreign = openenv.adapted(factory, made, setting)
+        factory = foreign.factory
     methods = dict(inspect.getmembers(kind, predicate=inspect.isfunction))
     if "reset" not in methods:
         raise UserError(f"{setting} has no method reset: an environment has one, which may return nothing")
-    steps = "step" in methods and _takes_turns(methods["step"])
-    tools = {} if steps else {n: f for n, f in methods.items() if n not in _OWN and not n.startswith("_")}
-    if not steps and not tools:
-        raise UserError(f"{setting} has no step, and no method that the model could call: give it one of them")
+    tools = foreign.tools if foreign else _tools(methods, setting)
     schema = {
-        "steps": steps,
+        "steps": not tools,
         "silent": inspect.signature(methods["reset"]).return_annotation in (None, "None"),
-        "tools": [described(MethodType(f, object()), f"{setting}: {n}") for n, f in tools.items()],
+        "tools": tools,
     }
     parameters = list(inspect.signature(methods["reset"]).parameters.values())[1:]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     interface = Interface([n for n in needed if n != "seed"], None, False, 1, schema=schema)
     return EnvironmentProcess(place, factory, interface, getattr(module, "__file__", None))
+
+
+def _tools(methods: dict[str, Any], setting: str) -> list[dict[str, Any]]:
+    """What the model is told of the methods that are tools; nothing where every turn is a step."""
+    if "step" in methods and _takes_turns(methods["step"]):
+        return []
+    tools = {n: f for n, f in methods.items() if n not in _OWN and not n.startswith("_")}
+    if not tools:
+        raise UserError(f"{setting} has no step, and no method that the model could call: give it one of them")
+    return [described(MethodType(f, object()), f"{setting}: {n}") for n, f in tools.items()]
 
 
 def _takes_turns(step: Callable[..., Any]) -> bool:

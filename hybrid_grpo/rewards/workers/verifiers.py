@@ -12,6 +12,7 @@ import inspect
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from hybrid_grpo.config.errors import UserError
@@ -46,6 +47,14 @@ def is_foreign(made: Any) -> bool:
     return any(kind.__module__.startswith(f"{PACKAGE}.") and kind.__name__ == "Environment" for kind in kinds)
 
 
+@dataclass(frozen=True)
+class Scores:
+    """What the rubric has found of one completion."""
+
+    metrics: dict[str, float]
+    """By name of the rubric's functions."""
+
+
 class VerifiersRollout:
     """One completion of an environment of verifiers, as an environment whose turns are steps.
 
@@ -59,6 +68,7 @@ class VerifiersRollout:
         self._asked: asyncio.Future[list[Any]] | None = None
         self._turn: asyncio.Future[Any] | None = None
         self._read: list[Any] = []
+        self._metrics: dict[str, float] = {}
 
     async def reset(self, prompt: Any, **columns: Any) -> None:
         """Start the rollout of a row of the environment's dataset, up to the first turn."""
@@ -100,7 +110,12 @@ class VerifiersRollout:
         output = await self._rollout
         if output["error"]:
             raise RuntimeError(f"the rollout failed: {output['error']}")
+        self._metrics = dict(output["metrics"])
         return float(output["reward"])
+
+    def carried(self) -> Scores:
+        """The object that reward functions are given as the environment of the completion."""
+        return Scores(self._metrics)
 
     async def close(self) -> None:
         """Give up a rollout that is under way."""

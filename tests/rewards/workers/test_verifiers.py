@@ -3,9 +3,11 @@
 import signal
 
 import pytest
+from foreign_runs import train
 from paths import SUPPORT
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.rewards.environments import Carried, restored
 from hybrid_grpo.rewards.functions import RewardCall
 from hybrid_grpo.rewards.workers.environments import EnvironmentEntry, load_environment
 from hybrid_grpo.rewards.workers.tools import RESULT
@@ -50,6 +52,10 @@ def test_its_own_loop_answers_ends_and_scores(name, turns, most, said, done, rew
         heard, last = play(environment, turns, most=most)
         assert heard == said and last["done"] is done
         assert last["end"]["reward"] == pytest.approx(reward)
+    if name == "load_environment":
+        # Reward functions are given what the rubric found, and nothing of the environment, which has a whole data set.
+        [(attribute, metrics)] = vars(restored(Carried(last["end"]["state"]))).items()
+        assert (attribute, metrics["share"], metrics["words"]) == ("metrics", *((1.0, 6) if done else (0.5, 3)))
 
 
 def test_a_cut_turn_is_scored_without_it():
@@ -77,3 +83,15 @@ def test_an_installed_one_is_loaded_by_its_name(monkeypatch):
     monkeypatch.syspath_prepend(str(SUPPORT))
     environment = load_environment(EnvironmentEntry("verifiers:verifiers-environments"), "rollout.environment")
     assert play(environment, ["6"])[1]["text"] == "It is 6."
+
+
+@pytest.mark.ranks
+def test_a_run_trains_with_its_rubric(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(SUPPORT))
+    rows = tmp_path / "rows.jsonl"
+    vf.load_environment("verifiers-environments").get_dataset().to_json(rows)
+    rows.write_text(rows.read_text() * 4)
+    lines = train(tmp_path, f"{FILE}:load_environment", "--data.path", rows, "--log.rollouts_every", "1")
+    # The number is doubled by no one: a share of 3 / 12, and a hundredth for each message before a turn that was cut.
+    earned = {round(100 * line["reward"]) for line in lines}
+    assert earned <= {25, 26, 28, 30} and len(earned) > 1
