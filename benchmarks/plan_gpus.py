@@ -21,9 +21,9 @@ from transformers import AutoConfig
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
-from hybrid_grpo.run.dry_run import measure
-from hybrid_grpo.run.hardware import of_table
-from hybrid_grpo.run.plan import Plan
+from hybrid_grpo.run.memory.dry_run import measure
+from hybrid_grpo.run.memory.hardware import of_table
+from hybrid_grpo.run.memory.plan import Plan
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/plan_gpus.json"

@@ -89,8 +89,8 @@ class Clock:
 def train(arguments: list[str], result: Path) -> None:
     """The run, in this process."""
     from hybrid_grpo.__main__ import main
-    from hybrid_grpo.run.details import Details
-    from hybrid_grpo.run.sinks import Log
+    from hybrid_grpo.run.records.details import Details
+    from hybrid_grpo.run.records.sinks import Log
     from hybrid_grpo.trainer import Trainer
 
     clock, step = Clock(), Trainer.step

@@ -117,7 +117,7 @@ def served(*folders: Path) -> Iterator[tuple[str, psutil.Process]]:
 
 def write_run(folder: Path, steps: int) -> Path:
     """A run of METRICS metrics, those of the catalogue first."""
-    from hybrid_grpo.run.catalogue import CATALOGUE
+    from hybrid_grpo.run.metrics.catalogue import CATALOGUE
 
     names = [metric.name for metric in CATALOGUE if "<" not in metric.name]
     names += [f"source/s{number // 2}/{'reward' if number % 2 else 'count'}" for number in range(METRICS - len(names))]

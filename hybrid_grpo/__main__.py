@@ -13,7 +13,7 @@ from typing import NoReturn
 from hybrid_grpo import __version__
 from hybrid_grpo.config.errors import RESUME_STATUS, RunInterrupted, UserError, refuse
 from hybrid_grpo.config.launching import adopt_rank
-from hybrid_grpo.run.watcher import watched
+from hybrid_grpo.run.stopping.watcher import watched
 
 COMMANDS = {
     "train": "GRPO training",
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """Run one command and end the process with its status; ranks of a run have a watcher (run/watcher.py)."""
+    """Run one command and end the process with its status; ranks of a run have a watcher (run/stopping/watcher.py)."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started the process
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process ends

@@ -21,7 +21,13 @@ from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.run.critic import Critic
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.run.measure import measure_costs, measure_parity, measure_sampling, measure_step, sampling_spans
+from hybrid_grpo.run.metrics.measure import (
+    measure_costs,
+    measure_parity,
+    measure_sampling,
+    measure_step,
+    sampling_spans,
+)
 from hybrid_grpo.run.stage import Stage
 from hybrid_grpo.run.teacher import Teacher
 

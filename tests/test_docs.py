@@ -117,7 +117,7 @@ def shell(command: str, folder: Path) -> str:
         "SKIP_SETUP": "1",
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
-        # One rank is cheaper; with two, which are the default, tests/run/test_stopping.py runs a recipe.
+        # One rank is cheaper; with two, which are the default, tests/run/stopping/test_stopping.py runs a recipe.
         "LAUNCHER": f"--num_accelerators 1 --master_port {free_port()}",
     }
     environment.pop("RANK", None)

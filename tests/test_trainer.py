@@ -27,7 +27,7 @@ from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.rewards.scoring import Rewards
-from hybrid_grpo.run.metrics import Meter
+from hybrid_grpo.run.metrics.metrics import Meter
 from hybrid_grpo.trainer import Trainer
 
 P, G = 8, 2

@@ -24,7 +24,7 @@ from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.run.files import json_lines
 
 if TYPE_CHECKING:
-    from hybrid_grpo.run.statistics import Comparison, Floats
+    from hybrid_grpo.run.metrics.statistics import Comparison, Floats
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _facts(measured: Measured) -> dict[str, Any]:
 
 def _intervals(measured: Measured) -> dict[str, list[float] | None]:
     """Bounds at 95 % of the numbers that are means over prompts."""
-    from hybrid_grpo.run.statistics import interval, share_interval
+    from hybrid_grpo.run.metrics.statistics import interval, share_interval
 
     bounds = {}
     for name, of_prompts in measured.by_prompt.items():
@@ -152,7 +152,7 @@ def _compared(one: Measured, other: Measured) -> dict[str, Comparison]:
     """The numbers of both models on the prompts that both have: where tokenizers differ, one may have dropped some."""
     import numpy as np
 
-    from hybrid_grpo.run.statistics import compare
+    from hybrid_grpo.run.metrics.statistics import compare
 
     def values(of_prompts: dict[int, float], ids: list[int]) -> Floats:
         return np.array([of_prompts[i] for i in ids])

@@ -12,7 +12,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 
 if TYPE_CHECKING:
-    from hybrid_grpo.run.plan import Plan
+    from hybrid_grpo.run.memory.plan import Plan
 
 
 def run(arguments: list[str]) -> None:
@@ -22,8 +22,8 @@ def run(arguments: list[str]) -> None:
 
     from hybrid_grpo import engine
     from hybrid_grpo.distributed import rank
-    from hybrid_grpo.run.hardware import of_device, of_table
-    from hybrid_grpo.run.plan import estimate, shortage
+    from hybrid_grpo.run.memory.hardware import of_device, of_table
+    from hybrid_grpo.run.memory.plan import estimate, shortage
 
     device = engine.start()
     inputs = read_inputs(config)
@@ -42,8 +42,8 @@ def run(arguments: list[str]) -> None:
 
 def lines(plan: Plan) -> list[str]:
     """The plan as text: a table of parts and phases in GiB, what is in host memory, tokens and time of a step."""
-    from hybrid_grpo.run.catalogue import duration
-    from hybrid_grpo.run.plan import gib
+    from hybrid_grpo.run.memory.plan import gib
+    from hybrid_grpo.run.metrics.catalogue import duration
 
     hardware, sizes = plan.hardware, plan.sizes
     names = list(dict.fromkeys(part.name for phase in plan.phases for part in phase.parts))

@@ -24,9 +24,9 @@ from hybrid_grpo.run.files import json_safe, read_jsonl, replace_text
 if TYPE_CHECKING:
     import pyarrow
 
-    from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints
     from hybrid_grpo.run.inputs import RunInputs
-    from hybrid_grpo.run.saved_rollouts import SavedRollouts
+    from hybrid_grpo.run.records.saved_rollouts import SavedRollouts
+    from hybrid_grpo.run.saving.checkpoint import Checkpoint, Checkpoints
     from hybrid_grpo.trainer import Trainer
 
 COMMAND = "replay-step RUN STEP"
@@ -81,8 +81,8 @@ def replay(folder: Path, step: int, base: ReplayConfig, config: ReplayConfig) ->
     )
     out = _out(folder, config)
 
+    from hybrid_grpo.run.records.saved_rollouts import SavedRollouts
     from hybrid_grpo.run.replay import compare, same
-    from hybrid_grpo.run.saved_rollouts import SavedRollouts
 
     changed, saved = _changes(base, config), SavedRollouts(folder / "rollouts")
     _make_folder(out)
@@ -163,10 +163,10 @@ def _arrive(
     first one before `step` that was not as it had been. Collective."""
     from hybrid_grpo import engine
     from hybrid_grpo.distributed import world_size
-    from hybrid_grpo.run.checkpoint import Checkpoints
+    from hybrid_grpo.run.records.saved_rollouts import SavedCompletions, SavedRewards
     from hybrid_grpo.run.replay import LoggedSkips, same
     from hybrid_grpo.run.resuming import load_stage
-    from hybrid_grpo.run.saved_rollouts import SavedCompletions, SavedRewards
+    from hybrid_grpo.run.saving.checkpoint import Checkpoints
 
     device = engine.start(config.engine.timeout_minutes)
     inputs = read_inputs(base)
@@ -205,8 +205,8 @@ def _arrive(
 
 def _nearest(checkpoints: Checkpoints, base: ReplayConfig, step: int) -> Checkpoint | None:
     """The newest checkpoint before a step; None where there is none, and the run began without one. Collective."""
-    from hybrid_grpo.run.manifest import Damaged
     from hybrid_grpo.run.resuming import changes, is_free
+    from hybrid_grpo.run.saving.manifest import Damaged
 
     checkpoint, passed_over = checkpoints.newest_whole(step)
     for damage in passed_over:
@@ -253,8 +253,8 @@ def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, i
 def _make(trainer: Trainer, step: int, saved: SavedRollouts) -> tuple[pyarrow.Table | None, dict[str, float]]:
     """Make the step; on rank 0 what the loss saw of all completions, and the numbers of the step. Collective."""
     from hybrid_grpo.distributed import gather_objects, rank
+    from hybrid_grpo.run.records.tokens import TokenText
     from hybrid_grpo.run.replay import LossRecorder, in_saved_order
-    from hybrid_grpo.run.tokens import TokenText
 
     recorder = LossRecorder(trainer.policy, trainer.plan.num_minibatches)
     trainer.loss = recorder
@@ -270,7 +270,7 @@ def _make(trainer: Trainer, step: int, saved: SavedRollouts) -> tuple[pyarrow.Ta
 
 
 def _write(target: Path, table: pyarrow.Table, summary: dict[str, Any]) -> None:
-    from hybrid_grpo.run.tokens import write_table
+    from hybrid_grpo.run.records.tokens import write_table
 
     try:
         write_table(target, table)

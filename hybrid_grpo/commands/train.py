@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hybrid_grpo.policy import Policy, Reference
     from hybrid_grpo.run.inputs import RunInputs
-    from hybrid_grpo.run.plan import Plan
+    from hybrid_grpo.run.memory.plan import Plan
     from hybrid_grpo.trainer import Trainer
 
 
@@ -34,7 +34,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     plan = check_train(config, int(os.environ.get("WORLD_SIZE", "1")))
 
     from hybrid_grpo import engine
-    from hybrid_grpo.run.plan import shortage
+    from hybrid_grpo.run.memory.plan import shortage
     from hybrid_grpo.run.run import Run
     from hybrid_grpo.watch.frozen import write_report
 
@@ -71,8 +71,8 @@ def read_inputs(config: TrainConfig) -> RunInputs:
 
 def planned_memory(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, device: torch.device) -> Plan | None:
     """The plan of memory on this rank's device; see `estimate`."""
-    from hybrid_grpo.run.hardware import of_device
-    from hybrid_grpo.run.plan import estimate
+    from hybrid_grpo.run.memory.hardware import of_device
+    from hybrid_grpo.run.memory.plan import estimate
 
     hardware = of_device(device, config.policy.dtype)
     held_out = inputs.held_out_rows, inputs.held_out_longest
@@ -161,7 +161,7 @@ def _existing(path: Path) -> str:
 
 def _best(model: Path) -> str:
     """The folder of the best model, where there is one, with its step and its number."""
-    from hybrid_grpo.run.exporting import exported
+    from hybrid_grpo.run.saving.exporting import exported
 
     facts = exported(model)
     number = ", ".join(f"{name} {value:.3f}" for name, value in facts.items() if name != "step")

@@ -38,7 +38,7 @@ from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.guests import Guests
-from hybrid_grpo.run.metrics import Meter
+from hybrid_grpo.run.metrics.metrics import Meter
 from hybrid_grpo.run.pretraining import PretrainingLoss
 from hybrid_grpo.turns import Conversations, conversations_of, rewards_of, with_tools
 from hybrid_grpo.turns.tools import tool_names

@@ -12,8 +12,8 @@ from typing import Any
 
 from hybrid_grpo.config import ModelRunConfig, to_dict
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.run.checkpoint import Checkpoint, Checkpoints
-from hybrid_grpo.run.manifest import Damaged
+from hybrid_grpo.run.saving.checkpoint import Checkpoint, Checkpoints
+from hybrid_grpo.run.saving.manifest import Damaged
 from hybrid_grpo.run.stage import Stage
 
 FREE = (

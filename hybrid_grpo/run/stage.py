@@ -7,12 +7,12 @@ from torch import Tensor
 
 from hybrid_grpo.data.batch import Numbers, Rollout, Scores
 from hybrid_grpo.policy import TrainedModel
-from hybrid_grpo.run.alarms import Alarms
-from hybrid_grpo.run.checkpoint import Shards
+from hybrid_grpo.run.alarms.alarms import Alarms
 from hybrid_grpo.run.critic import Critic
-from hybrid_grpo.run.details import Details
-from hybrid_grpo.run.metrics import Meter
-from hybrid_grpo.run.stopping import Progress
+from hybrid_grpo.run.metrics.metrics import Meter
+from hybrid_grpo.run.records.details import Details
+from hybrid_grpo.run.saving.checkpoint import Shards
+from hybrid_grpo.run.stopping.stopping import Progress
 
 
 class Stateful(Protocol):

@@ -16,8 +16,8 @@ from hybrid_grpo.data.preferences import Preference
 from hybrid_grpo.distributed import all_reduce, rank, world_size
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Scorer
-from hybrid_grpo.run.measure import measure_memory
-from hybrid_grpo.run.metrics import Meter
+from hybrid_grpo.run.metrics.measure import measure_memory
+from hybrid_grpo.run.metrics.metrics import Meter
 from hybrid_grpo.run.stage import Stage
 
 _BINS = 10

@@ -9,8 +9,8 @@ from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.data.pairs import Pair
 from hybrid_grpo.distributed import rank, world_size
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.run.measure import measure_memory
-from hybrid_grpo.run.metrics import Meter
+from hybrid_grpo.run.metrics.measure import measure_memory
+from hybrid_grpo.run.metrics.metrics import Meter
 from hybrid_grpo.run.stage import Stage
 
 

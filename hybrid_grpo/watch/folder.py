@@ -15,10 +15,10 @@ import numpy as np
 import yaml
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.run.catalogue import find
-from hybrid_grpo.run.charts import is_noisy
 from hybrid_grpo.run.files import read_jsonl, rollout_files
-from hybrid_grpo.run.said import ALARMS_FILE
+from hybrid_grpo.run.metrics.catalogue import find
+from hybrid_grpo.run.metrics.charts import is_noisy
+from hybrid_grpo.run.records.said import ALARMS_FILE
 from hybrid_grpo.watch.details_file import DetailsFile
 from hybrid_grpo.watch.metrics_file import MetricsFile, Row, last_row
 from hybrid_grpo.watch.table import Column, Table

@@ -15,7 +15,7 @@ from hybrid_grpo.generation import Sampling
 from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.evaluation import EvalResults, EvalSet
-from hybrid_grpo.run.metrics import Meter
+from hybrid_grpo.run.metrics.metrics import Meter
 
 NAN = math.nan
 

@@ -22,8 +22,8 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
 from hybrid_grpo.generation.rollout import requests_of
 from hybrid_grpo.run.guests import Guests
-from hybrid_grpo.run.measure import measure_step
-from hybrid_grpo.run.metrics import Meter
+from hybrid_grpo.run.metrics.measure import measure_step
+from hybrid_grpo.run.metrics.metrics import Meter
 
 Seen = dict[str, Any]
 EOS = ids("<eos>")[0]

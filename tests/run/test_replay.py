@@ -22,10 +22,10 @@ from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, RewardStatus,
 from hybrid_grpo.generation.rollout import requests_of
 from hybrid_grpo.grpo.loss import micro_batch_loss
 from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.run.records.saved_rollouts import SavedCompletions, SavedRewards, SavedRollouts
+from hybrid_grpo.run.records.sinks import rollout_lines
+from hybrid_grpo.run.records.tokens import TokenText, joined, token_table, write_table
 from hybrid_grpo.run.replay import SEEN, LoggedSkips, LossRecorder, compare, in_saved_order, same
-from hybrid_grpo.run.saved_rollouts import SavedCompletions, SavedRewards, SavedRollouts
-from hybrid_grpo.run.sinks import rollout_lines
-from hybrid_grpo.run.tokens import TokenText, joined, token_table, write_table
 
 TEXT = TokenText(char_tokenizer())
 LENGTHS = [3, 1, 4]

@@ -9,9 +9,9 @@ from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.config.run import CheckpointConfig
 from hybrid_grpo.run import run as runs
-from hybrid_grpo.run.manifest import Manifest
 from hybrid_grpo.run.resuming import settings_of
 from hybrid_grpo.run.run import Run
+from hybrid_grpo.run.saving.manifest import Manifest
 from hybrid_grpo.run.stage import Stage
 from hybrid_grpo.run.writing import WriteFailed
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from hybrid_grpo import __main__ as command_line
-from hybrid_grpo.run import stopping
+from hybrid_grpo.run.stopping import stopping
 
 BUSY = "import time\nwhile True: time.sleep(1)"
 

@@ -16,7 +16,7 @@ import hybrid_grpo.stages.reward
 import hybrid_grpo.stages.sft
 import hybrid_grpo.trainer  # noqa: F401
 from hybrid_grpo.config import BatchPlan, TrainConfig, build
-from hybrid_grpo.run.dry_run import measure
+from hybrid_grpo.run.memory.dry_run import measure
 
 with suppress(ImportError):
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.run.files import read_jsonl, rollout_files
-from hybrid_grpo.run.said import ALARMS_FILE
+from hybrid_grpo.run.records.said import ALARMS_FILE
 
 STEP, TOKENS, HOURS = AXES = ("progress/step", "progress/tokens", "progress/hours")
 """What curves are drawn over: the step, completion tokens sampled (`sft`: target tokens) since the run began, and hours

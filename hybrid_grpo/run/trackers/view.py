@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybrid_grpo.run.charts import CHARTS, STEP_PARTS
+from hybrid_grpo.run.metrics.charts import CHARTS, STEP_PARTS
 from hybrid_grpo.run.trackers.entries import STEP
 
 QUESTIONS = {

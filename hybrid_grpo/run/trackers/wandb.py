@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybrid_grpo.config import LogConfig
-from hybrid_grpo.run.catalogue import find
 from hybrid_grpo.run.files import json_safe
+from hybrid_grpo.run.metrics.catalogue import find
 from hybrid_grpo.run.trackers.entries import AXES, STEP, Entry, table
 from hybrid_grpo.run.trackers.view import save_view
 

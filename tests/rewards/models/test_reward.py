@@ -21,8 +21,8 @@ from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
 from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.models.reward import forwards, held, reward_model
 from hybrid_grpo.rewards.scoring import Rewards
-from hybrid_grpo.run.hardware import Hardware
-from hybrid_grpo.run.plan import estimate
+from hybrid_grpo.run.memory.hardware import Hardware
+from hybrid_grpo.run.memory.plan import estimate
 
 PROMPTS = [f"{'abcdefgh' * (k % 4)}{k}? " for k in range(12)]
 SHARDED = {"zero_stage": 3}

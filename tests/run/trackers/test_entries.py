@@ -3,7 +3,7 @@ import math
 import pytest
 from run_folder import rows, write_lines
 
-from hybrid_grpo.run.said import Said, forget_alarms, write_alarm
+from hybrid_grpo.run.records.said import Said, forget_alarms, write_alarm
 from hybrid_grpo.run.trackers.entries import Entries, chosen, table
 
 

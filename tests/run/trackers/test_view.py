@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from hybrid_grpo.config import LogConfig
-from hybrid_grpo.run.catalogue import CATALOGUE, find
-from hybrid_grpo.run.charts import CHARTS
+from hybrid_grpo.run.metrics.catalogue import CATALOGUE, find
+from hybrid_grpo.run.metrics.charts import CHARTS
 from hybrid_grpo.run.trackers.view import QUESTIONS, make_view, plots
 from hybrid_grpo.run.trackers.wandb import WandbTracker
 

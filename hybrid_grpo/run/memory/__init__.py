@@ -1,0 +1,1 @@
+"""What a run needs of memory, before it starts."""

@@ -1,0 +1,400 @@
+"""The memory that a GRPO run will take, by part and phase, before its weights are read.
+
+Arithmetic over the configuration, the model's configuration and the number of ranks. What the layers of a model keep
+for backward comes from a run without data (dry_run.py); what DeepSpeed and the decoder hold follows from their code.
+The numbers are meant for GPUs; on a CPU, where freed memory stays with the process, they are within a quarter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hybrid_grpo.config import BatchPlan, CriticConfig, GrpoConfig, LoraConfig, TrainConfig
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.generation import Workspace
+from hybrid_grpo.generation.graphs import sizes_up_to
+from hybrid_grpo.generation.loop import PAGE
+from hybrid_grpo.model.loading import load_config, parameters_of
+from hybrid_grpo.model.scalar import count_parameters
+from hybrid_grpo.rewards.models.reward import RewardModel
+from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure
+from hybrid_grpo.run.memory.hardware import CUDA_CONTEXT_BYTES, Hardware
+
+REFUSED_ABOVE = 1.15
+"""A run that needs this many times the free memory is refused; from 1 up to this it is warned about."""
+KEPT_BELOW = 0.85
+"""Memory of decoding stays on the GPU during training where all phases then need at most this share of the free
+memory: the plan may be wrong, and memory that is kept must not be what training lacks."""
+NCCL_BYTES = 400 << 20
+"""NCCL's buffers between several ranks: some 24 channels of 8 MiB in each direction. Not measured."""
+_GRAPH_BYTES = 16 << 20
+"""What a captured decode step takes beside its tensors, for the parameters of its kernels. Assumed, not measured: vLLM
+says that it takes about 0.5 GB for 35 graphs of a model of 8B parameters."""
+_FRAGMENTS = 0.05
+"""Memory that torch holds beside its tensors, as a share of them, with the expandable segments that the recipes set.
+Assumed, not measured."""
+_NOT_OF_TENSORS = ("runtime", "NCCL", "allocator")
+"""Parts on a GPU that are not in what torch says it has allocated."""
+PROCESS_GROWTH_BYTES = 90 << 20
+"""What a process on a CPU grows by after the plan: engine, process group, C kernels, BLAS. Measured, rounded."""
+_CPU_HEAP = 1.5
+"""Memory that activations take on a CPU over their bytes, since malloc leaves holes between blocks. Measured."""
+_MAX_LIVE, _BUCKET = 10**9, 5 * 10**8
+"""DeepSpeed's defaults, in elements: gathered weights alive, and one bucket of gradients."""
+_MICRO_BATCH = "policy.micro_batch_tokens, policy.gradient_checkpointing"
+_BUCKETS = "engine.deepspeed.zero_optimization.reduce_bucket_size"
+_FETCHED = "engine.deepspeed.zero_optimization.stage3_max_live_parameters"
+_SHARDS = "engine.zero_stage, more ranks"
+_STATES = f"{_SHARDS}, engine.offload_optimizer"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Memory that one thing takes."""
+
+    name: str
+    bytes: int
+    remedy: str = ""
+    """Settings that make it smaller."""
+    least: int | None = None
+    """Bytes that it can do with. Default: all of them."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The parts that exist at the same time."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def least(self) -> int:
+        """Bytes without which the phase cannot run."""
+        return sum(part.bytes if part.least is None else part.least for part in self.parts)
+
+
+def estimate(
+    config: TrainConfig,
+    batch: BatchPlan,
+    prompt: int,
+    hardware: Hardware,
+    models: Sequence[RewardModel] = (),
+    held_out: int = 0,
+    held_out_longest: int = 0,
+) -> Plan | None:
+    """The plan of a run; None where the model cannot run without data. Raises UserError where the model has no
+    configuration, or not the attention or adapters that are asked for."""
+    try:
+        sizes = measure(config, load_config(config.policy.model), batch, prompt, on_gpu=hardware.on_gpu)
+    except NeedsData:
+        if hardware.on_gpu and config.rollout.keep_cache == "on":
+            raise UserError(
+                "rollout.keep_cache on needs a plan of memory, and the code of policy.model"
+                f" {config.policy.model} cannot run without data: set it to auto"
+            ) from None
+        return None
+    has_critic = config.grpo.baseline == "critic"
+    critic = count_parameters(config.critic.as_policy(config.policy).model) if has_critic else 0
+    teacher = parameters_of(config.teacher.model) if config.teacher.model else 0
+    others = [*(guest.model for guest in config.rollout.guests), config.rollout.user_model]
+    guests = sum(parameters_of(name) for name in others if name is not None)
+    return Plan(config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, critic, teacher, guests)
+
+
+@dataclass
+class Plan:
+    """Memory of one rank by part and phase."""
+
+    config: TrainConfig
+    sizes: Sizes
+    """Of the model."""
+    batch: BatchPlan
+    prompt: int
+    """Tokens of the longest prompt."""
+    hardware: Hardware
+    models: Sequence[RewardModel] = ()
+    """Reward models, not loaded yet. Their weights are counted, their activations are not."""
+    held_out: int = 0
+    """Completions of an evaluation, over all ranks."""
+    held_out_longest: int = 0
+    """Tokens of the longest prompt of an evaluation with its completion."""
+    critic: int = 0
+    """Parameters of the critic. Its activations are not counted: it runs when those of the policy are gone, and without
+    an LM head."""
+    teacher: int = 0
+    """Parameters of a teacher that is a model of its own. Its forward keeps nothing, as that of the reference."""
+    guests: int = 0
+    """Parameters of the models that are guests, or of the one that plays the user. What they need to decode is not
+    counted: that of guests is gone before the policy decodes, and a user's is little beside the policy's."""
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.gpu, self.stage, self.ranks = self.hardware.on_gpu, config.engine.zero_stage, self.batch.world_size
+        self.dtype = 2 if config.policy.dtype == "bfloat16" else 4
+        self.n, self.t = self.sizes.parameters, self.sizes.trained
+        # Elements that this rank's optimizer steps.
+        self.owned = -(-self.t // self.ranks) if self.stage else self.t
+        self.sharded = self.stage == 3 and self.ranks > 1
+        zero = config.engine.deepspeed.get("zero_optimization", {})
+        self.bucket = int(float(zero.get("reduce_bucket_size", _BUCKET)))
+        self.offloads = config.engine.offload_optimizer
+        self.rows = self.batch.prompts_per_rank * config.rollout.num_generations
+        self.process = Part("runtime", self.hardware.process_bytes + PROCESS_GROWTH_BYTES)
+        self.export = Part("copy to write", self.dtype * self.n)
+        self.slots = min(config.rollout.max_slots, self.rows)
+        self.longest = config.rollout.longest(self.prompt)
+        # The cache is that of rollouts and evaluations.
+        self.longest_cached = max(self.longest, self.held_out_longest)
+        page = PAGE["cuda" if self.gpu else "cpu"]
+        self.pages, self.bytes_of_page = -(-self.longest_cached // page), page * self.sizes.token_bytes
+        # Evaluations use the slots that are kept too.
+        self.kept_slots = min(config.rollout.max_slots, max(self.rows, -(-self.held_out // self.ranks)))
+        wish = config.rollout.keep_cache if config.rollout.decoder == "paged" else "off"
+        self.keeps = self.gpu and wish != "off"
+        """Whether the memory of decoding stays on the GPU while the policy trains."""
+        if self.keeps and wish == "auto":
+            self.keeps = self.peak.bytes <= KEPT_BELOW * self.hardware.device_bytes
+
+    def workspace(self) -> Workspace | None:
+        """Memory of decoding for the whole run; None where it is given back after each rollout."""
+        return Workspace(self.kept_slots, self.longest_cached) if self.keeps else None
+
+    @property
+    def peak(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.bytes)
+
+    @property
+    def measurable(self) -> int:
+        """The peak as a run measures it: resident memory on a CPU; on a GPU what torch allocates for tensors."""
+        unseen = _NOT_OF_TENSORS if self.gpu else ()
+        return max(sum(part.bytes for part in phase.parts if part.name not in unseen) for phase in self.phases)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the longest length that the cache holds at once."""
+        cache = next(part for phase in self.phases for part in phase.parts if part.name == "keys and values")
+        return min(self.laid_out, max(1, (cache.bytes // self.bytes_of_page - 2) // (self.pages + 1)))
+
+    def __str__(self) -> str:
+        parts = sorted(self.peak.parts, key=lambda part: -part.bytes)[:3]
+        largest = ", ".join(f"{gib(part.bytes)} {part.name}" for part in parts)
+        free = gib(self.hardware.device_bytes)
+        kept = ", the cache stays during training" if self.keeps else ""
+        return f"about {gib(self.peak.bytes)} GiB a rank ({self.peak.name}: {largest}, ...), {free} GiB are free{kept}"
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases of a step after the first, when all optimizer states exist, and the export.
+
+        The reference's and the sampler's scoring passes keep nothing for backward: they need less than the loss.
+        """
+        kept = [self.gathered(), self.graphs(), self.cache()] if self.keeps else []
+        fixed, micro = [*self.fixed(), *kept], self.sizes.training
+        gradients, reduction = self.gradients(), self.reduction()
+        activations = Part("activations", int((1 if self.gpu else _CPU_HEAP) * micro.kept), _MICRO_BATCH)
+        freed = [] if self.gpu else [activations]
+        # ZeRO-3 keeps its buffers of gradients from step to step.
+        gathered = [*fixed, *freed, *([gradients] if self.stage == 3 else []), *([] if kept else [self.gathered()])]
+        generating = gathered if kept else [*gathered, self.graphs()]
+        if not kept:
+            generating.append(self.cache(sum(part.bytes for part in self.held(generating))))
+        # ZeRO-3 holds at most so many elements whole on a rank, or all of a small model.
+        fetched = self.dtype * min(self.n, _MAX_LIVE) if self.sharded else 0
+        training = [*fixed, gradients, Part("fetched weights", fetched, _FETCHED), activations]
+        updating = [*fixed, *freed, gradients]
+        layer = max(micro.layers, reduction.bytes) if self.t > self.bucket else micro.layers
+        named = {
+            "generation": [*generating, self.decoding()],
+            "loss": [*training, Part("LM head", micro.head)],
+            "backward": [*training, Part("one layer", layer, _MICRO_BATCH)],
+            "reduction": [*updating, reduction],
+            "optimizer step": [*updating, self.stepping()],
+            # A GPU's weights are copied to the host and written from there.
+            "export": [*gathered, *([] if self.gpu else [self.export])],
+        }
+        return tuple(Phase(name, tuple(p for p in self.held(parts) if p.bytes)) for name, parts in named.items())
+
+    @property
+    def host(self) -> Phase:
+        """Host memory of a rank with a GPU."""
+        states = self.states() if self.offloads else []
+        critic = self.critic_part(on_host=True)
+        parts = [self.process, self.reward_models(on_host=True), self.reference(), self.average(), critic, *states]
+        parts += [self.teacher_part(on_host=True), self.export]
+        return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
+
+    def fixed(self) -> list[Part]:
+        """What is on the device all the time."""
+        shards = self.ranks if self.stage == 3 else 1
+        parts = [Part("weights", self.dtype * self.n // shards, _SHARDS), self.reward_models(on_host=False)]
+        parts += [self.critic_part(on_host=False), self.teacher_part(on_host=False)]
+        who = "user_model" if self.config.rollout.user_model else "guests"
+        parts += [Part(who.removesuffix("_model"), self.dtype * self.guests, f"rollout.{who}")]
+        if self.gpu:
+            runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
+            return [*runtime, *parts, *([] if self.offloads else self.states())]
+        on_host = [self.reward_models(on_host=True), self.critic_part(on_host=True), self.teacher_part(on_host=True)]
+        return [self.process, *parts, *on_host, *self.states(), self.reference(), self.average()]
+
+    def held(self, parts: list[Part]) -> list[Part]:
+        """The parts, and on a GPU what torch's allocator holds beside them."""
+        # The cache is allocated at once, from memory that is free.
+        tensors = sum(part.bytes for part in parts if part.name not in (*_NOT_OF_TENSORS, "keys and values"))
+        return [*parts, Part("allocator", int(_FRAGMENTS * tensors) if self.gpu else 0)]
+
+    def reward_models(self, on_host: bool) -> Part:
+        """Weights of the reward models that are to be on the host, or on the device."""
+        weights = sum(model.bytes_of(self.ranks) for model in self.models if model.on_host == on_host)
+        return Part("reward models", weights, "rewards: kwargs zero_stage 3 or dtype")
+
+    def states(self) -> list[Part]:
+        """Adam's states; with offloading also the gradients that it reads, and what is copied back."""
+        # Stages 1 and 2 clone their partition in any type, 0 has no masters, and 3 steps float32 weights in place.
+        masters = 4 if self.stage in (1, 2) or (self.stage == 3 and (self.dtype == 2 or self.offloads)) else 0
+        offloaded = {0: 0, 1: 4 + self.dtype, 2: 4 + self.dtype, 3: 8}[self.stage] if self.offloads else 0
+        return [
+            Part("float32 masters", masters * self.owned, _STATES),
+            Part("Adam's moments", 8 * self.owned, _STATES),
+            Part("offloaded gradients", offloaded * self.owned, _SHARDS),
+        ]
+
+    def gradients(self) -> Part:
+        """What exists from the first backward to the optimizer step."""
+        # torch.empty of the whole bucket: on a CPU, pages that are never written to take no memory.
+        bucket = self.bucket if self.gpu else min(self.t, self.bucket)
+        # Stage 0 has no bucket; stage 1 reduces what it has added up in float32.
+        staged = bucket * {0: 0, 1: 4}.get(self.stage, self.dtype)
+        return Part("gradients", staged + (0 if self.offloads else 4 * self.owned), f"{_SHARDS}, {_BUCKETS}")
+
+    def reduction(self) -> Part:
+        """Copies while a bucket is reduced: stage 3 lays the shards of all ranks side by side."""
+        elements = min(self.t, self.bucket)
+        copies = self.dtype * elements if self.stage in (1, 3) else 0
+        # Stage 3 sums bfloat16 and keeps float32.
+        own = 4 * elements // self.ranks if self.stage == 3 and self.dtype == 2 else 0
+        return Part("reduction", copies + own, _BUCKETS)
+
+    def gathered(self) -> Part:
+        """Whole weights for generation; adapters are merged into a copy."""
+        if not (self.sharded or self.config.lora.rank):
+            return Part("gathered weights", 0)
+        return Part("gathered weights", self.dtype * self.n)
+
+    def reference(self) -> Part:
+        """The reference in host memory, sharded over the ranks; with adapters it is the model without them."""
+        loaded = self.config.grpo.beta and not self.config.lora.rank
+        return Part("reference", self.dtype * self.n // self.ranks if loaded else 0, "grpo.beta 0, more ranks")
+
+    def critic_part(self, on_host: bool) -> Part:
+        """What the critic holds from step to step: weights and gradients on the device, and where it offloads the
+        optimizer, that on the host."""
+        remedy = "critic.zero_stage, critic.offload_optimizer, more ranks"
+        if not self.critic:
+            return Part("critic", 0)
+        config = replace(
+            self.config,
+            policy=self.config.critic.as_policy(self.config.policy),
+            engine=self.config.critic.as_engine(self.config.engine),
+            lora=LoraConfig(),
+            # A plan of the critic as if it were a policy; none of its rollouts is looked at.
+            rollout=replace(self.config.rollout, num_generations=2, keep_cache="off"),
+            grpo=GrpoConfig(),
+            critic=CriticConfig(),
+        )
+        sizes = replace(self.sizes, parameters=self.critic, trained=self.critic)
+        own = Plan(config, sizes, self.batch, self.prompt, self.hardware)
+        states, shards = sum(part.bytes for part in own.states()), own.ranks if own.stage == 3 else 1
+        held = own.dtype * own.n // shards + own.gradients().bytes + (0 if own.offloads else states)
+        return Part("critic", (states if own.offloads else 0) if on_host else held, remedy)
+
+    def teacher_part(self, on_host: bool) -> Part:
+        """The teacher's weights, sharded; and on the host, where it is in the loss, what it says of the vocabulary at
+        every token of a rollout: float32, and with top_k also the tokens."""
+        settings, places = self.config.teacher, self.rows * self.config.rollout.max_completion_tokens
+        weights = self.dtype * self.teacher // self.ranks if settings.offload == on_host else 0
+        said = places * (8 * settings.top_k or 4 * self.sizes.vocabulary) if settings.keeps_vocabulary else 0
+        return Part("teacher", weights + (said if on_host else 0), "teacher.top_k, teacher.offload, more ranks")
+
+    def average(self) -> Part:
+        """The moving average of the weights in host memory."""
+        decay = self.config.policy.ema_decay
+        return Part("moving average", 0 if decay is None else 4 * self.owned, "policy.ema_decay null, more ranks")
+
+    @property
+    def laid_out(self) -> int:
+        """Sequences for which decoding has memory."""
+        return self.kept_slots if self.keeps else self.slots
+
+    def graphs(self) -> Part:
+        """The captured forwards, and in their pool the logits of each and the temporaries of the largest."""
+        captured = sizes_up_to(self.laid_out)
+        pool = (2 * self.laid_out + sum(captured[1:])) * self.sizes.vocabulary * self.dtype
+        return Part("CUDA graphs", pool + len(captured) * _GRAPH_BYTES if self.gpu else 0, "rollout.max_slots")
+
+    def cache(self, used: int = 0) -> Part:
+        """Pages that the longest completions of all slots fill; where the cache is not kept, no more than what is left
+        for them beside the bytes `used`."""
+        rollout = self.config.rollout
+        needed = (self.laid_out * (self.pages + 1) + 2) * self.bytes_of_page
+        least = (self.pages + 3) * self.bytes_of_page
+        if rollout.cache_gb is not None:
+            needed = least = min(needed, int(rollout.cache_gb * 2**30))
+        if self.keeps:
+            return Part("keys and values", needed, "rollout.keep_cache off, rollout.cache_gb, rollout.max_slots")
+        if self.gpu and rollout.cache_gb is None:
+            needed = min(needed, max(least, int(0.9 * (self.hardware.device_bytes - used))))
+        return Part("keys and values", needed, "rollout.cache_gb, rollout.max_slots", min(least, needed))
+
+    def choosing(self) -> int:
+        """Bytes for choosing a token of every slot: its logits, and in torch their weights and sums, with filters those
+        of the sorted ones too (measured). Kernels need the logits alone: on a GPU, and in float32 without filters."""
+        rollout = self.config.rollout
+        filters = rollout.top_k or rollout.top_p < 1
+        in_torch = 60 if filters else 24 if self.dtype == 2 or rollout.min_p else 0
+        return self.laid_out * self.sizes.vocabulary * (self.dtype + (0 if self.gpu else in_torch))
+
+    def decoding(self) -> Part:
+        """The larger of a prefill and of a decode step, which runs once before it is captured."""
+        largest = max(self.sizes.prefill, self.choosing())
+        return Part("decoding", largest, "rollout.max_slots, rollout.prefill_tokens")
+
+    def stepping(self) -> Part:
+        """Gradients in one float32 tensor, and the temporaries of Adam."""
+        # Stages 1 and 2 have already added up bfloat16 gradients in one float32 tensor.
+        whole = min(self.t, self.bucket) if self.stage == 0 else self.owned
+        flat = 0 if self.stage in (1, 2) and self.dtype == 2 else 4 * whole
+        # torch takes all tensors together on a GPU, and on a CPU one after the other, with two temporaries.
+        tensor = self.owned if self.gpu or self.stage else self.sizes.largest
+        adam = 0 if self.config.engine.adam == "deepspeed" else (4 if self.gpu else 8) * tensor
+        return Part("step", 0 if self.gpu and self.offloads else flat + adam, _SHARDS)
+
+
+def shortage(plan: Plan) -> str | None:
+    """A warning where a run needs more memory than is free; None where it fits. Where it clearly does not, raises
+    UserError, which names the largest parts and the settings that shrink them."""
+    worst, hardware = max(plan.phases, key=lambda phase: phase.least), plan.hardware
+    device = (worst, hardware.device_bytes, "the GPU" if plan.gpu else "the host")
+    for phase, free, where in (device, (plan.host, hardware.host_bytes, "the host")):
+        if phase.least <= free:
+            continue
+        largest = sorted((p for p in phase.parts if p.remedy), key=lambda part: -part.bytes)[:3]
+        remedies = dict.fromkeys(setting for part in largest for setting in part.remedy.split(", "))
+        message = (
+            f"{phase.name} needs {gib(phase.least)} GiB a rank and {gib(free)} are free on {where}:"
+            f" {', '.join(f'{gib(part.bytes)} of {part.name}' for part in largest or phase.parts)};"
+            f" change {', '.join(remedies) or 'the machine'}"
+        )
+        if phase.least > REFUSED_ABOVE * free:
+            raise UserError(f"the run does not fit: {message}")
+        return message
+    return None
+
+
+def gib(bytes_: int) -> str:
+    """Bytes in GiB, with three digits."""
+    return f"{bytes_ / 2**30:.1f}" if bytes_ >= 2**30 else f"{bytes_ / 2**30:.2f}"

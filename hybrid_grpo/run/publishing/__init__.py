@@ -1,0 +1,1 @@
+"""A model's repository: its card, its curves."""

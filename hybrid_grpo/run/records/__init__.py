@@ -1,0 +1,1 @@
+"""What a run writes for those who watch it: metrics, rollouts, details, events, traces."""

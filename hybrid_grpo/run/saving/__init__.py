@@ -1,0 +1,1 @@
+"""Checkpoints, exported models, and the space that they take."""

@@ -1,0 +1,69 @@
+"""The best evaluation of a run, whose weights are kept in `model_best/`, and when to stop because none is better.
+
+What is best is written with the weights themselves. So it is known however the run ended and wherever it goes on from,
+and it is never said of other weights.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from hybrid_grpo.config import EvalConfig
+from hybrid_grpo.distributed import all_gather_objects
+from hybrid_grpo.policy import TrainedModel
+from hybrid_grpo.run.saving.exporting import export, exported
+from hybrid_grpo.run.writing import WriteFailed
+
+FOLDER = "model_best"
+
+
+class Best:
+    """The best evaluation by `eval.best` in the folder of a run; without that setting there is none. Collective.
+
+    `lines` are those of metrics.jsonl up to where the run goes on.
+    """
+
+    def __init__(self, config: EvalConfig | None, folder: Path, lines: Iterable[str] = ()) -> None:
+        self._metric, self._patience = (config.best, config.patience) if config else (None, None)
+        self._model = folder / FOLDER
+        facts = all_gather_objects(exported(self._model))[0] if self._metric else {}
+        self._step = int(facts["step"]) if self._metric in facts else -1
+        self._value = facts.get(self._metric or "", -math.inf)
+        self._since = 0
+        """Evaluations after the best one."""
+        self.remember(lines)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether `eval.patience` evaluations were not better."""
+        return self._patience is not None and self._since >= self._patience
+
+    @property
+    def models(self) -> int:
+        """How many models the run writes."""
+        return 1 if self._metric is None else 2
+
+    def remember(self, lines: Iterable[str]) -> None:
+        """Count the evaluations after the best one in these lines of metrics.jsonl, and no others."""
+        later = (line for line in map(json.loads, lines) if line["step"] > self._step >= 0)
+        self._since = sum(line.get(self._metric) is not None for line in later)
+
+    def take(self, policy: TrainedModel, step: int, values: dict[str, float]) -> str:
+        """Look at the numbers of a step, and keep the weights where they are the best so far; returns a warning where
+        they cannot be written. Collective."""
+        value = values.get(self._metric or "", math.nan)
+        if self._metric is None or math.isnan(value):
+            return ""
+        if value > self._value:
+            try:
+                export(policy, self._model, {"step": step, self._metric: value})
+            except WriteFailed as failure:
+                return f"WARNING: {self._model} could not be written: {failure}; the run goes on without it"
+            self._step, self._value, self._since = step, value, 0
+        elif step > self._step:
+            self._since += 1
+        return ""
+
+    def __str__(self) -> str:
+        return f"{self._metric} {self._value:.3f} at step {self._step}, {self._model}"

@@ -1,0 +1,204 @@
+"""Checkpoints of a run, which are whole or absent.
+
+Every rank writes into a draft. When all files are on the disk, rank 0 adds the manifest, and one rename makes the
+checkpoint visible. The oldest are removed after that. The folder must be on storage that all ranks share.
+"""
+
+import math
+import pickle
+import re
+import secrets
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybrid_grpo.distributed import all_gather_objects, barrier, rank, world_size
+from hybrid_grpo.engine import Engine
+from hybrid_grpo.model.tensor_files import foreign_types
+from hybrid_grpo.run.files import replace_text, sync
+from hybrid_grpo.run.saving.manifest import Damaged, Manifest, measure, owner
+from hybrid_grpo.run.writing import WriteFailed, write_together
+
+_TAG = re.compile(r"step_\d{6,}")
+_DRAFT = ".draft_"
+
+
+class Shards(Protocol):
+    """Tensors that are not the engine's; every rank writes and reads its own part of them."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was found whole."""
+
+    folder: Path
+    manifest: Manifest
+
+
+class Checkpoints:
+    """The folder `checkpoints/` of a run.
+
+    Args:
+        folder: that folder.
+        keep: how many of the newest checkpoints are kept.
+        settings: what the run is, by dotted names; for the manifests.
+    """
+
+    def __init__(self, folder: Path, keep: int, settings: dict[str, Any] | None = None) -> None:
+        self.folder = folder
+        self.keep = keep
+        self._settings = settings or {}
+        self._verified_run = ""
+        """Identity of the run by its own checkpoints, should the file be gone."""
+
+    def tags(self) -> list[str]:
+        """Names of all checkpoints, whole or not, the newest first."""
+        found = [path.name for path in self.folder.glob("step_*") if _TAG.fullmatch(path.name)]
+        return sorted(found, key=_step, reverse=True)
+
+    def newest_whole(self, before: float = math.inf) -> tuple[Checkpoint | None, list[str]]:
+        """The newest checkpoint of a step before `before` that is whole, if there is one, and what is wrong with newer
+        ones. Collective."""
+        passed_over: list[str] = []
+        for tag in all_gather_objects([tag for tag in self.tags() if _step(tag) < before])[0]:
+            try:
+                return self.verify(self.folder / tag), passed_over
+            except Damaged as damage:
+                passed_over.append(f"{tag}: {damage}")
+        return None, passed_over
+
+    def verify(self, folder: Path) -> Checkpoint:
+        """The checkpoint in `folder`; raises Damaged on all ranks where it is not whole. Nothing in it is loaded.
+        Collective; every rank reads the files that it wrote."""
+        manifest, verdict, is_own = None, None, folder.parent == self.folder
+        try:
+            manifest = Manifest.read(folder)
+            if is_own and manifest.run != (self._run() or manifest.run):
+                raise Damaged("it belongs to another run")
+            for path in manifest.check(folder, rank(), world_size()):
+                _refuse_code(path)
+        except Damaged as damage:
+            verdict = str(damage)
+        for said in all_gather_objects(verdict):
+            if said is not None:
+                raise Damaged(said)
+        assert manifest is not None
+        if is_own:
+            self._verified_run = manifest.run
+        return Checkpoint(folder, manifest)
+
+    def save(self, engine: Engine, step: int, state: dict[str, Any], shards: Sequence[Shards] = ()) -> None:
+        """Write the checkpoint of `step`; `state` and `shards` are this rank's own.
+
+        Raises WriteFailed on all ranks where it cannot be written; the checkpoints before it then are as they were.
+        Collective.
+        """
+        tag = f"step_{step:06d}"
+        draft = self.folder / f"{_DRAFT}{tag}"
+
+        def begin() -> str:
+            if rank() != 0:
+                return ""
+            self._clear_drafts()
+            draft.mkdir(parents=True)
+            if not self._run():
+                replace_text(self.folder / "run_id", self._verified_run or secrets.token_hex(8))
+            return self._run()
+
+        def write() -> None:
+            # One key for our state: the engine stores its own keys beside it.
+            engine.save(self.folder, draft.name, {"hybrid_grpo": {"step": step, **state}})
+            for part in shards:
+                part.save(draft)
+
+        def measured() -> dict[str, list[int]]:
+            names = (str(path.relative_to(draft)) for path in sorted(draft.rglob("*")) if path.is_file())
+            own = [name for name in names if owner(name) % world_size() == rank()]
+            for name in own:
+                sync(draft / name)
+            return {name: measure(draft / name) for name in own}
+
+        def publish() -> None:
+            if rank() == 0:
+                settings, files = self._settings, {name: facts for part in written for name, facts in part.items()}
+                Manifest(run, step, world_size(), engine.stage, settings, files).write(draft)
+                # Every rank has synced its files; what is left are their names.
+                for path in [*draft.rglob("*"), draft]:
+                    if path.is_dir():
+                        sync(path)
+                self._remove(tag)
+                draft.rename(self.folder / tag)
+                sync(self.folder)
+
+        try:
+            run = write_together(begin, self.folder)[0]
+            write_together(write, self.folder)
+            # Every rank has written, so that all names are there.
+            written = write_together(measured, self.folder)
+            write_together(publish, self.folder)
+        except WriteFailed as failure:
+            if rank() == 0:
+                self._clear_drafts()
+            barrier()
+            raise WriteFailed(f"checkpoint {self.folder / tag} could not be written: {failure}") from failure
+        if rank() == 0:
+            # Later ones are of a run that this one has left behind.
+            kept = [old for old in self.tags() if _step(old) <= step][: self.keep]
+            for old in set(self.tags()) - set(kept):
+                self._remove(old)
+            self._clear_drafts()
+        barrier()
+
+    def load(self, engine: Engine, checkpoint: Checkpoint, shards: Sequence[Shards] = ()) -> dict[str, Any]:
+        """Restore a checkpoint that was found whole; returns this rank's state. Collective."""
+        folder = checkpoint.folder
+        state = dict(engine.load(folder.parent, folder.name)["hybrid_grpo"])
+        for part in shards:
+            part.load(folder)
+        return state
+
+    def forget_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps. Collective."""
+        if rank() == 0:
+            for tag in self.tags():
+                if _step(tag) > step:
+                    self._remove(tag)
+            self._clear_drafts()
+        barrier()
+
+    def _run(self) -> str:
+        """Identity of the run; empty where there is none yet, or its file is damaged."""
+        path = self.folder / "run_id"
+        text = path.read_text(errors="replace") if path.is_file() else ""
+        return text if re.fullmatch("[0-9a-f]{16}", text) else ""
+
+    def _remove(self, tag: str) -> None:
+        """Take a checkpoint away at once: a folder that a crash leaves half removed must not look like one."""
+        if (self.folder / tag).exists():
+            (self.folder / tag).rename(self.folder / f"{_DRAFT}removed_{tag}")
+
+    def _clear_drafts(self) -> None:
+        for path in self.folder.glob(f"{_DRAFT}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _step(tag: str) -> int:
+    return int(tag.removeprefix("step_"))
+
+
+def _refuse_code(path: Path) -> None:
+    """Raise Damaged where a file holds more than data, which could run code when it is loaded."""
+    if path.suffix != ".pt":
+        return
+    try:
+        foreign = foreign_types(path)
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise Damaged(f"{path.name} is not a file of torch.save") from error
+    if foreign:
+        raise Damaged(f"{path.name} holds {', '.join(foreign)}, which is code and not data: it is not loaded")

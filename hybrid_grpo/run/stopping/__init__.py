@@ -1,0 +1,1 @@
+"""How a run ends when it is asked to, and when it cannot go on."""

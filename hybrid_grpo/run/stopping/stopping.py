@@ -1,0 +1,85 @@
+"""Stopping a run so that nothing is lost: who asks for it, and where all ranks agree on it.
+
+Signals and the watcher (watcher.py) only ask one rank. Ranks ask each other at stop points, between the stages of a
+step, and while they sample each one looks for itself after every decode step. So all leave at the same place, and none
+waits for another that has left.
+"""
+
+import signal
+import threading
+import time
+
+import torch
+
+from hybrid_grpo.config import RunConfig
+from hybrid_grpo.config.errors import RunInterrupted
+from hybrid_grpo.config.fields import duration_seconds
+from hybrid_grpo.distributed import all_reduce
+from hybrid_grpo.run.stopping.board import LAUNCHER_GONE, TIME_OVER, Board, this_board
+
+_ABANDONED_AT = ("scoring", "old_logp", "update")
+"""Stages before which a step can be abandoned: until then it has changed nothing but what is saved before it."""
+
+
+class Progress:
+    """Where this rank is in its run, and whether it shall stop.
+
+    Args:
+        config: when the run stops by itself, and its limits; None: nobody watches and nobody asks.
+        device: where ranks exchange a number.
+    """
+
+    def __init__(self, config: RunConfig | None = None, device: torch.device | None = None) -> None:
+        self._board = Board() if config is None else this_board()
+        self._device = device
+        self._step = 0
+        self._limit_s = self._start = float("inf")
+        self._watched = config is not None
+        if config is None:
+            return
+        mine = self._board.mine
+        mine.grace_s, mine.stall_s = config.grace_s, config.stall_minutes * 60
+        self._limit_s = duration_seconds(config.stop_after) if config.stop_after else float("inf")
+        self._start = mine.started or time.monotonic()
+        if mine.watcher:
+            # All ranks of the machine share the memory by now; the file would outlive watchers that are killed.
+            self._board.forget_file()
+            return
+        mine.asked = mine.cause = 0
+        if threading.current_thread() is threading.main_thread():
+            self._board.listen([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+
+    def enter(self, stage: str, step: int | None = None) -> None:
+        """Note the stage that begins, and the step (default: as before). Before scoring and training this is a stop
+        point: collective, raises RunInterrupted on all ranks alike."""
+        self._step = self._step if step is None else step
+        self._board.enter(stage, self._step)
+        if stage in _ABANDONED_AT and self.stops():
+            raise RunInterrupted("stopped")
+
+    def beat(self) -> None:
+        """Note a sign of life."""
+        self._board.beat()
+
+    def look(self) -> None:
+        """Note a sign of life; raises RunInterrupted on this rank alone if it was asked to stop."""
+        self._board.beat()
+        if self.asked():
+            raise RunInterrupted("stopped")
+
+    def stops(self) -> bool:
+        """Whether any rank was asked to stop. Collective."""
+        asked = torch.tensor(int(self.asked()), device=self._device)
+        return self._watched and bool(all_reduce(asked, "max"))
+
+    def why(self) -> str:
+        """Why the run stops. Collective."""
+        cause = int(all_reduce(torch.tensor(self._board.mine.cause, device=self._device), "max"))
+        named = {LAUNCHER_GONE: "the launcher has ended", TIME_OVER: "run.stop_after is over"}
+        return named.get(cause) or signal.Signals(cause).name
+
+    def asked(self) -> bool:
+        """Whether this rank was asked to stop."""
+        if time.monotonic() > self._start + self._limit_s:
+            self._board.ask(TIME_OVER)
+        return bool(self._board.mine.asked)

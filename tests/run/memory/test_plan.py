@@ -1,0 +1,469 @@
+"""The plan against counts by hand, its refusals, and its command."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import forks
+import pytest
+import torch
+from launching import make_task
+from tiny_models import tiny_config
+from transformers import Qwen2Config
+
+from hybrid_grpo.commands.plan import lines, step_seconds
+from hybrid_grpo.config import (
+    CriticConfig,
+    EngineConfig,
+    GrpoConfig,
+    LoraConfig,
+    PolicyConfig,
+    RolloutConfig,
+    TeacherConfig,
+    TrainConfig,
+)
+from hybrid_grpo.config.checks import batch_plan
+from hybrid_grpo.config.commands import PlanOptionsConfig
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.batch import MicroBatch
+from hybrid_grpo.data.packing import pack
+from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.logprobs import TILE_COLUMNS, LogprobModel
+from hybrid_grpo.run.memory import hardware as hardware_module
+from hybrid_grpo.run.memory import plan as plans
+from hybrid_grpo.run.memory.dry_run import DryRun, Footprint, NeedsData, Sizes, largest_micro_batch, measure
+from hybrid_grpo.run.memory.hardware import CUDA_CONTEXT_BYTES, GPUS, Hardware, host_free_bytes, of_device, of_table
+from hybrid_grpo.run.memory.plan import NCCL_BYTES, Plan, shortage
+
+N = 494_032_768
+"""Parameters of Qwen2-0.5B: 151,936 x 896 of the tied embedding and 24 layers of 14,912,384, and the last norm."""
+SIZES = Sizes(
+    parameters=N,
+    trained=N,
+    largest=151_936 * 896,
+    active=N,
+    vocabulary=151_936,
+    token_bytes=24 * 2 * 128 * 2,
+    training=Footprint(kept=800, head=300, layers=200),
+    prefill=100,
+)
+GPU = Hardware("gpu", True, 80 << 30, 256 << 30, 1 << 30, 1e14, 1e12)
+CPU = Hardware("cpu", False, 64 << 30, 64 << 30, 1 << 30, 1e11, 1e10)
+
+
+def parts(config: TrainConfig, ranks: int, hardware: Hardware = GPU, sizes: Sizes = SIZES) -> dict[str, dict[str, int]]:
+    """Bytes by phase and part, prompts of 512 tokens."""
+    made = Plan(config, sizes, batch_plan(config, ranks), 512, hardware)
+    return {phase.name: {part.name: part.bytes for part in phase.parts} for phase in made.phases}
+
+
+def recipe(stage: int = 3, dtype: str = "bfloat16", **sections) -> TrainConfig:
+    return TrainConfig(policy=PolicyConfig(dtype=dtype), engine=EngineConfig(zero_stage=stage), **sections)
+
+
+def test_states_of_qwen2_0_5b_by_stage():
+    for stage, ranks, weights, masters, moments in [
+        (3, 1, 2 * N, 4 * N, 8 * N),
+        (3, 8, 2 * N // 8, 4 * N // 8, 8 * N // 8),
+        (2, 8, 2 * N, 4 * N // 8, 8 * N // 8),
+        (1, 8, 2 * N, 4 * N // 8, 8 * N // 8),
+    ]:
+        seen = parts(recipe(stage), ranks)["optimizer step"]
+        assert (seen["weights"], seen["float32 masters"], seen["Adam's moments"]) == (weights, masters, moments), stage
+        assert seen["runtime"] == CUDA_CONTEXT_BYTES
+    plain = parts(recipe(0, "float32"), 1)["optimizer step"]
+    assert "float32 masters" not in plain
+    assert (plain["weights"], plain["gradients"], plain["Adam's moments"]) == (4 * N, 4 * N, 8 * N)
+
+
+def test_gradients_are_a_shard_and_a_bucket():
+    bucket = 500_000_000
+    assert parts(recipe(3), 8)["loss"]["gradients"] == 2 * bucket + 4 * N // 8
+    assert parts(recipe(1), 8)["loss"]["gradients"] == 4 * bucket + 4 * N // 8
+    small = recipe(3)
+    small = replace(small, engine=EngineConfig(deepspeed={"zero_optimization": {"reduce_bucket_size": 5e7}}))
+    assert parts(small, 8)["loss"]["gradients"] == 2 * 50_000_000 + 4 * N // 8
+    # A CPU gives memory to what is written to, and the bucket is larger than the model.
+    assert parts(recipe(3), 1, CPU)["loss"]["gradients"] == 2 * N + 4 * N
+
+
+def test_the_gather_is_free_on_one_rank_and_below_stage_3():
+    assert "gathered weights" not in parts(recipe(3), 1)["generation"]
+    assert "gathered weights" not in parts(recipe(2), 8)["generation"]
+    assert parts(recipe(3), 8)["generation"]["gathered weights"] == 2 * N
+    adapted = recipe(2, lora=LoraConfig(rank=8))
+    assert parts(adapted, 8)["generation"]["gathered weights"] == 2 * N
+
+
+def test_the_cache_is_what_slots_or_settings_or_memory_allow():
+    token = SIZES.token_bytes
+    rollout = RolloutConfig(prompts_per_step=4, num_generations=8, max_completion_tokens=512)
+    # 32 sequences of 1,024 tokens fill four pages of 256, and have one to grow into.
+    assert parts(recipe(rollout=rollout), 1)["generation"]["keys and values"] == (32 * 5 + 2) * 256 * token
+    few = replace(rollout, max_slots=4)
+    assert parts(recipe(rollout=few), 1)["generation"]["keys and values"] == (4 * 5 + 2) * 256 * token
+    bound = replace(rollout, cache_gb=0.25)
+    assert parts(recipe(rollout=bound), 1)["generation"]["keys and values"] == 1 << 28
+    # Pages of 32 on a CPU.
+    assert parts(recipe(rollout=rollout), 1, CPU)["generation"]["keys and values"] == (32 * 33 + 2) * 32 * token
+
+
+def test_a_gpu_also_holds_what_is_no_tensor_of_the_model():
+    """Measured memory would be above the plan by a gigabyte or two without these."""
+    rollout = RolloutConfig(prompts_per_step=32, num_generations=8)
+    alone, eight = (parts(recipe(rollout=rollout), ranks) for ranks in (1, 8))
+    assert "NCCL" not in alone["loss"] and eight["loss"]["NCCL"] == NCCL_BYTES
+    # Graphs of 32, 24, 16, 8, 4, 2 and 1 rows, with their logits, and the temporaries of the largest.
+    assert eight["loss"]["CUDA graphs"] == 7 * (16 << 20) + (32 + 87) * 151_936 * 2
+    assert "CUDA graphs" not in parts(recipe(rollout=rollout), 1, CPU)["loss"]
+    for phase in eight.values():
+        others = ("runtime", "NCCL", "allocator", "keys and values")
+        tensors = sum(size for name, size in phase.items() if name not in others)
+        assert phase["allocator"] == pytest.approx(0.05 * tensors, abs=1)
+    made = Plan(recipe(rollout=rollout), SIZES, batch_plan(recipe(rollout=rollout), 8), 512, GPU)
+    largest = max(sum(phase.values()) - sum(phase[name] for name in others[:3]) for phase in eight.values())
+    assert made.measurable == largest, "torch counts its tensors only"
+
+
+def test_sequences_at_once_are_those_that_the_rest_of_the_memory_holds():
+    config = recipe(rollout=RolloutConfig(prompts_per_step=32, num_generations=8, max_completion_tokens=8192))
+    # 8,704 tokens are 34 pages of 256, and one to grow into.
+    page, seen = 256 * SIZES.token_bytes, []
+    for free in (80, 24, 16):
+        made = Plan(config, SIZES, batch_plan(config, 1), 512, replace(GPU, device_bytes=free * 10**9))
+        cache = parts(config, 1, made.hardware)["generation"]["keys and values"]
+        assert (made.sequences * 35 + 2) * page <= cache
+        assert made.sequences == 256 or cache < ((made.sequences + 1) * 35 + 2) * page
+        seen.append(made.sequences)
+    assert seen[0] == 256 > seen[1] > seen[2] > 1
+
+
+def test_every_gpu_of_the_table_can_be_named():
+    for name, (gigabytes, _, _) in GPUS.items():
+        assert PlanOptionsConfig(gpu=name).gpu == name
+        assert of_table(name).device_bytes == gigabytes * 10**9
+    assert {gigabytes for gigabytes, _, _ in GPUS.values()} >= {24, 40, 80, 141}
+
+
+def test_offloaded_states_and_the_reference_are_in_host_memory():
+    config = replace(recipe(grpo=GrpoConfig(beta=0.1)), engine=EngineConfig(offload_optimizer=True))
+    made = Plan(config, SIZES, batch_plan(config, 8), 512, GPU)
+    host = {part.name: part.bytes for part in made.host.parts}
+    owned = N // 8
+    assert host["reference"] == 2 * owned
+    assert (host["float32 masters"], host["Adam's moments"], host["offloaded gradients"]) == (
+        4 * owned,
+        8 * owned,
+        8 * owned,
+    )
+    for phase in made.phases:
+        assert not {"float32 masters", "Adam's moments", "reference"} & {part.name for part in phase.parts}
+    # Of adapters the reference is the model without them.
+    adapted = replace(config, lora=LoraConfig(rank=8))
+    assert "reference" not in {part.name for part in Plan(adapted, SIZES, batch_plan(adapted, 8), 512, GPU).host.parts}
+
+
+def test_a_critic_is_a_second_model_with_an_engine_of_its_own():
+    count, bucket = 400_000_000, 500_000_000
+
+    def critic(**settings) -> tuple[int, int]:
+        """Bytes on the device and on its host, with 8 ranks."""
+        config = recipe(3, grpo=GrpoConfig(baseline="critic"), critic=CriticConfig(**settings))
+        made = Plan(config, SIZES, batch_plan(config, 8), 512, GPU, critic=count)
+        on_device, on_host = (
+            sum(part.bytes for part in phase.parts if part.name == "critic") for phase in (made.phases[0], made.host)
+        )
+        assert step_seconds(made)["critic"] == pytest.approx(4 / 3 * count / N * step_seconds(made)["training"])
+        return on_device, on_host
+
+    # Weights, a bucket of gradients, a shard of them, masters and moments.
+    assert critic() == (2 * count // 8 + 2 * bucket + 4 * count // 8 + 12 * count // 8, 0)
+    assert critic(zero_stage=2) == (2 * count + 2 * bucket + 4 * count // 8 + 12 * count // 8, 0)
+    assert critic(offload_optimizer=True) == (2 * count // 8 + 2 * bucket, (12 + 8) * count // 8)
+    assert "critic" not in parts(recipe(3), 8)["loss"]
+
+
+def test_a_teacher_is_sharded_on_the_host_or_the_device_and_what_it_says_is_on_the_host():
+    count, rollout = 7_000_000_000, RolloutConfig(max_completion_tokens=1000)
+
+    def teacher(weights: int = count, **settings) -> tuple[int, int]:
+        """Bytes on the device and on its host, with 8 ranks of 32 completions."""
+        config = recipe(3, rollout=rollout, teacher=TeacherConfig(**settings))
+        made = Plan(config, SIZES, batch_plan(config, 8), 512, GPU, teacher=weights)
+        training = step_seconds(made)["training"]
+        assert step_seconds(made)["teacher"] == pytest.approx((weights or N) / N * training / 3)
+        on_device, on_host = (
+            sum(part.bytes for part in phase.parts if part.name == "teacher") for phase in (made.phases[0], made.host)
+        )
+        return on_device, on_host
+
+    assert teacher(model="m") == (0, 2 * count // 8)
+    assert teacher(model="m", offload=False) == (2 * count // 8, 0)
+    assert teacher(model="m", into="loss", top_k=64) == (0, 2 * count // 8 + 32 * 1000 * 64 * 8)
+    assert teacher(0, prompt_column="solved", into="loss") == (0, 32 * 1000 * SIZES.vocabulary * 4)
+    assert teacher(0, prompt_column="solved") == (0, 0)
+
+
+def test_every_rank_holds_a_guest_whole():
+    made = Plan(recipe(3), SIZES, batch_plan(recipe(3), 8), 512, GPU, guests=400_000_000)
+    for phase in made.phases:
+        assert sum(part.bytes for part in phase.parts if part.name == "guests") == 2 * 400_000_000
+
+
+@pytest.mark.parametrize(("stage", "owned"), [(0, N), (2, N // 8), (3, N // 8)])
+def test_the_moving_average_is_in_host_memory_as_the_optimizer_is_spread(stage, owned):
+    config = recipe(stage, "float32")
+    config = replace(config, policy=replace(config.policy, ema_decay=0.99))
+    made = Plan(config, SIZES, batch_plan(config, 8), 512, GPU)
+    assert {part.name: part.bytes for part in made.host.parts}["moving average"] == 4 * owned
+    assert "moving average" not in {part.name for phase in made.phases for part in phase.parts}
+    on_cpu = parts(config, 8, CPU)
+    assert all(held["moving average"] == 4 * owned for held in on_cpu.values())
+
+
+def test_activations_take_half_as_much_again_on_a_cpu_and_stay_when_freed():
+    cpu, gpu = parts(recipe(), 1, CPU), parts(recipe(), 1)
+    assert {cpu[phase]["activations"] for phase in cpu} == {1200}, "freed memory stays with the process"
+    assert gpu["loss"]["activations"] == 800 and "activations" not in gpu["generation"]
+
+
+def test_the_export_is_a_copy_in_host_memory():
+    cpu, gpu = parts(recipe(), 1, CPU), parts(recipe(), 1)
+    assert cpu["export"]["copy to write"] == 2 * N and "copy to write" not in gpu["export"]
+    host = {part.name: part.bytes for part in Plan(recipe(), SIZES, batch_plan(recipe(), 1), 512, GPU).host.parts}
+    assert host["copy to write"] == 2 * N, "weights of a GPU are copied to its host"
+
+
+@pytest.mark.parametrize(
+    "budget, share, tokens",
+    [
+        # A group shares its 512: 512 + 8 * 511 are 4,600, one to a micro-batch, or two.
+        (5000, "auto", 4600),
+        (10000, "auto", 9200),
+        # 32 rows of 1,023 are 32,736: in nine parts the largest has four of them.
+        (4096, "off", 4092),
+        (700, "off", 1023),
+        # All at once, and there are no more.
+        (10**6, "off", 32 * 1023),
+    ],
+)
+def test_the_largest_micro_batch(budget, share, tokens):
+    config = TrainConfig(
+        policy=PolicyConfig(micro_batch_tokens=budget, shared_prefix=share),
+        rollout=RolloutConfig(prompts_per_step=4, num_generations=8),
+    )
+    micro = largest_micro_batch(config, batch_plan(config, 1), 512, packs=True, on_gpu=False)
+    assert micro.input_ids_bS.shape == (1, tokens)
+    padded = largest_micro_batch(config, batch_plan(config, 1), 512, packs=False, on_gpu=False)
+    assert padded.input_ids_bS.shape == (min(32, max(1, budget // 1023)), 1023)
+
+
+@pytest.mark.parametrize("on_gpu, rows", [(False, 4), (True, 16)])
+def test_micro_batches_are_smaller_on_a_cpu_where_nothing_is_said(on_gpu, rows):
+    config = TrainConfig(rollout=RolloutConfig(prompts_per_step=4, num_generations=8))
+    micro = largest_micro_batch(config, batch_plan(config, 1), 512, packs=False, on_gpu=on_gpu)
+    assert micro.input_ids_bS.shape == (rows, 1023)
+
+
+def micro_batch(rows: int, tokens: int) -> MicroBatch:
+    """Rows of so many tokens, half of them the prompt's."""
+    prompts = [[row] * (tokens // 2) for row in range(rows)]
+    completions = [[0] * (tokens // 2 + 1)] * rows
+    return pack(prompts, completions, range(rows), 10**6, torch.device("cpu"), share="off")[0]
+
+
+def test_a_dry_run_counts_what_a_real_one_keeps():
+    """Against the tensors that autograd saves in a real forward, each storage once."""
+    config = tiny_config("llama", hidden=64, layers=3)
+    dry = DryRun(config, PolicyConfig(dtype="float32"), LoraConfig())
+    seen = dry.training(micro_batch(2, 48))
+    model = LogprobModel(type(dry.model)._from_config(config, attn_implementation=ATTENTION))
+    storages = {}
+
+    def note(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(*micro_batch(2, 48).inputs, 1.0)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    assert seen.kept == pytest.approx(sum(storages.values()), rel=0.1)
+    checkpointing = PolicyConfig(dtype="float32", gradient_checkpointing=True)
+    checkpointed = DryRun(config, checkpointing, LoraConfig()).training(micro_batch(2, 48))
+    assert checkpointed.kept < 0.4 * seen.kept < checkpointed.kept + checkpointed.layers + seen.kept
+    assert dry.cache_bytes(paged=True) == dry.cache_bytes(paged=False) == 3 * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_a_comparison_with_a_teacher_is_counted(top_k):
+    """What is told at 98 places is there all the time; the head has some tiles, which are of all logits here."""
+    config, settings = tiny_config("llama", hidden=64), (PolicyConfig(dtype="float32"), LoraConfig())
+    plain = DryRun(config, *settings).training(micro_batch(2, 96))
+    taught = DryRun(config, *settings, TeacherConfig(model="m", into="loss", top_k=top_k)).training(micro_batch(2, 96))
+    logits = 98 * 4 * config.vocab_size
+    assert plain.head + logits < taught.head < plain.head + 12 * logits
+    assert taught.kept - plain.kept == (98 * (5 + 4) * 4 if top_k else logits)
+
+
+def test_only_adapters_are_trained_of_an_adapted_model():
+    config = tiny_config("qwen2", hidden=64)
+    train = recipe(lora=LoraConfig(rank=4, target_modules=["q_proj"]))
+    sizes = measure(train, config, batch_plan(train, 1), 16, on_gpu=False)
+    assert sizes.trained == 2 * (4 * 64 + 64 * 4)
+    assert sizes.parameters > 20 * sizes.trained
+
+
+def test_experts_are_counted_as_often_as_a_token_goes_to_them():
+    dry = DryRun(tiny_config("qwen3_moe"), PolicyConfig(dtype="float32"), LoraConfig())
+    whole = sum(p.numel() for name, p in dry.model.named_parameters() if ".experts." in name)
+    rest = sum(p.numel() for name, p in dry.model.named_parameters() if ".experts." not in name)
+    embedding = dry.model.get_input_embeddings().weight.numel()
+    assert dry.active_parameters() == whole // 2 + rest - embedding
+    assert dry.training(micro_batch(2, 16)).kept > 0
+
+
+def test_a_model_whose_code_needs_data_is_told_apart(monkeypatch):
+    dry = DryRun(tiny_config("llama"), PolicyConfig(dtype="float32"), LoraConfig())
+    forward = dry.model.base_model.forward
+
+    def peeks(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        assert out.last_hidden_state.sum().item() < 1
+        return out
+
+    monkeypatch.setattr(dry.model.base_model, "forward", peeks)
+    with pytest.raises(NeedsData):
+        dry.training(micro_batch(1, 8))
+
+
+def test_memory_is_not_kept_on_request_where_nothing_can_be_planned(monkeypatch):
+    def fail(*_, **__):
+        raise NeedsData
+
+    monkeypatch.setattr(plans, "measure", fail)
+    monkeypatch.setattr(plans, "load_config", lambda _: None)
+    config = recipe(rollout=RolloutConfig(keep_cache="on"))
+    assert plans.estimate(recipe(), batch_plan(config, 1), 512, GPU) is None
+    with pytest.raises(UserError, match=r"^rollout.keep_cache on needs a plan of memory, .*: set it to auto$"):
+        plans.estimate(config, batch_plan(config, 1), 512, GPU)
+
+
+def test_a_run_that_clearly_does_not_fit_is_refused_by_name():
+    config = recipe(rollout=RolloutConfig(keep_cache="off"))
+    batch = batch_plan(config, 1)
+
+    def on(free: float) -> str | None:
+        return shortage(Plan(config, SIZES, batch, 512, replace(GPU, device_bytes=int(free))))
+
+    need = max(phase.least for phase in Plan(config, SIZES, batch, 512, GPU).phases)
+    assert on(need) is None
+    warning = on(need / 1.1)
+    assert warning is not None and "engine.zero_stage" in warning
+    with pytest.raises(UserError, match=r"the run does not fit: optimizer step needs 14.\d GiB a rank") as error:
+        on(need / 1.2)
+    assert "\n" not in str(error.value)
+    for setting in ("engine.offload_optimizer", "engine.zero_stage", "more ranks"):
+        assert setting in str(error.value)
+
+
+def test_the_cache_that_is_sized_from_free_memory_is_no_reason_to_refuse():
+    config = recipe(rollout=RolloutConfig(max_completion_tokens=8192))
+    tight = replace(GPU, device_bytes=20 << 30)
+    made = Plan(config, SIZES, batch_plan(config, 1), 512, tight)
+    assert made.peak.name == "generation" and 19 << 30 < made.peak.bytes <= 20 << 30
+    assert shortage(made) is None
+    wants = replace(config, rollout=replace(config.rollout, cache_gb=16.0))
+    with pytest.raises(UserError, match=r"rollout\.cache_gb"):
+        shortage(Plan(wants, SIZES, batch_plan(wants, 1), 512, tight))
+
+
+def test_the_memory_of_decoding_is_kept_where_training_has_room_beside_it():
+    config = recipe()
+    batch, rows = batch_plan(config, 8), 32
+    made = Plan(config, SIZES, batch, 512, GPU, held_out=1000)
+    # Four pages of 256 and one to grow into, for the 125 held-out prompts of a rank, which are more than its rows.
+    cache = (125 * 5 + 2) * 256 * SIZES.token_bytes
+    # The logits of graphs of 125, 96, 64, 48, 32, 24, 16, 8, 4, 2 and 1 rows, and the temporaries of the largest.
+    graphs = (125 + 420) * SIZES.vocabulary * 2 + 11 * (16 << 20)
+    for phase in made.phases:
+        held = {part.name: part.bytes for part in phase.parts}
+        names = ("keys and values", "CUDA graphs", "gathered weights")
+        assert [held.get(name) for name in names] == [cache, graphs, 2 * N], phase.name
+    kept = made.workspace()
+    assert kept is not None and (kept.slots, kept.tokens) == (125, 1024)
+    # Evaluations with longer completions have their room too, and do not change what a step is.
+    longer = Plan(config, SIZES, batch, 512, GPU, held_out=1000, held_out_longest=2048)
+    kept = longer.workspace()
+    assert kept is not None and kept.tokens == 2048 and longer.longest == 1024 and longer.pages == 2 * made.pages
+    assert "stays during training" in str(made) and "stay on the GPU" in "\n".join(lines(made))
+
+    # Where free memory is short, decoding gives back what training needs: the run fits as if nothing could be kept.
+    for free in (made.peak.bytes / 0.86, 0.8 * made.peak.bytes):
+        tight = replace(GPU, device_bytes=int(free))
+        off = replace(config, rollout=replace(config.rollout, keep_cache="off"))
+        plans = [Plan(c, SIZES, batch, 512, tight, held_out=1000) for c in (config, off)]
+        assert plans[0].workspace() is None and plans[0].phases == plans[1].phases
+        assert "keys and values" not in {part.name for part in plans[0].phases[1].parts}
+        assert plans[0].slots == rows
+    on = replace(config, rollout=replace(config.rollout, keep_cache="on"))
+    with pytest.raises(UserError, match=r"does not fit: .* rollout\.keep_cache off"):
+        shortage(Plan(on, SIZES, batch, 512, tight, held_out=1000))
+    assert Plan(on, SIZES, batch, 512, CPU).workspace() is None
+
+
+def test_time_is_products_at_full_speed_or_weights_read_once_a_step():
+    rollout = RolloutConfig(prompts_per_step=1, num_generations=8, max_completion_tokens=100)
+    config = recipe(rollout=rollout, grpo=GrpoConfig(beta=0.1, num_iterations=2))
+    seconds = step_seconds(Plan(config, SIZES, batch_plan(config, 1), 512, GPU))
+    product = 2 * N / 1e14
+    step = (2 * N + 8 * (512 + 50) * SIZES.token_bytes) / 1e12
+    assert seconds["generation"] == pytest.approx(512 * product + 100 * step)
+    assert seconds["training"] == pytest.approx(8 * 612 * product * 3 * 2)
+    assert seconds["reference"] == pytest.approx(8 * 612 * product)
+
+
+def test_qwen2_0_5b_is_measured_as_it_is():
+    shape = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+    model = Qwen2Config(vocab_size=151_936, num_hidden_layers=24, tie_word_embeddings=True, **shape)
+    config = replace(recipe(), policy=PolicyConfig(micro_batch_tokens=1024))
+    sizes = measure(config, model, batch_plan(config, 1), 512, on_gpu=False)
+    assert (sizes.parameters, sizes.active, sizes.token_bytes) == (N, N, SIZES.token_bytes)
+    assert sizes.largest == SIZES.largest
+    # The head: its gradient in bfloat16, and of logits a few tiles.
+    tile = 4 * 1024 * TILE_COLUMNS
+    assert 2 * SIZES.largest < sizes.training.head < 2 * SIZES.largest + 4 * tile
+    text = "\n".join(lines(Plan(config, sizes, batch_plan(config, 1), 512, of_table("h100"))))
+    assert "494,032,768 parameters" in text and "Adam's moments" in text
+
+
+def test_a_container_s_limit_bounds_what_is_free(monkeypatch, tmp_path):
+    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
+    limit.write_text("1000000\n")
+    used.write_text("400000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 100000\n")
+    monkeypatch.setattr(hardware_module, "_CGROUPS", ((limit, used),))
+    assert host_free_bytes() == 700_000
+    limit.write_text("max\n")
+    assert host_free_bytes() > 1_000_000
+    here = of_device(torch.device("cpu"), "float32")
+    assert here.flops > 1e8 and here.bandwidth > 1e7 and not here.on_gpu
+
+
+@pytest.mark.process
+def test_the_command_prints_the_plan_of_ranks_and_devices_that_are_not_here(tmp_path: Path):
+    make_task(tmp_path)
+    settings = {
+        "policy.model": tmp_path / "model",
+        "data.path": tmp_path / "train.jsonl",
+        "rewards": "[{function: exact_match}]",
+        "rollout.max_completion_tokens": 8,
+        "plan.world_size": 4,
+        "plan.gpu": "l40s",
+    }
+
+    options = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    done = forks.run("-m", "hybrid_grpo", "plan", *options)
+    assert done.status == 0, done.err
+    for words in ("batch: 4 ranks x 8 prompts", "on l40s", "optimizer step", "keys and values", "it fits"):
+        assert words in done.out
+    assert not list(tmp_path.glob("runs/*")), "a plan leaves no run behind"

@@ -1,0 +1,207 @@
+"""Stopping: requests that save the run, launchers and ranks that die, and what is left of processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import forks
+import psutil
+import pytest
+from paths import ROOT, SUPPORT
+from workshop import Workshop
+
+from hybrid_grpo.config.fields import duration_seconds
+from hybrid_grpo.run.files import read_jsonl
+from hybrid_grpo.run.stopping import watcher
+from hybrid_grpo.run.stopping.board import Board
+
+TRAIN = ("train", "--config", "train.yaml", "--run.resume", "auto")
+LIMIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    workshop = Workshop(tmp_path_factory.mktemp("stopping"))
+    yield workshop
+    workshop.close()
+
+
+def accident(workshop, stage, step, rank, name, *arguments, world=2, **environment):
+    """A run in which something happens to a rank; see accidents.py."""
+    told = [str(part) for part in (SUPPORT / "accidents.py", stage, step, rank, name)]
+    return forks.run(*told, *TRAIN, *arguments, world=world, cwd=workshop.folder, environment=environment)
+
+
+def results(folder: Path) -> tuple[list[dict], dict[str, bytes]]:
+    """Metrics that do not measure time or memory, rollouts and weights of a finished run."""
+    measured = ("time/", "throughput/", "memory/")
+    lines = [
+        {name: value for name, value in line.items() if not name.startswith(measured)}
+        for line in read_jsonl(folder / "metrics.jsonl")
+    ]
+    files = [*folder.glob("rollouts/*"), folder / "model" / "model.safetensors"]
+    return lines, {path.name: path.read_bytes() for path in files}
+
+
+@pytest.mark.ranks
+def test_a_run_stopped_again_and_again_ends_as_if_it_had_not_been(workshop):
+    """One run, asked to stop in every stage and by every means, is resumed each time."""
+    assert workshop.run(*TRAIN, "--run.name", "whole", ranks=2).status == 0
+    requests = [
+        ("evaluation", 0, 1, "SIGTERM", 0),
+        ("sampling", 1, 1, "SIGTERM", 0),
+        ("scoring", 2, 0, "SIGUSR1 to the watcher", 1),
+        ("update", 2, 1, "SIGINT", 1),
+        ("export", 4, 0, "SIGTERM", None),
+    ]
+    for stage, step, rank, name, saved in requests:
+        done = accident(workshop, stage, step, rank, name, "--run.name", "stopped")
+        folder = Path("runs/stopped")
+        if saved is None:
+            assert done.status == 0, done.err
+        else:
+            signal_name = name.split()[0]
+            line = (
+                f"hybrid-grpo: stopped ({signal_name}), saved after step {saved} in {folder}: go on with --run.resume"
+            )
+            assert done.status == 75 and done.err.count(line) == 1 and "Traceback" not in done.err, done.err
+    assert results(workshop.folder / "runs/stopped") == results(workshop.folder / "runs/whole")
+
+
+@pytest.mark.ranks
+def test_a_run_stops_by_itself_when_its_time_is_over(workshop):
+    arguments = (*TRAIN, "--run.name", "timed", "--run.steps", "1000000", "--run.stop_after", "6s")
+    done = workshop.run(*arguments)
+    assert done.status == 75 and "stopped (run.stop_after is over), saved after step" in done.err
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage, name, status, says", [
+    ("sampling", "SIGINT twice", 130, "because rank 1 has ended with status 130"),
+    ("update", "SIGKILL", 137, "because rank 1 has ended with status 137"),
+    ("update", "raise", 1, "RuntimeError: an accident"),
+    ("update", "SIGTERM and loop", 75, "update did not end within 1 s of the request to stop"),
+])  # fmt: skip
+def test_a_rank_that_dies_takes_everything_with_it(workshop, stage, name, status, says):
+    """Processes of its own session that a rank has started end too, and the other rank says why it ends."""
+    mark = f"mark-{os.getpid()}-{name.replace(' ', '-')}"
+    done = accident(workshop, stage, 1, 1, name, f"--run.name={mark}", "--run.grace_s", "1", MARK=mark)
+    assert done.status == status and says in done.err, done.err
+    assert "hybrid-grpo [rank 0]: ended in " in done.err
+    # The other rank's traceback would say only that its connection is gone.
+    assert done.err.count("Traceback") == (name == "raise")
+    assert not [process for process in psutil.process_iter(["cmdline"]) if mark in (process.info["cmdline"] or ())]
+
+
+@pytest.mark.process
+def test_a_launcher_that_is_killed_ends_the_run(tmp_path):
+    """Under the real launcher: its killed part ends with status 0, and its ranks would train on."""
+    Workshop(tmp_path).close()
+    script = f". {ROOT}/training_scripts/launch.sh; launch {' '.join(TRAIN)} --run.steps 1000000"
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment["PYTHONPATH"] = str(ROOT)
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    recipe = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env=environment, **pipes)
+    try:
+        metrics, deadline = tmp_path / "runs/run/metrics.jsonl", time.monotonic() + LIMIT_S
+        while not metrics.exists() or len(metrics.read_text()) < 2000:
+            assert recipe.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        family = psutil.Process(recipe.pid).children(recursive=True)
+        (launcher,) = [process for process in family if "deepspeed.launcher.launch" in process.cmdline()]
+        launcher.kill()
+        said = recipe.communicate(timeout=LIMIT_S)[1]
+    finally:
+        recipe.kill()
+    assert recipe.returncode == 75 and "stopped (the launcher has ended), saved after step" in said
+    assert not psutil.wait_procs(family, timeout=LIMIT_S)[1]
+
+
+LAUNCHER = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+
+def end(number, _):
+    Path("heard").write_text(signal.Signals(number).name)
+    Path(os.environ["HYBRID_GRPO_STATUS"]).write_text("75")
+    os._exit(75)
+
+below = {"deepspeed": "deepspeed.launcher.launch", "deepspeed.launcher.launch": "rank"}.get(sys.argv[1])
+if below:
+    subprocess.call([sys.executable, __file__, below])
+    sys.exit(1)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, end)
+Path("ready").touch()
+time.sleep(600)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("sent, heard", [("SIGTERM", "SIGTERM"), ("SIGUSR1", "SIGUSR1"), ("SIGINT", "SIGTERM")])
+def test_the_recipes_pass_signals_on_and_end_with_the_status_of_the_run(tmp_path, sent, heard):
+    """With something in the launcher's place that ends with status 1 whatever its rank says."""
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    script = f". {ROOT}/training_scripts/launch.sh; stoppable {sys.executable} launcher.py deepspeed"
+    # Bash cannot hear a signal that was ignored when it started.
+    heeded = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    recipe = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, preexec_fn=heeded)
+    deadline = time.monotonic() + LIMIT_S
+    while not (tmp_path / "ready").exists():
+        assert recipe.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    recipe.send_signal(signal.Signals[sent])
+    assert recipe.wait(LIMIT_S) == 75
+    assert (tmp_path / "heard").read_text() == heard
+
+
+@pytest.mark.parametrize("says, status", [
+    ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection reset by peer", 75),
+    ("a mistake of our own", None),
+])  # fmt: skip
+def test_an_exchange_that_a_dead_rank_breaks_is_not_a_fault_of_this_one(says, status, capfd):
+    """Outside of the collectives' own code: where a gather that was begun before is waited for."""
+    board = Board(0, 2)
+    other = board.entries[1]
+    other.status, other.tick = 75, time.monotonic()
+
+    def work():
+        raise RuntimeError(says)
+
+    if status is None:
+        with pytest.raises(RuntimeError, match=says):
+            watcher._outcome(work, board)
+    else:
+        assert watcher._outcome(work, board) == status
+        assert "ended in starting, because rank 1 has ended with status 75" in capfd.readouterr().err
+
+
+def test_a_rank_that_dies_before_its_watcher_has_looked_twice_is_noticed():
+    """It began before this one did, and both have met since."""
+    board = Board(0, 2)
+    other = board.entries[1]
+    other.tick, board.mine.started = time.monotonic(), time.monotonic()
+    pid = os.fork()
+    if not pid:
+        board.rank, board.mine = 1, other
+        watcher._Watcher(board, 0, [], 0).leave(137)
+    os.waitpid(pid, 0)
+    assert watcher._dead_rank(board) == (1, 137)
+
+
+@pytest.mark.parametrize("text, seconds", [
+    *(("90m", 5400), ("11h30m", 41400), ("45s", 45), ("45", 45), ("2d", 172800)),
+    *(("1-00:00:00", 86400), ("12:30:00", 45000), ("30:00", 1800)),
+])  # fmt: skip
+def test_times(text, seconds):
+    assert duration_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "0", "-5m", "1h 30m", "1.5h"])
+def test_what_is_no_time(text):
+    with pytest.raises(ValueError, match="is no time: write 90m"):
+        duration_seconds(text)
