@@ -41,7 +41,7 @@ FAILURES = ("raise", "exit", "hang", "late")
 
 def fate(key: str) -> str:
     """What a call with this key does."""
-    number = hashlib.md5(f"sick{key}".encode(errors="replace")).digest()[0]
+    number = hashlib.md5(f"bad{key}".encode(errors="replace")).digest()[0]
     return next(name for name, below in FATES.items() if number < below)
 
 

@@ -30,6 +30,7 @@ from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.memory.hardware import of_device
 from hybrid_grpo.run.memory.plan import estimate
+from hybrid_grpo.run.run import loaded_objects_kept
 from hybrid_grpo.trainer import Trainer
 
 
@@ -154,12 +155,13 @@ def main() -> None:
     trainer = build(spec["arguments"])
     side = Side(trainer, spec)
     answer("ready")
-    for command in commands():
-        if "save" in command:
-            trainer.policy.export(Path(command["save"]))
-            answer("saved")
-        else:
-            answer(side.step(command["shorten"]))
+    with loaded_objects_kept():
+        for command in commands():
+            if "save" in command:
+                trainer.policy.export(Path(command["save"]))
+                answer("saved")
+            else:
+                answer(side.step(command["shorten"]))
     sys.stdout.flush()
     # As the command line ends: DeepSpeed leaves threads behind.
     os._exit(0)

@@ -2,23 +2,27 @@
 
     python benchmarks/trackers.py --json benchmarks/results/trackers.json
 
-One run of the quickstart's model and settings on one rank, from weights that are not trained. It logs in blocks of ten
-steps, in the order on, off, off, on, ...: in a block that is off, nothing is written, and wandb's processes are stopped
-(SIGSTOP). A block has one step whose rollouts are written, as the quickstart has, and one with histograms. Told are
+Two runs of the quickstart's model and settings on one rank, from weights that are not trained. The first logs in blocks
+of ten steps, in the order on, off, off, on, ...: in a block that is off, nothing is written, and wandb's processes are
+stopped (SIGSTOP). The second logs where the first does not, and makes the same steps to the bit. A block has one step
+whose rollouts are written, as the quickstart has, and one with histograms. Told are
 
     logging_frac               the seconds that rank 0 spends on writing in the blocks that are on, and on collecting
                                what details.jsonl has, as a share of their steps: what training waits for
     tracker_processor_share    processor seconds of the trackers in the blocks that are on, as a share of those of rank
                                0: what they take from training where no core is idle
-    difference                 how much longer the steps of a block that is on take than those of the block beside it
-                               that is off, median over pairs of blocks, with an interval of 95 % by resampling pairs:
-                               all of the above is in it, and the noise of the machine
+    difference                 how much longer a block takes in the run in which it is on than in the other, whose
+                               other speed falls out over two blocks; median over pairs of blocks, with an interval of
+                               95 % by resampling pairs: all of the above is in it, and the noise of the machine
+    processor_difference       the same of rank 0's processor seconds, which vary less: what logging makes it do, at
+                               whatever place, but not how trackers slow it down
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -36,6 +40,8 @@ import psutil
 
 SCRIPTS = Path(__file__).parents[1] / "training_scripts"
 BLOCK = 10
+FIRST, SECOND = "first", "second"
+RECORDED = "starts", "processor_starts", "writing", "used"
 
 
 def tracker_processes() -> list[psutil.Process]:
@@ -53,8 +59,10 @@ def processor_seconds(process: psutil.Process) -> float:
 class Clock:
     """Turns logging on and off by blocks of steps, and takes the time of every step and of all writing."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_second: bool) -> None:
+        self._is_second = is_second
         self.starts: list[float] = []
+        self.processor_starts: list[float] = []
         self.writing: dict[int, float] = {}
         """Seconds by step."""
         self.used: list[tuple[float, float]] = []
@@ -63,7 +71,7 @@ class Clock:
 
     def step(self, number: int) -> None:
         """A step begins."""
-        on = ((number - 1) // BLOCK) % 4 in (0, 3)
+        on = is_on((number - 1) // BLOCK, self._is_second)
         if on != self.on:
             self.on = on
             for process in tracker_processes():
@@ -72,6 +80,7 @@ class Clock:
         if (number - 1) % BLOCK == 0:
             self.used.append((sum(map(processor_seconds, tracker_processes())), time.process_time()))
         self.starts.append(time.perf_counter())
+        self.processor_starts.append(time.process_time())
 
     def wrap(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """A method that does nothing in blocks that are off, and whose time is taken."""
@@ -86,14 +95,19 @@ class Clock:
         return timed
 
 
+def is_on(block: int, is_second: bool) -> bool:
+    """Whether a run logs in a block."""
+    return (block % 4 in (0, 3)) != is_second
+
+
 def train(arguments: list[str], result: Path) -> None:
-    """The run, in this process."""
+    """A run, in this process."""
     from hybrid_grpo.__main__ import main
     from hybrid_grpo.run.records.details import Details
     from hybrid_grpo.run.records.sinks import Log
     from hybrid_grpo.trainer import Trainer
 
-    clock, step = Clock(), Trainer.step
+    clock, step = Clock(is_second=result.stem == SECOND), Trainer.step
 
     def timed_step(trainer: Trainer, number: int) -> None:
         clock.step(number)
@@ -113,32 +127,44 @@ def train(arguments: list[str], result: Path) -> None:
     Log.close = resumed_close  # type: ignore[method-assign]
     status = main(arguments)
     assert status == 0, status
-    result.write_text(json.dumps({"starts": clock.starts, "writing": clock.writing, "used": clock.used}))
+    result.write_text(json.dumps({name: seconds for name, seconds in vars(clock).items() if name in RECORDED}))
 
 
-def judge(
-    starts: list[float], writing: dict[str, float], used: list[tuple[float, float]], skipped: int
-) -> dict[str, Any]:
-    """The shares, of the blocks behind the first `skipped` ones, which must be even."""
-    blocks = (len(starts) - 1) // BLOCK
-    seconds = [(starts[(n + 1) * BLOCK] - starts[n * BLOCK]) / BLOCK for n in range(blocks)]
-    on = [n % 4 in (0, 3) for n in range(blocks)]
-    pairs = [(n, n + 1) if on[n] else (n + 1, n) for n in range(skipped, blocks - 1, 2)]
-    differences = [seconds[with_log] / seconds[without] - 1 for with_log, without in pairs]
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(differences, k=len(pairs))) for _ in range(2000))
-    own = sum(writing[str(step)] for n in range(skipped, blocks) if on[n] for step in steps_of(n))
-    whole = sum(seconds[n] * BLOCK for n in range(skipped, blocks) if on[n])
-    theirs, ranks = (used[-1][which] - used[skipped][which] for which in (0, 1))
+def judge(runs: list[dict[str, Any]], skipped: int) -> dict[str, Any]:
+    """The shares, of the blocks of both runs behind the first `skipped` ones, which must be even."""
+    seconds = [by_block(run["starts"]) for run in runs]
+    blocks = len(seconds[0])
+    on = [(run, n) for run in (0, 1) for n in range(skipped, blocks) if is_on(n, bool(run))]
+    own = sum(runs[run]["writing"][str(step)] for run, n in on for step in steps_of(n))
+    whole = sum(seconds[run][n] for run, n in on)
+    theirs, ranks = (sum(run["used"][-1][which] - run["used"][skipped][which] for run in runs) for which in (0, 1))
+    step_s = statistics.median(block_s for run in seconds for block_s in run[skipped:]) / BLOCK
     return {
-        "pairs": len(pairs),
-        "step_s": round(statistics.median(seconds[skipped:]), 4),
-        "own_ms_per_step": round(1000 * own / whole * statistics.median(seconds[skipped:]), 3),
+        "pairs": (blocks - skipped) // 2,
+        "step_s": round(step_s, 4),
+        "own_ms_per_step": round(1000 * own / whole * step_s, 3),
         "logging_frac": round(own / whole, 5),
         "tracker_processor_share": round(2 * theirs / ranks, 5),
-        "difference": round(statistics.median(differences), 5),
-        "difference_95": [round(medians[50], 5), round(medians[-51], 5)],
+        **longer("difference", seconds, skipped),
+        **longer("processor_difference", [by_block(run["processor_starts"]) for run in runs], skipped),
     }
+
+
+def longer(name: str, seconds: list[list[float]], skipped: int) -> dict[str, Any]:
+    """How much longer a block takes where it is on, from the seconds of the blocks of both runs."""
+    logs = [math.log(seconds[is_on(n, True)][n] / seconds[is_on(n, False)][n]) for n in range(len(seconds[0]))]
+    differences = [math.expm1((logs[n] + logs[n + 1]) / 2) for n in range(skipped, len(logs) - 1, 2)]
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(differences, k=len(differences))) for _ in range(2000))
+    return {
+        name: round(statistics.median(differences), 5),
+        f"{name}_95": [round(medians[50], 5), round(medians[-51], 5)],
+    }
+
+
+def by_block(starts: list[float]) -> list[float]:
+    """Seconds of every block, from when its steps begin."""
+    return [starts[n + BLOCK] - starts[n] for n in range(0, len(starts) - BLOCK, BLOCK)]
 
 
 def steps_of(block: int) -> range:
@@ -151,6 +177,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=480)
     parser.add_argument("--trackers", default="[wandb]", help="as log.trackers")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--raw", type=Path, help="a file for the times of all steps")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     given, rest = parser.parse_known_args()
     if given.run:
@@ -170,10 +197,16 @@ def main() -> None:
             "--log.trackers",
             given.trackers,
         ]
-        command = [sys.executable, __file__, "--run", f"{place}/seconds.json", *options]
-        subprocess.run(command, check=True, env={**os.environ, "WANDB_DATA_DIR": f"{place}/staged"})
+        runs = []
+        for name in (FIRST, SECOND):
+            seconds = Path(place, f"{name}.json")
+            command = [sys.executable, __file__, "--run", str(seconds), *options, "--run.name", name]
+            subprocess.run(command, check=True, env={**os.environ, "WANDB_DATA_DIR": f"{place}/staged"})
+            runs.append(json.loads(seconds.read_text()))
         # The first blocks hold the start of the trackers.
-        result = judge(**json.loads(Path(place, "seconds.json").read_text()), skipped=4)
+        result = judge(runs, skipped=4)
+        if given.raw:
+            given.raw.write_text(json.dumps(runs))
     result = {"trackers": given.trackers, "steps": given.steps, "cores": os.cpu_count(), **result}
     print(json.dumps(result, indent=1))
     if given.json:

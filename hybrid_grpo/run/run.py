@@ -150,7 +150,7 @@ class Run:
         settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
         if isinstance(stage.policy, Policy):
             stage.policy.journal = self.journal
-        with _loaded_objects_kept():
+        with loaded_objects_kept():
             while True:
                 try:
                     self._advance(stage, done, settings, write_report)
@@ -387,7 +387,7 @@ class Run:
 
 
 @contextmanager
-def _loaded_objects_kept() -> Iterator[None]:
+def loaded_objects_kept() -> Iterator[None]:
     """Leave the objects of libraries and models, which stay for the whole run, out of garbage collection.
 
     They are half a million: a full collection, of which 80 steps of the quickstart make 7, would take 0.3 s.
