@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Literal
 
 import torch
@@ -154,14 +154,15 @@ class Rollout:
     @property
     def mask_BT(self) -> Tensor:
         """bool, True on the tokens of each completion; T is the longest."""
-        return torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
+        return _begins(self.lengths, max(self.lengths))
 
     @property
     def logp_BT(self) -> Tensor:
         """float32, recorded while sampling; 0 on padding."""
-        logp_BT = torch.zeros(len(self.completions), max(self.lengths))
-        for row, completion in enumerate(self.completions):
-            logp_BT[row, : len(completion.logp)] = torch.tensor(completion.logp)
+        known = [completion.logp for completion in self.completions]
+        logp_BT = torch.zeros(len(known), max(self.lengths))
+        # All at once: a tensor for each row takes ten times as long.
+        logp_BT[_begins(list(map(len, known)), max(self.lengths))] = torch.tensor(list(chain.from_iterable(known)))
         return logp_BT
 
     @property
@@ -274,6 +275,11 @@ class Scores:
 
     def _no_steps(self) -> list[list[RewardStep]]:
         return [[] for _ in self.reward_B]
+
+
+def _begins(lengths: Sequence[int], longest: int) -> Tensor:
+    """[B, longest] bool, True at the first `lengths` places of each row."""
+    return torch.arange(longest) < torch.tensor(lengths)[:, None]
 
 
 def _rows(groups: Sequence[int], num_generations: int) -> list[int]:

@@ -80,7 +80,9 @@ def generate(
 
         model.generate(
             torch.tensor([row.tokens for row in rows], device=device),
-            generation_config=GenerationConfig(max_new_tokens=max(row.turn_room for row in rows), do_sample=False),
+            generation_config=GenerationConfig(
+                max_new_tokens=max(row.until - len(row.tokens) for row in rows), do_sample=False
+            ),
             logits_processor=LogitsProcessorList([choose]),
             stopping_criteria=StoppingCriteriaList([ended]),
             # Each rank decodes at its own pace.

@@ -176,7 +176,7 @@ class _Loop:
         """Start sampling one token for every active sequence; a later `_collect` reads the outcome."""
         schedule = self.schedule
         # A sequence that reaches a limit ends with a step that is still running: wait for it.
-        if any(0 < s.turn_room <= s.position + 1 - len(s.tokens) for s in schedule.active):
+        if any(len(s.tokens) < s.until <= s.position + 1 for s in schedule.active):
             self._drain()
         while not schedule.make_room():
             self._drain()

@@ -77,28 +77,26 @@ class Sequence:
     """Most tokens to sample in one turn."""
     sampled: list[int] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
+    turn: int = 0
+    """Number of the turn."""
     begin: int = field(init=False)
     """Where in `tokens` the turn begins."""
+    until: int = field(init=False)
+    """Length of `tokens` at which a limit ends the turn."""
     waits: bool = False
     """The turn has ended, and its answer is not there yet."""
 
     def __post_init__(self) -> None:
-        self.begin = self.prompt
+        self._begin_turn()
 
-    @property
-    def turn(self) -> int:
-        """Number of the turn, from 0."""
-        return len(self.given)
+    def _begin_turn(self) -> None:
+        self.begin = len(self.tokens)
+        self.until = self.begin + min(self.room, self.turn_limit)
 
     @property
     def room(self) -> int:
         """How many tokens may still be sampled."""
         return min(self.limit - len(self.logp), self.most - len(self.tokens))
-
-    @property
-    def turn_room(self) -> int:
-        """How many of them in this turn."""
-        return min(self.room, self.turn_limit - (len(self.tokens) - self.begin))
 
     def add(
         self,
@@ -120,7 +118,7 @@ class Sequence:
         stopped = token in sampling.stop_ids
         if sampling.stop_strings and not stopped:
             stopped = text_ends(self.tokens[self.begin :], sampling, decode)
-        if not stopped and self.turn_room > 0:
+        if not stopped and len(self.tokens) < self.until:
             return
         finish: Finish | None = "stop" if stopped else "length"
         if turns is not None:
@@ -140,7 +138,9 @@ class Sequence:
             return "length"
         self.given.append((len(self.sampled), given))
         self.tokens += given
-        self.begin, self.waits = len(self.tokens), False
+        self.turn += 1
+        self._begin_turn()
+        self.waits = False
         return None
 
     def end(

@@ -100,6 +100,14 @@ def json_safe(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int) else str(value)
 
 
+def as_json(value: Any, **options: Any) -> str:
+    """`json_safe` of a value in JSON; nearly all values are safe as they are, and need no copy."""
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except (TypeError, ValueError):
+        return json.dumps(json_safe(value), **options)
+
+
 @contextmanager
 def json_lines(name: str, setting: str) -> Iterator[Callable[[Any], None]]:
     """Writes values as JSON lines, each at once, into a file, anew, or to standard output (`-`).
@@ -113,7 +121,7 @@ def json_lines(name: str, setting: str) -> Iterator[Callable[[Any], None]]:
             raise UserError(f"{setting} {name} cannot be written: {error.strerror}") from error
 
         def write(value: Any) -> None:
-            line = json.dumps(json_safe(value), ensure_ascii=False)
+            line = as_json(value, ensure_ascii=False)
             file.write(line.encode("utf-8", errors="replace") + b"\n")
             file.flush()
 

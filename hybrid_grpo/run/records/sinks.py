@@ -26,7 +26,7 @@ from hybrid_grpo.config import LogConfig
 from hybrid_grpo.config.errors import RunInterrupted
 from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.run.alarms.divergence import RollBack
-from hybrid_grpo.run.files import cut_lines, json_safe, read_jsonl, replace_text, rollout_files
+from hybrid_grpo.run.files import as_json, cut_lines, read_jsonl, replace_text, rollout_files
 from hybrid_grpo.run.metrics.catalogue import describe
 from hybrid_grpo.run.records.details import DETAILS_FILE, details_line
 from hybrid_grpo.run.records.said import forget_alarms
@@ -134,7 +134,7 @@ class Log:
         """Write what all ranks have collected of a step; nothing where they collect nothing. Collective."""
         parts = None if own is None else distributed.gather_objects(own)
         if parts is not None:
-            line = json.dumps(json_safe(details_line(step, parts)), separators=(",", ":"))
+            line = as_json(details_line(step, parts), separators=(",", ":"))
             with one_line(self._details.parent), self._details.open("a", encoding="utf-8") as file:
                 print(line, file=file)
 
@@ -164,7 +164,7 @@ class JsonlSink:
     def write(self, step: int, values: dict[str, float]) -> None:
         assert step > self._last, f"step {step} is written after step {self._last}"
         self._last = step
-        print(json.dumps(json_safe({"step": step, **values})), file=self._file, flush=True)
+        print(as_json({"step": step, **values}), file=self._file, flush=True)
 
     def close(self) -> None:
         self._file.close()
@@ -176,29 +176,27 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
     rewards = {name: reward_B.tolist() for name, reward_B in scores.by_function.items()}
     rows = zip(rollout.row_prompts, rollout.completions, scores.reward_B.tolist(), advantages_B.tolist(), strict=True)
     return [
-        json.dumps(
-            json_safe(
-                {
-                    "step": step,
-                    "group": first_group + row // rollout.num_generations,
-                    "sample": row % rollout.num_generations,
-                    "prompt_id": prompt.id,
-                    **({"source": prompt.source} if prompt.source else {}),
-                    "prompt": prompt.text,
-                    **({"guest": completion.guest} if completion.guest else {}),
-                    "completion": completion.text,
-                    **({"messages": completion.messages} if completion.messages else {}),
-                    "reward": reward,
-                    "rewards": {name: values[row] for name, values in rewards.items()},
-                    "failed": {name: why[row] for name, why in scores.failures.items() if why[row] is not None},
-                    **({} if scores.steps is None else {"steps": scores.steps[row]}),
-                    "extra": {name: stored[row] for name, stored in scores.extra.items()},
-                    "advantage": advantage,
-                    "length": len(completion.token_ids),
-                    "finish": completion.finish,
-                    "columns": prompt.columns,
-                }
-            ),
+        as_json(
+            {
+                "step": step,
+                "group": first_group + row // rollout.num_generations,
+                "sample": row % rollout.num_generations,
+                "prompt_id": prompt.id,
+                **({"source": prompt.source} if prompt.source else {}),
+                "prompt": prompt.text,
+                **({"guest": completion.guest} if completion.guest else {}),
+                "completion": completion.text,
+                **({"messages": completion.messages} if completion.messages else {}),
+                "reward": reward,
+                "rewards": {name: values[row] for name, values in rewards.items()},
+                "failed": {name: why[row] for name, why in scores.failures.items() if why[row] is not None},
+                **({} if scores.steps is None else {"steps": scores.steps[row]}),
+                "extra": {name: stored[row] for name, stored in scores.extra.items()},
+                "advantage": advantage,
+                "length": len(completion.token_ids),
+                "finish": completion.finish,
+                "columns": prompt.columns,
+            },
             ensure_ascii=False,
         )
         for row, (prompt, completion, reward, advantage) in enumerate(rows)
