@@ -77,8 +77,6 @@ class Sequence:
     """Most tokens to sample in one turn."""
     sampled: list[int] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
-    turn: int = 0
-    """Number of the turn."""
     begin: int = field(init=False)
     """Where in `tokens` the turn begins."""
     until: int = field(init=False)
@@ -92,6 +90,11 @@ class Sequence:
     def _begin_turn(self) -> None:
         self.begin = len(self.tokens)
         self.until = self.begin + min(self.room, self.turn_limit)
+
+    @property
+    def turn(self) -> int:
+        """Number of the turn, from 0."""
+        return len(self.given)
 
     @property
     def room(self) -> int:
@@ -138,7 +141,6 @@ class Sequence:
             return "length"
         self.given.append((len(self.sampled), given))
         self.tokens += given
-        self.turn += 1
         self._begin_turn()
         self.waits = False
         return None

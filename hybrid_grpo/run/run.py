@@ -1,7 +1,6 @@
 """The life of a run around its steps: its folder, resuming, checkpoints, and what it leaves behind."""
 
 import copy
-import gc
 import json
 import shutil
 import time
@@ -21,6 +20,7 @@ from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.alarms.alarms import Alarms
 from hybrid_grpo.run.alarms.divergence import Guard, RollBack
 from hybrid_grpo.run.alarms.symptoms import Symptoms
+from hybrid_grpo.run.collection import loaded_objects_kept
 from hybrid_grpo.run.files import replace_text, sync
 from hybrid_grpo.run.lock import FolderLock
 from hybrid_grpo.run.origin import origin
@@ -384,20 +384,6 @@ class Run:
 
     def _load(self, stage: Stage, checkpoint: Checkpoint) -> None:
         load_stage(stage, self.checkpoints, checkpoint)
-
-
-@contextmanager
-def loaded_objects_kept() -> Iterator[None]:
-    """Leave the objects of libraries and models, which stay for the whole run, out of garbage collection.
-
-    They are half a million: a full collection, of which 80 steps of the quickstart make 7, would take 0.3 s.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _states(stage: Stage) -> dict[str, Any]:

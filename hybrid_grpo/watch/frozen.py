@@ -139,9 +139,10 @@ def _samples(folder: Path, step: int, path: Path) -> Iterator[dict[str, Any]]:
         record = read_tokens(folder, step, line_number(path, offset), row.get("sample")) if has_tokens else None
         sample = {"row": summarize(row, step, offset), "all": row, "rival": compared.get(offset)}
         found = {**sample, "tokens": _rounded(record)}
-        if len(json.dumps(found)) > left:
+        if (size := len(json.dumps(found))) > left:
             found = {**sample, "tokens": None}
-        left -= len(json.dumps(found))
+            size = len(json.dumps(found))
+        left -= size
         if left < 0 and count >= 2:
             return
         yield found

@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,21 @@ def url(runs: list[Path]) -> Iterator[str]:
     thread.join()
 
 
-def test_a_reader_s_way_through_the_page(url: str, runs: list[Path]) -> None:
+@contextmanager
+def heard_page() -> Iterator[tuple[Any, list[str], list[str]]]:
+    """A page of the browser, with what it complains of and the addresses that it asks for."""
     assert BROWSER
     with watch_page.page(BROWSER) as tab:
-        complaints, asked = [], []
+        complaints: list[str] = []
+        asked: list[str] = []
         tab.on("console", lambda message: complaints.append(message.text))
         tab.on("pageerror", lambda error: complaints.append(str(error)))
         tab.on("request", lambda request: asked.append(request.url))
+        yield tab, complaints, asked
+
+
+def test_a_reader_s_way_through_the_page(url: str, runs: list[Path]) -> None:
+    with heard_page() as (tab, complaints, asked):
         tab.goto(f"{url}/#run=slow&run=fast")
 
         # Every chart is drawn and labelled; the setting that differs and the alarms are named.
@@ -160,12 +169,7 @@ def test_a_reader_s_way_through_the_page(url: str, runs: list[Path]) -> None:
 
 
 def test_a_frozen_page_opens_from_its_file(runs: list[Path]) -> None:
-    assert BROWSER
-    with watch_page.page(BROWSER) as tab:
-        complaints, asked = [], []
-        tab.on("console", lambda message: complaints.append(message.text))
-        tab.on("pageerror", lambda error: complaints.append(str(error)))
-        tab.on("request", lambda request: asked.append(request.url))
+    with heard_page() as (tab, complaints, asked):
         report = write_report(runs[0])
         tab.goto(report.as_uri())
         for view, drawn in watch_page.VIEWS.items():

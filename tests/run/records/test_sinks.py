@@ -2,6 +2,7 @@ import io
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from hybrid_grpo import distributed
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
-from hybrid_grpo.run.files import json_safe
+from hybrid_grpo.run.files import as_json, json_safe
 from hybrid_grpo.run.records.sinks import (
     ConsoleSink,
     JsonlSink,
@@ -102,6 +103,8 @@ def test_json_safe_keeps_what_json_has():
     value = {"a": [1, "x", None, True, 0.5]}
     assert json_safe(value) == value
     assert json_safe({2: (math.nan, -math.inf)}) == {"2": [None, None]}
+    assert json.loads(as_json(value)) == value
+    assert as_json({2: (math.nan, Path("p"))}) == '{"2": [null, "p"]}'
 
 
 def test_rollouts_survive_text_that_utf8_cannot_hold(tmp_path):

@@ -1,0 +1,21 @@
+import gc
+import weakref
+
+from hybrid_grpo.run.collection import loaded_objects_kept
+
+
+class Knot:
+    """Refers to itself: only a collection ends it."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_what_was_loaded_is_left_out_and_what_comes_later_is_collected():
+    with loaded_objects_kept():
+        frozen = gc.get_freeze_count()
+        later = weakref.ref(Knot())
+        gc.collect()
+        assert later() is None
+        assert gc.get_freeze_count() == frozen > 10_000
+    assert gc.get_freeze_count() == 0
