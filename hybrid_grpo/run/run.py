@@ -14,6 +14,7 @@ import torch
 from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
+from hybrid_grpo.config.secrets import masked_text
 from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, rank
 from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import Policy
@@ -69,7 +70,7 @@ class Run:
         barrier()
         if rank() == 0 and not self.finished:
             with one_line(self.folder):
-                head = "".join(f"# {name}: {fact}\n" for name, fact in {**origin(), **facts}.items())
+                head = "".join(f"# {name}: {masked_text(fact)}\n" for name, fact in {**origin(), **facts}.items())
                 replace_text(self.folder / "config.yaml", head + parsed.yaml)
                 replace_text(self.folder / "metrics.jsonl", "".join(self.start.lines))
         if self.start.checkpoint is not None and not self.start.forks:
