@@ -74,6 +74,7 @@ def test_nothing_is_collective_between_gather_and_release(folder):
         assert seen["after"] > 0, "training goes on after an error inside"
     assert first["error"].startswith("RuntimeError: generation failed on rank 1")
     assert second["error"] == "KeyError: 'mine'"
+    assert first["stopped"].startswith("generation was stopped on another rank") and second["stopped"] == "no memory"
 
 
 @pytest.mark.ranks
