@@ -29,6 +29,7 @@ from hybrid_grpo.config import (
     TrainConfig,
 )
 from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.config.evaluation import EvalSetConfig
 from hybrid_grpo.distributed import rank, world_size
 from hybrid_grpo.generation import Workspace
@@ -326,6 +327,12 @@ def switch(folder: Path) -> dict[str, Any]:
                 raise KeyError("mine")
     except Exception as error:
         seen["error"] = f"{type(error).__name__}: {error}"
+    try:
+        with policy.engine.generation():
+            if rank() == 1:
+                raise RunStopped("no memory")
+    except RunStopped as stop:
+        seen["stopped"] = str(stop)
     trainer.step(1)
     seen["after"] = trainer.meter.reduce()["policy/grad_norm"]
     return seen
