@@ -31,6 +31,8 @@ FREE = (
 )
 """Settings that may change between a checkpoint and the run that goes on from it: they decide how the run is computed,
 kept and shown. All others decide what is learned from which data; they may change only with run.allow_changes."""
+_OF_ROLL_BACKS = ("guard.non_finite", "guard.patience", "guard.lr_factor")
+"""Settings of the guard that decide what is learned where a run may go back; so do alarms that skip or go back."""
 _FREE_OF_REWARD = ("timeout_s", "batch_size", "isolation")
 """The same of a reward function."""
 
@@ -45,8 +47,6 @@ class Start:
     """The lines of metrics.jsonl before it."""
     forks: bool = False
     """Whether the checkpoint is of another run."""
-    repeats: bool = False
-    """Whether the steps behind it will be made again as they were."""
 
     @property
     def step(self) -> int:
@@ -97,7 +97,7 @@ def find_start(config: ModelRunConfig, folder: Path, checkpoints: Checkpoints, s
         numbers = checkpoint.folder.parent.parent / "metrics.jsonl"
     step = checkpoint.manifest.step
     changed = changes(checkpoint.manifest.settings, config)
-    bound = [text for setting, text in changed.items() if not is_free(setting, config)]
+    bound = [text for setting, text in changed.items() if not is_free(setting, config, checkpoint.manifest.settings)]
     refuse(
         bool(bound) and not config.run.allow_changes,
         f"run.resume {resume}: settings that decide on learning have changed since the checkpoint of step {step}:"
@@ -110,17 +110,23 @@ def find_start(config: ModelRunConfig, folder: Path, checkpoints: Checkpoints, s
     )
     if changed:
         say(f"changed since the checkpoint: {', '.join(changed.values())}")
-    return Start(checkpoint, tuple(lines_before(numbers, step)), forks, repeats=not (bound or forks))
+    return Start(checkpoint, tuple(lines_before(numbers, step)), forks)
 
 
-def load_stage(stage: Stage, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
-    """Bring a stage to where it was when a checkpoint was written. Collective."""
+def load_stage(stage: Stage, checkpoints: Checkpoints, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Bring a stage to where it was when a checkpoint was written, or the run went back to it; return all that the
+    checkpoint holds of this rank. Collective."""
     state = checkpoints.load(stage.policy.engine, checkpoint, stage.all_shards)
     stage.policy.load_state_dict(state["policy"])
     for name, part in stage.parts.items():
         # Settings that were added with run.allow_changes may need what the checkpoint does not have.
         refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: take its settings out")
         part.load_state_dict(state[name])
+    if (lr_scale := checkpoint.manifest.lr_scale) is not None:
+        for model in (stage.policy, stage.critic):
+            if model is not None:
+                model.lr_scale = lr_scale
+    return state
 
 
 def settings_of(config: ModelRunConfig) -> dict[str, Any]:
@@ -137,6 +143,12 @@ def settings_of(config: ModelRunConfig) -> dict[str, Any]:
     settings |= {f"engine.deepspeed.{name}": value for name, value in sections.items()}
     # As JSON gives them back.
     return dict(json.loads(json.dumps(settings, default=str)))
+
+
+def identity(config: ModelRunConfig, *facts: Any) -> str:
+    """All that decides what the weights are after a step: the settings that may not change, and other `facts`."""
+    bound = {name: value for name, value in settings_of(config).items() if not is_free(name, config)}
+    return json.dumps([bound, *facts], sort_keys=True)
 
 
 def changes(saved: dict[str, Any], config: ModelRunConfig) -> dict[str, str]:
@@ -186,14 +198,31 @@ def _has_steps(path: Path) -> bool:
     return False
 
 
-def is_free(setting: str, config: ModelRunConfig) -> bool:
-    """Whether a setting may differ from that of a checkpoint; see `FREE`."""
+def is_free(setting: str, config: ModelRunConfig, saved: dict[str, Any] | None = None) -> bool:
+    """Whether a setting may differ from that of a checkpoint, which are `saved`; see `FREE`."""
+    each = [settings_of(config), saved or {}]
+    if setting.startswith("alarms.") and any(_acts(settings.get(setting)) for settings in each):
+        return False
+    if setting in _OF_ROLL_BACKS and any(_rolls_back(settings) for settings in each):
+        return False
     if setting == "run.steps" and config.policy.lr_schedule != "constant":
         # The schedule ends with the last step.
         return False
     if setting == "engine.deepspeed.optimizer":
         return False
     return any(fnmatch(setting, pattern) for pattern in FREE)
+
+
+def _acts(alarm: Any, actions: tuple[str, ...] = ("skip", "roll_back")) -> bool:
+    """Whether an alarm, or one of `alarms.numbers`, decides what is learned."""
+    if not isinstance(alarm, dict):
+        return False
+    return alarm.get("action") in actions or any(_acts(one, actions) for one in alarm.values())
+
+
+def _rolls_back(settings: dict[str, Any]) -> bool:
+    alarms = (value for name, value in settings.items() if name.startswith("alarms."))
+    return settings.get("guard.non_finite") == "roll_back" or any(_acts(alarm, ("roll_back",)) for alarm in alarms)
 
 
 def _short(value: Any) -> str:

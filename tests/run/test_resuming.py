@@ -152,6 +152,9 @@ FREE = {
     "checkpoint.every": 5,
     "eval.name": "other",
     "scoring.workers": 3,
+    "alarms.kl": {"above": 5.0, "action": "stop"},
+    "alarms.numbers": {"completion/length_mean": {"above": 400}},
+    "guard.lr_factor": 0.1,
     "engine.offload_optimizer": True,
     "engine.deepspeed": {"comms_logger": {"enabled": True}},
     "policy.micro_batch_tokens": 99,
@@ -175,6 +178,10 @@ BOUND = {
     "curriculum.sampling": "difficulty",
     "eval.threshold": 0.5,
     "rewards": [{"function": "exact_match", "weight": 2.0}],
+    "alarms.truncated": {"action": "skip"},
+    "alarms.kl": {"action": "roll_back"},
+    "alarms.numbers": {"completion/length_mean": {"above": 400, "action": "roll_back"}},
+    "guard.non_finite": "roll_back",
 }
 
 
@@ -196,6 +203,17 @@ def test_settings_that_decide_on_learning_may_not_change_unasked(place):
     names = [*setting_names(TrainConfig), "engine.deepspeed.comms_logger"]
     assert [pattern for pattern in FREE_SETTINGS if not fnmatch.filter(names, pattern)] == []
     assert "policy.lr 1e-06 -> 0.001" in place.refusal(**{"policy.lr": 1e-3})
+
+
+def test_what_an_alarm_learns_by_may_not_change_unasked(place):
+    """Where an alarm skips or goes back, its limits decide what is learned, and so does how the guard goes back."""
+    acting = {"alarms.truncated": {"action": "skip", "above": 0.5}, "alarms.kl": {"action": "roll_back"}}
+    place.checkpoint(2, **acting)
+    place.numbers(range(3))
+    assert place.start(**acting, **{"alarms.parity": {"above": 1.0}, "guard.max_rollbacks": 9}).step == 2
+    assert "alarms.truncated" in place.refusal(**{**acting, "alarms.truncated": {"action": "skip", "above": 0.6}})
+    assert "alarms.kl" in place.refusal(**{**acting, "alarms.kl": {"action": "stop"}})
+    assert "guard.lr_factor" in place.refusal(**acting, **{"guard.lr_factor": 0.1})
 
 
 def test_the_length_of_a_run_may_grow_where_its_learning_rate_does_not_follow_it(place):

@@ -36,6 +36,12 @@ class Manifest:
     """Settings of the run, by their dotted names."""
     files: dict[str, list[int]]
     """Size in bytes and CRC-32 of every file, by its path in the checkpoint."""
+    rollbacks: int = 0
+    """How often the run had gone back to a checkpoint."""
+    lr_scale: float | None = None
+    """Of a checkpoint that the run went back to: what learning rates are multiplied with from there on."""
+    note: str = ""
+    """Why it went back."""
 
     def write(self, folder: Path) -> None:
         """Write it into the checkpoint's folder, and onto the disk."""
