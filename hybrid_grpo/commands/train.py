@@ -43,7 +43,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     memory = planned_memory(config, plan, inputs, device)
     warning = shortage(memory) if memory else None
     estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"
-    training = Run(parsed, {"batch": str(plan), "memory": estimated, **inputs.facts})
+    training = Run(parsed, {"batch": str(plan), "memory": estimated, **inputs.facts}, inputs.fingerprints(config))
     if training.finished:
         return training.folder
     if warning:

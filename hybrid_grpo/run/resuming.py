@@ -12,6 +12,7 @@ from typing import Any
 
 from hybrid_grpo.config import ModelRunConfig, to_dict
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.run.fingerprints import CODE, REWARDS
 from hybrid_grpo.run.saving.checkpoint import Checkpoint, Checkpoints
 from hybrid_grpo.run.saving.manifest import Damaged
 from hybrid_grpo.run.stage import Stage
@@ -55,8 +56,8 @@ class Start:
 
 
 def find_start(config: ModelRunConfig, folder: Path, checkpoints: Checkpoints, say: Callable[[str], None]) -> Start:
-    """Where the run of `folder` starts, by its setting `run.resume`; `say` is told what was passed over and what has
-    changed. Raises UserError. Collective."""
+    """Where the run of `folder` starts, by its setting `run.resume`, and by what the inputs of `checkpoints` are now;
+    `say` is told what was passed over and what has changed. Raises UserError. Collective."""
     resume, name = config.run.resume, config.run.name
     numbers = folder / "metrics.jsonl"
     has_numbers = _has_steps(numbers)
@@ -103,13 +104,21 @@ def find_start(config: ModelRunConfig, folder: Path, checkpoints: Checkpoints, s
         f"run.resume {resume}: settings that decide on learning have changed since the checkpoint of step {step}:"
         f" {', '.join(bound)}: set them as they were, start anew with {another}, or pass --run.allow_changes true",
     )
+    before, now = checkpoint.manifest.inputs, checkpoints.inputs
+    others = [name for name in now if name in before and now[name] != before[name]]
+    bound_inputs = [name for name in others if not name.startswith(CODE)]
+    refuse(
+        bool(bound_inputs) and not config.run.allow_changes,
+        f"run.resume {resume}: inputs have changed since the checkpoint of step {step}: {', '.join(bound_inputs)}: put"
+        f" them back as they were, start anew with {another}, or pass --run.allow_changes true",
+    )
     refuse(
         step > config.run.steps,
         f"run.steps {config.run.steps}: checkpoint {checkpoint.folder} has {step} steps already: set run.steps to"
         f" {step} or more",
     )
-    if changed:
-        say(f"changed since the checkpoint: {', '.join(changed.values())}")
+    if changed or others:
+        say(f"changed since the checkpoint: {', '.join([*changed.values(), *others])}")
     return Start(checkpoint, tuple(lines_before(numbers, step)), forks)
 
 
@@ -145,10 +154,12 @@ def settings_of(config: ModelRunConfig) -> dict[str, Any]:
     return dict(json.loads(json.dumps(settings, default=str)))
 
 
-def identity(config: ModelRunConfig, *facts: Any) -> str:
-    """All that decides what the weights are after a step: the settings that may not change, and other `facts`."""
+def identity(config: ModelRunConfig, checkpoints: Checkpoints) -> str:
+    """All that decides what is sampled in a step: the settings and inputs that may not change, and how often the run
+    has gone back. What was sampled before a reward function was mended is as good as before."""
     bound = {name: value for name, value in settings_of(config).items() if not is_free(name, config)}
-    return json.dumps([bound, *facts], sort_keys=True)
+    inputs = {name: value for name, value in checkpoints.inputs.items() if not name.startswith(REWARDS)}
+    return json.dumps([bound, inputs, checkpoints.rollbacks], sort_keys=True)
 
 
 def changes(saved: dict[str, Any], config: ModelRunConfig) -> dict[str, str]:

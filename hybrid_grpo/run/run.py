@@ -14,14 +14,16 @@ import torch
 from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
-from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, rank
+from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, from_first_rank, rank
 from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import Policy
+from hybrid_grpo.run import fingerprints
 from hybrid_grpo.run.alarms.alarms import Alarms
 from hybrid_grpo.run.alarms.divergence import Guard, RollBack
 from hybrid_grpo.run.alarms.symptoms import Symptoms
 from hybrid_grpo.run.collection import loaded_objects_kept
 from hybrid_grpo.run.files import replace_text, sync
+from hybrid_grpo.run.fingerprints import CODE, Fingerprints
 from hybrid_grpo.run.lock import FolderLock
 from hybrid_grpo.run.origin import origin
 from hybrid_grpo.run.records.details import Details
@@ -41,10 +43,13 @@ from hybrid_grpo.run.writing import WriteFailed, one_line, why, write_prompts, w
 class Run:
     """One run and its folder; raises UserError where the folder holds a run that is not to be resumed.
 
-    `facts` are lines for the head of config.yaml: the batch equation, what the data held.
+    `facts` are lines for the head of config.yaml: the batch equation, what the data held. `inputs` are the fingerprints
+    of what the run reads, which go into its checkpoints.
     """
 
-    def __init__(self, parsed: Parsed[ModelRunConfig], facts: dict[str, str]) -> None:
+    def __init__(
+        self, parsed: Parsed[ModelRunConfig], facts: dict[str, str], inputs: Fingerprints = fingerprints.none
+    ) -> None:
         self.config = parsed.config
         run = parsed.config.run
         self.folder = Path(run.dir) / run.name
@@ -55,6 +60,8 @@ class Run:
         self._lock = self._take()
         settings = settings_of(parsed.config)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", parsed.config.checkpoint.keep, settings)
+        self._inputs = inputs
+        self._look_at_inputs()
         self.journal = Journal(self.folder / "journal", rank())
         try:
             self.start = find_start(parsed.config, self.folder, self.checkpoints, self.say)
@@ -70,7 +77,8 @@ class Run:
         barrier()
         if rank() == 0 and not self.finished:
             with one_line(self.folder):
-                head = "".join(f"# {name}: {fact}\n" for name, fact in {**origin(), **facts}.items())
+                code = {name: of for name, of in self.checkpoints.inputs.items() if name.startswith(CODE)}
+                head = "".join(f"# {name}: {fact}\n" for name, fact in {**origin(), **facts, **code}.items())
                 replace_text(self.folder / "config.yaml", head + parsed.yaml)
                 replace_text(self.folder / "metrics.jsonl", "".join(self.start.lines))
         if self.start.checkpoint is not None and not self.start.forks:
@@ -79,7 +87,6 @@ class Run:
                 # Asked for by name: what came after it is given up.
                 self.checkpoints.forget_after(self.start.step)
             self.checkpoints.rollbacks = self.start.checkpoint.manifest.rollbacks
-        self._bind_journal()
         for name, fact in facts.items():
             self.say(f"{name}: {fact}")
         if self.finished:
@@ -148,6 +155,9 @@ class Run:
             self.folder, self.config.checkpoint, stage.policy, stage.shards, self._best.models, critic=stage.critic
         )
         done = self.restore(stage)
+        # Models of the hub are whole only now.
+        self._look_at_inputs()
+        self._bind_journal()
         settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
         if isinstance(stage.policy, Policy):
             stage.policy.journal = self.journal
@@ -285,7 +295,10 @@ class Run:
 
     def _bind_journal(self) -> None:
         """Completions that other weights have sampled are not to be taken for those of this run."""
-        self.journal.bind(identity(self.config, self.checkpoints.rollbacks))
+        self.journal.bind(identity(self.config, self.checkpoints))
+
+    def _look_at_inputs(self) -> None:
+        self.checkpoints.inputs = from_first_rank(self._inputs() if rank() == 0 else {})
 
     def _new_alarms(self) -> Alarms:
         return Alarms(self.config.alarms, Symptoms.of(self.config))

@@ -50,14 +50,16 @@ class Place:
         text = "".join(json.dumps({"step": step, "reward/mean": step / 8}) + "\n" for step in steps)
         (self.folder / run / "metrics.jsonl").write_bytes(text.encode() + tail.encode("latin-1"))
 
-    def start(self, **changes):
+    def start(self, inputs=None, **changes):
         config = self.config(changes)
         folder = self.folder / config.run.name
-        return find_start(config, folder, Checkpoints(folder / "checkpoints", 2), self.said.append)
+        checkpoints = Checkpoints(folder / "checkpoints", 2)
+        checkpoints.inputs = inputs or {}
+        return find_start(config, folder, checkpoints, self.said.append)
 
-    def refusal(self, **changes):
+    def refusal(self, inputs=None, **changes):
         with pytest.raises(UserError) as caught:
-            self.start(**changes)
+            self.start(inputs, **changes)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -238,6 +240,26 @@ def test_arguments_of_rewards_are_compared_and_secrets_are_not_kept(place):
     assert place.start(rewards=rewards("b-secret", 2)).step == 2 and place.said == []
     says = place.refusal(rewards=rewards("a-secret", 3))
     assert '"scale": 2' in says and '"scale": 3' in says and "a-secret" not in says
+
+
+def test_inputs_that_changed_are_refused_and_changed_code_is_said(place):
+    """What is missing on one side, as in checkpoints of before, is not compared."""
+    inputs = {"training rows": "a", "policy.model weights": "b", "code of rewards: mine.py": "c"}
+    (place.checkpoint(2) / "manifest.json").unlink()
+    folder = place.folder / "run" / "checkpoints" / "step_000002"
+    Manifest("id", 2, 1, 0, settings_of(place.config()), {}, inputs).write(folder)
+    place.numbers(range(3))
+    assert (
+        place.start(inputs=inputs).step == place.start(inputs={}).step == place.start(inputs={"other": "d"}).step == 2
+    )
+    assert place.said == []
+    assert place.start(inputs={**inputs, "code of rewards: mine.py": "d"}).step == 2
+    assert place.said == ["changed since the checkpoint: code of rewards: mine.py"]
+    changed = {**inputs, "training rows": "d", "policy.model weights": "e"}
+    says = place.refusal(inputs=changed)
+    assert "inputs have changed since the checkpoint of step 2: training rows, policy.model weights: put them" in says
+    assert place.start(inputs=changed, **{"run.allow_changes": True}).step == 2
+    assert place.said[1:] == ["changed since the checkpoint: training rows, policy.model weights"]
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------

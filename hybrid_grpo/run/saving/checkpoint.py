@@ -50,12 +50,14 @@ class Checkpoints:
         settings: what the run is, by dotted names; for the manifests.
 
     Attributes:
+        inputs: fingerprints of what the run reads.
         rollbacks: how often the run has gone back to one of them.
     """
 
     def __init__(self, folder: Path, keep: int, settings: dict[str, Any] | None = None) -> None:
         self.folder = folder
         self.keep = keep
+        self.inputs: dict[str, str] = {}
         self.rollbacks = 0
         self._settings = settings or {}
         self._verified_run = ""
@@ -132,7 +134,7 @@ class Checkpoints:
             if rank() == 0:
                 files = {name: facts for part in written for name, facts in part.items()}
                 what = run, step, world_size(), engine.stage, self._settings, files
-                Manifest(*what, rollbacks=self.rollbacks).write(draft)
+                Manifest(*what, self.inputs, self.rollbacks).write(draft)
                 # Every rank has synced its files; what is left are their names.
                 for path in [*draft.rglob("*"), draft]:
                     if path.is_dir():
