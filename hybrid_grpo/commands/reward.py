@@ -27,6 +27,7 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.model.scalar import check_scalar, padding_token
     from hybrid_grpo.policy import Scorer
+    from hybrid_grpo.run.fingerprints import held_out_name, of_inputs
     from hybrid_grpo.run.run import Run
     from hybrid_grpo.stages.reward import RewardTrainer
     from hybrid_grpo.watch.frozen import write_report
@@ -46,7 +47,10 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     texts = [text for pair in pairs + held_out for text in pair.texts]
     check_lengths(model_config, max(map(len, texts)))
     check_prompt_ids(texts, model_config)
-    training = Run(parsed, facts)
+    rows = {"training rows": pairs}
+    if source is not None:
+        rows[held_out_name("", source)] = held_out
+    training = Run(parsed, facts, of_inputs(config, tokenizer, rows))
     if training.finished:
         return training.folder
     padding = padding_token(tokenizer, {text[-1] for text in texts})

@@ -25,6 +25,7 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_config, load_tokenizer
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.policy import Policy
+    from hybrid_grpo.run.fingerprints import of_inputs
     from hybrid_grpo.run.run import Run
     from hybrid_grpo.stages.sft import SftTrainer
     from hybrid_grpo.watch.frozen import write_report
@@ -38,7 +39,8 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens)
     check_lengths(model_config, max(len(pair.prompt.token_ids) + len(pair.completion_ids) for pair in pairs))
     check_prompt_ids([pair.prompt.token_ids + pair.completion_ids for pair in pairs], model_config)
-    training = Run(parsed, {"data": report, "attention": describe(config.policy, device)})
+    facts = {"data": report, "attention": describe(config.policy, device)}
+    training = Run(parsed, facts, of_inputs(config, tokenizer, {"training rows": pairs}))
     if training.finished:
         return training.folder
     steps, seed = config.run.steps, config.run.seed

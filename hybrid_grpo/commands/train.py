@@ -45,7 +45,8 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     warning = shortage(memory) if memory else None
     estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"
     attention = describe(config.policy, device, paged=config.rollout.decoder == "paged")
-    training = Run(parsed, {"batch": str(plan), "memory": estimated, "attention": attention, **inputs.facts})
+    facts = {"batch": str(plan), "memory": estimated, "attention": attention, **inputs.facts}
+    training = Run(parsed, facts, inputs.fingerprints(config))
     if training.finished:
         return training.folder
     if warning:

@@ -38,7 +38,7 @@ class RunConfig:
     """`auto` goes on from the newest whole checkpoint of this run, or starts where the folder is empty; the folder of
     a checkpoint, of this run or another, goes on from that one."""
     allow_changes: Switch = False
-    """Go on from a checkpoint although settings that decide on learning have changed since."""
+    """Go on from a checkpoint although settings that decide on learning, or what the run reads, have changed since."""
     stop_after: Duration | None = None
     """Time after which the run saves itself and ends with status 75: 90m, 11h30m, 1-00:00:00. Default: none."""
     grace_s: Positive = 20.0

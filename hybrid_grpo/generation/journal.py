@@ -13,6 +13,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,8 @@ class Journal:
 
     Every rank reads the files of all, as a run may go on with another number of ranks. Where the folder cannot be
     written, one warning says so, and nothing is kept from there on.
+
+    Completions belong to the weights that sampled them: those that were written under another `identity` are not known.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -38,6 +41,11 @@ class Journal:
         self._step: int | None = None
         self._failed = False
         self._known: dict[int, Completion] = {}
+        self._identity = 0
+
+    def bind(self, identity: str) -> None:
+        """Keep and know from now on the completions of one `identity`: all that decides what the weights are."""
+        self._identity, self._step = zlib.crc32(identity.encode()), None
 
     def complete(
         self,
@@ -75,8 +83,8 @@ class Journal:
         self._known = {
             key: completion
             for path in sorted(self.folder.glob(f"step_{step:06d}.rank_*"))
-            for key, completion in map(_read, path.read_text(encoding="utf-8", errors="replace").splitlines())
-            if completion is not None
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+            for key, completion in self._read(line)
         }
         # What a killed process left of a line ends with a line break.
         self._append("\n")
@@ -94,7 +102,20 @@ class Journal:
                 **({} if completion.episode is None else {"episode": asdict(completion.episode)}),
             }
         )
-        self._append(f"{zlib.crc32(line.encode()):08x} {line}\n")
+        self._append(f"{self._checksum(line)} {line}\n")
+
+    def _checksum(self, text: str) -> str:
+        return f"{zlib.crc32(text.encode(), self._identity):08x}"
+
+    def _read(self, line: str) -> list[tuple[int, Completion]]:
+        """The key and completion of a line; none where the line is damaged, or of another identity."""
+        checksum, _, text = line.partition(" ")
+        if checksum != self._checksum(text):
+            return []
+        try:
+            return [_completion(json.loads(text))]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return []
 
     def _append(self, text: str) -> None:
         if self._failed:
@@ -146,12 +167,8 @@ def _part(request: Request, chosen: list[int]) -> Request:
     return replace(request, keys=[request.keys[k] for k in chosen], limits=limits)
 
 
-def _read(line: str) -> tuple[int, Completion | None]:
-    """The key and completion of a line; no completion where the line is not whole."""
-    checksum, _, text = line.partition(" ")
-    if checksum != f"{zlib.crc32(text.encode()):08x}" or not text:
-        return 0, None
-    row = json.loads(text)
+def _completion(row: dict[str, Any]) -> tuple[int, Completion]:
+    """The key and completion of a record. Raises ValueError, KeyError or TypeError where it is none."""
     token_ids: list[int] = np.frombuffer(b64decode(row["tokens"]), "<i4").tolist()
     logp: list[float] = np.frombuffer(b64decode(row["logp"]), "<f8").tolist()
     given = tuple((place, ids) for place, ids in row.get("given", ()))

@@ -37,6 +37,7 @@ from hybrid_grpo.rewards.loading import Reward, load_entries
 from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.evaluation import EvalSet
+from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
 from hybrid_grpo.run.guests import Guests
 from hybrid_grpo.run.metrics.metrics import Meter
 from hybrid_grpo.run.pretraining import PretrainingLoss
@@ -105,6 +106,16 @@ class RunInputs:
         """Load the models of reward functions; see `Rewards.load_models`. Collective."""
         for rewards in self._all_rewards:
             rewards.load_models(shard)
+
+    def fingerprints(self, config: TrainConfig) -> Fingerprints:
+        """Those of all that was read; of a stream those of its first rows."""
+        default = config.data.eval_path, config.data.eval_split, config.data.eval_limit
+        rows: dict[str, Sequence[Any]] = {"training rows": self.prompts}
+        for held_out in self.eval_sets:
+            rows[held_out_name(held_out.name, held_out.settings.rows or default)] = held_out.prompts
+        if self.pretraining is not None:
+            rows["texts of ptx"] = self.pretraining.rows
+        return of_inputs(config, self.tokenizer, rows)
 
     @property
     def parts(self) -> dict[str, PromptLoader[list[int]]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from hybrid_grpo.config import ModelRunConfig, to_dict
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.run.fingerprints import CODE, REWARDS
 from hybrid_grpo.run.saving.checkpoint import Checkpoint, Checkpoints
 from hybrid_grpo.run.saving.manifest import Damaged
 from hybrid_grpo.run.stage import Stage
@@ -31,6 +32,8 @@ FREE = (
 )
 """Settings that may change between a checkpoint and the run that goes on from it: they decide how the run is computed,
 kept and shown. All others decide what is learned from which data; they may change only with run.allow_changes."""
+_OF_ROLL_BACKS = ("guard.non_finite", "guard.patience", "guard.lr_factor")
+"""Settings of the guard that decide what is learned where a run may go back; so do alarms that skip or go back."""
 _FREE_OF_REWARD = ("timeout_s", "batch_size", "isolation")
 """The same of a reward function."""
 
@@ -45,8 +48,6 @@ class Start:
     """The lines of metrics.jsonl before it."""
     forks: bool = False
     """Whether the checkpoint is of another run."""
-    repeats: bool = False
-    """Whether the steps behind it will be made again as they were."""
 
     @property
     def step(self) -> int:
@@ -55,8 +56,8 @@ class Start:
 
 
 def find_start(config: ModelRunConfig, folder: Path, checkpoints: Checkpoints, say: Callable[[str], None]) -> Start:
-    """Where the run of `folder` starts, by its setting `run.resume`; `say` is told what was passed over and what has
-    changed. Raises UserError. Collective."""
+    """Where the run of `folder` starts, by its setting `run.resume`, and by what the inputs of `checkpoints` are now;
+    `say` is told what was passed over and what has changed. Raises UserError. Collective."""
     resume, name = config.run.resume, config.run.name
     numbers = folder / "metrics.jsonl"
     has_numbers = _has_steps(numbers)
@@ -97,30 +98,44 @@ def find_start(config: ModelRunConfig, folder: Path, checkpoints: Checkpoints, s
         numbers = checkpoint.folder.parent.parent / "metrics.jsonl"
     step = checkpoint.manifest.step
     changed = changes(checkpoint.manifest.settings, config)
-    bound = [text for setting, text in changed.items() if not is_free(setting, config)]
+    bound = [text for setting, text in changed.items() if not is_free(setting, config, checkpoint.manifest.settings)]
     refuse(
         bool(bound) and not config.run.allow_changes,
         f"run.resume {resume}: settings that decide on learning have changed since the checkpoint of step {step}:"
         f" {', '.join(bound)}: set them as they were, start anew with {another}, or pass --run.allow_changes true",
+    )
+    before, now = checkpoint.manifest.inputs, checkpoints.inputs
+    others = [name for name in now if name in before and now[name] != before[name]]
+    bound_inputs = [name for name in others if not name.startswith(CODE)]
+    refuse(
+        bool(bound_inputs) and not config.run.allow_changes,
+        f"run.resume {resume}: inputs have changed since the checkpoint of step {step}: {', '.join(bound_inputs)}: put"
+        f" them back as they were, start anew with {another}, or pass --run.allow_changes true",
     )
     refuse(
         step > config.run.steps,
         f"run.steps {config.run.steps}: checkpoint {checkpoint.folder} has {step} steps already: set run.steps to"
         f" {step} or more",
     )
-    if changed:
-        say(f"changed since the checkpoint: {', '.join(changed.values())}")
-    return Start(checkpoint, tuple(lines_before(numbers, step)), forks, repeats=not (bound or forks))
+    if changed or others:
+        say(f"changed since the checkpoint: {', '.join([*changed.values(), *others])}")
+    return Start(checkpoint, tuple(lines_before(numbers, step)), forks)
 
 
-def load_stage(stage: Stage, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
-    """Bring a stage to where it was when a checkpoint was written. Collective."""
+def load_stage(stage: Stage, checkpoints: Checkpoints, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Bring a stage to where it was when a checkpoint was written, or the run went back to it; return all that the
+    checkpoint holds of this rank. Collective."""
     state = checkpoints.load(stage.policy.engine, checkpoint, stage.all_shards)
     stage.policy.load_state_dict(state["policy"])
     for name, part in stage.parts.items():
         # Settings that were added with run.allow_changes may need what the checkpoint does not have.
         refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: take its settings out")
         part.load_state_dict(state[name])
+    if (lr_scale := checkpoint.manifest.lr_scale) is not None:
+        for model in (stage.policy, stage.critic):
+            if model is not None:
+                model.lr_scale = lr_scale
+    return state
 
 
 def settings_of(config: ModelRunConfig) -> dict[str, Any]:
@@ -137,6 +152,14 @@ def settings_of(config: ModelRunConfig) -> dict[str, Any]:
     settings |= {f"engine.deepspeed.{name}": value for name, value in sections.items()}
     # As JSON gives them back.
     return dict(json.loads(json.dumps(settings, default=str)))
+
+
+def identity(config: ModelRunConfig, checkpoints: Checkpoints) -> str:
+    """All that decides what is sampled in a step: the settings and inputs that may not change, and how often the run
+    has gone back. What was sampled before a reward function was mended is as good as before."""
+    bound = {name: value for name, value in settings_of(config).items() if not is_free(name, config)}
+    inputs = {name: value for name, value in checkpoints.inputs.items() if not name.startswith(REWARDS)}
+    return json.dumps([bound, inputs, checkpoints.rollbacks], sort_keys=True)
 
 
 def changes(saved: dict[str, Any], config: ModelRunConfig) -> dict[str, str]:
@@ -186,14 +209,31 @@ def _has_steps(path: Path) -> bool:
     return False
 
 
-def is_free(setting: str, config: ModelRunConfig) -> bool:
-    """Whether a setting may differ from that of a checkpoint; see `FREE`."""
+def is_free(setting: str, config: ModelRunConfig, saved: dict[str, Any] | None = None) -> bool:
+    """Whether a setting may differ from that of a checkpoint, which are `saved`; see `FREE`."""
+    each = [settings_of(config), saved or {}]
+    if setting.startswith("alarms.") and any(_acts(settings.get(setting)) for settings in each):
+        return False
+    if setting in _OF_ROLL_BACKS and any(_rolls_back(settings) for settings in each):
+        return False
     if setting == "run.steps" and config.policy.lr_schedule != "constant":
         # The schedule ends with the last step.
         return False
     if setting == "engine.deepspeed.optimizer":
         return False
     return any(fnmatch(setting, pattern) for pattern in FREE)
+
+
+def _acts(alarm: Any, actions: tuple[str, ...] = ("skip", "roll_back")) -> bool:
+    """Whether an alarm, or one of `alarms.numbers`, decides what is learned."""
+    if not isinstance(alarm, dict):
+        return False
+    return alarm.get("action") in actions or any(_acts(one, actions) for one in alarm.values())
+
+
+def _rolls_back(settings: dict[str, Any]) -> bool:
+    alarms = (value for name, value in settings.items() if name.startswith("alarms."))
+    return settings.get("guard.non_finite") == "roll_back" or any(_acts(alarm, ("roll_back",)) for alarm in alarms)
 
 
 def _short(value: Any) -> str:

@@ -15,26 +15,28 @@ from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.config.secrets import masked_text
-from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, rank
+from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, from_first_rank, rank
 from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import Policy
+from hybrid_grpo.run import fingerprints
 from hybrid_grpo.run.alarms.alarms import Alarms
 from hybrid_grpo.run.alarms.divergence import Guard, RollBack
 from hybrid_grpo.run.alarms.symptoms import Symptoms
 from hybrid_grpo.run.collection import loaded_objects_kept
 from hybrid_grpo.run.files import replace_text, sync
+from hybrid_grpo.run.fingerprints import CODE, Fingerprints
 from hybrid_grpo.run.lock import FolderLock
 from hybrid_grpo.run.origin import origin
 from hybrid_grpo.run.records.details import Details
 from hybrid_grpo.run.records.profiling import Profiler
 from hybrid_grpo.run.records.said import write_alarm
 from hybrid_grpo.run.records.sinks import Log
-from hybrid_grpo.run.resuming import find_start, load_stage, settings_of
+from hybrid_grpo.run.resuming import find_start, identity, lines_before, load_stage, settings_of
 from hybrid_grpo.run.saving.best import Best
 from hybrid_grpo.run.saving.checkpoint import Checkpoint, Checkpoints
 from hybrid_grpo.run.saving.exporting import export, exported
 from hybrid_grpo.run.saving.space import check_space
-from hybrid_grpo.run.stage import Stage
+from hybrid_grpo.run.stage import Stage, Stateful
 from hybrid_grpo.run.stopping.stopping import Progress
 from hybrid_grpo.run.writing import WriteFailed, one_line, why, write_prompts, write_together
 
@@ -42,19 +44,25 @@ from hybrid_grpo.run.writing import WriteFailed, one_line, why, write_prompts, w
 class Run:
     """One run and its folder; raises UserError where the folder holds a run that is not to be resumed.
 
-    `facts` are lines for the head of config.yaml: the batch equation, what the data held.
+    `facts` are lines for the head of config.yaml: the batch equation, what the data held. `inputs` are the fingerprints
+    of what the run reads, which go into its checkpoints.
     """
 
-    def __init__(self, parsed: Parsed[ModelRunConfig], facts: dict[str, str]) -> None:
+    def __init__(
+        self, parsed: Parsed[ModelRunConfig], facts: dict[str, str], inputs: Fingerprints = fingerprints.none
+    ) -> None:
         self.config = parsed.config
         run = parsed.config.run
         self.folder = Path(run.dir) / run.name
         self._alarms = self._new_alarms()
         self._guard = Guard(parsed.config.guard, run.steps)
-        self._rollbacks, self._back_to = 0, -1
+        self._back_to = -1
+        """Step of the checkpoint that the run went back to, while there is no newer one."""
         self._lock = self._take()
         settings = settings_of(parsed.config)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", parsed.config.checkpoint.keep, settings)
+        self._inputs = inputs
+        self._look_at_inputs()
         self.journal = Journal(self.folder / "journal", rank())
         try:
             self.start = find_start(parsed.config, self.folder, self.checkpoints, self.say)
@@ -70,7 +78,9 @@ class Run:
         barrier()
         if rank() == 0 and not self.finished:
             with one_line(self.folder):
-                head = "".join(f"# {name}: {masked_text(fact)}\n" for name, fact in {**origin(), **facts}.items())
+                code = {name: of for name, of in self.checkpoints.inputs.items() if name.startswith(CODE)}
+                known = {**origin(), **facts, **code}
+                head = "".join(f"# {name}: {masked_text(fact)}\n" for name, fact in known.items())
                 replace_text(self.folder / "config.yaml", head + parsed.yaml)
                 replace_text(self.folder / "metrics.jsonl", "".join(self.start.lines))
         if self.start.checkpoint is not None and not self.start.forks:
@@ -78,8 +88,7 @@ class Run:
             if run.resume != "auto":
                 # Asked for by name: what came after it is given up.
                 self.checkpoints.forget_after(self.start.step)
-        if rank() == 0 and not self.start.repeats:
-            self.journal.clear()
+            self.checkpoints.rollbacks = self.start.checkpoint.manifest.rollbacks
         for name, fact in facts.items():
             self.say(f"{name}: {fact}")
         if self.finished:
@@ -148,6 +157,9 @@ class Run:
             self.folder, self.config.checkpoint, stage.policy, stage.shards, self._best.models, critic=stage.critic
         )
         done = self.restore(stage)
+        # Models of the hub are whole only now.
+        self._look_at_inputs()
+        self._bind_journal()
         settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
         if isinstance(stage.policy, Policy):
             stage.policy.journal = self.journal
@@ -171,7 +183,7 @@ class Run:
             if self._saves and self._saved is None:
                 stage.progress.enter("saving", done)
                 with stage.meter.time("time/checkpoint_s"):
-                    self._save(stage, done, _states(stage))
+                    self._save(stage, done, self._states(stage))
             if stage.eval_sets and done == 0:
                 stage.progress.enter("evaluation", 0)
                 stage.evaluate(0, stage.eval_sets)
@@ -180,7 +192,7 @@ class Run:
             k = done
             stage.alarms = self._alarms
             for k in () if self._best.exhausted else range(done + 1, self.config.run.steps + 1):
-                before = copy.deepcopy(_states(stage))
+                before = copy.deepcopy(self._states(stage))
                 stage.details.begin(k)
                 try:
                     with profiler.step(k, stage.meter):
@@ -220,7 +232,7 @@ class Run:
                 if (saves or stops or (ends and self._saves)) and not self._guard.doubts:
                     stage.progress.enter("saving")
                     with stage.meter.time("time/checkpoint_s"):
-                        self._save(stage, k, _states(stage))
+                        self._save(stage, k, self._states(stage))
                 if stops:
                     raise self._interrupted(stage)
                 if ends:
@@ -255,7 +267,7 @@ class Run:
             for message in self._guard.judge(step, values):
                 self.say(f"GUARD: {message}")
             if self._alarms.stops and self._saves and not self._guard.doubts:
-                self._save(stage, step, _states(stage))
+                self._save(stage, step, self._states(stage))
             self._alarms.act(f"the newest checkpoint is of step {self._saved}")
         except (RunStopped, RollBack):
             # What a policy that has diverged sampled is not to be learned from when the step is made again.
@@ -270,25 +282,25 @@ class Run:
             # Bad weights show in the step after them: the one that it went back to had led there already.
             before = min(before, self._saved)
         checkpoint, _ = self.checkpoints.newest_whole(before)
-        if checkpoint is None or self._rollbacks == config.max_rollbacks:
+        if checkpoint is None or self.checkpoints.rollbacks >= config.max_rollbacks:
             why = "there is no checkpoint to go back to" if checkpoint is None else "guard.max_rollbacks is reached"
             raise RunStopped(f"{diverged}: {why}: no model was exported: lower policy.lr or policy.max_grad_norm")
-        self._rollbacks += 1
-        lr_scale = config.lr_factor * stage.policy.lr_scale
+        lr_scale, step = config.lr_factor * stage.policy.lr_scale, checkpoint.manifest.step
+        note = f"{diverged}: back to step {step}, the learning rate times {lr_scale:g}"
+        checkpoint = self.checkpoints.roll_back(checkpoint, lr_scale, note)
+        self._bind_journal()
+        self._saved = step
+        self._best.remember(lines_before(self.folder / "metrics.jsonl", step))
         self._load(stage, checkpoint)
-        stage.policy.lr_scale = lr_scale
-        if stage.critic is not None:
-            stage.critic.lr_scale = lr_scale
-        step = checkpoint.manifest.step
-        self.checkpoints.forget_after(step)
-        self._saved = self._back_to = step
-        self._guard = Guard(config, self.config.run.steps)
-        self._best.remember(())
-        self._alarms = self._new_alarms()
-        self._alarms.recall(self.folder, step)
-        self._alarms.note = f"{diverged}: back to step {step}, the learning rate times {lr_scale:g}"
-        self.say(f"GUARD: {self._alarms.note}")
+        self.say(f"GUARD: {note}")
         return step
+
+    def _bind_journal(self) -> None:
+        """Completions that other weights have sampled are not to be taken for those of this run."""
+        self.journal.bind(identity(self.config, self.checkpoints))
+
+    def _look_at_inputs(self) -> None:
+        self.checkpoints.inputs = from_first_rank(self._inputs() if rank() == 0 else {})
 
     def _new_alarms(self) -> Alarms:
         return Alarms(self.config.alarms, Symptoms.of(self.config))
@@ -359,7 +371,7 @@ class Run:
             export(stage.policy, model, {"step": step})
         except WriteFailed as failure:
             if self._saved != step:
-                self._save(stage, step, _states(stage))
+                self._save(stage, step, self._states(stage))
             raise UserError(
                 f"{model} could not be written: {failure}; the newest checkpoint, of step"
                 f" {self._saved}, has the weights: make room or mend it, and --run.resume auto writes the model again"
@@ -379,13 +391,23 @@ class Run:
         if self.start.checkpoint is None:
             return 0
         self._load(stage, self.start.checkpoint)
-        self._alarms.recall(self.folder, self.start.step)
         self.say(f"resumed {self.folder} after step {self.start.step}")
         return self.start.step
 
     def _load(self, stage: Stage, checkpoint: Checkpoint) -> None:
-        load_stage(stage, self.checkpoints, checkpoint)
+        """Bring a stage, the alarms and the guard to where they were when a checkpoint was written."""
+        manifest, state = checkpoint.manifest, load_stage(stage, self.checkpoints, checkpoint)
+        self._alarms, self._guard = self._new_alarms(), Guard(self.config.guard, self.config.run.steps)
+        self._alarms.recall(self.folder, manifest.step)
+        for name, part in self._own_parts.items():
+            if name in state:
+                part.load_state_dict(state[name])
+        self._alarms.note, self._back_to = manifest.note, manifest.step if manifest.note else -1
 
+    @property
+    def _own_parts(self) -> dict[str, Stateful]:
+        return {"alarms": self._alarms, "guard": self._guard}
 
-def _states(stage: Stage) -> dict[str, Any]:
-    return {name: part.state_dict() for name, part in stage.parts.items()}
+    def _states(self, stage: Stage) -> dict[str, Any]:
+        """What a checkpoint holds beside the policy."""
+        return {name: part.state_dict() for name, part in {**stage.parts, **self._own_parts}.items()}

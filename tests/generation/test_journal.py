@@ -1,5 +1,7 @@
 """A rollout that is broken off and made again takes what had been finished from the journal."""
 
+import zlib
+
 import pytest
 from tiny_models import pair
 
@@ -108,3 +110,21 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_the_rollout_goes_on(tm
     # Others may warn too: of sockets of an earlier test that are collected just now.
     assert sum(warning.category is UserWarning for warning in said) == 1
     assert groups == sample(REQUESTS, lambda *_: None)[0]
+
+
+def test_completions_of_other_weights_are_not_known(tmp_path, sample):
+    """A run that was killed after it had gone back took completions of before for its own."""
+    for identity, rows in (("0", True), ("1", True), ("0", False)):
+        journal = Journal(tmp_path, 0)
+        journal.bind(identity)
+        assert bool(journal.complete(5, REQUESTS, None, sample)[1].rows) is rows
+    # The step is made again after the run has gone back.
+    journal.bind("2")
+    assert journal.complete(5, REQUESTS, None, sample)[1].rows
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "3", '{"tokens": "AA", "key": 1}', "[" * 10**5])
+def test_a_record_that_is_none_is_sampled_again(tmp_path, sample, text):
+    """Its checksum is right, as another version may have written it."""
+    (tmp_path / "step_000005.rank_0").write_text(f"{zlib.crc32(text.encode()):08x} {text}\n")
+    assert Journal(tmp_path, 0).complete(5, REQUESTS[:1], None, sample)[1].rows

@@ -50,14 +50,16 @@ class Place:
         text = "".join(json.dumps({"step": step, "reward/mean": step / 8}) + "\n" for step in steps)
         (self.folder / run / "metrics.jsonl").write_bytes(text.encode() + tail.encode("latin-1"))
 
-    def start(self, **changes):
+    def start(self, inputs=None, **changes):
         config = self.config(changes)
         folder = self.folder / config.run.name
-        return find_start(config, folder, Checkpoints(folder / "checkpoints", 2), self.said.append)
+        checkpoints = Checkpoints(folder / "checkpoints", 2)
+        checkpoints.inputs = inputs or {}
+        return find_start(config, folder, checkpoints, self.said.append)
 
-    def refusal(self, **changes):
+    def refusal(self, inputs=None, **changes):
         with pytest.raises(UserError) as caught:
-            self.start(**changes)
+            self.start(inputs, **changes)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -152,6 +154,9 @@ FREE = {
     "checkpoint.every": 5,
     "eval.name": "other",
     "scoring.workers": 3,
+    "alarms.kl": {"above": 5.0, "action": "stop"},
+    "alarms.numbers": {"completion/length_mean": {"above": 400}},
+    "guard.lr_factor": 0.1,
     "engine.offload_optimizer": True,
     "engine.deepspeed": {"comms_logger": {"enabled": True}},
     "policy.micro_batch_tokens": 99,
@@ -175,6 +180,10 @@ BOUND = {
     "curriculum.sampling": "difficulty",
     "eval.threshold": 0.5,
     "rewards": [{"function": "exact_match", "weight": 2.0}],
+    "alarms.truncated": {"action": "skip"},
+    "alarms.kl": {"action": "roll_back"},
+    "alarms.numbers": {"completion/length_mean": {"above": 400, "action": "roll_back"}},
+    "guard.non_finite": "roll_back",
 }
 
 
@@ -196,6 +205,17 @@ def test_settings_that_decide_on_learning_may_not_change_unasked(place):
     names = [*setting_names(TrainConfig), "engine.deepspeed.comms_logger"]
     assert [pattern for pattern in FREE_SETTINGS if not fnmatch.filter(names, pattern)] == []
     assert "policy.lr 1e-06 -> 0.001" in place.refusal(**{"policy.lr": 1e-3})
+
+
+def test_what_an_alarm_learns_by_may_not_change_unasked(place):
+    """Where an alarm skips or goes back, its limits decide what is learned, and so does how the guard goes back."""
+    acting = {"alarms.truncated": {"action": "skip", "above": 0.5}, "alarms.kl": {"action": "roll_back"}}
+    place.checkpoint(2, **acting)
+    place.numbers(range(3))
+    assert place.start(**acting, **{"alarms.parity": {"above": 1.0}, "guard.max_rollbacks": 9}).step == 2
+    assert "alarms.truncated" in place.refusal(**{**acting, "alarms.truncated": {"action": "skip", "above": 0.6}})
+    assert "alarms.kl" in place.refusal(**{**acting, "alarms.kl": {"action": "stop"}})
+    assert "guard.lr_factor" in place.refusal(**acting, **{"guard.lr_factor": 0.1})
 
 
 def test_the_length_of_a_run_may_grow_where_its_learning_rate_does_not_follow_it(place):
@@ -220,6 +240,26 @@ def test_arguments_of_rewards_are_compared_and_secrets_are_not_kept(place):
     assert place.start(rewards=rewards("b-secret", 2)).step == 2 and place.said == []
     says = place.refusal(rewards=rewards("a-secret", 3))
     assert '"scale": 2' in says and '"scale": 3' in says and "a-secret" not in says
+
+
+def test_inputs_that_changed_are_refused_and_changed_code_is_said(place):
+    """What is missing on one side, as in checkpoints of before, is not compared."""
+    inputs = {"training rows": "a", "policy.model weights": "b", "code of rewards: mine.py": "c"}
+    (place.checkpoint(2) / "manifest.json").unlink()
+    folder = place.folder / "run" / "checkpoints" / "step_000002"
+    Manifest("id", 2, 1, 0, settings_of(place.config()), {}, inputs).write(folder)
+    place.numbers(range(3))
+    assert (
+        place.start(inputs=inputs).step == place.start(inputs={}).step == place.start(inputs={"other": "d"}).step == 2
+    )
+    assert place.said == []
+    assert place.start(inputs={**inputs, "code of rewards: mine.py": "d"}).step == 2
+    assert place.said == ["changed since the checkpoint: code of rewards: mine.py"]
+    changed = {**inputs, "training rows": "d", "policy.model weights": "e"}
+    says = place.refusal(inputs=changed)
+    assert "inputs have changed since the checkpoint of step 2: training rows, policy.model weights: put them" in says
+    assert place.start(inputs=changed, **{"run.allow_changes": True}).step == 2
+    assert place.said[1:] == ["changed since the checkpoint: training rows, policy.model weights"]
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_a_checkpoint_without_what_later_settings_need_is_refused(tmp_path):
     stage.policy.load_state_dict, stage.parts = lambda state: None, {"ptx": object()}
     run.checkpoints.load = lambda *_: {"policy": {}, "loader": {}}
     with pytest.raises(UserError, match="step_000003 was made without ptx: take its settings out"):
-        run._load(stage, SimpleNamespace(folder="checkpoints/step_000003"))
+        run._load(stage, SimpleNamespace(folder="checkpoints/step_000003", manifest=None))
 
 
 def test_a_checkpoint_by_its_path_branches_off_or_goes_back(tmp_path):

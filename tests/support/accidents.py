@@ -1,4 +1,7 @@
-"""`python accidents.py STAGE STEP RANK ACCIDENT train ...`: a run in which something happens to one rank in a stage."""
+"""`python accidents.py STAGE STEP RANK ACCIDENT train ...`: a run in which something happens to one rank in a stage.
+
+The variable NTH says at which time that the stage of the step begins (default: the first).
+"""
 
 import os
 import re
@@ -50,15 +53,17 @@ ACCIDENTS = {
 def main() -> None:
     stage, step, rank, accident, *arguments = sys.argv[1:]
     enter = stopping.Progress.enter
-    left = [ACCIDENTS[accident]] if os.environ.get("RANK", "0") == rank else []
+    left = [lambda: None] * (int(os.environ.get("NTH", "1")) - 1) + [ACCIDENTS[accident]]
+    if os.environ.get("RANK", "0") != rank:
+        left = []
 
     def entered(self: stopping.Progress, name: str, number: int | None = None) -> None:
         before = self._step if number is None else number
         if left and (name, str(before)) == (stage, step):
             self._board.enter(name, before)
-            if "MARK" in os.environ:
+            if "MARK" in os.environ and len(left) == 1:
                 leave_a_session()
-            left.pop()()
+            left.pop(0)()
         enter(self, name, number)
 
     stopping.Progress.enter = entered

@@ -88,10 +88,23 @@ class Alarms:
 
     def remember(self, step: int, values: dict[str, float]) -> None:
         """Take the numbers of a step before the run was resumed, which later ones are compared with. What was said then
-        is not said again; what stops a run or goes back has patience anew."""
+        is not said again; what stops a run or goes back has patience anew, until `load_state_dict`."""
         self.watch(step, values)
         self._bad = {name: count for name, count in self._bad.items() if self._limits[name].action in ("say", "skip")}
         self._due = []
+
+    def state_dict(self) -> dict[str, dict[str, int]]:
+        """Bad steps in a row and the first of them, by alarm, as a checkpoint holds them. An alarm that has stopped the
+        run has patience anew when it goes on."""
+        due = {alarm.alarm for alarm in self._due}
+        bad = {name: count for name, count in self._bad.items() if count and name not in due}
+        return {"bad": bad, "since": {name: self._since[name] for name in bad}}
+
+    def load_state_dict(self, state: dict[str, dict[str, int]]) -> None:
+        """Continue from a saved state, after `recall`."""
+        self._bad, self._since = (
+            {name: number for name, number in state[part].items() if name in self._limits} for part in ("bad", "since")
+        )
 
     def recall(self, folder: Path, done: int) -> None:
         """Remember the numbers of a run's folder up to a step, which rank 0 reads. Collective."""

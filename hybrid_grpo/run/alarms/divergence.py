@@ -33,6 +33,14 @@ class Guard:
         self._bad = 0
         """Bad steps in a row."""
 
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint holds of the guard."""
+        return {"bad": self._bad}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from a saved state."""
+        self._bad = state["bad"]
+
     def judge(self, step: int, values: dict[str, float]) -> list[str]:
         """Look at the numbers of a step; return what is to be said. Raises RunStopped or RollBack, on all ranks
         alike."""

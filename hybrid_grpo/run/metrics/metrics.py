@@ -115,10 +115,10 @@ class Meter:
 
     def reduced(self, numbers: Mapping[str, tuple[float | Tensor, float | Tensor]]) -> dict[str, float]:
         """Numbers of a stage as `reduce` would give them, beside what was added, which stays. Collective."""
-        kept, self._added = self._added, {}
+        added, spans, self._added = self._added, self.spans, {}
         self.update(numbers)
         values = self.reduce()
-        self._added = kept
+        self._added, self.spans = added, spans
         return values
 
     def reduce(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,11 +48,17 @@ class Checkpoints:
         folder: that folder.
         keep: how many of the newest checkpoints are kept.
         settings: what the run is, by dotted names; for the manifests.
+
+    Attributes:
+        inputs: fingerprints of what the run reads.
+        rollbacks: how often the run has gone back to one of them.
     """
 
     def __init__(self, folder: Path, keep: int, settings: dict[str, Any] | None = None) -> None:
         self.folder = folder
         self.keep = keep
+        self.inputs: dict[str, str] = {}
+        self.rollbacks = 0
         self._settings = settings or {}
         self._verified_run = ""
         """Identity of the run by its own checkpoints, should the file be gone."""
@@ -126,8 +132,9 @@ class Checkpoints:
 
         def publish() -> None:
             if rank() == 0:
-                settings, files = self._settings, {name: facts for part in written for name, facts in part.items()}
-                Manifest(run, step, world_size(), engine.stage, settings, files).write(draft)
+                files = {name: facts for part in written for name, facts in part.items()}
+                what = run, step, world_size(), engine.stage, self._settings, files
+                Manifest(*what, self.inputs, self.rollbacks).write(draft)
                 # Every rank has synced its files; what is left are their names.
                 for path in [*draft.rglob("*"), draft]:
                     if path.is_dir():
@@ -162,6 +169,16 @@ class Checkpoints:
         for part in shards:
             part.load(folder)
         return state
+
+    def roll_back(self, checkpoint: Checkpoint, lr_scale: float, note: str) -> Checkpoint:
+        """Give up what came after a checkpoint; the factor of learning rates from there on, and the reason, are written
+        into its manifest. Returns the checkpoint as it is now. Raises WriteFailed on all ranks. Collective."""
+        self.rollbacks += 1
+        manifest = replace(checkpoint.manifest, rollbacks=self.rollbacks, lr_scale=lr_scale, note=note)
+        write_together(lambda: manifest.write(checkpoint.folder) if rank() == 0 else None, self.folder)
+        # A run that is killed before this makes the steps that led to the roll-back again, and goes back once more.
+        self.forget_after(manifest.step)
+        return Checkpoint(checkpoint.folder, manifest)
 
     def forget_after(self, step: int) -> None:
         """Remove the checkpoints of later steps. Collective."""

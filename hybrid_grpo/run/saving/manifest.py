@@ -6,7 +6,7 @@ It is written last. A checkpoint without one was not finished, and one whose fil
 import json
 import re
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,14 @@ class Manifest:
     """Settings of the run, by their dotted names."""
     files: dict[str, list[int]]
     """Size in bytes and CRC-32 of every file, by its path in the checkpoint."""
+    inputs: dict[str, str] = field(default_factory=dict)
+    """Fingerprints of what the run reads, by names for messages; see run/fingerprints.py."""
+    rollbacks: int = 0
+    """How often the run had gone back to a checkpoint."""
+    lr_scale: float | None = None
+    """Of a checkpoint that the run went back to: what learning rates are multiplied with from there on."""
+    note: str = ""
+    """Why it went back."""
 
     def write(self, folder: Path) -> None:
         """Write it into the checkpoint's folder, and onto the disk."""

@@ -149,7 +149,8 @@ class _Watcher:
     def watch(self, stops: set[signal.Signals]) -> NoReturn:
         while True:
             told = signal.sigtimedwait({*stops, signal.SIGCHLD}, _LOOK_SECONDS)
-            if told and told.si_signo != signal.SIGCHLD:
+            # A wait that SIGSTOP and SIGCONT interrupt until its time is over returns data that nothing has set.
+            if told and told.si_signo in stops:
                 self.board.ask(told.si_signo)
                 self.interrupts += told.si_signo == signal.SIGINT
                 if self.interrupts == 2:

@@ -14,6 +14,8 @@ from hybrid_grpo.run.alarms.alarms import Alarms
 from hybrid_grpo.run.alarms.divergence import RollBack
 from hybrid_grpo.run.alarms.symptoms import Symptoms
 from hybrid_grpo.run.run import Run
+from hybrid_grpo.run.saving.checkpoint import Checkpoint
+from hybrid_grpo.run.saving.manifest import Manifest
 from hybrid_grpo.run.stage import Stage
 
 
@@ -202,12 +204,29 @@ def test_what_is_bad_before_the_update_is_not_learned_from():
     assert skipped == [False, True, True, False, False]
 
 
+def test_patience_goes_on_where_it_was_and_begins_anew_after_a_stop():
+    """A run that was killed after two of three bad steps had patience with three more."""
+    settings = {"kl": {"above": 1.0, "patience": 3, "action": "stop"}}
+    bad, whole = {**HEALTHY, "policy/kl": 2.0}, alarms(settings)
+    for step in range(3):
+        whole.watch(step, dict(bad))
+        resumed = alarms(settings)
+        resumed.remember(step, dict(bad))
+        resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+        said = resumed.watch(step + 1, dict(bad))
+        assert [alarm.since for alarm in said] == ([0] if step == 1 else []) and resumed.stops is (step == 1)
+    assert whole.stops
+    # A limit that was taken out in between is forgotten.
+    alarms({"kl": None}).load_state_dict({"bad": {"kl": 2}, "since": {"kl": 0}})
+
+
 def test_a_resumed_run_knows_its_best_evaluation(tmp_path, capsys):
     run = Run(Parsed(TrainConfig(run=RunConfig(name="run", dir=str(tmp_path))), ""), {})
     lines = [{"step": step, **numbers} for step, numbers in enumerate([line(None, 0.5), line(0.2), line(0.4, 0.9)])]
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(of | {"policy/loss": None}) + "\n" for of in lines))
     # Its checkpoint is of the step before the last line.
-    run.start = SimpleNamespace(checkpoint="step_000001", step=1)
+    manifest = Manifest("0" * 16, 1, 1, 0, {}, {})
+    run.start = SimpleNamespace(checkpoint=Checkpoint(tmp_path, manifest), step=1)
     run.checkpoints = SimpleNamespace(load=lambda engine, checkpoint, shards: {"policy": {}, "step": 1})
     stage = Stage()
     stage.policy, stage.parts = SimpleNamespace(engine=None, average=None, load_state_dict=lambda state: None), {}

@@ -13,6 +13,7 @@ from workshop import Workshop
 from hybrid_grpo.config import GuardConfig, TrainConfig, build
 from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.run.alarms.divergence import Guard
+from hybrid_grpo.run.files import read_jsonl
 
 GOOD = {"policy/loss": 0.1, "policy/grad_norm": 1.0, "policy/kl": 0.1, "policy/entropy": 2.0, "policy/ratio_max": 1.5}
 NAN_REWARDS = """
@@ -176,9 +177,27 @@ def test_alarms_skip_an_update_go_back_and_stop_on_all_ranks(workshop: Workshop)
     assert [row["step"] for row in rows if "policy/loss" not in row] == [2]
     assert [row.get("policy/lr") for row in rows] == [1e-2, None, 5e-3, 5e-3, 5e-3, 5e-3]
     assert max(row["reward/max"] for row in rows) <= 1.0, "step 4 was made again"
-    said = [json.loads(line) for line in (folder / "alarms.jsonl").read_text().splitlines()]
+    said = read_jsonl(folder / "alarms.jsonl")
     names = [(alarm["step"], alarm["alarm"], alarm["action"]) for alarm in said]
     assert names == [(2, "constant_reward", "skip"), (3, "roll_back", "say"), (6, "reward/min", "stop")]
     assert said[1]["message"].startswith("alarm reward/max: reward/max is 9 ")
     assert said[1]["message"].endswith(": back to step 2, the learning rate times 0.5")
     assert (folder / "checkpoints/step_000006").is_dir() and not (folder / "model").exists()
+
+    # Killed in the step after the one that it made again, the run went on at the full learning rate, and learned from
+    # completions of other weights.
+    for name in ("fourth", "again"):
+        (workshop.folder / name).unlink()
+    arguments = [*options("killed", "acting_rewards.py:by_step"), *settings, "--run.resume=auto"]
+    program = [str(SUPPORT / "accidents.py"), "update", "4", "1", "SIGKILL"]
+    done = forks.run(*program, *arguments, world=2, cwd=workshop.folder, environment={"NTH": "2"})
+    assert done.status == 137, done.err[-3000:]
+    killed = workshop.folder / "runs/killed"
+    assert [row["step"] for row in read_jsonl(killed / "metrics.jsonl")] == [1, 2, 3] and (killed / "journal").exists()
+    done = workshop.run(*arguments, ranks=2)
+    assert done.status == 2 and "resumed runs/killed after step 2" in done.out, done.err[-3000:]
+    timed = ("time/", "throughput/", "memory/")
+    assert [{name: row[name] for name in row if not name.startswith(timed)} for row in rows] == [
+        {name: row[name] for name in row if not name.startswith(timed)} for row in read_jsonl(killed / "metrics.jsonl")
+    ]
+    assert read_jsonl(killed / "alarms.jsonl") == said

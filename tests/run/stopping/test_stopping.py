@@ -193,6 +193,34 @@ def test_a_rank_that_dies_before_its_watcher_has_looked_twice_is_noticed():
     assert watcher._dead_rank(board) == (1, 137)
 
 
+SUSPENDED = """
+import os, signal, sys, time
+from hybrid_grpo.run.stopping.board import this_board
+from hybrid_grpo.run.stopping.watcher import watched
+
+def work():
+    print(os.getpid(), flush=True)
+    sys.stdin.readline()
+    return 3 if this_board().mine.asked else 0
+
+watched(work)
+"""
+
+
+@pytest.mark.process
+def test_a_run_that_is_suspended_and_continued_goes_on():
+    """An interrupted `sigtimedwait` returned a signal that there is not: `-1053514816 is not a valid Signals`."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    started = subprocess.Popen([sys.executable, "-c", SUSPENDED], env=os.environ | {"PYTHONPATH": str(ROOT)}, **pipes)
+    started.stdout.readline()
+    for _ in range(2):
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            os.killpg(started.pid, number)
+            time.sleep(0.8)
+    started.communicate("go on\n", timeout=LIMIT_S)
+    assert started.returncode == 0
+
+
 @pytest.mark.parametrize("text, seconds", [
     *(("90m", 5400), ("11h30m", 41400), ("45s", 45), ("45", 45), ("2d", 172800)),
     *(("1-00:00:00", 86400), ("12:30:00", 45000), ("30:00", 1800)),

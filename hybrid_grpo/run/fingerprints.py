@@ -1,0 +1,115 @@
+"""Fingerprints of all that a run reads: whether a run that goes on still learns the same from the same.
+
+Rows, models and their tokenizers decide on learning as settings do. The code of functions may be mended while a run
+waits, so that its changes are only reported. Of code the named file is looked at, and not what it imports.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
+from functools import partial
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+from hybrid_grpo.config import ModelRunConfig, TrainConfig
+from hybrid_grpo.config.fields import function_text
+from hybrid_grpo.config.held_out import held_out_sets
+from hybrid_grpo.model.fingerprints import of_file, of_model, of_texts
+from hybrid_grpo.rewards.functions import BUILTINS
+
+CODE, REWARDS = "code of ", "code of rewards"
+"""What the names of fingerprints of code begin with, and those of reward functions."""
+Fingerprints = Callable[[], dict[str, str]]
+"""Takes the fingerprints of inputs, by their names in messages."""
+
+
+def none() -> dict[str, str]:
+    """Of a run that reads nothing."""
+    return {}
+
+
+def of_inputs(config: ModelRunConfig, tokenizer: Any, rows: Mapping[str, Iterable[Any]]) -> Fingerprints:
+    """All of a run's inputs; `rows` are dataclasses or plain values."""
+    found: dict[str, str] = {}
+
+    def take() -> dict[str, str]:
+        if not found:
+            found.update({name: of_texts(map(_text, values)) for name, values in rows.items()})
+            found["chat template"] = of_texts([_text(getattr(tokenizer, "chat_template", None))])
+            found.update(_files(config))
+        # Those of the hub have all of their files only after they are loaded.
+        models = {setting: of_model(name) for setting, name in _models(config).items()}
+        return found | {f"{setting} {part}": print_ for setting, of in models.items() for part, print_ in of.items()}
+
+    return take
+
+
+def held_out_name(name: str, place: Any) -> str:
+    """The name of a held-out set's rows. Those of another place, which may change, are another set."""
+    return f"held-out rows of {name} ({of_texts([_text(place)])[:8]})"
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """A row without what the tokenizer and its environment make of it."""
+    if not is_dataclass(value):
+        return type(value).__name__
+    return {name: of for name, of in vars(value).items() if name not in ("token_ids", "opening")}
+
+
+def _models(config: ModelRunConfig) -> dict[str, str]:
+    """The models that a run reads, by setting."""
+    models: dict[str, str | None] = {"policy.model": config.policy.model}
+    if isinstance(config, TrainConfig):
+        models |= {"critic.model": config.critic.model if config.grpo.baseline == "critic" else None}
+        models |= {"teacher.model": config.teacher.model, "rollout.user_model": config.rollout.user_model}
+        models |= {f"rollout.guests {guest.name}: model": guest.model for guest in config.rollout.guests}
+        for index, reward in enumerate(config.rewards):
+            if reward.function in BUILTINS and isinstance(model := reward.kwargs.get("model"), str):
+                models[f"rewards[{index}].kwargs model"] = model
+    return {setting: name for setting, name in models.items() if name}
+
+
+def _files(config: ModelRunConfig) -> dict[str, str]:
+    """The files of guests, and of the run's own functions, by what they are for."""
+    if not isinstance(config, TrainConfig):
+        return {}
+    rewards = [reward.function for reward in config.rewards]
+    rewards += [reward.function for held_out in held_out_sets(config) for reward in held_out.rewards or ()]
+    rollout, objective = config.rollout, config.grpo.objective
+    functions: dict[str, list[Any]] = {
+        REWARDS: rewards,
+        f"{CODE}rollout.tools": [tool.function for tool in rollout.tools],
+        f"{CODE}rollout.environment": list(rollout.environments.values()),
+        f"{CODE}rollout.user": [rollout.user] if rollout.user else [],
+        f"{CODE}grpo.objective": [objective] if objective else [],
+    }
+    files = {f"{name}: {file}": file for name, of in functions.items() for file in filter(None, map(source_file, of))}
+    guests = {f"rollout.guests {guest.name}: path": Path(guest.path) for guest in rollout.guests if guest.path}
+    return {name: of_file(file) for name, file in {**files, **guests}.items()}
+
+
+def source_file(function: str | Callable[..., Any]) -> Path | None:
+    """The file of a function as settings name it, without importing it; None where there is none."""
+    if callable(function):
+        try:
+            path = Path(inspect.getsourcefile(inspect.unwrap(function)) or "")
+        except TypeError:
+            return None
+        return path if path.is_file() else None
+    place, _, _ = function_text(function).rpartition(":")
+    if not place or place.endswith(".py"):
+        return Path(place) if Path(place).is_file() else None
+    spec: ModuleSpec | None = None
+    find = partial(PathFinder.find_spec, path=None)
+    for end in range(1, len(names := place.split(".")) + 1):
+        spec = find(".".join(names[:end]))
+        if spec is None:
+            return None
+        find = partial(PathFinder.find_spec, path=spec.submodule_search_locations)
+    return Path(spec.origin) if spec and spec.origin and Path(spec.origin).is_file() else None
