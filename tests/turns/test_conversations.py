@@ -20,8 +20,10 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation import Request
 from hybrid_grpo.turns import Conversations, Tools
-from hybrid_grpo.turns.calls import FORMATS, Call, reader_of
+from hybrid_grpo.turns.calls import Call
 from hybrid_grpo.turns.conversation import Answer
+from hybrid_grpo.turns.formats import FORMATS
+from hybrid_grpo.turns.reading import format_reader, reader_of
 from hybrid_grpo.turns.template import Between, assistant_message, tool_message, user_message
 
 TABLE = {"a": "q", "b": "x", "c": "m", "d": "z"}
@@ -161,7 +163,7 @@ def test_an_answer_of_a_user_is_read_as_the_template_writes_it(tools, family, wi
 
 BROKEN = {
     "hermes": ['<tool_call>\n{"name": "add", </tool_call>', "<tool_call>[1]</tool_call>", "<tool_call>"],
-    "llama3": ['{"name": "add", "parameters": {"a": 1', '{"name": 3}'],
+    "llama3": ['{"name": "add", "parameters": {"a": 1', '{"name": "add", "parameters": [1]}'],
     "mistral": ["[TOOL_CALLS]add", '[TOOL_CALLS][{"name": "add", "arguments": 7}]'],
 }
 
@@ -240,7 +242,7 @@ def test_answers_of_a_rollout_that_was_given_up_are_dropped(tools):
 @pytest.mark.parametrize("text", ["no call", "{ braces }", "a [list]"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_turn_without_a_call_calls_nothing(family, text):
-    turn = FORMATS[family](text)
+    turn = format_reader(FORMATS[family], [], 16, "")(text, "")
     assert (turn.content, turn.calls, turn.fault) == (text, [], None)
 
 
@@ -258,22 +260,21 @@ def test_a_template_without_tools_is_refused(tools, template, message):
     config = RolloutConfig(tools=ROLLOUT.tools, tool_format="hermes")
     with pytest.raises(UserError, match=rf"rollout\.tools: the chat template of policy\.model .*({message})"):
         Conversations([tools], tools, config, tokenizer, {}, (tokenizer.eos_token_id,))
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(UserError, match=r"rollout\.tool_format auto: .* set it to hermes, llama3, mistral"):
-        Conversations([tools], tools, ROLLOUT, tokenizer, {}, (tokenizer.eos_token_id,))
+
+
+RESPONSE = {"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "json"}
 
 
 def test_the_parser_that_a_tokenizer_brings_reads_calls():
     """It wants to know the prompt; without one it read no call at all."""
     tokenizer = tool_tokenizer("hermes")
-    calls = {"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "json"}
-    calls["transform"] = {"type": "function", "function": "{content}"}
+    calls = {**RESPONSE, "transform": {"type": "function", "function": "{content}"}}
     fields = {"tool_calls": calls, "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}}
     tokenizer.response_template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
-    read = reader_of("auto", tokenizer)
-    turn = read('<tool_call>\n{"name": "look_up", "arguments": {"key": "a"}}\n</tool_call>')
+    read = reader_of("auto", tokenizer, {}, [], ["<|im_end|>"], 16)
+    turn = read('<tool_call>\n{"name": "look_up", "arguments": {"key": "a"}}\n</tool_call>', "<|im_end|>")
     assert (turn.calls, turn.fault) == ([Call("look_up", {"key": "a"})], None)
-    assert (read("so").content, read("so").calls) == ("so", [])
+    assert (read("so", "<|im_end|>").content, read("so", "<|im_end|>").calls) == ("so", [])
 
 
 LOOKED_UP = tool_message(0, "look_up", "q")
