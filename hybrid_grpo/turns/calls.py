@@ -43,7 +43,8 @@ def checked(call: Call) -> Call:
         raise ValueError(f"a call has a name of 1 to {_LONGEST_NAME} characters")
     if not isinstance(call.arguments, dict):
         raise ValueError("the arguments of a call are an object")
-    return Call(clean(call.name), _plain(call.arguments, 0), call.id)
+    id = clean(call.id) if isinstance(call.id, str) and len(call.id) <= _LONGEST_NAME else None
+    return Call(clean(call.name), _plain(call.arguments, 0), id)
 
 
 def _plain(value: Any, depth: int) -> Any:
