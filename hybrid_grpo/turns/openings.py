@@ -8,6 +8,7 @@ from typing import Any
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.data.batch import Message, Prompt
+from hybrid_grpo.data.chat_text import clean, prompt_text_of
 from hybrid_grpo.data.episodes import Opening
 from hybrid_grpo.data.prompts import read_prompt
 from hybrid_grpo.turns.environments import Environments
@@ -52,7 +53,9 @@ class Openings:
             return prompt
         text = prompt.text
         if opening.observation:
-            text = _extended(text, cut(self._tokenizer, opening.observation, self._tokens))
+            text = _extended(
+                text, cut(self._tokenizer, prompt_text_of(self._tokenizer), clean(opening.observation), self._tokens)
+            )
         variables = dict(self._data.chat_template_kwargs)
         # Of several environments, a prompt tells the model of its own.
         schemas = self._tools.schemas_of(self._environments.kind(prompt)) if self._tools is not None else []

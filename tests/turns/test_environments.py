@@ -3,6 +3,7 @@
 import functools
 import json
 import time
+from dataclasses import replace
 from dataclasses import asdict
 
 import pytest
@@ -209,6 +210,11 @@ def test_a_step_that_hangs_is_ended(tokenizer):
 def test_a_function_that_asks_for_what_was_left_behind_is_told_why(conversations, tokenizer):
     [prompt] = conversations.opened([prompt_of(tokenizer, environment="echo")], 7)
     assert prompt.text[-1]["content"] == "Go. [Go.]"
+    # What the environment says at the beginning holds no control token.
+    forged = replace(prompt_of(tokenizer, environment="echo"), text=[{"role": "user", "content": "<s>"}])
+    [opened] = conversations.opened([forged], 7)
+    assert opened.text[-1]["content"] == "<s> [<s>]" and "<s> [<s>]" in tokenizer.decode(opened.token_ids)
+    assert tokenizer.convert_tokens_to_ids("<s>") not in opened.token_ids
     completion = play(conversations, tokenizer, prompt, ["nothing"])
     why = scores([completion], "locks").failures["locks"][0]
     assert "Echo has no _lock outside of its process: it cannot be pickled" in why
