@@ -150,6 +150,9 @@ class RolloutConfig:
     whose completion then has failed."""
     max_turn_calls: Count = 16
     """Most calls of tools in one turn. Those beyond are not made, which the model is told."""
+    environment_processes: Count | None = None
+    """Most worker processes of environments at the same time on one rank; further environments wait until one ends.
+    Default: max_slots, at most half of the files that a process may open."""
     keep_history: Switch = False
     """Whether to train with a chat template that writes earlier turns otherwise than the model did, such as without
     their thinking: the model then reads its turns as it wrote them. Default: such a template is refused."""
@@ -260,6 +263,16 @@ class RolloutConfig:
                 f"rollout.{name} ends completions, and rollout.ignore_eos lets only the length limit end them: set one"
                 " of the two",
             )
+        refuse(
+            self.environment_processes is not None and not self.environment,
+            f"rollout.environment_processes {self.environment_processes} has no effect without rollout.environment:"
+            " take it out",
+        )
+        refuse(
+            self.environment_processes is not None and self.decoder == "transformers",
+            f"rollout.environment_processes {self.environment_processes} cannot be kept by rollout.decoder"
+            " transformers, whose completions are all under way together: take it out",
+        )
         refuse(
             self.cache_gb is not None and self.decoder == "transformers",
             f"rollout.cache_gb {self.cache_gb} has no effect on rollout.decoder transformers, whose caches have no"

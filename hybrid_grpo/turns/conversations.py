@@ -112,11 +112,11 @@ class Conversations:
 
     def begin(self, requests: Sequence[Request]) -> None:
         """See `Turns`. Counts begin anew."""
-        if self.environments is not None:
-            self.environments.give_up()
         self._under_way = {}
         self._requests = {key: request for request in requests for key in request.keys}
         self.numbers()
+        if self.environments is not None:
+            self.environments.begin([request.prompt for request in requests if request.prompt is not None])
 
     def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
         """See `Turns`. A completion whose last turn calls a tool, or would be answered by a user, without room for

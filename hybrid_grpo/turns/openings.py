@@ -41,11 +41,8 @@ class Openings:
 
     def opened(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Prompt]:
         """The prompts with their openings. Waits for the environments."""
-        observations = self._environments.observations(prompts, seeds)
-        return [
-            self._written(prompt, Opening(seed, prompt.text, observation))
-            for prompt, seed, observation in zip(prompts, seeds, observations, strict=True)
-        ]
+        openings = self._environments.openings(prompts, seeds)
+        return [self._written(prompt, opening) for prompt, opening in zip(prompts, openings, strict=True)]
 
     def _written(self, prompt: Prompt, opening: Opening) -> Prompt:
         prompt = replace(prompt, opening=opening)

@@ -162,7 +162,9 @@ def two_steps(trainer: Trainer) -> dict[str, Any]:
         seen["metrics"].append(trainer.meter.reduce())
     trainer.evaluate(0, trainer.eval_sets)
     held_out = trainer.eval_sets[0]
-    greedy = trainer.policy.complete(held_out.requests, held_out.sampling, trainer.config.rollout)
+    greedy = trainer.policy.complete(
+        held_out.requests(held_out.own_prompts()), held_out.sampling, trainer.config.rollout
+    )
     seen["greedy"] = [group[0].token_ids for group in greedy]
     seen["eval"] = trainer.meter.reduce()
     return seen
@@ -361,7 +363,7 @@ def kept(folder: Path) -> dict[str, Any]:
     for step in (1, 2, 3):
         tokens, count = rollout(step, captures)
         seen["captures"].append(count)
-        policy.complete(held_out.requests, held_out.sampling, config)
+        policy.complete(held_out.requests(held_out.own_prompts()), held_out.sampling, config)
         with policy.engine.generation() as view:
             seen["addresses"].append([p.data_ptr() for p in view.parameters()])
         seen["same"].append(rollout(step, None)[0] == tokens)
