@@ -174,36 +174,41 @@ class Slots:
 # Which tests run a line -----------------------------------------------------------------------------------------------
 
 
-def measured(work: Path, files: list[str], slots: Slots) -> Entry:
-    """See `mutation_tests.merged`; measured again where the code or a test has changed."""
+def measured(work: Path, files: list[str], slots: Slots, fast: bool) -> Entry:
+    """See `mutation_tests.merged`. Tests are measured again where they, the code or what supports them have changed;
+    with `fast`, those that start processes are left out."""
     import mutation_tests
 
-    known = work / f"tests_{_hash(*_sources('hybrid_grpo'), *_sources('tests'))}.json"
-    if known.exists():
-        return json.loads(known.read_text())
-    data = work / "coverage"
-    shutil.rmtree(data, ignore_errors=True)
-    data.mkdir()
-    fast, slow = f"not ({mutation_tests.SLOW} or gpu)", f"({mutation_tests.SLOW}) and not gpu"
     tests = [str(path.relative_to(ROOT)) for name in TESTS for path in (ROOT / "tests" / name).rglob("test_*.py")]
     tests = sorted([*tests, *(f"tests/test_{name}.py" for name in TOP)])
-    quick = [(fast, tests[part::4], 1800.0) for part in range(4)]
-    for marks, some, limit_s in [*quick, *((slow, [test], 900.0) for test in tests)]:
+    slow = [test for test in tests if any(mark in (ROOT / test).read_text() for mark in mutation_tests.SLOW)]
+    without, marked = " or ".join(mutation_tests.SLOW), f"not ({' or '.join(mutation_tests.SLOW)} or gpu)"
+    parts = [(marked, tests[part::4], 1800.0) for part in range(4)]
+    parts += [] if fast else [(f"({without}) and not gpu", [test], 900.0) for test in slow]
+    code = _hash(*_sources("hybrid_grpo"), *_sources("tests/support"))
+    folders = []
+    for marks, some, limit_s in parts:
+        folder = work / "coverage" / _hash(code, marks, *some, *((ROOT / test).read_text() for test in some))
+        folders.append(folder)
+        if (folder / "done").exists():
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
 
-        def measure(copy: Copy, marks: str = marks, some: list[str] = some, limit_s: float = limit_s) -> None:
+        def measure(
+            copy: Copy, marks: str = marks, some: list[str] = some, limit_s: float = limit_s, folder: Path = folder
+        ) -> None:
             def plugin() -> object:
-                return mutation_tests.Measured(data, [str(copy.folder / file) for file in files])
+                return mutation_tests.Measured(folder, [str(copy.folder / file) for file in files])
 
             status = copy.pytest(["-m", marks, *some], plugin, work / "measured.log", limit_s)
-            if status not in (0, 1, 5):
-                print(f"mutation: {some[0]} and others ended with {status}: they are not used", flush=True)
+            (folder / "done").touch()
+            told = "" if status in (0, 1, 5) else f"; ended with {status}: they are not used"
+            print(f"measured: {some[0]}{f' and {len(some) - 1} others' if some[1:] else ''}{told}", flush=True)
 
         slots.start(measure)
     slots.join()
-    result = mutation_tests.merged(data, ROOT, files)
-    known.write_text(json.dumps(result))
-    shutil.rmtree(data)
-    return result
+    return mutation_tests.merged(folders, files)
 
 
 def chosen(tests: Entry, file: str, lines: tuple[int, int], slow: bool) -> list[str]:
@@ -289,6 +294,7 @@ def main() -> None:
     import mutation_faults
 
     os.environ |= ENVIRONMENT
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options.work.mkdir(parents=True, exist_ok=True)
     files = [str(path.relative_to(ROOT)) for name in FILES for path in _files(ROOT / "hybrid_grpo" / name)]
     faults, places = mutation_faults.draw(ROOT, files, options.faults, options.seed)
@@ -300,7 +306,7 @@ def main() -> None:
     record.touch()
     known = {entry["key"]: entry for entry in map(json.loads, record.read_text().splitlines())}
     try:
-        tests = measured(options.work, files, slots)
+        tests = measured(options.work, files, slots, options.fast)
         broken = [test for test, of in tests["tests"].items() if not of["passed"]]
         print(f"{places} places; {len(tests['tests'])} tests, of which {len(broken)} do not pass and are not used")
         for number, fault in enumerate(faults):
@@ -342,7 +348,13 @@ def report(entries: list[Entry], options: argparse.Namespace, places: int, broke
     plain = ("file", "line", "kind", "diff", "tests", "by", "seconds")
     packages = ("torch", "transformers", "deepspeed", "pytest", "mutmut")
     result = {
-        **{"seed": options.seed, "places": places, "faults": len(entries), "found": found},
+        **{
+            "seed": options.seed,
+            "tests": "fast" if options.fast else "all",
+            "places": places,
+            "faults": len(entries),
+            "found": found,
+        },
         "hung": sum(entry["result"] == "hung" for entry in entries),
         "found_share": round(found / len(entries), 3),
         **shares,
@@ -362,6 +374,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the faults that are drawn")
     parser.add_argument("--faults", type=int, default=30)
+    parser.add_argument("--fast", action="store_true", help="leave out the tests that start processes: a lower bound")
     parser.add_argument("--workers", type=int, default=2, help="faults tried at a time")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "hybrid_grpo_mutation")
     results = ROOT / "benchmarks/results/mutation.json"

@@ -18,7 +18,9 @@ from typing import Any
 import coverage
 import pytest
 
-SLOW = "ranks or process"
+SLOW = ("ranks", "process")
+"""Marks of tests that start processes."""
+
 TIMED_OUT = 124
 """Exit status of tests of which one has taken too long."""
 
@@ -63,7 +65,7 @@ class Measured:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        slow = any(item.iter_markers("ranks")) or any(item.iter_markers("process"))
+        slow = any(item.get_closest_marker(mark) for mark in SLOW)
         self._tests[item.nodeid] = {"seconds": 0.0, "passed": True, "slow": slow, "fixtures": self._wide(item)}
         self._switch(item.nodeid)
         result = yield
@@ -103,17 +105,19 @@ def _name(fixturedef: Any) -> str:
     return f"fixture {fixturedef.baseid} {fixturedef.argname}"
 
 
-def merged(data: Path, root: Path, files: Sequence[str]) -> dict[str, Any]:
+def merged(folders: Sequence[Path], files: Sequence[str]) -> dict[str, Any]:
     """All measurements: `tests` by name, and `lines`: by file and line, the tests and fixtures that run it."""
     tests: dict[str, dict[str, Any]] = {}
-    for path in data.glob("*.json"):
-        tests |= json.loads(path.read_text())
+    data = [path for folder in folders for path in folder.iterdir() if path.name != "done"]
+    for path in data:
+        if path.suffix == ".json":
+            tests |= json.loads(path.read_text())
     users = defaultdict(set)
     for test, known in tests.items():
         for fixture in known["fixtures"]:
             users[fixture].add(test)
     lines: dict[str, dict[int, set[str]]] = {file: defaultdict(set) for file in files}
-    for path in data.iterdir():
+    for path in data:
         if path.suffix == ".json":
             continue
         measured = coverage.CoverageData(str(path))
