@@ -4,8 +4,7 @@ import functools
 import json
 import re
 import time
-from dataclasses import replace
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from paths import SUPPORT
