@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -27,6 +28,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hybrid_grpo.config import ServeOptionsConfig
+from hybrid_grpo.config.network import is_loopback
 
 _MOST_CONNECTIONS = 1024
 _LONGEST_HEAD = 16 * 2**10
@@ -47,7 +49,7 @@ def application(
         answer: from a question to an answer, both as Python has JSON; called in several threads at a time. An
             HTTPException becomes status and text of the response; any other exception is printed, and becomes a 500.
         config: limits of what clients may ask.
-        token: bearer token that questions must carry; None: they need none.
+        token: bearer token that questions must carry; None: they need none, but must name this machine as their Host.
     """
     return Starlette(
         routes=[Route(path, _Endpoint(answer, config, token).post, methods=["POST"]), Route("/health", _health)],
@@ -120,6 +122,12 @@ class _Endpoint:
         return Response(answer, media_type="application/json")
 
     def _check_token(self, request: Request) -> None:
+        if self._token is None and not is_loopback(_host(request)):
+            # A web page that was given this machine's address for its own (DNS rebinding) names its own host.
+            raise HTTPException(
+                HTTPStatus.MISDIRECTED_REQUEST,
+                "without serve.token_env the Host must be localhost or a loopback address",
+            )
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         # In constant time: how long a comparison takes must not tell how much of the token was right.
         is_right = hmac.compare_digest(given.strip().encode(), (self._token or "").encode())
@@ -151,6 +159,14 @@ class _Endpoint:
         except Exception:
             traceback.print_exc(file=sys.stderr)
             raise HTTPException(HTTPStatus.INTERNAL_SERVER_ERROR, "see the server's output") from None
+
+
+def _host(request: Request) -> str:
+    """The Host header without the port; empty where it is none."""
+    try:
+        return urlsplit("//" + request.headers.get("host", "")).hostname or ""
+    except ValueError:
+        return ""
 
 
 async def _health(request: Request) -> Response:

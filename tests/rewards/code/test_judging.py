@@ -25,9 +25,14 @@ def test_a_forged_message_does_not_change_a_function_of_the_tests(channels):
         return value
 
     class Forged:
-        def __reduce__(self):
-            return judging._kept, ("receiver", judge.keep(expected)), (None, {"__defaults__": (2,)})
+        def __init__(self, *state):
+            self.state = state
 
+        def __reduce__(self):
+            return judging._kept, ("receiver", judge.keep(expected)), *self.state
+
+    with pytest.raises(AttributeError):
+        judge.load(pickle.dumps(Forged((None, {"__defaults__": (2,)}))))
     returned = judge.load(pickle.dumps(Forged()))
     assert expected.__defaults__ == (1,) and expected() == 1 and returned() == 1 and returned(3) == 3
 

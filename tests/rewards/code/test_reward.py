@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from cheating_programs import CHEATS as CHEATING
+from cheating_programs import WAYS
 from reward_helpers import isolated, rows
 
 from hybrid_grpo.config import RewardConfig
@@ -100,6 +102,54 @@ def test_cheats_gain_nothing(cheat: str) -> None:
         "assert sorted([square(2)]) == [4]",
     ]
     assert reward(CHEATS[cheat], close, timeout_s=2.0) == 0.0
+
+
+def test_no_way_to_compare_values_is_open_to_a_program_that_does_not_know_them() -> None:
+    """Plain data used to keep attributes that a program had given it: an OrderedDict with an `issubset` of its own was
+    handed the expected value. A StopIteration ended the loop of `map`, and no value was compared."""
+    honest = ["def f(x): return x * x", "def f(x): return {x * x}", "def f(x): return str(x * x)"]
+    equals = "assert f(2).equals(4)"
+    for way in WAYS:
+        assert any(reward(program, way) == 1.0 for program in honest) or way == equals, way
+    for name, program in CHEATING.items():
+        assert reward(program, "\n".join(WAYS), timeout_s=5.0) == 0.0, name
+
+
+def test_plain_data_comes_back_whole() -> None:
+    """What the judge copies keeps its types, order, length and references."""
+    program = """
+from collections import Counter, OrderedDict, deque
+from datetime import datetime, timedelta, timezone
+from fractions import Fraction
+def f():
+    part = [1, {2: (3, None)}]
+    moved = OrderedDict(a=part, b=part)
+    moved.move_to_end("a")
+    ring = [0]
+    ring.append(ring)
+    return (moved, Counter(b=2, a=-1), deque([1, 2], maxlen=2), Fraction(-3, 7), slice(1, None, part), range(3), ring,
+            frozenset({(1, 2)}), {1.5, "x"}, bytearray(b"x"), True,
+            datetime(2026, 1, 1, tzinfo=timezone(timedelta(hours=1))))
+def deep(n): return [deep(n - 1)] if n else []
+"""
+    tests = """
+from collections import *; from datetime import *; from fractions import *
+def check(got):
+    moved, counter, ring_of_two, third, cut, numbers, ring, frozen, mixed, raw, yes, day = got
+    assert list(moved) == ["b", "a"] and type(moved) is OrderedDict and moved["a"] is moved["b"] is cut.step
+    assert moved["a"] == [1, {2: (3, None)}] and type(cut) is slice and (cut.start, cut.stop) == (1, None)
+    assert counter == Counter(b=2, a=-1) and type(counter) is Counter
+    assert ring_of_two == deque([1, 2]) and ring_of_two.maxlen == 2
+    assert third == Fraction(-3, 7) and type(third) is Fraction and numbers == range(3) and ring[1] is ring
+    assert frozen == frozenset({(1, 2)}) and mixed == {1.5, "x"} and raw == bytearray(b"x") and yes is True
+    assert day == datetime(2026, 1, 1, tzinfo=timezone(timedelta(hours=1)))
+check(f())
+check(f())
+nested, depth = deep(150), 0
+while nested: nested, depth = nested[0], depth + 1
+assert depth == 150
+"""
+    assert reward(program, tests) == 1.0
 
 
 def test_the_program_is_given_arguments_and_nothing_else() -> None:

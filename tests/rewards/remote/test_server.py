@@ -167,6 +167,21 @@ def test_questions_that_make_no_sense(server, name):
     assert (got, says in answer["error"]) == (status, True), answer
 
 
+def test_without_a_token_a_question_must_name_this_machine(server):
+    """A web page whose name leads to this machine's address (DNS rebinding) could ask for rewards."""
+    for host in (
+        "evil.example",
+        "evil.example:80",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "[",
+        "10.0.0.1",
+    ):
+        assert server.ask(QUESTION, Host=host)[0] == 421, host
+    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:8000", "[::1]:8000"):
+        assert server.ask(QUESTION, Host=host)[0] == 200, host
+
+
 def test_other_paths_and_methods(server):
     assert server.ask(b"", "/health", "GET") == (200, {"status": "ok"})
     assert server.ask({}, "/nothing")[0] == 404
@@ -188,7 +203,7 @@ def raw(server: Running, *parts: bytes, pause_s: float = 0.0) -> bytes:
 
 
 QUESTION = b'{"completions": ["a"], "answer": ["a"]}'
-HEAD = b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /get_reward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 def test_http_at_its_edges(server):
