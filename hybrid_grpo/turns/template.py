@@ -9,6 +9,7 @@ from typing import Any
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Message
+from hybrid_grpo.data.prompts import apply_template
 from hybrid_grpo.turns.calls import Call
 
 _MARK = "qzx7k"
@@ -154,10 +155,7 @@ class Between:
 
     def _written(self, chat: list[Message]) -> str:
         """A chat by the template, up to where the model's next turn begins."""
-        text: str = self._tokenizer.apply_chat_template(
-            chat, tools=self._schemas or None, tokenize=False, add_generation_prompt=True, **self._variables
-        )
-        return text
+        return apply_template(self._tokenizer, chat, tools=self._schemas or None, **self._variables)
 
 
 def _squeezed(text: str) -> str:
