@@ -6,12 +6,14 @@ Files are read in `sources`, and the order of prompts is decided in `loader`.
 from __future__ import annotations
 
 import re
+import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
 _LETTERS_OF_A_TOKEN = 256
 _TEMPLATE_SECONDS = 3.0
-"""Processor time for one prompt; templates take milliseconds."""
+_TEMPLATE_BYTES = 2**30
+"""Processor time and memory for one prompt; templates take milliseconds and kilobytes."""
 
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
@@ -33,10 +36,6 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _TRUSTED = ("system", "developer", "assistant")
 """Roles whose messages may hold control tokens; elsewhere their names are ordinary text."""
 _GIVEN_TO_TEMPLATES = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
-
-
-class _TookTooLong(Exception):
-    """Raised by `_at_most`."""
 
 
 def read_prompts(
@@ -186,23 +185,39 @@ def _tokenized(text: str, where: str, config: DataConfig, encode: Callable[[str]
     return token_ids
 
 
+def apply_template(tokenizer: Any, chat: list[Message], *, generation: bool = True, **variables: Any) -> str:
+    """A chat by the tokenizer's template, with `generation` up to where the model's turn begins. Raises whatever the template, a program
+    of the model's authors, raises, and TimeoutError or MemoryError where it takes far too much."""
+    # The template writes the special tokens itself; transformers adds none to it.
+    with _at_most(_TEMPLATE_SECONDS, _TEMPLATE_BYTES):
+        text: str = tokenizer.apply_chat_template(chat, add_generation_prompt=generation, tokenize=False, **variables)
+    return text
+
+
 @contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Ends the block with `_TookTooLong` after so many seconds of the process's time. Only the main thread can."""
+def _at_most(seconds: float, more_bytes: int) -> Iterator[None]:
+    """Ends the block with TimeoutError after so many seconds of the process's time, and with MemoryError where the
+    process grows by more than so many bytes. Only the main thread can."""
 
     def end(*_: Any) -> None:
-        raise _TookTooLong
+        raise TimeoutError(f"takes more than {seconds:g} s")
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    before, (soft, hard) = signal.signal(signal.SIGPROF, end), resource.getrlimit(resource.RLIMIT_DATA)
+    here = int(Path("/proc/self/statm").read_bytes().split()[5]) * resource.getpagesize()
+    limits = (limit for limit in (soft, hard, here + more_bytes) if limit != resource.RLIM_INFINITY)
     try:
+        resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         yield
+    except MemoryError:
+        raise MemoryError(f"takes more than {more_bytes / 2**30:g} GiB of memory") from None
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _messages(value: Any, where: str, config: DataConfig) -> list[Message]:
@@ -263,17 +278,11 @@ def _apply_template(chat: list[Message], where: str, config: DataConfig, tokeniz
             " chat model, or give text prompts with data.chat_template auto and no data.system_prompt"
         )
     try:
-        # The template writes the special tokens itself; transformers adds none to it.
-        with _at_most(_TEMPLATE_SECONDS):
-            text = tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, tokenize=False, **config.chat_template_kwargs
-            )
-    except _TookTooLong as error:
+        return apply_template(tokenizer, chat, **config.chat_template_kwargs)
+    except (TimeoutError, MemoryError) as error:
         raise UserError(
-            f"data.chat_template: the tokenizer's template takes more than {_TEMPLATE_SECONDS:g} s for {where}: correct"
-            " its loops, or give text prompts"
-        ) from error
+            f"data.chat_template: the tokenizer's template {error} for {where}: correct its loops, or give text prompts"
+        ) from None
     except Exception as error:  # a template is a program of the model's authors
         why = error if isinstance(error, TemplateError) else f"{type(error).__name__} {error}"
         raise UserError(f"data.chat_template: the tokenizer's template refuses {where}: {why}") from error
-    return cast(str, text)

@@ -11,6 +11,7 @@ from typing import Any
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Message
 from hybrid_grpo.data.chat_text import ChatText, clean
+from hybrid_grpo.data.prompts import apply_template
 from hybrid_grpo.turns.calls import Call
 
 _MARK = "qzx7k"
@@ -55,10 +56,7 @@ def written(
     """A chat by the template, with `generation` up to where the model's next turn begins."""
 
     def by(chat: list[Message]) -> str:
-        text: str = tokenizer.apply_chat_template(
-            chat, tools=list(schemas) or None, tokenize=False, add_generation_prompt=generation, **variables
-        )
-        return text
+        return apply_template(tokenizer, chat, generation=generation, tools=list(schemas) or None, **variables)
 
     try:
         return by(chat)
