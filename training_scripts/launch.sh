@@ -26,8 +26,7 @@ with socket.create_server(("127.0.0.1", 0)) as probe:
         # Given a number, the launcher takes the machine's first GPUs, whichever are visible.
         if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then default="--master_port $port"; fi
         # shellcheck disable=SC2086
-        PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True} \
-            stoppable deepspeed --quiet ${LAUNCHER:-$default} --no_local_rank --module hybrid_grpo "$@"
+        stoppable deepspeed --quiet ${LAUNCHER:-$default} --no_local_rank --module hybrid_grpo "$@"
     else
         local cores
         cores=$(getconf _NPROCESSORS_ONLN)
