@@ -137,7 +137,8 @@ def _refuse_idle_gpus() -> None:
         built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for the CPU"
         raise UserError(
             f"this machine has {len(gpus)} GPUs that torch cannot use: torch {torch.__version__} {built}: update the"
-            " driver, install another torch (TORCH_VERSION), or set DS_ACCELERATOR=cpu to train on the CPU"
+            " driver, install a torch for it (for CUDA 12 TORCH_INDEX=https://download.pytorch.org/whl/cu126 with"
+            " training_scripts/setup.sh), or set DS_ACCELERATOR=cpu to train on the CPU"
         )
 
 

@@ -44,6 +44,21 @@ def test_deepspeed_is_installed_without_looking_for_a_cuda_toolkit(tmp_path):
     assert line.startswith("0 1 ") and "--no-build-isolation" in line
 
 
+@pytest.mark.process
+def test_a_torch_for_an_older_driver_comes_from_an_index_of_its_own(tmp_path):
+    """With a driver for CUDA 12 no TORCH_VERSION helped: the usual index has builds for CUDA 13."""
+    program(
+        tmp_path / "python",
+        f'case "$*" in *"-m pip "*) echo "$*" >>"{tmp_path}/pip" ;; *sys.prefix*) echo "{tmp_path}" ;; esac',
+    )
+    index = "https://download.pytorch.org/whl/cu126"
+    done = shell(". training_scripts/setup.sh; setup", tmp_path, VIRTUAL_ENV=sys.prefix, TORCH_INDEX=index)
+    assert done.returncode == 0, done.stderr
+    told = [line for line in (tmp_path / "pip").read_text().splitlines() if "torch==" in line]
+    # An upgrade, since 2.13.0+cu126 is newer for pip than the 2.13.0 that is there.
+    assert told == [f"-m pip install --quiet --upgrade --extra-index-url {index} torch==2.13.0"]
+
+
 LAUNCH = 'compgen() { case "$*" in *nvidia*) echo /dev/nvidia0 ;; esac; }; . training_scripts/launch.sh; launch train'
 
 
