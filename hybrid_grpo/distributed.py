@@ -24,6 +24,8 @@ _SILENT_SECONDS = 20.0
 """For the ranks to meet; then one that still waits says so."""
 _BUFFER_BYTES = 66 * 2**20 + 4096
 """Shared memory that DeepSpeed's CPU backend uses for each rank."""
+_NCCL_BYTES = 64 << 20
+"""Shared memory of a rank below which that may be what NCCL lacks: Docker's 64 MiB do not do for two."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -45,7 +47,7 @@ def local_ranks() -> int:
 @contextmanager
 def meeting() -> Iterator[None]:
     """Around the start of the process group: says whom this rank waits for, which nothing else would where the others
-    were never started. Raises UserError where the ranks do not meet."""
+    were never started. Raises UserError where the ranks do not meet, or NCCL does not start."""
     facts = ", ".join(f"{name} {os.environ[name]}" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
     def tell() -> None:
@@ -57,6 +59,8 @@ def meeting() -> Iterator[None]:
         told.start()
     try:
         yield
+    except dist.DistBackendError as error:
+        raise UserError(f"NCCL does not start ({facts}): {_cause(str(error))}") from error
     except dist.DistError as error:
         raise UserError(
             f"the ranks of this run do not meet ({facts}): {str(error).splitlines()[0]}: start all of them within"
@@ -64,6 +68,16 @@ def meeting() -> Iterator[None]:
         ) from error
     finally:
         told.cancel()
+
+
+def _cause(message: str) -> str:
+    """What NCCL says last, in one line, with the way out."""
+    said, _, last = message.partition("Last error:")
+    cause = " ".join((last.strip() or said).split())
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    if "/dev/shm" in cause or free < local_ranks() * _NCCL_BYTES:
+        return f"{cause}: {_SHARED_MEMORY} has {free >> 20} MiB free: make it larger (docker run --ipc host)"
+    return f"{cause}: NCCL_DEBUG=INFO says more"
 
 
 def check_shared_memory() -> None:

@@ -40,6 +40,7 @@ from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.distributed import (
     all_reduce,
     check_shared_memory,
+    local_ranks,
     meeting,
     rank,
     release_shared_memory,
@@ -87,16 +88,46 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
         _refuse_idle_gpus()
         check_shared_memory()
     else:
-        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+        _prepare_gpu(accelerator)
     if on_cpu and __compatible_ops__.get(ShareMemCommBuilder.NAME):
         # DeepSpeed would compile it while the ranks meet.
         ShareMemCommBuilder().load(verbose=False)
     with meeting():
         backend, timeout = accelerator.communication_backend_name(), timedelta(minutes=timeout_minutes)
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
+        if not on_cpu:
+            # NCCL starts with the first collective: what it lacks is said here.
+            all_reduce(torch.zeros(1, device=accelerator.current_device_name()))
     if on_cpu:
         release_shared_memory()
     return torch.device(accelerator.current_device_name())
+
+
+def _prepare_gpu(accelerator: Any) -> None:
+    """Choose this rank's GPU, before CUDA starts in it; its allocator, and threads for what is computed on the host."""
+    # Segments of memory that grow leave fewer holes between rollouts and training.
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+    if "OMP_NUM_THREADS" not in os.environ or by_torchrun:
+        # Cores that this rank alone was bound to, or its share of those that all ranks of the machine have.
+        cores = os.sched_getaffinity(0)
+        shared = cores == os.sched_getaffinity(os.getppid())
+        threads = max(1, len(cores) // (local_ranks() if shared else 1))
+        # Adam's kernel comes with an OpenMP of its own, which reads the variable.
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+    count, local = accelerator.device_count(), int(os.environ["LOCAL_RANK"])
+    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        # Whoever started the ranks showed each its own, as Slurm does with --gpus-per-task.
+        local = 0
+    if local >= count:
+        raise UserError(
+            f"rank {os.environ['RANK']} is number {local} on its machine, where torch sees {count} GPUs: start one rank"
+            " a GPU, or let it see more (CUDA_VISIBLE_DEVICES)"
+        )
+    os.environ["LOCAL_RANK"] = str(local)  # DeepSpeed reads it too
+    accelerator.set_device(local)
 
 
 def _refuse_idle_gpus() -> None:
@@ -106,7 +137,8 @@ def _refuse_idle_gpus() -> None:
         built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for the CPU"
         raise UserError(
             f"this machine has {len(gpus)} GPUs that torch cannot use: torch {torch.__version__} {built}: update the"
-            " driver, install another torch (TORCH_VERSION), or set DS_ACCELERATOR=cpu to train on the CPU"
+            " driver, install a torch for it (for CUDA 12 TORCH_INDEX=https://download.pytorch.org/whl/cu126 with"
+            " training_scripts/setup.sh), or set DS_ACCELERATOR=cpu to train on the CPU"
         )
 
 

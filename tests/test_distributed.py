@@ -64,3 +64,23 @@ def test_a_rank_that_is_left_alone_says_whom_it_waits_for(monkeypatch, capfd):
     facts = ", ".join(f"{name} {value}" for name, value in address.items())
     assert facts in str(error.value) and "engine.timeout_minutes" in str(error.value)
     assert f"hybrid-grpo: waiting for the other ranks ({facts})\n" in capfd.readouterr().err
+
+
+def test_what_nccl_lacks_is_shown_and_not_taken_for_ranks_that_do_not_meet(shared_memory, monkeypatch):
+    """In Docker without --ipc host; the line with the cause was cut off, and the port was blamed."""
+    monkeypatch.setenv("RANK", "0")
+    said = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled system error (run with
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+Error while creating shared memory segment /dev/shm/nccl-8fXk2q (size 9637888), error: No space left on device (28)"""
+    with pytest.raises(UserError, match="NCCL does not start") as error, distributed.meeting():
+        raise torch.distributed.DistBackendError(said)
+    text = str(error.value)
+    assert "No space left on device (28): " in text and "100 MiB free" in text and "docker run --ipc host" in text
+    assert "MASTER_PORT that is free" not in text and "\n" not in text
+    monkeypatch.setattr(distributed.shutil, "disk_usage", lambda path: SimpleNamespace(free=8 << 30))
+    with (
+        pytest.raises(UserError, match=r"\): Duplicate GPU detected: NCCL_DEBUG=INFO says more$"),
+        distributed.meeting(),
+    ):
+        raise torch.distributed.DistBackendError("NCCL error\nLast error:\nDuplicate GPU detected")

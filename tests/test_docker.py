@@ -24,7 +24,7 @@ def test_the_image_installs_what_setup_sh_installs():
     here = installs([rest for word, rest in STEPS if word == "RUN" and " pip " in rest])
     assert here == installs([line.strip() for line in script if "-m pip install" in line])
     assert len(here) == 4 and here[2][:2] == ["DS_BUILD_OPS=0", "DS_IGNORE_CUDA_DETECTION=1"]
-    assert dict(STEPS)["ARG"] == "TORCH_VERSION=2.13.0"
+    assert [rest for word, rest in STEPS if word == "ARG"] == ["TORCH_VERSION=2.13.0", "TORCH_INDEX="]
 
 
 def test_the_files_that_it_copies_are_there_and_reach_the_build():

@@ -17,8 +17,8 @@ with socket.create_server(("127.0.0.1", 0)) as probe:
     print(torch.cuda.device_count(), probe.getsockname()[1])')
     if [ "$gpus" -eq 0 ] && [ -z "${DS_ACCELERATOR:-}" ] && [ "${CUDA_VISIBLE_DEVICES-all}" != "" ] &&
         compgen -G "/dev/nvidia[0-9]*" >/dev/null; then
-        echo "launch: this machine has GPUs that torch cannot use: update the driver or install another torch" \
-            "(TORCH_VERSION); DS_ACCELERATOR=cpu trains on the CPU" >&2
+        echo "launch: this machine has GPUs that torch cannot use: update the driver, or install a torch for it (for" \
+            "CUDA 12 TORCH_INDEX=https://download.pytorch.org/whl/cu126); DS_ACCELERATOR=cpu trains on the CPU" >&2
         return 1
     fi
     if [ "$gpus" -gt 0 ]; then
@@ -26,8 +26,7 @@ with socket.create_server(("127.0.0.1", 0)) as probe:
         # Given a number, the launcher takes the machine's first GPUs, whichever are visible.
         if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then default="--master_port $port"; fi
         # shellcheck disable=SC2086
-        PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True} \
-            stoppable deepspeed --quiet ${LAUNCHER:-$default} --no_local_rank --module hybrid_grpo "$@"
+        stoppable deepspeed --quiet ${LAUNCHER:-$default} --no_local_rank --module hybrid_grpo "$@"
     else
         local cores
         cores=$(getconf _NPROCESSORS_ONLN)

@@ -2,7 +2,8 @@
 #
 # SKIP_SETUP=1 takes the environment as it is. Uses the virtual environment that is active, else makes and activates
 # .venv. torch comes first and stays as it is if it fits; TORCH_VERSION chooses another (on machines without a GPU,
-# 2.13.0 has a CPU build). DeepSpeed is installed without prebuilt kernels: those a run needs are compiled when it first
+# 2.13.0 has a CPU build), and TORCH_INDEX names an index of torch's own wheels: for a driver that knows CUDA 12 only,
+# https://download.pytorch.org/whl/cu126, since the usual index has builds for CUDA 13 alone. DeepSpeed is installed without prebuilt kernels: those a run needs are compiled when it first
 # starts.
 
 setup() {
@@ -20,17 +21,17 @@ setup() {
         . .venv/bin/activate
     fi
     local stamp
-    stamp="$(python -c 'import sys; print(sys.prefix)')/hybrid_grpo-$({ cat setup.py && echo "$PWD ${TORCH_VERSION:-}"; } | cksum | cut -d' ' -f1)"
+    stamp="$(python -c 'import sys; print(sys.prefix)')/hybrid_grpo-$({ cat setup.py && echo "$PWD ${TORCH_VERSION:-} ${TORCH_INDEX:-}"; } | cksum | cut -d' ' -f1)"
     if [ -e "$stamp-$extras" ] || { [ -z "$extras" ] && compgen -G "$stamp-*" >/dev/null; }; then return; fi
     echo "setup: installing (once)"
-    if [ -n "${TORCH_VERSION:-}" ] || ! python -c '
+    if [ -n "${TORCH_VERSION:-}${TORCH_INDEX:-}" ] || ! python -c '
 import sys
 try:
     import torch
 except ImportError:
     sys.exit(1)
 sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))'; then
-        python -m pip install --quiet "torch==${TORCH_VERSION:-2.13.0}"
+        python -m pip install --quiet ${TORCH_INDEX:+--upgrade --extra-index-url "$TORCH_INDEX"} "torch==${TORCH_VERSION:-2.13.0}"
     fi
     # What DeepSpeed imports while it is built, since it is built against the torch above.
     python -m pip install --quiet "setuptools>=69" wheel ninja py-cpuinfo numpy psutil

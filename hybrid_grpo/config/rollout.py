@@ -121,8 +121,8 @@ class RolloutConfig:
     max_slots: Count = 256
     """Completions decoded at the same time on one rank."""
     prefill_tokens: Count | None = None
-    """Prompt tokens of one prefill forward; a longer prompt is read in several. Default: 16,384 on a GPU, 2,048 on a
-    CPU."""
+    """Prompt tokens of one prefill forward; a longer prompt is read in several. Default: 2,048 on a CPU, and on a GPU
+    the most up to 16,384 that leaves memory to the cache."""
     cache_gb: Gibibytes | None = None
     """GiB of keys and values on one rank. Default: what free memory allows."""
     keep_cache: Literal["auto", "on", "off"] = "auto"

@@ -41,8 +41,9 @@ class RunConfig:
     """Go on from a checkpoint although settings that decide on learning, or what the run reads, have changed since."""
     stop_after: Duration | None = None
     """Time after which the run saves itself and ends with status 75: 90m, 11h30m, 1-00:00:00. Default: none."""
-    grace_s: Positive = 20.0
-    """Seconds in which a run that is asked to stop saves itself; a rank that takes longer is killed."""
+    grace_s: Positive | None = None
+    """Seconds in which a run that is asked to stop saves itself; a rank that takes longer is killed. Default: 20, and
+    twice what the last checkpoint took, or before the first 10 s for each GB that a rank writes."""
     stall_minutes: NotNegative = 30.0
     """A run in which no rank goes on for so long is ended, and says which rank is behind; 0 waits for ever."""
 

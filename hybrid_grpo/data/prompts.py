@@ -186,8 +186,8 @@ def _tokenized(text: str, where: str, config: DataConfig, encode: Callable[[str]
 
 
 def apply_template(tokenizer: Any, chat: list[Message], *, generation: bool = True, **variables: Any) -> str:
-    """A chat by the tokenizer's template, with `generation` up to where the model's turn begins. Raises whatever the template, a program
-    of the model's authors, raises, and TimeoutError or MemoryError where it takes far too much."""
+    """A chat by the tokenizer's template, with `generation` up to where the model's turn begins. Raises whatever the
+    template, a program of the model's authors, raises, and TimeoutError or MemoryError where it takes far too much."""
     # The template writes the special tokens itself; transformers adds none to it.
     with _at_most(_TEMPLATE_SECONDS, _TEMPLATE_BYTES):
         text: str = tokenizer.apply_chat_template(chat, add_generation_prompt=generation, tokenize=False, **variables)

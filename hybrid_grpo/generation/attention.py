@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from hybrid_grpo.config import PolicyConfig
-from hybrid_grpo.generation.cache import PagedCache
+from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.model.attention import (
     ATTENTION,
+    PAGED_OPTIONS,
     VARLEN_OPTIONS,
     Segments,
     attend,
@@ -204,6 +205,20 @@ class DecodeStep:
 def follows_lengths(keys: Tensor, values: Tensor, softcap: float) -> bool:
     """Whether a GPU kernel reads only the real entries of each sequence from a layer's cache."""
     return has_paged_kernel(keys) and keys.shape == values.shape and (not softcap or has_flash(keys))
+
+
+def might_follow(half: bool, softcap: float) -> bool:
+    """What `follows_lengths` is to find on a GPU, by what is installed here."""
+    return half and (flash_attn_with_kvcache is not None or (PAGED_OPTIONS <= VARLEN_OPTIONS and not softcap))
+
+
+def all_follow(geometry: Geometry, device: torch.device) -> bool:
+    """`follows_lengths`, of every layer."""
+    for pair, (_, _, softcap) in zip(geometry.shapes, geometry.asked, strict=True):
+        keys, values = (torch.empty(1, 1, *shape, dtype=geometry.dtype, device=device) for shape in pair)
+        if not follows_lengths(keys, values, softcap):
+            return False
+    return True
 
 
 def describe(policy: PolicyConfig, device: torch.device, *, paged: bool = False) -> str:

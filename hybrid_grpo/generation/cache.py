@@ -6,6 +6,7 @@ sequences with common entries share pages. No sequence owns page 0: padding poin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,18 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.model.ledger import Ledger
 from hybrid_grpo.model.upload import upload
 
-_GPU_SHARE = 0.9
-"""Fraction of the free GPU memory that the cache may take; the rest is for activations of prefills and logits."""
+GPU_SHARE = 0.95
+"""Fraction that the cache may take of the GPU memory which is free beside what decoding itself will take."""
 _HOST_SHARE = 0.5
 """Fraction of the available host memory that the cache may take."""
+PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
+"""Default number of tokens of one prefill forward."""
+_PREFILL_SHARE = 0.1
+"""Fraction of the free GPU memory beyond which the default prefill is halved, down to that of a CPU."""
+_PROBE_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,8 @@ class Geometry:
     dtype: torch.dtype
     asked: tuple[tuple[float, int, float], ...] = ()
     """(scale, window, softcap) that each layer asks of attention; see `Batch.attend`."""
+    reading: int = 0
+    """Bytes that a prefill takes for each token, beside the cache."""
 
     @property
     def token_bytes(self) -> int:
@@ -41,12 +50,13 @@ class Geometry:
 
     @classmethod
     def of(cls, model: Any) -> Geometry:
-        """Measured by a forward of one token, since architectures name these sizes differently; raises UserError where
-        a layer attends to other keys and values than it caches."""
+        """Measured by a forward of a few tokens, since architectures name these sizes differently; raises UserError
+        where a layer attends to other keys and values than it caches."""
         seen = _Seen(type(model).__name__)
-        token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
-        model.base_model(input_ids=token, position_ids=token, past_key_values=seen, use_cache=True, batch=seen)
-        return cls(tuple(seen.shapes), seen.dtype, tuple(seen.asked))
+        ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
+        with torch.no_grad(), Ledger((*model.parameters(), *model.buffers(), ids)) as ledger:
+            model.base_model(input_ids=ids, position_ids=ids, past_key_values=seen, use_cache=True, batch=seen)
+        return cls(tuple(seen.shapes), seen.dtype, tuple(seen.asked), -(-ledger.peak // _PROBE_TOKENS))
 
 
 class _Seen:
@@ -83,6 +93,8 @@ class PagedCache:
 
     def __init__(self, geometry: Geometry, pages: int, page: int, device: torch.device) -> None:
         self.geometry, self.pages, self.page, self.device = geometry, pages, page, device
+        self.prefill_tokens = PREFILL_TOKENS["cpu"]
+        """Tokens of one prefill forward that there is memory for beside the cache."""
         self.keys = [_zeros((pages, page, *key), geometry.dtype, device) for key, _ in geometry.shapes]
         self.values = [_zeros((pages, page, *value), geometry.dtype, device) for _, value in geometry.shapes]
         self._free_all()
@@ -151,30 +163,48 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
 
 
-def budget_bytes(cache_gb: float | None, device: torch.device) -> int:
-    """Bytes for the cache: `cache_gb` GiB if given, else a fraction of the memory that is free on the device now."""
-    if cache_gb is not None:
-        return int(cache_gb * 2**30)
+def prefill_that_fits(wish: int | None, on_gpu: bool, token_bytes: int, free: int) -> int:
+    """Tokens of one prefill: the `wish`, else the default, less on a GPU where it would take too much of `free`."""
+    least = PREFILL_TOKENS["cpu"]
+    tokens = wish or PREFILL_TOKENS["cuda" if on_gpu else "cpu"]
+    while not wish and tokens > least and tokens * token_bytes > _PREFILL_SHARE * free:
+        tokens //= 2
+    return tokens
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that the cache and what decodes beside it may take on the device now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # Blocks that torch holds and no tensor uses are free too, but not those of CUDA graphs, which have pools of
         # their own: the common pool is (0, 0).
         segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index]
         common = [s for s in segments if tuple(s["segment_pool_id"]) == (0, 0)]
-        return int(_GPU_SHARE * (free + sum(s["total_size"] - s["allocated_size"] for s in common)))
+        return int(free + sum(s["total_size"] - s["allocated_size"] for s in common))
     return int(_HOST_SHARE * psutil.virtual_memory().available)
 
 
 def cache_for(
-    geometry: Geometry, page: int, cache_gb: float | None, device: torch.device, longest: list[int], slots: int
+    geometry: Geometry,
+    page: int,
+    cache_gb: float | None,
+    device: torch.device,
+    prefill_tokens: int | None,
+    beside: Callable[[int, int], int],
+    longest: list[int],
+    slots: int,
 ) -> PagedCache:
     """Pages for `slots` sequences and their prompts at the longest, or as many as memory allows.
 
-    `longest` are the most tokens of each sequence, prompt included, in falling order. Raises UserError where a single
-    sequence does not fit.
+    `longest` are the most tokens of each sequence, prompt included, in falling order. On a GPU what a prefill takes
+    stays free, and `beside` of the slots and the pages of the longest. Raises UserError where no sequence fits.
     """
     needs = [-(-tokens // page) + 1 for tokens in longest]
-    bytes_, page_bytes = budget_bytes(cache_gb, device), page * geometry.token_bytes
+    on_gpu, page_bytes = device.type == "cuda", page * geometry.token_bytes
+    free = free_bytes(device)
+    prefill = prefill_that_fits(prefill_tokens, on_gpu, geometry.reading, free)
+    reserve = min(prefill, sum(longest)) * geometry.reading + beside(slots, needs[0] - 1) if on_gpu else 0
+    bytes_ = int(GPU_SHARE * max(0, free - reserve) if on_gpu else free) if cache_gb is None else int(cache_gb * 2**30)
     allowed = int(bytes_ / page_bytes)
     # Two more: page 0, and the shared page in which the prompt ends.
     least = needs[0] + 2
@@ -184,4 +214,6 @@ def cache_for(
             f" longest prompt and completion need {least * page_bytes / 2**30:.3g} GiB: give more, or lower"
             " rollout.max_completion_tokens"
         )
-    return PagedCache(geometry, min(allowed, sum(needs[:slots]) + 2), page, device)
+    cache = PagedCache(geometry, min(allowed, sum(needs[:slots]) + 2), page, device)
+    cache.prefill_tokens = prefill
+    return cache

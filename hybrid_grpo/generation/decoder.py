@@ -1,15 +1,15 @@
 """The device side of decoding: one slot of state for every sequence, and the step that advances all of them."""
 
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybrid_grpo.generation.attention import decode_step, follows_lengths
+from hybrid_grpo.generation.attention import all_follow, decode_step
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.fused import fused
-from hybrid_grpo.generation.graphs import Capture, Graphs, size_for, sizes_up_to
+from hybrid_grpo.generation.graphs import Capture, Graphs, read_for, reads_up_to, size_for, sizes_up_to
 from hybrid_grpo.generation.sampler import Sampler, Sampling
 from hybrid_grpo.generation.scheduler import Sequence
 from hybrid_grpo.model.upload import upload
@@ -70,9 +70,8 @@ class Decoder:
         runs once before its capture: its rows are padding, which writes to page 0.
         """
         slots, width = self._table_nw.shape
-        reads = sorted({self._read_for(pages) for pages in range(1, width + 1)}, reverse=True)
         for size in sizes_up_to(slots):
-            for read in reads:
+            for read in reads_up_to(width, self._follows):
                 if self._graphs is not None and self._graphs.usable:
                     self._graphs.run((size, read), partial(self._forward, size, read))
 
@@ -147,11 +146,12 @@ class Decoder:
 
     def _read_for(self, pages: int) -> int:
         """Pages that a captured forward reads where the longest sequence has `pages`: one of a few numbers."""
-        width, cache = self._table_nw.shape[1], self.cache
-        layers = zip(cache.keys, cache.values, cache.geometry.asked, strict=True)
-        if all(follows_lengths(keys, values, softcap) for keys, values, (_, _, softcap) in layers):
-            return width
-        return min(1 << (pages - 1).bit_length(), width)
+        width = self._table_nw.shape[1]
+        return width if self._follows else read_for(pages, width)
+
+    @cached_property
+    def _follows(self) -> bool:
+        return all_follow(self.cache.geometry, self._device)
 
     @staticmethod
     def read(outcome: Any) -> tuple[list[int], list[float]]:

@@ -15,11 +15,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hybrid_grpo.data.batch import Completion, Prompt
-from hybrid_grpo.generation.attention import Prefill
-from hybrid_grpo.generation.cache import Geometry, cache_for
+from hybrid_grpo.generation.attention import Prefill, all_follow
+from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for
 from hybrid_grpo.generation.course import Course
 from hybrid_grpo.generation.decoder import Decoder
-from hybrid_grpo.generation.graphs import capture_on
+from hybrid_grpo.generation.fused import fused
+from hybrid_grpo.generation.graphs import bytes_of, capture_on, reads_up_to
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.generation.scheduler import Finish, Group, OnFinish, OnStep, OnToken, Scheduler, Sequence, Turns
 from hybrid_grpo.generation.workspace import Workspace
@@ -28,8 +29,6 @@ from hybrid_grpo.model.upload import upload
 
 PAGE = {"cpu": 32, "cuda": 256}
 """Entries of a cache page; flash-attn supports multiples of 256 only."""
-PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""Default number of tokens of one prefill forward."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,13 @@ def _prepared(model: Any) -> Geometry:
         adopt(model)
         _geometries[model] = Geometry.of(model)
     return _geometries[model]
+
+
+def _beside(model: Any, geometry: Geometry, device: torch.device, captured: bool, slots: int, pages: int) -> int:
+    """Bytes that decoding `slots` sequences of `pages` pages takes beside the cache: logits, and graphs."""
+    row_bytes = model.get_output_embeddings().weight.shape[0] * geometry.dtype.itemsize
+    reads = len(reads_up_to(pages, all_follow(geometry, device)))
+    return slots * row_bytes + (bytes_of(slots, reads, row_bytes) if captured else 0)
 
 
 class _Loop:
@@ -245,7 +251,8 @@ def generate(
         model: a transformers causal language model in eval mode whose attention is `ATTENTION`, without hooks that
             communicate: nothing in here waits for another rank.
         max_slots: most completions decoded at the same time.
-        prefill_tokens: prompt tokens of one prefill forward; a longer prompt takes several. Default: `PREFILL_TOKENS`.
+        prefill_tokens: prompt tokens of one prefill forward; a longer prompt takes several. Default: `PREFILL_TOKENS`,
+            or less where memory is short.
         cache_gb: GiB of keys and values. Default: a fraction of the free memory. When too small for `max_slots`
             sequences, fewer are decoded at a time, or some are put back and decoded again later.
         workspace: keeps the memory for further calls with the same model; `cache_gb` is that of the first call.
@@ -265,7 +272,12 @@ def generate(
         reverse=True,
     )
     slots, device = min(max_slots, len(longest)), next(model.parameters()).device
-    new_cache, capture = partial(cache_for, _prepared(model), PAGE[device.type], cache_gb, device), capture_on(device)
+    geometry, capture, page = _prepared(model), capture_on(device), PAGE[device.type]
+    if capture is not None:
+        # Whether a fused step is right is found out here, while there is memory for it.
+        fused(model, PagedCache(geometry, 2, page, device))
+    beside = partial(_beside, model, geometry, device, capture is not None)
+    new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, beside)
     if workspace is not None and capture is not None:
         decoder = workspace.decoder(model, sampling, longest[0], new_cache, capture)
     else:
@@ -276,7 +288,7 @@ def generate(
         model,
         Scheduler(decoder.cache, groups, min(slots, decoder.slots)),
         decoder,
-        prefill_tokens or PREFILL_TOKENS[device.type],
+        prefill_tokens or decoder.cache.prefill_tokens,
         partial(Sequence.add, sampling=sampling, decode=decode, on_finish=on_finish, on_token=on_token, turns=turns),
         partial(Sequence.end, decode=decode, on_finish=on_finish, turns=turns),
         turns,

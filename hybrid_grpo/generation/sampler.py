@@ -4,6 +4,7 @@ A completion's randomness is a pure function of its stream key and of the number
 (run seed, step, prompt, sample), so a rollout is the same for any number of ranks or slots and any order of prompts.
 """
 
+import functools
 import hashlib
 import math
 import sys
@@ -125,6 +126,17 @@ def _filters_of(sampling: Sampling) -> Filters:
     return Filters(1 / sampling.temperature, sampling.top_k, top_p, math.ceil(sampling.min_p * UNIT))
 
 
+@functools.lru_cache(maxsize=1 << 17)
+def _may_end(token: int, lasts: str, decode: Callable[[list[int]], str]) -> bool:
+    """Whether the text of a token can hold the last character of a stop string, one of `lasts`; by the token alone,
+    since decoding every row at every step takes longer than the rest of it.
+
+    Alone a token may lack spaces that it has behind others, and a part of a character is U+FFFD.
+    """
+    text = decode([token])
+    return "\ufffd" in text or any(last in text or last.isspace() for last in lasts)
+
+
 def text_ends(
     token_ids: list[int], sampling: Sampling, decode: Callable[[list[int]], str] | None, earlier: int = 0
 ) -> bool:
@@ -140,6 +152,8 @@ def text_ends(
     if not sampling.stop_strings or earlier + len(token_ids) < sampling.min_tokens:
         return False
     assert decode is not None, "stop strings need `decode`"
+    if not _may_end(token_ids[-1], "".join(string[-1] for string in sampling.stop_strings), decode):
+        return False
     tail = token_ids[-4 - 4 * max(map(len, sampling.stop_strings)) :]
     text = decode(tail)
     # A string that was ignored before `min_tokens` is still in the text, and must not end it later either.

@@ -33,6 +33,8 @@ except ImportError:  # absent, built for another torch, or a package of this nam
 
 VARLEN_OPTIONS = set(inspect.signature(varlen_attn).parameters)
 """Options of torch's kernel for sequences of different lengths; older versions have fewer."""
+PAGED_OPTIONS = {"block_table", "seqused_k", "enable_gqa"}
+"""Those with which it reads a paged cache."""
 
 ATTENTION = "hybrid"
 Kernel = Callable[[tuple[Any, ...], float, int, float], Tensor]
@@ -114,8 +116,7 @@ def _half_on_gpu(x: Tensor) -> bool:
 
 def has_paged_kernel(keys: Tensor) -> bool:
     """Whether a GPU kernel is there that reads only the real entries of each sequence from the cache."""
-    options = {"block_table", "seqused_k", "enable_gqa"}
-    return has_flash(keys) or (options <= VARLEN_OPTIONS and _has_varlen(keys))
+    return has_flash(keys) or (PAGED_OPTIONS <= VARLEN_OPTIONS and _has_varlen(keys))
 
 
 def has_ragged_kernel(query: Tensor, softcap: float) -> bool:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from hybrid_grpo.distributed import world_size
 from hybrid_grpo.model.lora import Adapter
 
+_ALIGNED_BYTES = 128
+
 
 def meta_copy(model: Any, attn_implementation: str) -> nn.Module:
     """A module like a transformers model, on the meta device, with the given attention implementation."""
@@ -111,8 +113,12 @@ class View:
         for dtype in sorted({p.ds_tensor.dtype for p in every}, key=str):
             parameters = [p for p in every if p.ds_tensor.dtype == dtype]
             sizes = [world_size() * p.ds_tensor.numel() for p in parameters]
-            flat = memory(dtype, sum(sizes), dtype)
-            for p, target in zip(parameters, flat.split(sizes), strict=True):
+            # Each weight begins where a kernel can load it fastest.
+            unit = _ALIGNED_BYTES // dtype.itemsize
+            places = [-(-size // unit) * unit for size in sizes]
+            flat = memory(dtype, sum(places), dtype)
+            for p, size, place in zip(parameters, sizes, flat.split(places), strict=True):
+                target = place[:size]
                 torch.distributed.all_gather_into_tensor(target, p.ds_tensor.to(self._device).view(-1))
                 whole[p] = _unpadded(p, target)
         return whole

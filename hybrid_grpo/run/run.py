@@ -15,7 +15,7 @@ from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.config.secrets import masked_text
-from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, from_first_rank, rank
+from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, from_first_rank, rank, world_size
 from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run import fingerprints
@@ -39,6 +39,9 @@ from hybrid_grpo.run.saving.space import check_space
 from hybrid_grpo.run.stage import Stage, Stateful
 from hybrid_grpo.run.stopping.stopping import Progress
 from hybrid_grpo.run.writing import WriteFailed, one_line, why, write_prompts, write_together
+
+_SAVING_S_PER_GB = 10.0
+"""Of what a rank writes, on slow storage that ranks share."""
 
 
 class Run:
@@ -153,9 +156,10 @@ class Run:
                 replace_text(self.folder / "deepspeed.json", json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
         if stage.policy.adapters is not None:
             self.say(f"lora: {stage.policy.adapters}")
-        check_space(
+        size = check_space(
             self.folder, self.config.checkpoint, stage.policy, stage.shards, self._best.models, critic=stage.critic
         )
+        stage.progress.expect_saving(_SAVING_S_PER_GB * size / 1e9 / world_size())
         done = self.restore(stage)
         # Models of the hub are whole only now.
         self._look_at_inputs()
@@ -331,6 +335,7 @@ class Run:
     def _save(self, stage: Stage, step: int, states: dict[str, Any]) -> None:
         """Write the checkpoint of a step. Raises RunStopped where that fails and `checkpoint.on_failure` is stop, or
         the step is 0: without the first one there is nothing to go on from."""
+        start = time.monotonic()
         try:
             # A checkpoint is of no use without the numbers before it.
             write_together(self._sync_numbers, self.folder)
@@ -347,6 +352,7 @@ class Run:
                 ) from None
             self.say(f"WARNING: {failure}; {before}, and the run goes on (checkpoint.on_failure say)")
         self._saved_at = time.monotonic()
+        stage.progress.expect_saving(2 * (self._saved_at - start))
 
     def _sync_numbers(self) -> None:
         rollouts = self.folder / "rollouts"

@@ -1,11 +1,15 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_models import ARCHITECTURES, build, tiny_config
 from transformers import AutoConfig
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.generation.cache import Geometry, PagedCache
-from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.generation import cache as cache_module
+from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for
+from hybrid_grpo.model.attention import ATTENTION, Segments
+from hybrid_grpo.model.ledger import Ledger
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -53,3 +57,41 @@ def test_a_page_is_free_when_its_last_owner_gave_it_back():
     for misuse in (lambda: cache.give_back(taken[:1]), lambda: cache.share(taken[:1]), lambda: cache.take(5)):
         with pytest.raises(AssertionError):
             misuse()
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2", "gpt2"])
+def test_what_a_prefill_takes_is_measured_in_the_first_forward(architecture):
+    config = tiny_config(architecture, hidden=256)
+    model = build(config, ATTENTION)
+    ids = torch.randint(60, (1, 200))
+    batch = Segments([(0, 200)], [(0, 0)], ids.device)
+    with torch.no_grad(), Ledger((*model.parameters(), *model.buffers())) as ledger:
+        model.base_model(input_ids=ids, position_ids=torch.arange(200)[None], use_cache=False, batch=batch)
+    assert Geometry.of(model).reading == pytest.approx(ledger.peak / 200, rel=0.3)
+
+
+def test_on_a_gpu_the_cache_leaves_room_for_a_prefill_the_logits_and_the_graphs(monkeypatch):
+    """It took nine tenths of what was free, whatever a prefill needs."""
+    gib, made = 2**30, []
+    monkeypatch.setattr(cache_module, "free_bytes", lambda _: 10 * gib)
+    monkeypatch.setattr(cache_module, "PagedCache", lambda *given: made.append(given) or SimpleNamespace())
+    asked = []
+
+    def beside(slots, pages):
+        asked.append((slots, pages))
+        return 2 * gib
+
+    def pages_and_prefill(wish, reading, longest):
+        geometry = Geometry((((1, 128), (1, 128)),) * 64, torch.bfloat16, (), reading)
+        cache = cache_for(geometry, 256, None, torch.device("cuda", 0), wish, beside, longest, 300)
+        return made[-1][1], cache.prefill_tokens
+
+    page, many = 256 * 64 * 2 * 128 * 2, [4096] * 300
+    assert pages_and_prefill(16384, 2**17, many) == (int(0.95 * (10 - 2 - 2) * gib / page), 16384)
+    # By itself a prefill takes a tenth of what is free, or 2,048 tokens.
+    assert pages_and_prefill(None, 2**17, many) == (int(0.95 * (10 - 1 - 2) * gib / page), 8192)
+    assert pages_and_prefill(None, 2**20, many)[1] == 2048
+    assert pages_and_prefill(16384, 2**17, [1024]) == (4 + 1 + 2, 16384), "as many pages as are needed"
+    assert asked[0] == (300, 16)
+    with pytest.raises(UserError, match=r"^rollout\.cache_gb: 0 GiB hold 0 tokens"):
+        pages_and_prefill(131072, 2**17, many)

@@ -18,7 +18,7 @@ from hybrid_grpo.generation import fused as fusing
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.decoder import Decoder
-from hybrid_grpo.generation.graphs import Graphs, capture_on, size_for, sizes_up_to
+from hybrid_grpo.generation.graphs import GRAPH_BYTES, Graphs, bytes_of, capture_on, reads_up_to, size_for, sizes_up_to
 from hybrid_grpo.generation.scheduler import Sequence
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.kernels import gpu
@@ -139,6 +139,10 @@ def test_thirty_rollouts_capture_in_the_first_alone(monkeypatch, captures, dtype
         for parameter in model.parameters():
             parameter.mul_(1 + 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(rollout)))
     sizes = [9, 8, 4, 2, 1]
+    # What the plan and the room beside the cache count.
+    assert len(reads_up_to(workspace._decoder._table_nw.shape[1], dtype == torch.bfloat16)) == reads
+    counted = bytes_of(slots, reads, 1000) - bytes_of(slots, 0, 1000)
+    assert counted == reads * (len(sizes) * GRAPH_BYTES + sum(sizes) * 1000)
     assert seen == [len(sizes) * reads] + [0] * 29 == [len(captures.graphs)] + [0] * 29
     assert captures.rows == [size for size in sizes for _ in range(reads)], "the largest first"
     assert captures.replays > 300
@@ -166,6 +170,17 @@ def test_the_fused_step_of_a_gpu_is_captured_too(monkeypatch, captures):
             parameter.mul_(1.5)
     assert seen == [2, 0] and captures.replays == 6
     assert launching.launch in [function for function, *_ in captures.graphs[0].operations]
+
+
+@torch.no_grad()
+def test_whether_the_fused_step_is_right_is_found_out_before_the_cache_takes_its_memory(monkeypatch, captures):
+    """Afterwards there may be too little for the check, and decoding was not fused for the whole run."""
+    calls, cache_for = [], loops.cache_for
+    monkeypatch.setattr(loops, "cache_for", lambda *given: calls.append("cache") or cache_for(*given))
+    monkeypatch.setattr(fusing, "usable", lambda *_: True)
+    monkeypatch.setattr(fusing, "_looks_right", lambda _, like: calls.append(f"check with {like.pages}") or False)
+    generate(model_of("llama"), requests_of([30] * 9), Sampling(20))
+    assert calls[:2] == ["check with 2", "cache"]
 
 
 @torch.no_grad()

@@ -1,4 +1,5 @@
 import math
+import random
 from dataclasses import replace
 from itertools import product
 
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from distributions import assert_follows, probabilities
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -288,8 +290,40 @@ def test_only_the_end_is_decoded():
         seen.append(len(token_ids))
         return letters(token_ids)
 
-    assert not text_ends([ord("a")] * 10_000, Sampling(99_999, stop_strings=("xyz", "x")), decode)
-    assert seen == [4 + 4 * 3]
+    assert not text_ends([ord("a")] * 10_000, Sampling(99_999, stop_strings=("xya", "x")), decode)
+    assert seen == [1, 4 + 4 * 3]
+
+
+def test_text_is_decoded_only_where_the_token_can_complete_a_string():
+    """Of every row at every step that took ten times as long as all else that the host does in a step."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(["<answer>7</answer> née 🙂\n\n" * 9, "so x = 3 . Then</answer>\n"], trainer)
+    calls = []
+
+    def decode(token_ids):
+        calls.append(tuple(token_ids))
+        return tokenizer.decode(token_ids)
+
+    rng, ends = random.Random(0), 0
+    for strings in (("</answer>",), ("🙂",), ("é", "\n\n"), (" ", "wer>")):
+        for _ in range(150):
+            ids = [rng.randrange(tokenizer.get_vocab_size()) for _ in range(40)]
+            ids[20:20] = tokenizer.encode(f"so {rng.choice(strings)} x").ids
+            texts = [tokenizer.decode(ids[:n]) for n in range(1, len(ids) + 1)]
+            expected = next((n for n, text in enumerate(texts, 1) if any(s in text for s in strings)), None)
+            sampling = Sampling(99, stop_strings=strings)
+            found = next((n for n in range(1, len(ids) + 1) if text_ends(ids[:n], sampling, decode)), None)
+            assert found == expected
+            ends += found is not None
+    assert ends > 500
+    calls.clear()
+    alone = {token: tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())}
+    whole = [token for token, text in alone.items() if not {">", "\ufffd"} & set(text)]
+    for n in range(1, 500):
+        text_ends([rng.choice(whole) for _ in range(n)], Sampling(999, stop_strings=("</answer>",)), decode)
+    assert all(len(ids) == 1 for ids in calls) and len(calls) == len(set(calls))
 
 
 @pytest.mark.parametrize(("min_tokens", "end"), [(0, 2), (2, 2), (3, 6), (6, 6), (7, 9), (10, None)])

@@ -4,7 +4,6 @@ Every architecture keeps something else for backward, which no table would know.
 configuration on fake tensors, which have shapes and types but no data, and all allocations of a micro-batch are added.
 """
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -15,17 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from hybrid_grpo.config import BatchPlan, LoraConfig, PolicyConfig, TeacherConfig, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.generation.cache import Geometry
-from hybrid_grpo.generation.loop import PREFILL_TOKENS
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.divergence import NextTokens, reverse_kl
+from hybrid_grpo.model.ledger import Ledger
 from hybrid_grpo.model.loading import training_attention, without_dropout
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
@@ -46,35 +43,6 @@ class Footprint:
 
 class NeedsData(Exception):
     """The model cannot run on shapes alone: its code reads values of tensors."""
-
-
-class _Ledger(TorchDispatchMode):
-    """Bytes of all storages that are alive, and the most there were since `mark`."""
-
-    def __init__(self, known: list[Tensor]) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._seen = {tensor.untyped_storage()._cdata for tensor in known}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for storage in (leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
-            key, size = storage._cdata, storage.nbytes()
-            if key not in self._seen:
-                self._seen.add(key)
-                self.live += size
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._forget, key, size)
-        return out
-
-    def _forget(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.live -= size
-
-    def mark(self) -> int:
-        """The most that was alive since the last mark."""
-        peak, self.peak = self.peak, self.live
-        return peak
 
 
 class DryRun:
@@ -156,7 +124,7 @@ class DryRun:
     @contextmanager
     def _forward(
         self, micro: MicroBatch, teacher: TeacherConfig | None = None
-    ) -> Iterator[tuple[_Ledger, list[int], tuple[Tensor, ...]]]:
+    ) -> Iterator[tuple[Ledger, list[int], tuple[Tensor, ...]]]:
         """A forward, with a comparison with the `teacher` if there is one, and what follows in the block.
 
         Gives the ledger, marks in bytes, and the model's outputs. The marks are what is alive when the LM head begins;
@@ -174,7 +142,7 @@ class DryRun:
         if micro.segments is None:
             positions_bS = None  # A model counts the positions of padded rows by itself.
         hook = self.model.get_output_embeddings().register_forward_pre_hook(at_head)
-        with hook, self._fake, _Ledger([*self.model.parameters(), *self.model.buffers()]) as ledger:
+        with hook, self._fake, Ledger([*self.model.parameters(), *self.model.buffers()]) as ledger:
             try:
                 more = None if teacher is None else self._comparison(len(micro.target_N), teacher.top_k)
                 yield ledger, marks, self._scored(ids_bS, positions_bS, *others, 1.0, more)
@@ -204,8 +172,10 @@ class Sizes:
     token_bytes: int
     """Keys and values of one token."""
     training: Footprint
-    prefill: int
-    """Bytes of a forward that reads prompts."""
+    reading: int
+    """Bytes that a forward which reads prompts takes for each token."""
+    softcap: float = 0.0
+    """Of the logits of attention; see `attend`."""
 
 
 def measure(config: TrainConfig, model_config: Any, batch: BatchPlan, prompt: int, *, on_gpu: bool) -> Sizes:
@@ -213,8 +183,6 @@ def measure(config: TrainConfig, model_config: Any, batch: BatchPlan, prompt: in
     dry = DryRun(model_config, config.policy, config.lora, config.teacher)
     parameters = list(dry.model.parameters())
     micro = largest_micro_batch(config, batch, prompt, packs=dry.packs, on_gpu=on_gpu)
-    read = config.rollout.prefill_tokens or PREFILL_TOKENS["cuda" if on_gpu else "cpu"]
-    read = min(read, batch.prompts_per_rank * prompt)
     return Sizes(
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
@@ -224,7 +192,8 @@ def measure(config: TrainConfig, model_config: Any, batch: BatchPlan, prompt: in
         token_bytes=dry.cache_bytes(paged=config.rollout.decoder == "paged"),
         training=dry.training(micro),
         # A forward takes memory in proportion to its tokens.
-        prefill=dry.reading(micro) * read // micro.input_ids_bS.numel(),
+        reading=-(-dry.reading(micro) // micro.input_ids_bS.numel()),
+        softcap=getattr(model_config.get_text_config(), "attn_logit_softcapping", None) or 0.0,
     )
 
 

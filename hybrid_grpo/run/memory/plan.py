@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from hybrid_grpo.config import BatchPlan, CriticConfig, GrpoConfig, LoraConfig, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import Workspace
-from hybrid_grpo.generation.graphs import sizes_up_to
+from hybrid_grpo.generation.attention import might_follow
+from hybrid_grpo.generation.cache import GPU_SHARE, prefill_that_fits
+from hybrid_grpo.generation.graphs import bytes_of, reads_up_to
 from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.model.loading import load_config, parameters_of
 from hybrid_grpo.model.scalar import count_parameters
@@ -28,11 +30,8 @@ KEPT_BELOW = 0.85
 memory: the plan may be wrong, and memory that is kept must not be what training lacks."""
 NCCL_BYTES = 400 << 20
 """NCCL's buffers between several ranks: some 24 channels of 8 MiB in each direction. Not measured."""
-_GRAPH_BYTES = 16 << 20
-"""What a captured decode step takes beside its tensors, for the parameters of its kernels. Assumed, not measured: vLLM
-says that it takes about 0.5 GB for 35 graphs of a model of 8B parameters."""
 _FRAGMENTS = 0.05
-"""Memory that torch holds beside its tensors, as a share of them, with the expandable segments that the recipes set.
+"""Memory that torch holds beside its tensors, as a share of them, with the expandable segments that a run sets.
 Assumed, not measured."""
 _NOT_OF_TENSORS = ("runtime", "NCCL", "allocator")
 """Parts on a GPU that are not in what torch says it has allocated."""
@@ -201,15 +200,16 @@ class Plan:
         # ZeRO-3 keeps its buffers of gradients from step to step.
         gathered = [*fixed, *freed, *([gradients] if self.stage == 3 else []), *([] if kept else [self.gathered()])]
         generating = gathered if kept else [*gathered, self.graphs()]
+        generating = [*generating, self.decoding(self.hardware.device_bytes - self.beside_cache(generating))]
         if not kept:
-            generating.append(self.cache(sum(part.bytes for part in self.held(generating))))
+            generating.append(self.cache(self.beside_cache(generating)))
         # ZeRO-3 holds at most so many elements whole on a rank, or all of a small model.
         fetched = self.dtype * min(self.n, _MAX_LIVE) if self.sharded else 0
         training = [*fixed, gradients, Part("fetched weights", fetched, _FETCHED), activations]
         updating = [*fixed, *freed, gradients]
         layer = max(micro.layers, reduction.bytes) if self.t > self.bucket else micro.layers
         named = {
-            "generation": [*generating, self.decoding()],
+            "generation": generating,
             "loss": [*training, Part("LM head", micro.head)],
             "backward": [*training, Part("one layer", layer, _MICRO_BATCH)],
             "reduction": [*updating, reduction],
@@ -246,6 +246,10 @@ class Plan:
         # The cache is allocated at once, from memory that is free.
         tensors = sum(part.bytes for part in parts if part.name not in (*_NOT_OF_TENSORS, "keys and values"))
         return [*parts, Part("allocator", int(_FRAGMENTS * tensors) if self.gpu else 0)]
+
+    def beside_cache(self, parts: list[Part]) -> int:
+        """Bytes of all parts but the cache, and of what the allocator holds beside them."""
+        return sum(part.bytes for part in self.held([part for part in parts if part.name != "keys and values"]))
 
     def reward_models(self, on_host: bool) -> Part:
         """Weights of the reward models that are to be on the host, or on the device."""
@@ -332,9 +336,11 @@ class Plan:
 
     def graphs(self) -> Part:
         """The captured forwards, and in their pool the logits of each and the temporaries of the largest."""
-        captured = sizes_up_to(self.laid_out)
-        pool = (2 * self.laid_out + sum(captured[1:])) * self.sizes.vocabulary * self.dtype
-        return Part("CUDA graphs", pool + len(captured) * _GRAPH_BYTES if self.gpu else 0, "rollout.max_slots")
+        follows = might_follow(self.dtype == 2, self.sizes.softcap)
+        reads = len(reads_up_to(self.pages, follows))
+        size = bytes_of(self.laid_out, reads, self.sizes.vocabulary * self.dtype)
+        paged = self.config.rollout.decoder == "paged"
+        return Part("CUDA graphs", size if self.gpu and paged else 0, "rollout.max_slots")
 
     def cache(self, used: int = 0) -> Part:
         """Pages that the longest completions of all slots fill; where the cache is not kept, no more than what is left
@@ -347,7 +353,8 @@ class Plan:
         if self.keeps:
             return Part("keys and values", needed, "rollout.keep_cache off, rollout.cache_gb, rollout.max_slots")
         if self.gpu and rollout.cache_gb is None:
-            needed = min(needed, max(least, int(0.9 * (self.hardware.device_bytes - used))))
+            least = min(needed, int(least / GPU_SHARE))
+            needed = min(needed, max(least, int(GPU_SHARE * (self.hardware.device_bytes - used))))
         return Part("keys and values", needed, "rollout.cache_gb, rollout.max_slots", min(least, needed))
 
     def choosing(self) -> int:
@@ -358,9 +365,13 @@ class Plan:
         in_torch = 60 if filters else 24 if self.dtype == 2 or rollout.min_p else 0
         return self.laid_out * self.sizes.vocabulary * (self.dtype + (0 if self.gpu else in_torch))
 
-    def decoding(self) -> Part:
-        """The larger of a prefill and of a decode step, which runs once before it is captured."""
-        largest = max(self.sizes.prefill, self.choosing())
+    def decoding(self, free: int) -> Part:
+        """The larger of a prefill and of a decode step, which runs once before it is captured; `free` is what both and
+        the cache share."""
+        wish = self.config.rollout.prefill_tokens
+        tokens = prefill_that_fits(wish, self.gpu, self.sizes.reading, free)
+        prefill = min(tokens, self.batch.prompts_per_rank * self.prompt) * self.sizes.reading
+        largest = max(prefill, self.choosing())
         return Part("decoding", largest, "rollout.max_slots, rollout.prefill_tokens")
 
     def stepping(self) -> Part:

@@ -21,8 +21,9 @@ def check_space(
     shards: Any,
     models: int = 1,
     critic: TrainedModel | None = None,
-) -> None:
-    """Raise UserError where the checkpoints that are kept, one more while it is written, and the models do not fit.
+) -> int:
+    """The bytes of a checkpoint, of all ranks. Raise UserError where the checkpoints that are kept, one more while it
+    is written, and the models do not fit.
 
     `shards` are tensors as large as the policy that checkpoints hold beside it, or None; `models` is 2 where the best
     model is kept as well; `critic` is another model that is trained. A moving average of the weights adds to both.
@@ -46,6 +47,7 @@ def check_space(
         f" written) and {('the model', 'two models', 'three models')[models - 1]} of {model / 1e9:.3g} GB: make room,"
         " lower checkpoint.keep, or take another run.dir",
     )
+    return checkpoint
 
 
 def _sizes(model: TrainedModel) -> list[tuple[Any, int]]:

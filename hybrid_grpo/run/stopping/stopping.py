@@ -20,6 +20,9 @@ from hybrid_grpo.run.stopping.board import LAUNCHER_GONE, TIME_OVER, Board, this
 _ABANDONED_AT = ("scoring", "old_logp", "update")
 """Stages before which a step can be abandoned: until then it has changed nothing but what is saved before it."""
 
+_GRACE_S = 20.0
+"""To reach a point where a run can stop, and to save a small model."""
+
 
 class Progress:
     """Where this rank is in its run, and whether it shall stop.
@@ -35,10 +38,12 @@ class Progress:
         self._step = 0
         self._limit_s = self._start = float("inf")
         self._watched = config is not None
+        self._derives_grace = False
         if config is None:
             return
         mine = self._board.mine
-        mine.grace_s, mine.stall_s = config.grace_s, config.stall_minutes * 60
+        self._derives_grace = config.grace_s is None
+        mine.grace_s, mine.stall_s = config.grace_s or _GRACE_S, config.stall_minutes * 60
         self._limit_s = duration_seconds(config.stop_after) if config.stop_after else float("inf")
         self._start = mine.started or time.monotonic()
         if mine.watcher:
@@ -48,6 +53,11 @@ class Progress:
         mine.asked = mine.cause = 0
         if threading.current_thread() is threading.main_thread():
             self._board.listen([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+
+    def expect_saving(self, seconds: float) -> None:
+        """Give a stop the time that saving is expected to take, unless a setting says how much."""
+        if self._derives_grace:
+            self._board.mine.grace_s = _GRACE_S + seconds
 
     def enter(self, stage: str, step: int | None = None) -> None:
         """Note the stage that begins, and the step (default: as before). Before scoring and training this is a stop

@@ -44,7 +44,7 @@ def test_a_critic_is_kept_with_the_policy(tmp_path, monkeypatch):
     )
     free = SimpleNamespace(free=2 * 12 * 1500 + 4000)
     monkeypatch.setattr(space.shutil, "disk_usage", lambda folder: free)
-    space.check_space(tmp_path, CheckpointConfig(keep=1), policy, None, critic=critic)
+    assert space.check_space(tmp_path, CheckpointConfig(keep=1), policy, None, critic=critic) == 12 * 1500
     free.free -= 1
     with pytest.raises(UserError, match="make room"):
         space.check_space(tmp_path, CheckpointConfig(keep=1), policy, None, critic=critic)
