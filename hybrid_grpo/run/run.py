@@ -22,6 +22,7 @@ from hybrid_grpo.run.alarms.alarms import Alarms
 from hybrid_grpo.run.alarms.divergence import Guard, RollBack
 from hybrid_grpo.run.alarms.symptoms import Symptoms
 from hybrid_grpo.run.collection import loaded_objects_kept
+from hybrid_grpo.run.damage import set_aside_damaged
 from hybrid_grpo.run.files import replace_text, sync
 from hybrid_grpo.run.fingerprints import CODE, Fingerprints
 from hybrid_grpo.run.lock import FolderLock
@@ -79,6 +80,8 @@ class Run:
             with one_line(self.folder):
                 code = {name: of for name, of in self.checkpoints.inputs.items() if name.startswith(CODE)}
                 head = "".join(f"# {name}: {fact}\n" for name, fact in {**origin(), **facts, **code}.items())
+                for damage in set_aside_damaged(self.folder, numbers=self.start.damaged):
+                    self.say(damage)
                 replace_text(self.folder / "config.yaml", head + parsed.yaml)
                 replace_text(self.folder / "metrics.jsonl", "".join(self.start.lines))
         if self.start.checkpoint is not None and not self.start.forks:
