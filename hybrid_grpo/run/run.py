@@ -255,7 +255,9 @@ class Run:
         self._write_report(write_report)
 
     def _write_report(self, write_report: Callable[[Path], object]) -> None:
-        if rank() == 0:
+        numbers = self.folder / "metrics.jsonl"
+        # A run that could not write its first checkpoint has nothing to report, and has said why it ends.
+        if rank() == 0 and numbers.exists() and numbers.stat().st_size:
             try:
                 write_report(self.folder)
             except Exception as error:  # whatever it is, the run is whole without its report
