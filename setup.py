@@ -26,7 +26,7 @@ setup(
         "torch>=2.11",
         "accelerate>=1.1",  # transformers asks for it when it loads under ZeRO-3
         "deepspeed>=0.19.8",
-        "transformers>=5.17",
+        "transformers>=5.23",  # before, ZeRO-3 with bfloat16 rounded the frequencies of rotary embeddings
         "datasets>=4.0",
         "httpx>=0.28",
         "huggingface-hub>=1.31",

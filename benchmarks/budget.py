@@ -37,7 +37,6 @@ os.environ["TRITON_INTERPRET"] = "1"
 from triton.runtime import interpreter
 
 from hybrid_grpo.generation import Sampling
-from hybrid_grpo.generation import attention as decoding
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.decoder import Decoder
 from hybrid_grpo.model import attention
@@ -175,9 +174,9 @@ def measure() -> dict[str, float]:
     # As on a GPU: the C kernels are out of reach, and the variable-length kernel is there.
     build.load = lambda: None
     launching.on_gpu = lambda _: True
-    gpu.tried = gpu.proven = lambda *_: True
+    gpu.tried = gpu.proven = lambda *_, **__: True
     attention._half_on_gpu = lambda x: x.dtype == torch.bfloat16
-    attention.flash_attn = decoding.flash_attn = None
+    attention.flash_attn_varlen_func = None
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     model = qwen(fake)
     with fake:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig
-from hybrid_grpo.config.errors import RunInterrupted, UserError
+from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.distributed import (
     all_reduce,
     check_shared_memory,
@@ -54,7 +54,7 @@ _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 """What DeepSpeed's engine counts, and its profiler goes by."""
 _REFERENCE = "reference"
 """Name of a frozen model's files in a checkpoint."""
-_DONE, _INTERRUPTED, _FAILED = range(3)
+_DONE, _INTERRUPTED, _STOPPED, _FAILED = range(4)
 """How generation ended on a rank; the worst of all ranks counts. The number of the rank is added to `_FAILED`."""
 
 
@@ -278,7 +278,7 @@ class Engine:
         """Yields the policy for decoding: a plain module with whole weights, without hooks, in eval mode.
 
         All ranks enter and leave together; nothing in between waits for another rank. An error on one rank becomes an
-        error on all ranks at the end, and so does RunInterrupted.
+        error on all ranks at the end, and so do RunInterrupted and RunStopped.
         """
         if self._generating:
             raise RuntimeError("generation() is already open: it does not nest")
@@ -298,6 +298,9 @@ class Engine:
         except RunInterrupted:
             outcome.fill_(_INTERRUPTED)
             raise
+        except RunStopped:
+            outcome.fill_(_STOPPED)
+            raise
         except Exception:
             outcome.fill_(_FAILED + rank())
             raise
@@ -310,6 +313,8 @@ class Engine:
             self.release_s, self.wait_s = end - start, time.perf_counter() - end
             if anywhere >= _FAILED and here < _FAILED:
                 raise RuntimeError(f"generation failed on rank {anywhere - _FAILED}; its own message says why")
+            if anywhere == _STOPPED and here < _STOPPED:
+                raise RunStopped("generation was stopped on another rank; its own message says why")
             if anywhere == _INTERRUPTED and here == _DONE:
                 raise RunInterrupted("stopped")
 

@@ -1,5 +1,7 @@
 """The engine on one and on two ranks: what the design promises of the switch, and of independence from the layout."""
 
+import re
+
 import pytest
 from launching import assert_same_steps, make_task, ranks
 from rank_programs import UNPACKED
@@ -72,6 +74,7 @@ def test_nothing_is_collective_between_gather_and_release(folder):
         assert seen["after"] > 0, "training goes on after an error inside"
     assert first["error"].startswith("RuntimeError: generation failed on rank 1")
     assert second["error"] == "KeyError: 'mine'"
+    assert first["stopped"].startswith("generation was stopped on another rank") and second["stopped"] == "no memory"
 
 
 @pytest.mark.ranks
@@ -190,3 +193,12 @@ def test_the_reference_fetches_layers_before_they_are_needed(folder):
     assert first >= seen["parameters"]
     assert len(later) >= 2 and set(later) == {0}
     assert max(seen["held"]) < seen["numbers"] / 3
+
+
+@pytest.mark.ranks
+def test_sharded_loading_leaves_the_rotary_frequencies_as_they_are(folder):
+    """transformers 5.17 to 5.22 let `zero.Init` cast them to bfloat16: off by a radian at position 1,000."""
+    (seen,) = ranks(1, "buffers", folder, programs="engine_programs.py")
+    assert seen["types"] == ["torch.float32"] * 2 and seen["equal"] and seen["unguarded below"]
+    said = r"policy\.model \S+: its buffer model\.rotary_emb\.\w+ was changed .*bfloat16.*: update transformers"
+    assert re.match(said, seen["refused"]) and "\n" not in seen["refused"]

@@ -86,7 +86,7 @@ def test_the_same_without_the_launcher(monkeypatch):
 @pytest.fixture
 def capturing(monkeypatch):
     """torch's own torch.cuda.graph around a graph that fails where the test says; the log of streams."""
-    seen = SimpleNamespace(fails="", stream="rank's", log=[])
+    seen = SimpleNamespace(fails="", stream="rank's", log=[], free=1 << 30)
 
     class Graph:
         replay = None
@@ -116,6 +116,7 @@ def capturing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: seen.stream)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(seen, "stream", stream))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (seen.free, 24 << 30))
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda *_: None, raising=False)
@@ -131,6 +132,14 @@ def test_a_capture_leaves_the_stream_as_it_was(capturing, fails):
     else:
         graphs.on_cuda(lambda: torch.zeros(1), "pool")
     assert capturing.stream == "rank's" and capturing.log == [("pool", "thread_local")]
+
+
+def test_nothing_is_captured_where_too_little_memory_is_free(capturing):
+    """A capture that runs out of memory cannot be survived before torch 2.13."""
+    capturing.free = 100 << 20
+    with pytest.raises(graphs.NoRoom, match="100 MiB are free"):
+        graphs.on_cuda(lambda: torch.zeros(1), "pool")
+    assert capturing.log == []
 
 
 def test_memory_of_graphs_does_not_count_as_free_for_the_cache(monkeypatch):

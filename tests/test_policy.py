@@ -3,6 +3,8 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
+from rank_threads import in_ranks
 from tiny_models import build, tiny_config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -12,6 +14,7 @@ from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.generation import GREEDY, Request, Sampling
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import load_tokenizer
+from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.policy import Policy, learning_rate, sampling_of, save_tokenizer
 
 
@@ -107,3 +110,34 @@ def test_an_exported_tokenizer_has_the_files_it_was_loaded_from(tmp_path):
     # One that came from nowhere is saved as it is.
     save_tokenizer(made, tmp_path / "new")
     assert json.loads((tmp_path / "new" / "tokenizer.json").read_text())["model"]["type"] == "WordLevel"
+
+
+def test_supervised_tokens_count_alike_whatever_rank_has_them():
+    """The gradient of a supervised step and of the pretraining loss is that of the mean over all tokens of all ranks:
+    a rank of few tokens does not weigh them more. Ranks add their gradients up."""
+    prompts = [[1, 2], [3], [4, 5, 6], [7], [8, 9]]
+    completions = [[10, 11, 12, 13, 14], [15], [16, 17], [18, 19, 20, 21, 22, 23], [24]]
+
+    def learned(parts):
+        def program(rank):
+            model, rows = build(tiny_config("qwen2"), "eager"), parts[rank]
+            policy = Policy.__new__(Policy)
+            policy.config, policy.packs = PolicyConfig(micro_batch_tokens=12), False
+            policy.engine = LogprobModel(model)
+            policy.engine.device = torch.device("cpu")
+            policy.engine.backward = lambda loss: loss.backward()
+            given = [prompts[row] for row in rows], [completions[row] for row in rows]
+            losses = [(float(loss) * count, count) for loss, count in policy.learn(*given, lambda: None, 0.5)]
+            return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+        return in_ranks(len(parts), program)
+
+    ((losses, whole),) = learned([range(5)])
+    assert sum(count for _, count in losses) == 15 and max(float(g.abs().max()) for g in whole.values()) > 1e-3
+    ranks = learned([[0, 3], [1], [2, 4]])
+    for name, gradient in whole.items():
+        assert torch.allclose(sum(of_rank[name] for _, of_rank in ranks), gradient, rtol=1e-4, atol=1e-7), name
+    assert [sum(pair) for pair in zip(*(pair for of_rank, _ in ranks for pair in of_rank), strict=True)] == [
+        pytest.approx(sum(loss for loss, _ in losses), rel=1e-5),
+        15,
+    ]

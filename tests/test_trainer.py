@@ -12,7 +12,7 @@ from paths import SUPPORT
 from reward_helpers import in_time, inline, isolated
 from tiny_models import VOCABULARY, build, tiny_config
 
-from hybrid_grpo.config import GrpoConfig, PolicyConfig, RewardConfig, RolloutConfig, TrainConfig
+from hybrid_grpo.config import GrpoConfig, LogConfig, PolicyConfig, RewardConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores, TrainBatch
@@ -28,6 +28,7 @@ from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.metrics.metrics import Meter
+from hybrid_grpo.run.records.details import Details
 from hybrid_grpo.trainer import Trainer
 
 P, G = 8, 2
@@ -201,6 +202,30 @@ def test_a_guest_that_is_only_compared_with_has_a_part_in_no_loss(loss_type, sha
     advantages_BT = run.advantages(rollout, Scores(reward_B, {}, {}), None, None)
     low, high = reward_B.view(P, G).unbind(1)
     assert advantages_BT[::G, 0].tolist() == pytest.approx(((low - high) / 2 / ((high - low) / 2**0.5 + 1e-4)).tolist())
+
+
+def test_a_micro_batch_without_rows_has_all_fields_of_the_others_and_counts_for_nothing(monkeypatch):
+    """Another rank has more micro-batches. The dummy had no reference, so a KL in the loss ended the run; and its token
+    was one of those whose entropies and ratios are counted for histograms."""
+    monkeypatch.setattr("hybrid_grpo.data.packing.all_reduce", lambda value, op: value + 1)
+    run = trainer(Sampler(), {"beta": 0.1, "kl_unbiased": True, "entropy_coef": 0.1, "num_iterations": 2})
+    rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
+    rows = [replace(c, guest="seeds") if k % G else c for k, c in enumerate(rollout.completions)]
+    rollout, other_BT = replace(rollout, completions=rows), torch.full((P * G, 2), -0.7)
+    signals = Signals(rollout.logp_BT, other_BT, other_BT, torch.ones(P * G, 2))
+    for batch, dummy in run.optimizer_steps(rollout, signals):
+        assert batch.micro.rows and not dummy.micro.rows
+        assert [type(value) for value in vars(dummy).values()] == [type(value) for value in vars(batch).values()]
+        assert dummy.guests.keys() == batch.guests.keys() == {"seeds"}
+        details = Details(LogConfig())
+        details.begin(1)
+        for one, counts in ((batch, True), (dummy, False)):
+            logp_bT, entropy_bT = run.policy.forward(one.micro, 1.0)
+            loss, numbers = micro_batch_loss(one, logp_bT, entropy_bT, run.config.grpo, run.kl.beta)
+            loss.backward()
+            details.learned(one, logp_bT, entropy_bT)
+            assert {bool(count) for _, count in numbers.values()} == {counts} and (loss.item() != 0) == counts
+        assert {int(count_K.sum()) for count_K in details._counts.values()} == {P * G}, "of the policy: half of all"
 
 
 def test_an_own_loss_takes_the_place_of_the_built_in_one(tmp_path):

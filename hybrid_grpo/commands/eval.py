@@ -101,12 +101,12 @@ def measure(config: TrainConfig) -> Measured:
     measured = Measured(config.policy.model, {})
     for held_out in inputs.eval_sets:
         rollout = held_out.settings.rollout
-        groups, _ = complete(
-            model, inputs.tokenizer, held_out.requests, held_out.sampling, rollout, turns=inputs.conversations
-        )
-        results = held_out.results(groups)
+        prompts = held_out.own_prompts()
+        requests, sampling, turns = held_out.requests(prompts), held_out.sampling, inputs.conversations
+        groups, _ = complete(model, inputs.tokenizer, requests, sampling, rollout, turns=turns)
+        results = held_out.results(prompts, groups)
         meter.update(results.numbers())
-        ids = [prompt.id for prompt in held_out.own_prompts]
+        ids = [prompt.id for prompt in prompts]
         for rank_ids, by_prompt, lines in gather_objects((ids, results.by_prompt(), results.lines())) or ():
             for name, value_P in by_prompt.items():
                 of_set = measured.by_prompt.setdefault(f"eval/{held_out.name}/{name}", {})

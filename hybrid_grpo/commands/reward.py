@@ -21,6 +21,7 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     from hybrid_grpo import engine
     from hybrid_grpo.data.preferences import Preference, read_preferences
     from hybrid_grpo.data.sources import evaluation_source
+    from hybrid_grpo.generation.attention import describe
     from hybrid_grpo.model.files import check_files
     from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_tokenizer
     from hybrid_grpo.model.lora import check_lora
@@ -38,7 +39,8 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     check_files(config.policy.model, model_config, pickled=config.policy.pickled_weights)
     tokenizer = load_tokenizer(config.policy.model)
     pairs, report = read_preferences(config.data, config.reward, tokenizer)
-    facts, source = {"data": report}, evaluation_source(config.data)
+    facts = {"data": report, "attention": describe(config.policy, device)}
+    source = evaluation_source(config.data)
     held_out: list[Preference] = []
     if source is not None:
         held_out, facts["held out"] = read_preferences(config.data, config.reward, tokenizer, source)

@@ -20,6 +20,7 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
 
     from hybrid_grpo import engine
     from hybrid_grpo.data.pairs import read_pairs
+    from hybrid_grpo.generation.attention import describe
     from hybrid_grpo.model.files import check_files
     from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_config, load_tokenizer
     from hybrid_grpo.model.lora import check_lora
@@ -38,7 +39,8 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens)
     check_lengths(model_config, max(len(pair.prompt.token_ids) + len(pair.completion_ids) for pair in pairs))
     check_prompt_ids([pair.prompt.token_ids + pair.completion_ids for pair in pairs], model_config)
-    training = Run(parsed, {"data": report}, of_inputs(config, tokenizer, {"training rows": pairs}))
+    facts = {"data": report, "attention": describe(config.policy, device)}
+    training = Run(parsed, facts, of_inputs(config, tokenizer, {"training rows": pairs}))
     if training.finished:
         return training.folder
     steps, seed = config.run.steps, config.run.seed

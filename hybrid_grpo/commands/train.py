@@ -34,6 +34,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     plan = check_train(config, int(os.environ.get("WORLD_SIZE", "1")))
 
     from hybrid_grpo import engine
+    from hybrid_grpo.generation.attention import describe
     from hybrid_grpo.run.memory.plan import shortage
     from hybrid_grpo.run.run import Run
     from hybrid_grpo.watch.frozen import write_report
@@ -43,7 +44,9 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     memory = planned_memory(config, plan, inputs, device)
     warning = shortage(memory) if memory else None
     estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"
-    training = Run(parsed, {"batch": str(plan), "memory": estimated, **inputs.facts}, inputs.fingerprints(config))
+    attention = describe(config.policy, device, paged=config.rollout.decoder == "paged")
+    facts = {"batch": str(plan), "memory": estimated, "attention": attention, **inputs.facts}
+    training = Run(parsed, facts, inputs.fingerprints(config))
     if training.finished:
         return training.folder
     if warning:

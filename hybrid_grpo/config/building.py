@@ -16,6 +16,7 @@ from hybrid_grpo.config.evaluation import EvalSetConfig
 from hybrid_grpo.config.fields import LIMITS
 from hybrid_grpo.config.recipes import Dumper
 from hybrid_grpo.config.rewards import RewardConfig
+from hybrid_grpo.config.secrets import masked
 
 ConfigT = TypeVar("ConfigT")
 _MOVED = {
@@ -43,23 +44,28 @@ def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The settings as nested mappings of plain values; functions and data sets by their names."""
-    settings: dict[str, Any] = _adapter(type(config)).dump_python(  # type: ignore[arg-type]  # classes hash
-        config, mode="json", fallback=repr
-    )
+    """The settings as nested mappings of plain values, secrets masked; functions and data sets by their names."""
+    settings: dict[str, Any] = masked(_plain(config))
     return settings
 
 
 def dump(config: Any) -> str:
-    """The settings as YAML, which gives the same configuration when it is read back."""
-    settings = to_dict(config)
+    """The settings as YAML, which gives the same configuration when it is read back; secrets are masked."""
+    settings = _plain(config)
     if "rewards" in settings:
         rewards = _adapter(list[RewardConfig])
         settings["rewards"] = rewards.dump_python(config.rewards, mode="json", fallback=repr, exclude_defaults=True)
     if "sets" in settings.get("eval", {}):
         sets = _adapter(dict[str, EvalSetConfig])
         settings["eval"]["sets"] = sets.dump_python(config.eval.sets, mode="json", fallback=repr, exclude_defaults=True)
-    return yaml.dump(settings, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(masked(settings), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = _adapter(type(config)).dump_python(  # type: ignore[arg-type]  # classes hash
+        config, mode="json", fallback=repr
+    )
+    return settings
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Settings as nested mappings: read from YAML files, stacked upon each other."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +12,20 @@ from hybrid_grpo.config.errors import UserError, refuse
 Settings = dict[str, Any]
 """By section and name."""
 
-EXPONENT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")
+EXPONENT = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$")
 """Numbers such as `1e-6`, which PyYAML takes for text."""
 
-_DEEPEST, _MOST_VALUES = 50, 100_000
-"""Beyond these, YAML is a mistake or a trap: aliases make terabytes of a few lines."""
+_DEEPEST, _MOST_VALUES, _MOST_LETTERS, _LONGEST_NUMBER = 50, 100_000, 2**20, 300
+"""Beyond these, YAML is a mistake or a trap: aliases and merges make terabytes of a few lines."""
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class GivenTwice(yaml.MarkedYAMLError):
     """A mapping has a key twice, of which YAML would keep the last without a word."""
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads `1e-6` as a number, and refuses a key that is given twice."""
-
-    def compose_mapping_node(self, anchor: Any) -> Any:
-        # Before `<<` puts the keys of another mapping among the node's own.
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                raise GivenTwice(None, None, f"{key.value} is given twice: merge the two", key.start_mark)
-            seen.add(key.value)
-        return node
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads `1e-6` as a number."""
 
 
 class Dumper(yaml.SafeDumper):
@@ -51,39 +42,69 @@ def check_text(text: str, what: str) -> None:
         raise UserError(f"{what} is not UTF-8: {text.encode(errors='backslashreplace').decode():.60}: type it anew")
 
 
-def _load(text: str) -> Any:
-    """What YAML reads, if it is settings and not a riddle: without loops, and not deeper or larger than settings are.
-    Raises ValueError and yaml.YAMLError."""
+def load_yaml(text: str) -> Any:
+    """What a YAML text from anywhere holds, read in bounded time and memory. Raises ValueError and yaml.YAMLError for
+    what is no YAML, has a key twice, contains itself, or is deeper or larger than settings are."""
+    if len(text) > _MOST_LETTERS:
+        raise ValueError(f"it has more than {_MOST_LETTERS} letters: give data in a file")
+    depth = 0
+    # Parsing does not recurse; composing does, in C without a limit.
+    for count, event in enumerate(yaml.parse(text, _Loader)):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise ValueError("it is nested too deeply: write settings two or three levels deep")
+        if count > _MOST_VALUES:
+            raise ValueError(f"it holds more than {_MOST_VALUES} values: give data in a file")
+    loader = _Loader(text)
     try:
-        value = yaml.load(text, _Loader)
-    except RecursionError:
-        raise ValueError("it is nested too deeply: write settings two or three levels deep") from None
-    _count(value, 0, 0)
-    return value
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _check(root)
+        return loader.construct_document(root)
+    finally:
+        loader.dispose()
 
 
-def _count(value: Any, count: int, depth: int) -> int:
-    """The number of values in a value, added to `count`; aliases (`*name`) count as often as they are used."""
-    count += 1
-    if depth > _DEEPEST:
-        raise ValueError(f"it is nested more than {_DEEPEST} levels deep, or contains itself: take out the alias (*)")
-    if count > _MOST_VALUES:
-        raise ValueError(f"it holds more than {_MOST_VALUES} values: take out aliases (*), or give data in a file")
-    if isinstance(value, str):
-        check_text(value, "a value")
-    elif isinstance(value, dict):
-        for key, below in value.items():
-            count = _count(below, _count(key, count, depth + 1), depth + 1)
-    elif isinstance(value, (list, tuple, set)):
-        for below in value:
-            count = _count(below, count, depth + 1)
-    return count
+def _check(root: yaml.Node) -> None:
+    """Refuse loops, keys that are given twice, and what is too large, before values are made. What an alias (`*name`)
+    stands for, and so what `<<` merges, counts as often as it is used."""
+    values = letters = 0
+    rest = [(root, 0)]
+    while rest:
+        node, depth = rest.pop()
+        if depth > _DEEPEST:
+            raise ValueError(f"it is nested beyond {_DEEPEST} levels, or contains itself: take out aliases (*)")
+        if isinstance(node, yaml.ScalarNode):
+            check_text(node.value, "a value")
+            letters += len(node.value)
+            if node.tag in _NUMBERS and len(node.value) > _LONGEST_NUMBER:
+                raise ValueError(f"it holds a number of {len(node.value)} digits: quote it, if it is text")
+            below = []
+        elif isinstance(node, yaml.MappingNode):
+            _refuse_twice(key for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            below = [part for pair in node.value for part in pair]
+        else:
+            below = node.value
+        values += len(below)
+        if values > _MOST_VALUES or letters > _MOST_LETTERS:
+            many = f"{_MOST_VALUES} values" if values > _MOST_VALUES else f"{_MOST_LETTERS} letters"
+            raise ValueError(f"it holds more than {many}: take out aliases (*), or give data in a file")
+        rest += [(part, depth + 1) for part in below]
+
+
+def _refuse_twice(keys: Iterable[yaml.ScalarNode]) -> None:
+    seen: set[str] = set()
+    for key in keys:
+        if key.value in seen:
+            raise GivenTwice(None, None, f"{key.value} is given twice: merge the two", key.start_mark)
+        seen.add(key.value)
 
 
 def read_value(text: str) -> Any:
     """The value that YAML reads; the text itself where it is no YAML. Raises GivenTwice."""
     try:
-        return text if text == "" else _load(text)
+        return text if text == "" else load_yaml(text)
     except GivenTwice:
         raise
     except (ValueError, yaml.YAMLError):  # ValueError: a date such as 2026-99-01
@@ -104,12 +125,18 @@ def read_recipe(path: Path) -> Settings:
     refuse(path.is_dir(), f"--config {path} is a folder: give a YAML file")
     refuse(not path.is_file(), f"--config {path}: there is no such file")
     try:
-        settings = _load(path.read_text(encoding="utf-8"))
+        settings = load_yaml(_read_text(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"--config {path} cannot be read: {_yaml_problem(error)}") from None
     if not isinstance(settings, dict):
         raise UserError(f"--config {path} holds no settings: write `section:` lines")
     return settings
+
+
+def _read_text(path: Path) -> str:
+    """A file's text, of a far too large one only as much as shows that it is."""
+    with path.open(encoding="utf-8") as file:
+        return file.read(_MOST_LETTERS + 1)
 
 
 def _yaml_problem(error: Exception) -> str:

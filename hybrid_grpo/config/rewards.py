@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Le
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
@@ -24,7 +24,7 @@ from hybrid_grpo.config.fields import (
     Whole,
     function_text,
 )
-from hybrid_grpo.config.secrets import masked, refuse_masked
+from hybrid_grpo.config.secrets import refuse_masked
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -38,9 +38,10 @@ class RewardConfig:
     """Factor of this reward in the sum."""
     name: Name | None = None
     """Name in the metrics. Default: the function's own."""
-    kwargs: Annotated[dict[str, Any], PlainSerializer(masked)] = field(default_factory=dict)
-    """Fixed keyword arguments for the function. One that holds a secret by its name, such as api_key, is written as ***
-    wherever the settings are; better give the name of a variable of the environment, as in `token_env: MY_TOKEN`."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Fixed keyword arguments for the function. A secret, known by its name at any depth (api_key) or by how it looks
+    (a token, a login in an address), is written as *** wherever the settings are; better give the name of a variable of
+    the environment, as in `token_env: MY_TOKEN`."""
     timeout_s: Seconds = 60.0
     """Seconds of one call. A call that takes longer is given up: its completions have no reward of this function."""
     batch_size: Count | Literal["auto", "group"] = "auto"

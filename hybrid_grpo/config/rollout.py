@@ -58,6 +58,26 @@ Environment = Annotated[
 """A class by its place, or several by names; from Python also classes."""
 
 
+ToolFormat = Literal[
+    "auto",
+    "hermes",
+    "mistral",
+    "qwen3_coder",
+    "glm45",
+    "kimi_k2",
+    "deepseek_v3",
+    "gemma4",
+    "minimax_m2",
+    "granite",
+    "phi4_mini",
+    "olmo3",
+    "lfm2",
+    "llama3",
+    "pythonic",
+]
+"""Names of turns/formats/."""
+
+
 @dataclass(frozen=True, config=SECTION)
 class RolloutConfig:
     """How completions are sampled."""
@@ -116,8 +136,9 @@ class RolloutConfig:
     environment: Environment | None = None
     """Class whose objects answer the turns of completions, as `path/to/file.py:Class`; several as a mapping, of which
     the column `environment` names one for each row. See docs/environments.md."""
-    tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
-    """How the model writes calls; `auto` knows it by the tokenizer, or by its chat template."""
+    tool_format: ToolFormat = "auto"
+    """How the model writes calls; `auto` takes the first format that reads a call as the chat template writes it. See
+    docs/tools.md."""
     max_turns: Count = 8
     """Most turns of a completion with tools, an environment or a user; what it calls in the last one is not answered,
     and the user does not answer it either."""
@@ -127,6 +148,11 @@ class RolloutConfig:
     tool_timeout_s: Seconds = 30.0
     """Seconds for a call of a tool; then the model is told that it took too long. Also for a step of an environment,
     whose completion then has failed."""
+    max_turn_calls: Count = 16
+    """Most calls of tools in one turn. Those beyond are not made, which the model is told."""
+    environment_processes: Count | None = None
+    """Most worker processes of environments at the same time on one rank; further environments wait until one ends.
+    Default: max_slots, at most half of the files that a process may open."""
     keep_history: Switch = False
     """Whether to train with a chat template that writes earlier turns otherwise than the model did, such as without
     their thinking: the model then reads its turns as it wrote them. Default: such a template is refused."""
@@ -237,6 +263,16 @@ class RolloutConfig:
                 f"rollout.{name} ends completions, and rollout.ignore_eos lets only the length limit end them: set one"
                 " of the two",
             )
+        refuse(
+            self.environment_processes is not None and not self.environment,
+            f"rollout.environment_processes {self.environment_processes} has no effect without rollout.environment:"
+            " take it out",
+        )
+        refuse(
+            self.environment_processes is not None and self.decoder == "transformers",
+            f"rollout.environment_processes {self.environment_processes} cannot be kept by rollout.decoder"
+            " transformers, whose completions are all under way together: take it out",
+        )
         refuse(
             self.cache_gb is not None and self.decoder == "transformers",
             f"rollout.cache_gb {self.cache_gb} has no effect on rollout.decoder transformers, whose caches have no"

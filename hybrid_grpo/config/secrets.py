@@ -2,7 +2,7 @@
 published."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybrid_grpo.config.errors import refuse
@@ -12,18 +12,33 @@ _VARIABLE = re.compile(
     r"(^|_)(TOKENS?|KEY|KEYS|KEY_ID|AUTH|CREDENTIALS?)$|SECRET|PASSWORD|PASSWD|PASSPHRASE|_TOKEN_|API_?KEY",
     re.IGNORECASE,
 )
-_TOKEN = re.compile(r"\b(?:hf_|gh[opsru]_|sk-)[\w\-]{16,}|\bAKIA[0-9A-Z]{16}\b|(?<=Bearer )[^\s'\"]+")
-"""Tokens of services that are known by how they begin."""
-_IN_ADDRESS = (
+_IN_TEXT = (
+    # Tokens of services, known by how they begin: Hugging Face, GitHub, GitLab, OpenAI and others like it, Stripe,
+    # Slack, npm, PyPI, wandb, AWS, Google; JSON web tokens; private keys.
+    (
+        re.compile(
+            r"\b(?:hf_|gh[opsru]_|github_pat_|gl[a-z]{2,5}-|sk-|sk_live_|xox[a-z]-|xapp-|npm_|pypi-|wandb_v1_)[\w\-]{16,}"
+            r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w\-]{35}|\beyJ[\w\-]{8,}\.eyJ[\w\-]{8,}\.[\w\-]*"
+            r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+        ),
+        MASK,
+    ),
+    (re.compile(r"(\bbearer |\bauthorization:\s*(?:\w+\s+)?)[^\s'\"]+", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(r"(\w://)[^/\s@]+@"), rf"\1{MASK}@"),
+    (re.compile(r"(//hooks\.slack\.com/)[^\s'\"]+|(/api/webhooks/)[^\s'\"]+"), rf"\1\2{MASK}"),
     (re.compile(r"([?&][^=&\s]*(?:token|key|secret|password|sig)[^=&\s]*=)[^&\s]+", re.IGNORECASE), rf"\1{MASK}"),
+    (
+        re.compile(r"(\b\w*(?:api_?key|token|secret|password|passwd)=)[^&\s'\"]+", re.IGNORECASE),
+        rf"\1{MASK}",
+    ),
 )
+"""Secrets as they stand in text, and what is written in their place."""
 _LOCAL_PATH = re.compile(r"~?/[^/\n]+/[^\n]*")
 _LOCAL_FOLDERS = re.compile(r"(?<![^\s'\"(\[=,:])~?/(?:[^/\s'\"]+/)+")
 # `key` or `end_token` are arguments that no one needs to hide.
 _ARGUMENT = re.compile(
-    r"(api|access|secret|private|auth)_?key$|^token$|(api|access|auth|bearer|hf|hub|session|service|wandb)_?token$"
-    r"|secret|password|passwd|passphrase|credential",
+    r"(api|access|secret|private|auth)_?key$|^(x_)?token$|(api|access|auth|bearer|hf|hub|session|service|wandb)_?token$"
+    r"|secret|password|passwd|passphrase|credential|^(proxy_)?authorization$|^(set_)?cookie$",
     re.IGNORECASE,
 )
 
@@ -38,44 +53,74 @@ def named_variables(kwargs: Mapping[str, Any]) -> set[str]:
     return {value for name, value in kwargs.items() if name.endswith("_env") and isinstance(value, str)}
 
 
-def masked(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a function as they may be written down."""
-    return {name: MASK if _is_secret(name, value) else value for name, value in kwargs.items()}
+def masked(value: Any, name: str = "") -> Any:
+    """A setting, or mappings and lists of settings, as the run's files, trackers and report show it.
+
+    Secrets are masked; they are known by the name that they are given under, at any depth, and by how tokens, headers
+    and addresses with a login look.
+    """
+    if isinstance(value, Mapping):
+        return {key: masked(item, name if _is_secret(name) else str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(item, name) for item in value]
+    if _is_secret(name) and value is not None and not isinstance(value, bool):
+        return MASK
+    return masked_text(value) if isinstance(value, str) else value
+
+
+def masked_text(text: str) -> str:
+    """Text without the secrets that can be seen in it; see `masked`."""
+    for pattern, shown in _IN_TEXT:
+        text = pattern.sub(shown, text)
+    return text
 
 
 def refuse_masked(setting: str, kwargs: Mapping[str, Any]) -> None:
     """Refuse arguments of a stored configuration, which has no secrets; `setting` names whose they are."""
-    for name, value in kwargs.items():
+    for name, is_secret, value in _leaves(kwargs):
         refuse(
-            value == MASK and _is_secret(name, value),
-            f"{setting}: kwargs {name} is {MASK}, as a run's config.yaml has it in place of the secret: give it again,"
+            value == MASK if is_secret else _holds_mask(value),
+            f"{setting}: kwargs {name} is {value}, as a run's config.yaml has it in place of the secret: give it again,"
             f" or let the function read a variable of the environment that {name}_env names",
         )
 
 
-def publishable(value: Any, name: str = "") -> Any:
-    """A setting, or a mapping of settings, as strangers may read it.
-
-    Secrets are masked, known by the names of settings and by how tokens and addresses look. Of absolute paths only the
-    last name is left.
-    """
+def _leaves(value: Any, path: str = "", is_secret: bool = False) -> Iterator[tuple[str, bool, Any]]:
+    """The values in nested mappings and lists: the dotted name of each, whether it names a secret, and the value."""
     if isinstance(value, Mapping):
-        return {key: publishable(item, str(key)) for key, item in value.items()}
-    if isinstance(value, list):
-        return [publishable(item, name) for item in value]
-    if not isinstance(value, str):
-        return value
-    if _is_secret(name, value):
-        return MASK
-    return value.rstrip("/").rpartition("/")[2] if _LOCAL_PATH.fullmatch(value) else publishable_text(value)
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else str(key), is_secret or _is_secret(str(key)))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item, path, is_secret)
+    else:
+        yield path, is_secret, value
+
+
+def _holds_mask(value: Any) -> bool:
+    found = (match.group() for pattern, _ in _IN_TEXT for match in pattern.finditer(str(value)))
+    return any(MASK in secret for secret in found)
+
+
+def publishable(value: Any, name: str = "") -> Any:
+    """Settings as strangers may read them: masked, and of absolute paths only the last name is left."""
+    return _without_paths(masked(value, name))
 
 
 def publishable_text(text: str) -> str:
-    """Text as strangers may read it; see `publishable`. Of paths in the text the folders are left out."""
-    for pattern, shown in _IN_ADDRESS:
-        text = pattern.sub(shown, text)
-    return _LOCAL_FOLDERS.sub("", _TOKEN.sub(MASK, text))
+    """Text as strangers may read it: masked, and of paths in it the folders are left out."""
+    return _LOCAL_FOLDERS.sub("", masked_text(text))
 
 
-def _is_secret(name: str, value: Any) -> bool:
-    return isinstance(value, str) and bool(_ARGUMENT.search(name)) and not name.endswith("_env")
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_paths(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    return value.rstrip("/").rpartition("/")[2] if _LOCAL_PATH.fullmatch(value) else _LOCAL_FOLDERS.sub("", value)
+
+
+def _is_secret(name: str) -> bool:
+    return bool(_ARGUMENT.search(name.replace("-", "_"))) and not name.endswith("_env")

@@ -10,7 +10,7 @@ from pydantic import model_serializer, model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.fields import SECTION, Function, function_text
-from hybrid_grpo.config.secrets import masked, refuse_masked
+from hybrid_grpo.config.secrets import refuse_masked
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -38,4 +38,4 @@ class ToolConfig:
     @model_serializer
     def _write(self) -> str | dict[str, Any]:
         name = function_text(self.function)
-        return {"function": name, "kwargs": masked(self.kwargs)} if self.kwargs else name
+        return {"function": name, "kwargs": self.kwargs} if self.kwargs else name

@@ -315,7 +315,8 @@ class MicroBatch:
     mask_bT: Tensor
     """bool, True on the real tokens of each completion, those that were sampled."""
     place_N: Tensor
-    """int64, where in the flattened [b, T] each completion token stands: the places where the mask is True."""
+    """int64, where in the flattened [b, T] each completion token stands: the places where the mask is True, and that of
+    the one token of a dummy, which is not real."""
     segments: Segments | None
     """Which tokens attend to which when packed; None for padded rows."""
 
@@ -323,6 +324,13 @@ class MicroBatch:
     def inputs(self) -> tuple[Any, ...]:
         """What `LogprobModel` takes, but for the temperature."""
         return self.input_ids_bS, self.position_ids_bS, self.source, self.target_N, self.segments
+
+    def of_rows(self, values_BT: Tensor) -> Tensor:
+        """[b, T], or [b, 1] of [B, 1]: the part of these rows in what a whole rollout has. A dummy, which has no rows,
+        gets zeros of its shape [1, 1], so that it has the same fields as every other micro-batch of its step."""
+        if not self.rows:
+            return values_BT.new_zeros(self.mask_bT.shape)
+        return values_BT[self.row_b, : self.mask_bT.shape[1]]
 
     def unflatten(self, values_N: Tensor) -> Tensor:
         """[b, T] with the flat values at the real tokens and 0 elsewhere; gradients flow."""

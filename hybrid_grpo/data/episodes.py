@@ -16,6 +16,8 @@ class Opening:
     """The prompt as the data set has it, without what the environment says."""
     observation: str | None = None
     """What the environment says when it is reset, which stands at the end of the prompt; None: nothing."""
+    failure: str | None = None
+    """Why it could not be reset, in words that continue a sentence which begins with its name."""
 
 
 @dataclass(frozen=True)

@@ -289,4 +289,4 @@ def _fillers(count: int, device: torch.device, *, packed: bool = True) -> list[M
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     segments = Segments([(0, 1)], [(0, 0)], device) if packed else None
     source, [no_token] = Selection(np.array([0]), device), zero
-    return [MicroBatch([], no_token[:0], zero, zero, source, no_token, zero == 0, no_token, segments)] * count
+    return [MicroBatch([], no_token[:0], zero, zero, source, no_token, zero > 0, no_token, segments)] * count

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.batch import Message, Prompt
+from hybrid_grpo.data.chat_text import prompt_text_of
 from hybrid_grpo.data.sources import Row, Source, mixture_source, read_rows, training_source
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ _TEMPLATE_SECONDS = 3.0
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """Marks of what the assistant wrote, which are no part of jinja."""
+_TRUSTED = ("system", "developer", "assistant")
+"""Roles whose messages may hold control tokens; elsewhere their names are ordinary text."""
 _GIVEN_TO_TEMPLATES = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 
@@ -152,10 +155,11 @@ def read_prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer
     `prompts_of` does; `where` names the row in messages."""
     text = prompt_text(row, where, config)
     if isinstance(text, list) or config.chat_template == "always":
-        written = _apply_template(_as_chat(text), where, config, tokenizer)
-        token_ids = _tokenized(written, where, config, tokenizer, add_special_tokens=False)
+        given = prompt_text_of(tokenizer)
+        chat = [m if m["role"] in _TRUSTED else {**m, "content": given.marked(m["content"])} for m in _as_chat(text)]
+        token_ids = _tokenized(_apply_template(chat, where, config, tokenizer), where, config, given.ids)
     else:
-        token_ids = _tokenized(text, where, config, tokenizer)
+        token_ids = _tokenized(text, where, config, lambda text: tokenizer(text)["input_ids"])
     if not token_ids:
         if tokenizer.bos_token_id is None:
             raise UserError(
@@ -167,15 +171,15 @@ def read_prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer
     return Prompt(number, text, token_ids, columns)
 
 
-def _tokenized(text: str, where: str, config: DataConfig, tokenizer: Any, **options: Any) -> list[int]:
+def _tokenized(text: str, where: str, config: DataConfig, encode: Callable[[str], list[int]]) -> list[int]:
     """Tokens of a text; of one that is far too long only as many as show that it is. Raises UserError where a tokenizer
     cannot read the text."""
     # No tokenizer has tokens of so many letters, but some join spaces: what seems to fit is read whole.
     start = text[: (config.max_prompt_tokens + 1) * _LETTERS_OF_A_TOKEN]
     try:
-        token_ids: list[int] = tokenizer(start, **options)["input_ids"]
+        token_ids = encode(start)
         if len(start) < len(text) and len(token_ids) <= config.max_prompt_tokens:
-            token_ids = tokenizer(text, **options)["input_ids"]
+            token_ids = encode(text)
     except TypeError as error:
         # The tokenizer says it of text that is not Unicode: a character of it is one half of a pair.
         raise UserError(f"data.prompt_column {config.prompt_column}: {where} cannot be tokenized: {error}") from error

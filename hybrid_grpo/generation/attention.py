@@ -14,18 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.model.attention import (
+    ATTENTION,
     VARLEN_OPTIONS,
     Segments,
     attend,
-    flash_attn,
+    flash_attn_with_kvcache,
+    has_flash,
     has_paged_kernel,
     has_ragged_kernel,
     on_gpu,
     ragged_attention,
 )
 from hybrid_grpo.model.kernels import decoding
+from hybrid_grpo.model.kernels.build import usable
+from hybrid_grpo.model.loading import load_config, training_attention
 from hybrid_grpo.model.upload import upload
 
 
@@ -152,14 +157,14 @@ class DecodeStep:
     ) -> Tensor:
         """`attend`, once the new keys and values are in the cache: those of the layer, [pages, page, kv, d]."""
         if follows_lengths(keys, values, softcap):
-            if flash_attn is not None:
+            if has_flash(keys):
                 return self._flash(query, keys, values, scale, window, softcap)
             return self._varlen(query, keys, values, scale, window)
         read = (pool[self._table[:, : self._read]].flatten(1, 2).transpose(1, 2) for pool in (keys, values))
         return masked_attention(query, next(read), next(read), self._position[:, None], scale, window, softcap)
 
     def _flash(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        out: Tensor = flash_attn.flash_attn_with_kvcache(
+        out: Tensor = flash_attn_with_kvcache(
             query.transpose(1, 2),
             keys,
             values,
@@ -198,7 +203,29 @@ class DecodeStep:
 
 def follows_lengths(keys: Tensor, values: Tensor, softcap: float) -> bool:
     """Whether a GPU kernel reads only the real entries of each sequence from a layer's cache."""
-    return has_paged_kernel(keys) and keys.shape == values.shape and (flash_attn is not None or not softcap)
+    return has_paged_kernel(keys) and keys.shape == values.shape and (not softcap or has_flash(keys))
+
+
+def describe(policy: PolicyConfig, device: torch.device, *, paged: bool = False) -> str:
+    """Which attention trains a model, and, by this package's decoder with its `paged` cache, which decodes; on a GPU
+    with what to do where there is no kernel for one of them."""
+    config, dtype = load_config(policy.model), getattr(torch, policy.dtype)
+    training, text = training_attention(policy, config), config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // (getattr(text, "num_attention_heads", 0) or 1)
+    softcap = getattr(text, "attn_logit_softcapping", None) or 0.0
+    like = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=device)
+    in_c = usable(like)
+    kernel = "C kernels" if in_c else "flash-attn" if has_flash(like) else "torch's varlen_attn"
+    trains = kernel if in_c or has_ragged_kernel(like, softcap) else "torch, one sequence after another"
+    ways = {"training": trains if training == ATTENTION else f"transformers' {training}"}
+    if paged:
+        ways["decoding"] = kernel if in_c or follows_lengths(like, like, softcap) else "torch, on copies of all pages"
+    said = ", ".join(f"{what} by {way}" for what, way in ways.items())
+    if on_gpu(device) and "torch," in said:
+        half = dtype in (torch.bfloat16, torch.float16)
+        cure = "install flash-attn (the extra flash) or torch 2.12" if half else "set policy.dtype: bfloat16"
+        said += f"; WARNING: slow, as no kernel for GPUs takes it here: {cure}"
+    return said
 
 
 def decode_step(

@@ -54,6 +54,11 @@ class Decoder:
         return self._state_4n.shape[1]
 
     @property
+    def captured(self) -> bool:
+        """Whether no capture has failed."""
+        return self._graphs is None or self._graphs.usable
+
+    @property
     def captures(self) -> int:
         """Forwards captured since `begin`."""
         return len(self._graphs or ()) - self._captured_before

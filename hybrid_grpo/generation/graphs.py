@@ -13,8 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_grpo.config.errors import RunStopped
+
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _SIZE_STEP = 64
+_ROOM = 256 << 20
+"""Bytes to be free before a capture: its parameters, the logits, and the temporaries of the largest forward."""
+SURVIVES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether a process goes on after a capture that failed. Before torch 2.13 the allocator takes it for under way for
+good, and fails where it next gives memory back (pytorch issues 159594, 180395, 190348)."""
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
@@ -38,8 +45,17 @@ def capture_on(device: torch.device) -> Capture | None:
     return partial(on_cuda, pool=torch.cuda.graph_pool_handle()) if device.type == "cuda" else None
 
 
+class NoRoom(Exception):
+    """Too little memory is free for a capture, which was not begun."""
+
+
 def on_cuda(step: Callable[[], Tensor], pool: Any = None) -> tuple[Replay, Tensor]:
-    """Capture a step on the current device; graphs of one `pool` share their memory, since they run one at a time."""
+    """Capture a step on the current device; graphs of one `pool` share their memory, since they run one at a time.
+    Raises NoRoom where it would not fit."""
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    if free < _ROOM:
+        raise NoRoom(f"{free >> 20} MiB are free, and capturing takes up to {_ROOM >> 20}")
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
         # "thread_local", because threads of reward models may allocate memory meanwhile.
@@ -58,7 +74,7 @@ class Graphs:
         self._capture = capture
         self._captured: dict[tuple[int, int], tuple[Replay, Tensor]] = {}
         self.usable = True
-        """False once a capture has failed: then steps run as they are."""
+        """False once a capture has failed: then steps run as they are, until the next call that captures anew."""
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -66,7 +82,8 @@ class Graphs:
     def run(self, key: tuple[int, int], step: Callable[[], Tensor]) -> Tensor:
         """The result of `step`, in memory that the next run of the same key overwrites.
 
-        The first time for a key `step` runs as it is and is then captured; later its graph is replayed.
+        The first time for a key `step` runs as it is and is then captured; later its graph is replayed. Raises
+        RunStopped where a capture fails and the process cannot go on.
         """
         if key in self._captured:
             replay, result = self._captured[key]
@@ -77,7 +94,13 @@ class Graphs:
         if self.usable:
             try:
                 self._captured[key] = self._capture(step)
-            except RuntimeError as error:
+            except (RuntimeError, NoRoom) as error:
+                if not (SURVIVES or isinstance(error, NoRoom)):
+                    raise RunStopped(
+                        f"a decode step could not be captured as a CUDA graph ({str(error).splitlines()[0]}), after"
+                        f" which torch {torch.__version__} cannot go on: lower rollout.max_slots or rollout.cache_gb,"
+                        " or install torch 2.13"
+                    ) from error
                 self.usable = False
                 warnings.warn(f"decoding runs without CUDA graphs, slower: {str(error).splitlines()[0]}", stacklevel=2)
         return result

@@ -125,16 +125,19 @@ def _filters_of(sampling: Sampling) -> Filters:
     return Filters(1 / sampling.temperature, sampling.top_k, top_p, math.ceil(sampling.min_p * UNIT))
 
 
-def text_ends(token_ids: list[int], sampling: Sampling, decode: Callable[[list[int]], str] | None) -> bool:
-    """Whether the last token of a completion completes a stop string.
+def text_ends(
+    token_ids: list[int], sampling: Sampling, decode: Callable[[list[int]], str] | None, earlier: int = 0
+) -> bool:
+    """Whether the last token of a turn completes a stop string.
 
     Only the end of the text is decoded: a character takes at most four tokens, one for each of its UTF-8 bytes.
 
     Args:
-        token_ids: the completion so far.
+        token_ids: the turn so far; a completion of one turn is that turn.
         decode: tokens to text; required if there are stop strings.
+        earlier: tokens that were sampled in the completion's earlier turns.
     """
-    if not sampling.stop_strings or len(token_ids) < sampling.min_tokens:
+    if not sampling.stop_strings or earlier + len(token_ids) < sampling.min_tokens:
         return False
     assert decode is not None, "stop strings need `decode`"
     tail = token_ids[-4 - 4 * max(map(len, sampling.stop_strings)) :]

@@ -120,7 +120,8 @@ class Sequence:
             on_token(self.request, self.sample, token)
         stopped = token in sampling.stop_ids
         if sampling.stop_strings and not stopped:
-            stopped = text_ends(self.tokens[self.begin :], sampling, decode)
+            turn = self.tokens[self.begin :]
+            stopped = text_ends(turn, sampling, decode, len(self.sampled) - len(turn))
         if not stopped and len(self.tokens) < self.until:
             return
         finish: Finish | None = "stop" if stopped else "length"

@@ -14,7 +14,8 @@ class Workspace:
 
     They are laid out in the first call, for `slots` completions at a time of at most `tokens` tokens each, prompts
     included, so they depend on no batch; all graphs are captured then. Only a longer sequence lays them out again, and
-    only weights at other addresses are captured again. Where forwards are not captured, on a CPU, nothing is kept.
+    only weights at other addresses are captured again, and what could not be captured in the call before. Where
+    forwards are not captured, on a CPU, nothing is kept.
     """
 
     def __init__(self, slots: int, tokens: int) -> None:
@@ -38,7 +39,7 @@ class Workspace:
             # The memory is given back first: the new cache may need it.
             self.tokens, self._decoder = longest, None
         kept, weights = self._decoder, [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
-        if kept is not None and weights == self._weights:
+        if kept is not None and kept.captured and weights == self._weights:
             kept.cache.clear()
             kept.begin(sampling)
             return kept

@@ -88,27 +88,21 @@ def train_batches(
         guests_B: bool [B], by the name of each guest that is learned from, the completions that it wrote.
     """
     for micro in micro_batches:
-        b, tokens = micro.mask_bT.shape
-        if not micro.rows:
-            nothing = torch.zeros(b, tokens, device=micro.mask_bT.device)
-            yield TrainBatch(micro, nothing, None, None, nothing, nothing)
-            continue
         weight_bT = token_weights(
-            micro.mask_bT & counts_B[micro.row_b, None],
+            micro.mask_bT & micro.of_rows(counts_B[:, None]),
             grpo.loss_type,
             total_tokens=totals[0],
             total_rows=totals[1],
             max_completion_tokens=max_completion_tokens,
         )
-        part = (micro.row_b, slice(tokens))
         yield TrainBatch(
             micro,
-            signals.sampler_logp_BT[part],
-            None if signals.old_logp_BT is None else signals.old_logp_BT[part],
-            None if signals.ref_logp_BT is None else signals.ref_logp_BT[part],
-            signals.advantages_BT[part],
+            micro.of_rows(signals.sampler_logp_BT),
+            None if signals.old_logp_BT is None else micro.of_rows(signals.old_logp_BT),
+            None if signals.ref_logp_BT is None else micro.of_rows(signals.ref_logp_BT),
+            micro.of_rows(signals.advantages_BT),
             weight_bT,
-            {name: rows_B[micro.row_b, None] for name, rows_B in guests_B.items()},
+            {name: micro.of_rows(rows_B[:, None]) for name, rows_B in guests_B.items()},
         )
 
 

@@ -10,7 +10,7 @@ the sum over its completions.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -21,19 +21,24 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.attention import SegmentAttention
 from hybrid_grpo.model.kernels.build import usable
 from hybrid_grpo.model.upload import upload
 
 try:
-    import flash_attn
-except ImportError:
-    flash_attn = None
+    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+except ImportError:  # absent, built for another torch, or a package of this name without them, as flash-attn-4 leaves
+    flash_attn_varlen_func = flash_attn_with_kvcache = None
 
 VARLEN_OPTIONS = set(inspect.signature(varlen_attn).parameters)
 """Options of torch's kernel for sequences of different lengths; older versions have fewer."""
 
 ATTENTION = "hybrid"
+Kernel = Callable[[tuple[Any, ...], float, int, float], Tensor]
+"""Computes `ragged_attention`: of its tensors and longest lengths, scale, window and soft cap."""
+_ROUNDING = 0.03
+"""How far a kernel in bfloat16 may be from torch in float32, relative: about 0.004 is right, a wrong head is 1."""
 
 
 class Batch(Protocol):
@@ -110,12 +115,26 @@ def _half_on_gpu(x: Tensor) -> bool:
 def has_paged_kernel(keys: Tensor) -> bool:
     """Whether a GPU kernel is there that reads only the real entries of each sequence from the cache."""
     options = {"block_table", "seqused_k", "enable_gqa"}
-    return _half_on_gpu(keys) and (flash_attn is not None or options <= VARLEN_OPTIONS)
+    return has_flash(keys) or (options <= VARLEN_OPTIONS and _has_varlen(keys))
 
 
 def has_ragged_kernel(query: Tensor, softcap: float) -> bool:
     """Whether a GPU kernel is there for `ragged_attention`."""
-    return _half_on_gpu(query) and (flash_attn is not None or ("enable_gqa" in VARLEN_OPTIONS and not softcap))
+    return has_flash(query) or (not softcap and _has_varlen(query))
+
+
+def has_flash(x: Tensor) -> bool:
+    """Whether flash-attn is there and right, for tensors like `x` [..., head_dim]; it wins over torch's kernel."""
+    return flash_attn_varlen_func is not None and _is_right(_flash, x, "flash-attn")
+
+
+def _has_varlen(x: Tensor) -> bool:
+    return _is_right(_varlen, x, "torch's varlen_attn")
+
+
+def _is_right(kernel: Kernel, x: Tensor, name: str) -> bool:
+    case = x.device, x.dtype, x.shape[-1]
+    return _half_on_gpu(x) and gpu.proven("attention", _agrees, kernel, *case, kernel=name)
 
 
 def ragged_attention(
@@ -137,17 +156,40 @@ def ragged_attention(
         begins: int32 [sequences + 1], the first query and the first key of each sequence.
         longest: the most queries and the most keys of a sequence.
     """
-    given = (query.contiguous(), key.contiguous(), value.contiguous(), *begins, *longest)
-    out: Tensor
-    if flash_attn is not None:
-        seen = (window - 1, 0) if window else (-1, -1)
-        out = flash_attn.flash_attn_varlen_func(
-            *given, softmax_scale=scale, causal=True, window_size=seen, softcap=softcap
-        )
-    else:
-        seen = (window - 1, 0) if window else (-1, 0)
-        out = varlen_attn(*given, scale=scale, window_size=seen, enable_gqa=True)  # type: ignore[assignment]
+    kernel = _flash if has_flash(query) else _varlen
+    return kernel((query.contiguous(), key.contiguous(), value.contiguous(), *begins, *longest), scale, window, softcap)
+
+
+def _flash(given: tuple[Any, ...], scale: float, window: int, softcap: float) -> Tensor:
+    seen = (window - 1, 0) if window else (-1, -1)
+    out: Tensor = flash_attn_varlen_func(*given, softmax_scale=scale, causal=True, window_size=seen, softcap=softcap)
     return out
+
+
+def _varlen(given: tuple[Any, ...], scale: float, window: int, softcap: float) -> Tensor:
+    assert not softcap, "torch's kernel has no soft caps"
+    # Without the option, in torch 2.11, the kernel takes fewer key heads too, but does not say so.
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in VARLEN_OPTIONS else {}
+    out: Tensor = varlen_attn(*given, scale=scale, window_size=(window - 1, 0) if window else (-1, 0), **grouped)  # type: ignore[assignment]
+    return out
+
+
+def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether a kernel computes what torch does, gradients included: two sequences, two query heads to a key head."""
+    generator, edges, scale = torch.Generator().manual_seed(0), [0, 7, 24], head_dim**-0.5
+    with torch.inference_mode(False), torch.enable_grad():
+        drawn = [torch.randn(24, heads, head_dim, generator=generator) for heads in (4, 2, 2, 4)]
+        q, k, v, weight = (tensor.to(device, dtype).requires_grad_() for tensor in drawn)
+        begins = torch.tensor(edges, dtype=torch.int32, device=device)
+        found = kernel((q, k, v, begins, begins, 17, 17), scale, 0, 0.0)
+        parts = zip(*(x.float().transpose(0, 1)[None].split([7, 17], 2) for x in (q, k, v)), strict=True)
+        expected = torch.cat([attend(q, k, v, None, scale, 0.0)[0].transpose(0, 1) for q, k, v in parts])
+        found_all, expected_all = (
+            [out.float(), *torch.autograd.grad((out.float() * weight).sum(), (q, k, v))] for out in (found, expected)
+        )
+    pairs = zip(found_all, expected_all, strict=True)
+    gaps = [(a.detach().float() - b.detach().float()).norm() / b.detach().float().norm() for a, b in pairs]
+    return bool(torch.stack(gaps).max() < _ROUNDING)
 
 
 class _Gather(torch.autograd.Function):

@@ -81,10 +81,7 @@ class Critic(Scorer):
             beat()
             micro = batch.micro
             value_bT = micro.unflatten(self.forward(micro))
-            old_value_bT = return_bT = torch.zeros_like(value_bT)
-            if micro.rows:
-                part = (micro.row_b, slice(micro.mask_bT.shape[1]))
-                old_value_bT, return_bT = self._targets.old_value_BT[part], self._targets.return_BT[part]
+            old_value_bT, return_bT = map(micro.of_rows, (self._targets.old_value_BT, self._targets.return_BT))
             loss, numbers = value_loss(value_bT, old_value_bT, return_bT, batch.weight_bT, self._run.critic)
             self.engine.backward(loss)
             yield {**numbers, "critic/loss": (loss / self._plan.optimizer_steps, 1)}

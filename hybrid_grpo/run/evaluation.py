@@ -39,6 +39,8 @@ class EvalSet:
     stop_ids: tuple[int, ...]
     seed: int
     """Seed of the run."""
+    opened: Callable[[list[Prompt]], list[Prompt]] = list
+    """Adds what environments say at the beginning."""
 
     @property
     def name(self) -> str:
@@ -60,20 +62,18 @@ class EvalSet:
         """Tokens of the longest prompt with its completion."""
         return self.settings.rollout.longest(max(len(prompt.token_ids) for prompt in self.prompts))
 
-    @property
     def own_prompts(self) -> list[Prompt]:
-        """This rank's share of the prompts."""
-        return rank_share(self.prompts, rank(), world_size())
+        """This rank's share of the prompts, as they are completed: where they have environments, these are reset."""
+        return self.opened(rank_share(self.prompts, rank(), world_size()))
 
-    @property
-    def requests(self) -> list[Request]:
-        """For the completions of this rank's prompts."""
+    def requests(self, prompts: list[Prompt]) -> list[Request]:
+        """For the completions of `own_prompts`."""
         rollout = self.settings.rollout
 
         def keys(prompt: Prompt) -> list[int]:
             return [stream_key(self.seed, f"eval {self.name}", prompt.id, k) for k in range(rollout.num_generations)]
 
-        return [request_of(prompt, rollout, keys(prompt)) for prompt in self.own_prompts]
+        return [request_of(prompt, rollout, keys(prompt)) for prompt in prompts]
 
     @property
     def sampling(self) -> Sampling:
@@ -88,18 +88,19 @@ class EvalSet:
         Raises:
             RunStopped: a reward function fails too often before the first step.
         """
-        groups = policy.complete(self.requests, self.sampling, self.settings.rollout, on_step=beat)
-        results = self.results(groups, step)
+        prompts = self.own_prompts()
+        groups = policy.complete(self.requests(prompts), self.sampling, self.settings.rollout, on_step=beat)
+        results = self.results(prompts, groups, step)
         if step == 0:
             self.rewards.refuse_failures(results.scores, policy.engine.device)
         return results.numbers()
 
-    def results(self, groups: list[list[Completion]], step: int = 0) -> "EvalResults":
-        """Score the completions of this rank's prompts."""
+    def results(self, prompts: list[Prompt], groups: list[list[Completion]], step: int = 0) -> "EvalResults":
+        """Score the completions of `own_prompts`."""
         completions = [completion for group in groups for completion in group]
         count = self.settings.rollout.num_generations
-        prompts = [prompt for prompt in self.own_prompts for _ in range(count)]
-        return EvalResults(self.settings, prompts, completions, self.rewards.score(prompts, completions, count, step))
+        rows = [prompt for prompt in prompts for _ in range(count)]
+        return EvalResults(self.settings, rows, completions, self.rewards.score(rows, completions, count, step))
 
 
 @dataclass(frozen=True)

@@ -208,9 +208,10 @@ class RunInputs:
             used = rewards[held_out.setting] if held_out.rewards else own
             used.check_columns(read[0].columns)
             check_prompts(read, model_config, held_out.rollout, conversations)
+            opened: Callable[[list[Prompt]], list[Prompt]] = list
             if conversations is not None:
-                read = conversations.opened(read, f"eval {held_out.name}")
-            eval_sets.append(EvalSet(held_out, read, used, ends, config.run.seed))
+                opened = partial(conversations.opened, step=f"eval {held_out.name}")
+            eval_sets.append(EvalSet(held_out, read, used, ends, config.run.seed, opened))
         positions, longest = getattr(model_config, "max_position_embeddings", None), config.ptx.max_tokens
         refuse(
             bool(config.ptx.coef) and positions is not None and longest > positions,

@@ -14,6 +14,7 @@ import torch
 from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
+from hybrid_grpo.config.secrets import masked_text
 from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, from_first_rank, rank
 from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import Policy
@@ -79,7 +80,8 @@ class Run:
         if rank() == 0 and not self.finished:
             with one_line(self.folder):
                 code = {name: of for name, of in self.checkpoints.inputs.items() if name.startswith(CODE)}
-                head = "".join(f"# {name}: {fact}\n" for name, fact in {**origin(), **facts, **code}.items())
+                known = {**origin(), **facts, **code}
+                head = "".join(f"# {name}: {masked_text(fact)}\n" for name, fact in known.items())
                 for damage in set_aside_damaged(self.folder, numbers=self.start.damaged):
                     self.say(damage)
                 replace_text(self.folder / "config.yaml", head + parsed.yaml)

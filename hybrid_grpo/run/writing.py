@@ -1,6 +1,8 @@
 """Writing that fails: on all ranks alike, and told in one line. A disk may be full or read-only at any moment."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,14 +27,21 @@ class WriteFailed(UserError):
 def why(error: BaseException, folder: Path) -> str:
     """The reason of a failed write into `folder` in words: that of the operating system, where it gave one."""
     link: BaseException | None = error
+    while not folder.exists():
+        folder = folder.parent
     while link is not None:
+        if isinstance(link, OSError) and link.errno == errno.ENOSPC and _has_no_inodes(folder):
+            return "the file system has no inodes left for new files (df -i)"
         if isinstance(link, OSError) and link.strerror:
             return f"{Path(link.filename).name}: {link.strerror}" if link.filename else link.strerror
         link = link.__cause__ or link.__context__
-    while not folder.exists():
-        folder = folder.parent
     # Messages such as "unexpected pos 768 vs 662" mean a full disk, and do not say so.
     return _NO_SPACE if shutil.disk_usage(folder).free < 2**20 else " ".join(str(error).split())
+
+
+def _has_no_inodes(folder: Path) -> bool:
+    limits = os.statvfs(folder)
+    return limits.f_files > 0 and limits.f_favail == 0  # some file systems have no limit, and report 0 of 0
 
 
 def write_together(work: Callable[[], T], folder: Path, errors: tuple[type[Exception], ...] = _ERRORS) -> list[T]:

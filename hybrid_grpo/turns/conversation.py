@@ -33,6 +33,8 @@ class Conversation:
     """The token that ended the turn."""
     is_last: bool = False
     """No turn may follow the one that has ended: what answers it is not read."""
+    is_full: bool = False
+    """Only a limit of tokens lets no turn follow, and not the limit of turns."""
 
 
 @dataclass(frozen=True)

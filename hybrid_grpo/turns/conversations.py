@@ -17,11 +17,12 @@ from hybrid_grpo.config import DataConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Completion, Message, Numbers, Prompt
 from hybrid_grpo.generation import Request, stream_key
-from hybrid_grpo.turns.calls import Turn, reader_of
+from hybrid_grpo.turns.calls import Turn
 from hybrid_grpo.turns.conversation import Answer, Conversation, Finish, Partner
 from hybrid_grpo.turns.environments import Environments
 from hybrid_grpo.turns.openings import Openings
-from hybrid_grpo.turns.template import Between, assistant_message, cut
+from hybrid_grpo.turns.reading import reader_of
+from hybrid_grpo.turns.template import Between, assistant_message
 from hybrid_grpo.turns.tools import Tools
 from hybrid_grpo.turns.users import ModelUser, User, user_of
 
@@ -61,13 +62,16 @@ class Conversations:
         self._partners, self.tools, self._config, self._tokenizer = partners, tools, config, tokenizer
         self.environments, self._openings, self._seed = environments, openings, seed
         self.user = user
-        self._read = None if tools is None else reader_of(config.tool_format, tokenizer)
         self._between = Between(tokenizer, variables, self.schemas, stop_ids)
         for speaker in partners:
             self._between.check(speaker.setting, speaker.example)
             if not config.keep_history:
                 self._between.check_history(speaker.setting, speaker.example)
-        self._stop_ids = set(stop_ids)
+        self._end_texts = {token: tokenizer.convert_ids_to_tokens(token) for token in stop_ids}
+        self._read = None
+        if tools is not None:
+            ends = self._end_texts.values()
+            self._read = reader_of(config.tool_format, tokenizer, variables, self.schemas, ends, config.max_turn_calls)
         self._requests: dict[int, Request] = {}
         self._under_way: dict[int, Conversation] = {}
         self._answers: queue.SimpleQueue[tuple[Conversation, int, Answer]] = queue.SimpleQueue()
@@ -108,17 +112,19 @@ class Conversations:
 
     def begin(self, requests: Sequence[Request]) -> None:
         """See `Turns`. Counts begin anew."""
-        if self.environments is not None:
-            self.environments.give_up()
         self._under_way = {}
         self._requests = {key: request for request in requests for key in request.keys}
         self.numbers()
+        if self.environments is not None:
+            self.environments.begin([request.prompt for request in requests if request.prompt is not None])
 
     def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
-        """See `Turns`. A completion whose last turn calls a tool, without room for another, is cut."""
+        """See `Turns`. A completion whose last turn calls a tool, or would be answered by a user, without room for
+        another turn is cut."""
         conversation = self._conversation(key)
         conversation.sampled += len(turn_ids)
-        conversation.is_last = room <= 0 or conversation.turns + 1 >= self._config.max_turns
+        has_turns = conversation.turns + 1 < self._config.max_turns
+        conversation.is_last, conversation.is_full = room <= 0 or not has_turns, room <= 0 and has_turns
         turn = self._turn(turn_ids)
         speaker = next((p for p in self._partners if p.takes(conversation, turn)), None)
         if speaker is None:
@@ -152,11 +158,11 @@ class Conversations:
         self._answers.put((conversation, turn, answer))
 
     def _turn(self, turn_ids: list[int]) -> Turn:
-        spoken = turn_ids[:-1] if turn_ids[-1] in self._stop_ids else turn_ids
+        end = self._end_texts.get(turn_ids[-1])
+        spoken = turn_ids if end is None else turn_ids[:-1]
         if self._read is None:
             return Turn(self._tokenizer.decode(spoken, skip_special_tokens=True))
-        # The formats of some models need special tokens, but none needs the one that ends the turn.
-        turn = self._read(self._tokenizer.decode(spoken, skip_special_tokens=False))
+        turn = self._read(self._tokenizer.decode(spoken, skip_special_tokens=False), end or "")
         if turn.calls or turn.fault is not None:
             return turn
         return Turn(self._tokenizer.decode(spoken, skip_special_tokens=True))
@@ -215,7 +221,7 @@ class Conversations:
                 self._given.clear()
             room = self._config.max_tool_tokens - self._frame(conversation.last, messages)
             share = max(0, room // len(messages))
-            shortened = [{**m, "content": cut(self._tokenizer, m["content"], share)} for m in messages]
+            shortened = [{**m, "content": self._between.cut(m["content"], share)} for m in messages]
             self._given[said] = shortened, self._between.ids(conversation.last, shortened)
         shortened, given = self._given[said]
         conversation.messages += map(dict, shortened)

@@ -1,7 +1,9 @@
-"""A partner of the model: environments, an object of the user's for each completion, in a worker process of its own."""
+"""A partner of the model: environments, an object of the user's for each completion, in worker processes."""
 
 from __future__ import annotations
 
+import resource
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybrid_grpo.config import RolloutConfig, ScoringConfig, environment_rewards
-from hybrid_grpo.config.errors import UserError, did_you_mean
+from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.batch import Message, Numbers, Prompt
 from hybrid_grpo.data.episodes import Episode, Opening
 from hybrid_grpo.rewards.functions import Failure, Reply
 from hybrid_grpo.rewards.workers.environments import EnvironmentEntry
 from hybrid_grpo.rewards.workers.pool import Pool
-from hybrid_grpo.rewards.workers.seats import Seat, Seats
+from hybrid_grpo.rewards.workers.seats import Seat
 from hybrid_grpo.rewards.workers.tools import RESULT
 from hybrid_grpo.turns.calls import Call, Turn
 from hybrid_grpo.turns.conversation import Answer, Conversation, Finish
@@ -40,7 +42,10 @@ class Kind:
     """What the model is told of its methods."""
     needed: list[str]
     """Columns that its reset needs."""
-    seats: Seats
+    index: int
+    """Of the entry, in its processes."""
+    shares: int
+    """Most objects in one process."""
 
     @property
     def tool_names(self) -> list[str]:
@@ -75,6 +80,8 @@ class Play:
 
 @dataclass
 class _Counts:
+    openings: int = 0
+    openings_failed: int = 0
     resets: int = 0
     ended: int = 0
     failed: int = 0
@@ -99,12 +106,14 @@ class Environments:
         settings = [f"{self.setting}.{name}" if name else self.setting for name in named]
         entries = [(s, EnvironmentEntry(place)) for s, place in zip(settings, named.values(), strict=True)]
         pool = self._pool = Pool(entries, 1, scoring)
+        self._most = _most_processes(config)
+        # Decoding with generate() goes on once all completions are answered: none may wait for the end of another.
+        self._seats = pool.seats(config.tool_timeout_s, self._most if config.decoder == "paged" else None)
         self.kinds: dict[str, Kind] = {}
         for index, (name, interface) in enumerate(zip(named, pool.interfaces, strict=True)):
-            schema, seats = interface.schema or {}, pool.seats(index, config.tool_timeout_s)
-            reward = environment_rewards(config)[name]
+            schema, reward = interface.schema or {}, environment_rewards(config)[name]
             facts = schema["steps"], schema["silent"], schema["tools"]
-            self.kinds[name] = Kind(reward, *facts, interface.required, seats)
+            self.kinds[name] = Kind(reward, *facts, interface.required, index, schema["shares"])
         self._plays: dict[int, Play] = {}
         self._counts, self._lock = _Counts(), threading.Lock()
 
@@ -129,19 +138,42 @@ class Environments:
                         f" such column: {did_you_mean(name, prompt.columns)}"
                     )
 
-    def observations(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[str | None]:
-        """What the environments of prompts say when they are reset, None where they say nothing or fail. Waits."""
+    def openings(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Opening]:
+        """How the environments of prompts begin. Waits until all are reset, no more at a time than there may be
+        processes; how many failed is printed, with the reason of the first."""
+        free = threading.BoundedSemaphore(self._most)
         asked: list[Future[Reply] | None] = []
         for prompt, seed in zip(prompts, seeds, strict=True):
             if self.kind(prompt).silent:
                 asked.append(None)
                 continue
-            seat, future = self.kind(prompt).seats.seat(), Future[Reply]()
+            free.acquire()
+            seat, future = self._seat(self.kind(prompt)), Future[Reply]()
+            future.add_done_callback(lambda _: free.release())
             seat.ask(self._begin(prompt, Opening(seed, prompt.text), is_first=True), future.set_result)
             seat.leave()
             asked.append(future)
-        replies = [None if future is None else future.result() for future in asked]
-        return [reply.extra[RESULT][0]["text"] if reply and not reply.failures[0] else None for reply in replies]
+        openings, failed = [], []
+        for prompt, seed, begun in zip(prompts, seeds, asked, strict=True):
+            reply = None if begun is None else begun.result()
+            failure = None if reply is None else reply.failures[0]
+            observation = reply.extra[RESULT][0]["text"] if reply is not None and failure is None else None
+            openings.append(Opening(seed, prompt.text, observation, None if failure is None else failure.message))
+            if failure is not None:
+                failed.append((prompt, failure))
+        if failed:
+            prompt, failure = failed[0]
+            print(
+                f"rollout.environment: {len(failed)} of {len(prompts)} prompts could not be opened; of row {prompt.id}"
+                f" (from 0) {self.kind(prompt).reward} {failure.message}. Their completions are left without a reward,"
+                f" and counted as failed\n{failure.traceback}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return openings
+
+    def _seat(self, kind: Kind) -> Seat:
+        return self._seats.seat(kind.index, kind.shares)
 
     def _begin(self, prompt: Prompt, opening: Opening, *, is_first: bool) -> dict[str, Any]:
         columns = {name: v for name, v in prompt.columns.items() if name != _COLUMN or "" in self.kinds}
@@ -154,7 +186,10 @@ class Environments:
         if conversation.key not in self._plays:
             prompt = conversation.prompt
             assert prompt is not None and prompt.opening is not None, "prompts are opened before they are completed"
-            play = self._plays[conversation.key] = Play(self.kind(prompt), self.kind(prompt).seats.seat())
+            kind, why = self.kind(prompt), prompt.opening.failure
+            play = self._plays[conversation.key] = Play(kind, self._seat(kind), failure=why)
+            if why is not None:
+                return play
             with self._lock:
                 self._counts.resets += 1
             self._ask(play, self._begin(prompt, prompt.opening, is_first=False), lambda _: None)
@@ -162,6 +197,8 @@ class Environments:
 
     def _ask(self, play: Play, order: Mapping[str, Any], done: Callable[[Any], None]) -> None:
         """Give an order. `done` is told what came of it, None where it failed, and with it the environment."""
+        if play.failure is not None:
+            return done(None)
         start_s = time.perf_counter()
 
         def finish(reply: Reply) -> None:
@@ -183,6 +220,8 @@ class Environments:
         """Call a method. `done` is told what it returned, or why it failed; the environment has failed only where its
         process is lost."""
         play = self._play(conversation)
+        if play.failure is not None:
+            return done(None, Failure("died", f"the environment has failed: it {play.failure}"))
 
         def finish(reply: Reply) -> None:
             failure = reply.failures[0]
@@ -229,10 +268,7 @@ class Environments:
                 self._take_end(play, found)
             done(Answer(finish=finish))
 
-        if play.failure is None:
-            self._ask(play, {"do": "end"}, ended)
-        else:
-            done(Answer(finish=finish))
+        self._ask(play, {"do": "end"}, ended)
 
     def _take_end(self, play: Play, found: dict[str, Any]) -> None:
         play.total, play.state = found["reward"], found["state"]
@@ -248,18 +284,38 @@ class Environments:
             self._counts.failed += play.failure is not None
         return play.episode
 
-    def give_up(self) -> None:
-        """Leave the environments of completions under way."""
+    def begin(self, prompts: Sequence[Prompt]) -> None:
+        """Begin with completions of these prompts: leave the environments of others, and count anew."""
         for play in self._plays.values():
             play.seat.leave()
         self._plays = {}
+        self.numbers()
+        failed = sum(prompt.opening is not None and prompt.opening.failure is not None for prompt in prompts)
+        self._counts.openings, self._counts.openings_failed = len(prompts), failed
 
     def numbers(self) -> Numbers:
         """What happened since the last call of this, by metric."""
         with self._lock:
             counts, self._counts = self._counts, _Counts()
         return {
+            "environment/openings_failed_frac": (
+                counts.openings_failed / max(counts.openings, 1),
+                counts.openings,
+            ),
             "environment/resets": (counts.resets, 1),
             "environment/failed_frac": (counts.failed / max(counts.ended, 1), counts.ended),
             "environment/seconds": (counts.seconds / max(counts.orders, 1), counts.orders),
         }
+
+
+def _most_processes(config: RolloutConfig) -> int:
+    """Most processes of environments on this rank, each of which takes one of its files."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    room = sys.maxsize if files == resource.RLIM_INFINITY else max(1, files // 2)
+    most = config.environment_processes
+    refuse(
+        most is not None and most > room,
+        f"rollout.environment_processes {most}: the process may open {files} files, half of them for environments: set"
+        f" it to {room} or lower, or raise the limit (ulimit -n)",
+    )
+    return min(config.max_slots, room) if most is None else most

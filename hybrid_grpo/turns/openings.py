@@ -8,6 +8,7 @@ from typing import Any
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.data.batch import Message, Prompt
+from hybrid_grpo.data.chat_text import clean, prompt_text_of
 from hybrid_grpo.data.episodes import Opening
 from hybrid_grpo.data.prompts import read_prompt
 from hybrid_grpo.turns.environments import Environments
@@ -40,11 +41,8 @@ class Openings:
 
     def opened(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Prompt]:
         """The prompts with their openings. Waits for the environments."""
-        observations = self._environments.observations(prompts, seeds)
-        return [
-            self._written(prompt, Opening(seed, prompt.text, observation))
-            for prompt, seed, observation in zip(prompts, seeds, observations, strict=True)
-        ]
+        openings = self._environments.openings(prompts, seeds)
+        return [self._written(prompt, opening) for prompt, opening in zip(prompts, openings, strict=True)]
 
     def _written(self, prompt: Prompt, opening: Opening) -> Prompt:
         prompt = replace(prompt, opening=opening)
@@ -52,7 +50,9 @@ class Openings:
             return prompt
         text = prompt.text
         if opening.observation:
-            text = _extended(text, cut(self._tokenizer, opening.observation, self._tokens))
+            text = _extended(
+                text, cut(self._tokenizer, prompt_text_of(self._tokenizer), clean(opening.observation), self._tokens)
+            )
         variables = dict(self._data.chat_template_kwargs)
         # Of several environments, a prompt tells the model of its own.
         schemas = self._tools.schemas_of(self._environments.kind(prompt)) if self._tools is not None else []

@@ -1,14 +1,16 @@
-"""The tokens that stand between two turns: what the chat template writes behind a turn of the model, up to where the
+"""The tokens that stand between two turns: what the chat template writes after a turn of the model, up to where the
 next one begins."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Message
+from hybrid_grpo.data.chat_text import ChatText, clean
 from hybrid_grpo.turns.calls import Call
 
 _MARK = "qzx7k"
@@ -19,33 +21,69 @@ _THOUGHT = "kx7zq"
 
 def assistant_message(content: str, calls: list[Call]) -> Message:
     """A turn as a message."""
-    message: Message = {"role": "assistant", "content": content}
+    message: Message = {"role": "assistant", "content": clean(content)}
     if calls:
         message["tool_calls"] = [
-            {"type": "function", "id": f"call{k:05d}", "function": {"name": call.name, "arguments": call.arguments}}
+            {"type": "function", "id": _id(k, call.id), "function": {"name": call.name, "arguments": call.arguments}}
             for k, call in enumerate(calls)
         ]
     return message
 
 
-def tool_message(number: int, name: str, content: str) -> Message:
-    """The result of call `number` of a turn as a message."""
-    return {"role": "tool", "name": name, "tool_call_id": f"call{number:05d}", "content": content}
+def tool_message(number: int, name: str, content: str, id: str | None = None) -> Message:
+    """The result of call `number` of a turn as a message; `id` where the model named the call."""
+    return {"role": "tool", "name": name, "tool_call_id": _id(number, id), "content": clean(content)}
 
 
 def user_message(content: str) -> Message:
     """An answer to a turn that is no result of a call."""
-    return {"role": "user", "content": content}
+    return {"role": "user", "content": clean(content)}
+
+
+def _id(number: int, id: str | None) -> str:
+    return id or f"call{number:05d}"
+
+
+def written(
+    tokenizer: Any,
+    chat: list[Message],
+    schemas: Sequence[dict[str, Any]],
+    variables: dict[str, Any],
+    *,
+    generation: bool = True,
+) -> str:
+    """A chat by the template, with `generation` up to where the model's next turn begins."""
+
+    def by(chat: list[Message]) -> str:
+        text: str = tokenizer.apply_chat_template(
+            chat, tools=list(schemas) or None, tokenize=False, add_generation_prompt=generation, **variables
+        )
+        return text
+
+    try:
+        return by(chat)
+    except Exception:
+        # Some templates, such as DeepSeek's, take the arguments of calls as JSON alone.
+        return by([_with_json(message) for message in chat])
+
+
+def _with_json(message: Message) -> Message:
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [{**function, "arguments": json.dumps(function["arguments"])} for function in functions]
+    calls = zip(message["tool_calls"], texts, strict=True)
+    return {**message, "tool_calls": [{**call, "function": function} for call, function in calls]}
 
 
 _LETTERS_OF_A_TOKEN = 32
 """What is answered beyond so many letters for each token that is kept is not tokenized at all."""
 
 
-def cut(tokenizer: Any, text: str, tokens: int) -> str:
+def cut(tokenizer: Any, chat_text: ChatText, text: str, tokens: int) -> str:
     """The beginning of a text that has at most so many tokens."""
     short = text[: tokens * _LETTERS_OF_A_TOKEN]
-    ids = tokenizer(short, add_special_tokens=False)["input_ids"]
+    ids = chat_text.ids(chat_text.marked(short))
     if len(ids) <= tokens and len(short) == len(text):
         return text
     kept: str = tokenizer.decode(ids[:tokens])
@@ -66,6 +104,11 @@ class Between:
     ) -> None:
         self._tokenizer, self._variables, self._schemas = tokenizer, variables, schemas
         self._ends = {token: tokenizer.convert_ids_to_tokens(token) for token in stop_ids}
+        self._text = ChatText(tokenizer, str(tokenizer.get_chat_template()))
+
+    def cut(self, text: str, tokens: int) -> str:
+        """The beginning of a text that has at most so many tokens."""
+        return cut(self._tokenizer, self._text, text, tokens)
 
     def check(self, setting: str, example: Callable[[str], Message]) -> None:
         """Raise UserError, which names a setting, where the template has no place for messages such as `example` makes
@@ -137,13 +180,14 @@ class Between:
         end = next((text for text in self._ends.values() if behind.startswith(text)), "")
         # The template's own end of the turn is there already where it was sampled.
         text = behind.removeprefix(end) if self._ends.get(last) == end else behind
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return self._text.ids(text)
 
     def _behind(self, messages: list[Message]) -> tuple[bool, str]:
         """Whether the end of a turn stands in a chat that ends with `messages`, and what is written from there on."""
-        calls = [Call(message["name"], {"about": _MARK}) for message in messages if message["role"] == "tool"]
-        chat = [{"role": "user", "content": "."}, assistant_message("" if calls else _MARK, calls), *messages]
+        answered = [message for message in messages if message["role"] == "tool"]
+        calls = [Call(message["name"], {"about": _MARK}, message["tool_call_id"]) for message in answered]
+        marked = self._text.marked(messages)
+        chat = [{"role": "user", "content": "."}, assistant_message("" if calls else _MARK, calls), *marked]
         text = self._written(chat)
         # Behind the turn's content, or the arguments of its last call, comes its end.
         first = text.find(_MARK)
@@ -153,11 +197,7 @@ class Between:
         return bool(ends), text[min(ends) :] if ends else ""
 
     def _written(self, chat: list[Message]) -> str:
-        """A chat by the template, up to where the model's next turn begins."""
-        text: str = self._tokenizer.apply_chat_template(
-            chat, tools=self._schemas or None, tokenize=False, add_generation_prompt=True, **self._variables
-        )
-        return text
+        return written(self._tokenizer, chat, self._schemas, self._variables)
 
 
 def _squeezed(text: str) -> str:

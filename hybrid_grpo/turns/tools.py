@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -25,7 +25,9 @@ from hybrid_grpo.turns.environments import Environments, Kind
 from hybrid_grpo.turns.template import tool_message
 
 UNKNOWN = "unknown"
-"""Stands for the tool in counts where a call names none, or cannot be read."""
+"""Stands for the tool, in counts and messages, where a call names none or cannot be read."""
+_AT_ONCE = 8
+"""Calls of one turn that run at the same time."""
 
 
 @dataclass
@@ -40,7 +42,8 @@ class Counts:
 class Tools:
     """The functions of `rollout.tools`, each in worker processes, as reward functions are; has the form of `Partner`.
 
-    All calls of a turn run at the same time.
+    Calls of a turn run at the same time, up to 8 of them. When one has taken too long, those of the turn that have not
+    begun are not made.
 
     Methods of `environments` are tools too: of each completion those of its own environment. Creating it raises
     UserError where a function cannot be imported or described.
@@ -83,37 +86,26 @@ class Tools:
 
     def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
         """Answer a turn with the results of all of its calls, once they are there."""
-        calls = turn.calls if turn.fault is None else [*turn.calls, Call(UNKNOWN, {})]
-        results: dict[int, str] = {}
-        lock = threading.Lock()
-
-        def take(number: int, text: str) -> None:
-            with lock:
-                results[number] = text
-                if len(results) < len(calls):
-                    return
-            done(Answer([tool_message(k, call.name, results[k]) for k, call in enumerate(calls)]))
-
         if turn.fault is not None:
             self._count(UNKNOWN, True, 0.0)
-            take(len(turn.calls), f"error: {turn.fault}")
-        for number, call in enumerate(turn.calls):
-            self.call(call, partial(take, number), conversation)
+        _TurnCalls(self, conversation, turn, done).go_on()
 
     def schemas_of(self, kind: Kind) -> list[dict[str, Any]]:
         """What the model is told where its environment is of this kind."""
         return [*self._functions, *kind.schemas]
 
-    def call(self, call: Call, done: Callable[[str], None], conversation: Conversation | None = None) -> None:
-        """Call a tool, or a method of a conversation's environment; `done` is told what the model reads of it, in
-        whatever thread."""
+    def call(
+        self, call: Call, done: Callable[[str, Failure | None], None], conversation: Conversation | None = None
+    ) -> None:
+        """Call a tool, or a method of a conversation's environment. `done` is called with what the model reads of it,
+        and with the failure, if the call failed, on any thread."""
         caller, start_s = self._callers.get(call.name), time.perf_counter()
         environments = self._environments if conversation is not None else None
         methods = environments.tools(conversation) if environments and conversation else []
 
         def told(text: str | None, failure: Failure | None) -> None:
             self._count(call.name, text is None, time.perf_counter() - start_s)
-            done(text if text is not None else f"error: {failure.message if failure else 'no answer'}")
+            done(text if text is not None else f"error: {failure.message if failure else 'no answer'}", failure)
 
         def finish(future: Future[Reply]) -> None:
             reply = future.result() if not future.cancelled() else None
@@ -127,7 +119,12 @@ class Tools:
         else:
             self._count(UNKNOWN, True, 0.0)
             known = [*self._callers, *methods]
-            done(f"error: there is no tool {call.name}: {did_you_mean(call.name, known)}")
+            done(f"error: there is no tool {call.name}: {did_you_mean(call.name, known)}", None)
+
+    def give_up(self, call: Call) -> str:
+        """What the model reads of a call that is not made, since another one of its turn has taken too long."""
+        self._count(call.name if call.name in self.names else UNKNOWN, True, 0.0)
+        return "error: not called: another call of the turn took too long"
 
     def _count(self, name: str, has_failed: bool, seconds: float) -> None:
         with self._lock:
@@ -146,6 +143,56 @@ class Tools:
             numbers[f"tool/{name}/failed_frac"] = counts.failed[name] / max(calls, 1), calls
             numbers[f"tool/{name}/seconds"] = counts.seconds[name] / max(calls, 1), calls
         return numbers
+
+
+class _TurnCalls:
+    """The calls of one turn while they are made."""
+
+    def __init__(self, tools: Tools, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
+        self._tools, self._conversation, self._fault, self._done = tools, conversation, turn.fault, done
+        self._calls = turn.calls
+        self._waiting = deque(range(len(turn.calls)))
+        self._results: dict[int, str] = {}
+        self._running = 0
+        self._lock, self._is_starting = threading.Lock(), False
+
+    def go_on(self) -> None:
+        """Make as many calls as may run, and answer the turn where none is left."""
+        while True:
+            with self._lock:
+                if self._is_starting:
+                    return  # by another thread, or by the caller of this one, which goes on here
+                if len(self._results) == len(self._calls):
+                    self._is_starting = True  # for good
+                    break
+                if not self._waiting or self._running == _AT_ONCE:
+                    return
+                self._is_starting, number = True, self._waiting.popleft()
+                self._running += 1
+            self._tools.call(self._calls[number], partial(self._take, number), self._conversation)
+            with self._lock:
+                self._is_starting = False
+        self._done(Answer(self._messages()))
+
+    def _take(self, number: int, text: str, failure: Failure | None) -> None:
+        with self._lock:
+            self._running -= 1
+            self._results[number] = text
+            if failure is not None and failure.kind == "timeout":
+                self._results |= {k: self._tools.give_up(self._calls[k]) for k in self._waiting}
+                self._waiting.clear()
+        self.go_on()
+
+    def _messages(self) -> list[Message]:
+        # A name that the model has made up may be of any length.
+        names = [call.name if call.name in self._tools.names else UNKNOWN for call in self._calls]
+        messages = [
+            tool_message(k, name, self._results[k], call.id)
+            for k, (name, call) in enumerate(zip(names, self._calls, strict=True))
+        ]
+        if self._fault is not None:
+            messages.append(tool_message(len(messages), UNKNOWN, f"error: {self._fault}"))
+        return messages
 
 
 def tool_names(tools: Sequence[str]) -> list[str]:

@@ -19,6 +19,7 @@ from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.importing import describe
 from hybrid_grpo.data.batch import Message, Numbers, Prompt
+from hybrid_grpo.data.chat_text import ChatText
 from hybrid_grpo.generation import Request, Sampling, stream_key
 from hybrid_grpo.generation.rollout import attention_of, complete
 from hybrid_grpo.model.architectures import check_architecture
@@ -59,8 +60,9 @@ class User(ABC):
         return user_message(content)
 
     def takes(self, conversation: Conversation, turn: Turn) -> bool:
-        """Every turn that another may follow. Behind the last one the conversation is over, and not cut."""
-        return not conversation.is_last
+        """Every turn that another may follow. After the last one the conversation is over, and cut only where tokens
+        run out."""
+        return not conversation.is_last or conversation.is_full
 
     @abstractmethod
     def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
@@ -172,6 +174,7 @@ class ModelUser(User):
             self._tokenizer.chat_template is None,
             f"{self.setting} {name} has no chat template: take a model that was trained for chats",
         )
+        self._text = ChatText(self._tokenizer, str(self._tokenizer.get_chat_template()))
         try:
             self._ids([{"role": role, "content": "."} for role in ("system", "assistant", "user")])
         except Exception as error:  # a template is a program of the model's authors
@@ -232,9 +235,9 @@ class ModelUser(User):
         return Failure("invalid", f"a conversation needs {longest} positions, and it has {self._positions}")
 
     def _ids(self, chat: list[Message]) -> list[int]:
-        text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        marked = [{**message, "content": self._text.marked(message["content"])} for message in chat]
+        text = self._tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
+        return self._text.ids(text)
 
 
 def exchanged(messages: list[Message]) -> list[Message]:

@@ -4,6 +4,7 @@ Each answer reads for a fraction of a second at most, and the page asks again fo
 """
 
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ QUESTIONS = (
 """The questions, each a method of `Answers`."""
 _READ_S = 0.25
 """Seconds of an answer in which numbers are read, over all runs that it is about."""
+_WAIT_S = 10.0
+"""Seconds that a question waits for another about the same run."""
 _MOST_POINTS = 4000
 _MOST_CELLS = 400
 """Rows and columns of a map."""
@@ -41,6 +44,17 @@ class Answers:
 
     def __init__(self, folders: Folders) -> None:
         self._folders = folders
+
+    def answer(self, question: str, given: QueryParams) -> Any:
+        """The answer to one of `QUESTIONS`. Any thread may ask: questions about one run wait for each other, and those
+        about other runs do not."""
+        known = self._folders.runs
+        with ExitStack() as held:
+            for name in sorted(set(given.getlist("run")) & known.keys()):
+                if not known[name].lock.acquire(timeout=_WAIT_S):
+                    raise HTTPException(503, f"{name} is still being read")
+                held.callback(known[name].lock.release)
+            return getattr(self, question)(given)
 
     def runs(self, given: QueryParams) -> Any:
         """All runs; of those that are open (`run`, repeated) also their numbers, after reading on."""
@@ -121,7 +135,9 @@ class Answers:
         files = run.rollouts()
         found = search(files, query, start)
         ends = [min(files), max(files)] if files else None
-        return {"rows": found.rows, "read": found.read, "next": found.next, "steps": ends}
+        return {
+            "rows": found.rows, "read": found.read, "next": found.next, "steps": ends, "left_out": found.left_out,
+        }  # fmt: skip
 
     def sample(self, given: QueryParams) -> Any:
         """One completion with all that was saved of it."""
@@ -270,4 +286,6 @@ def _number(given: QueryParams, name: str) -> float | None:
 
 def _whole(given: QueryParams, name: str) -> int | None:
     value = _number(given, name)
+    if value is not None and abs(value) > 2**53:
+        raise HTTPException(400, f"{name} {value:g} is too large")
     return None if value is None else int(value)

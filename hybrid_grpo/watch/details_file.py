@@ -4,20 +4,24 @@ One step is found by bisection, since the lines are in the order of their steps.
 all steps are gathered by reading the file once, as it is written.
 """
 
-import json
 import os
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from hybrid_grpo.watch.growing_file import GrowingFile
 from hybrid_grpo.watch.histograms import Histograms
 from hybrid_grpo.watch.prompt_rewards import PromptRewards
+from hybrid_grpo.watch.records import open_file, parse, read_lines
 
-_STEP = re.compile(rb'\{\s*"step":\s*(\d+)\s*[,}]')
+_STEP = re.compile(rb'\{\s*"step":\s*(\d{1,9})\s*[,}]')
 _NEAR = 2**18
 """Bytes that are read line by line rather than bisected on."""
 _END = 2**20
+_SECONDS = 0.5
+"""After which a step is not looked for any more; it is found in milliseconds."""
 
 Details = dict[str, Any]
 
@@ -62,57 +66,54 @@ class DetailsFile:
 
 def read_step(path: Path, step: int | None) -> Details | None:
     """What was noted of the newest step that is not after `step` (None: of all); None where there is no such step."""
+    deadline, found = time.monotonic() + _SECONDS, None
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _END) if step is None else _before(file, size, step))
-            found = None
-            for line in file:
-                number = _step(line)
-                if number is not None and step is not None and number > step:
+            begin = max(0, size - _END) if step is None else _before(file, size, step, deadline)
+            for _, number, line in _steps(file, begin, deadline):
+                if step is not None and number > step:
                     break
-                if number is not None:
-                    found = line
+                found = line
     except OSError:
         return None
     return None if found is None else _parse(found)
 
 
-def _before(file: BinaryIO, size: int, step: int) -> int:
+def _before(file: BinaryIO, size: int, step: int, deadline: float) -> int:
     """A byte, where a line begins, from which on the step is found within about `_NEAR` bytes."""
     low, high = 0, size
     while high - low > _NEAR:
         middle = (low + high) // 2
-        file.seek(middle)
-        file.readline()
-        start = file.tell()
-        number = next((number for number in map(_step, file) if number is not None), None) if start < high else None
-        if number is None or number > step:
+        place, number, _ = next(_steps(file, middle, deadline), (high, 0, b""))
+        if place >= high or number > step:
             high = middle
         else:
-            low = start
+            low = place
     return low
 
 
 def first_step(path: Path) -> int | None:
     """The first step of a file."""
     try:
-        with path.open("rb") as file:
-            return next((number for number in map(_step, file) if number is not None), None)
+        with open_file(path) as file:
+            return next((number for _, number, _ in _steps(file, 0, time.monotonic() + _SECONDS)), None)
     except OSError:
         return None
 
 
-def _step(line: bytes) -> int | None:
-    """The step of a whole line."""
-    match = _STEP.match(line) if line.endswith(b"\n") else None
-    return int(match[1]) if match else None
+def _steps(file: BinaryIO, begin: int, deadline: float) -> Iterator[tuple[int, int, bytes]]:
+    """The whole lines of steps from a byte on: where each begins, its step, and the line."""
+    for offset, line in read_lines(file, begin):
+        if time.monotonic() > deadline:
+            return
+        match = _STEP.match(line) if line and line.endswith(b"\n") else None
+        if line and match:
+            yield offset, int(match[1]), line
 
 
 def _parse(line: bytes) -> Details | None:
     """The object of a line; None where it is none of details.jsonl."""
-    try:
-        details = json.loads(line, parse_constant=lambda _: None)
-    except (ValueError, RecursionError):
-        return None
-    return details if isinstance(details, dict) and type(details.get("step")) is int else None
+    details = parse(line)
+    step = details.get("step") if details else None
+    return details if type(step) is int and 0 <= step < 2**31 else None

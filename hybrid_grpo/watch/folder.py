@@ -1,12 +1,13 @@
 """One run that is watched: its numbers, settings and alarms, read from its folder as they are asked for."""
 
 import itertools
-import json
 import math
 import re
 import statistics
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import numpy as np
 import yaml
 
-from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.run.files import read_jsonl, rollout_files
+from hybrid_grpo.config.recipes import load_yaml
+from hybrid_grpo.run.files import as_json, rollout_files
 from hybrid_grpo.run.metrics.catalogue import find
 from hybrid_grpo.run.metrics.charts import is_noisy
 from hybrid_grpo.run.records.said import ALARMS_FILE
 from hybrid_grpo.watch.details_file import DetailsFile
 from hybrid_grpo.watch.metrics_file import MetricsFile, Row, last_row
+from hybrid_grpo.watch.records import last_lines, number, open_file, parse
 from hybrid_grpo.watch.table import Column, Table
 
 AXES = ("step", "tokens", "hours")
@@ -34,6 +36,10 @@ _TELLING = (
 """Numbers by which runs are compared at a glance."""
 _RECENT = 10
 """Values that the first and the newest number of a noisy metric are averaged over."""
+_MOST_ALARMS = 1000
+_CONFIG_BYTES = 2**20
+_DEEPEST, _LONGEST_NAME, _LONGEST_VALUE, _MOST_DIFFERING = 6, 300, 1000, 500
+"""Of settings that are compared."""
 _BEST: dict[str, Callable[[Column], Any]] = {"accuracy": np.argmax, "/loss": np.argmin}
 """Where the best value is, by how the names of metrics end."""
 
@@ -60,6 +66,8 @@ class Run:
     def __init__(self, name: str, folder: Path) -> None:
         """`name` is how the page calls the run: unique among those that are watched."""
         self.name, self.folder = name, folder
+        self.lock = threading.Lock()
+        """Held by who reads numbers or details."""
         self._config: tuple[int, str, dict[str, Any]] = (0, "", {})
         self._rollouts: tuple[int, dict[int, Path]] = (0, {})
         self._tail: tuple[int, Row | None] = (-1, None)
@@ -92,7 +100,7 @@ class Run:
 
     @property
     def config_text(self) -> str:
-        """config.yaml as it stands; empty where there is none."""
+        """config.yaml as it stands, of a far too large one the beginning; empty where there is none."""
         return self._read_config()[1]
 
     @property
@@ -108,11 +116,9 @@ class Run:
         path = self.folder / "config.yaml"
         changed = _changed(path)
         if self._config[0] != changed:
-            try:
-                text = path.read_text(encoding="utf-8", errors="replace")
-                loaded = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-            except (OSError, yaml.YAMLError, ValueError, RecursionError):
-                text, loaded = "", {}
+            text, loaded = _beginning(path), None
+            with suppress(yaml.YAMLError, ValueError):
+                loaded = load_yaml(text)
             self._config = changed, text, loaded if isinstance(loaded, dict) else {}
         return self._config
 
@@ -121,7 +127,7 @@ class Run:
         folder = self.folder / "rollouts"
         changed = _changed(folder)
         if self._rollouts[0] != changed:
-            self._rollouts = changed, rollout_files(folder)
+            self._rollouts = changed, {step: path for step, path in rollout_files(folder).items() if step < 2**53}
         return self._rollouts[1]
 
     def axis(self, name: str) -> Column:
@@ -140,17 +146,8 @@ class Run:
         path = self.folder / ALARMS_FILE
         changed = _changed(path)
         if self._alarms[0] != changed:
-            try:
-                said = read_jsonl(path)
-            except (OSError, UserError):  # damaged
-                said = []
-            # Runs of earlier versions have the step and the message only.
-            found = [
-                Alarm(int(line.get("since", line["step"])), int(line["step"]), line.get("alarm", ""), line["message"])
-                for line in said
-                if {"step", "message"} <= line.keys()
-            ]
-            self._alarms = changed, found
+            found = [alarm for line in last_lines(path) if (alarm := _alarm(line)) is not None]
+            self._alarms = changed, found[-_MOST_ALARMS:]
         return self._alarms[1]
 
     def outline(self) -> dict[str, Any]:
@@ -166,7 +163,7 @@ class Run:
             "step": row.get("step"),
             "steps": steps if type(steps) is int else None,
             "age": time.time() - changed / 1e9 if changed else None,
-            "step_seconds": row.get("time/step_s"),
+            "step_seconds": number(row.get("time/step_s")),
         }
 
     def summary(self) -> dict[str, Any]:
@@ -210,28 +207,57 @@ class Run:
         }
 
 
-def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Settings by their dotted names, each value as JSON, text without quotes."""
+def _alarm(line: bytes) -> Alarm | None:
+    """The alarm of a line; those of earlier versions have the step and the message only."""
+    said = parse(line) or {}
+    last, name, message = said.get("step"), said.get("alarm", ""), said.get("message")
+    first = said.get("since", last)
+    if type(first) is not int or type(last) is not int or not isinstance(name, str) or not isinstance(message, str):
+        return None
+    return Alarm(first, last, name[:_LONGEST_NAME], message[:_LONGEST_VALUE])
+
+
+def flat(settings: dict[str, Any], prefix: str = "", levels: int = _DEEPEST) -> dict[str, str]:
+    """Settings by their dotted names, each value as JSON, text without quotes; of long ones the beginning."""
     found: dict[str, str] = {}
     for name, value in settings.items():
-        if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{name}.")
+        dotted = f"{prefix}{name}"[:_LONGEST_NAME]
+        if isinstance(value, dict) and value and levels:
+            found |= flat(value, f"{dotted}.", levels - 1)
         else:
-            found[f"{prefix}{name}"] = value if isinstance(value, str) else json.dumps(value, default=str)
+            found[dotted] = (value if isinstance(value, str) else as_json(value))[:_LONGEST_VALUE]
     return found
 
 
 def differing(runs: list[Run]) -> list[dict[str, Any]]:
-    """Settings that are not the same in all runs, other than where the run is: name, and the values by run."""
+    """Settings that are not the same in all runs, other than where the run is: name, and the values by run. Where there
+    are far too many, the last entry says how many are left out."""
     settings = {run.name: flat(run.settings) for run in runs}
     known = dict.fromkeys(name for values in settings.values() for name in values)
     # Those that all runs have come first.
     names = sorted(known, key=lambda name: any(name not in values for values in settings.values()))
-    return [
-        {"name": name, "values": {run: values.get(name) for run, values in settings.items()}}
+    unlike = [
+        name
         for name in names
         if name not in ("run.name", "run.dir") and len({values.get(name) for values in settings.values()}) > 1
     ]
+    found: list[dict[str, Any]] = [
+        {"name": name, "values": {run: values.get(name) for run, values in settings.items()}}
+        for name in unlike[:_MOST_DIFFERING]
+    ]
+    left_out = len(unlike) - len(found)
+    return found + ([{"name": f"{left_out} more are left out", "values": {}}] if left_out else [])
+
+
+def _beginning(path: Path) -> str:
+    """The text of a file; of a far too large one the beginning, and a line that says so."""
+    try:
+        with open_file(path) as file:
+            content = file.read(_CONFIG_BYTES + 1)
+    except OSError:
+        return ""
+    text = content[:_CONFIG_BYTES].decode(errors="replace")
+    return text if len(content) <= _CONFIG_BYTES else f"{text}\n# The file is larger: the rest is left out."
 
 
 def _changed(path: Path) -> int:

@@ -1,5 +1,7 @@
 """The runs that are watched: run folders, and folders that hold run folders, also those that come later."""
 
+import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +22,7 @@ class Folders:
                 raise UserError(f"{folder} is no folder: give the folder of a run, or one that holds some")
         self._named = [folder.resolve() for folder in named]
         self._runs: dict[Path, Run] = {}
+        self._looking = threading.Lock()
         self.look()
 
     @property
@@ -29,24 +32,26 @@ class Folders:
 
     def look(self) -> dict[str, Run]:
         """The runs by name, with those that are new; a run whose folder is gone is left out."""
-        found = dict.fromkeys(run for folder in self._named for run in _runs_in(folder, _DEPTH))
-        self._runs = {folder: run for folder, run in self._runs.items() if folder in found}
-        names = {run.name for run in self._runs.values()}
-        for folder in found:
-            if folder not in self._runs:
-                name = _unused(folder, names)
-                names.add(name)
-                self._runs[folder] = Run(name, folder)
+        with self._looking:
+            found = dict.fromkeys(run for folder in self._named for run in _runs_in(folder, _DEPTH))
+            runs = {folder: run for folder, run in self._runs.items() if folder in found}
+            names = {run.name for run in runs.values()}
+            for folder in found:
+                if folder not in runs:
+                    name = _unused(folder, names)
+                    names.add(name)
+                    runs[folder] = Run(name, folder)
+            self._runs = runs
         return self.runs
 
 
 def _runs_in(folder: Path, depth: int) -> list[Path]:
-    if (folder / "metrics.jsonl").is_file():
+    if os.path.isfile(folder / "metrics.jsonl"):  # False, too, where the folder may not be entered
         return [folder]
     if not depth:
         return []
     try:
-        inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        inside = sorted(path for path in folder.iterdir() if os.path.isdir(path) and not path.name.startswith("."))
     except OSError:
         return []
     return [run for path in inside for run in _runs_in(path, depth - 1)]
@@ -54,6 +59,6 @@ def _runs_in(folder: Path, depth: int) -> list[Path]:
 
 def _unused(folder: Path, names: set[str]) -> str:
     """The name of a folder, with as many folders before it as make it unlike the others."""
-    parts = folder.parts[1:] or ("/",)
+    parts = [part.encode(errors="replace").decode() for part in folder.parts[1:] or ("/",)]
     spelled = ("/".join(parts[-length:]) for length in range(1, len(parts) + 1))
     return next(name for name in spelled if name not in names)

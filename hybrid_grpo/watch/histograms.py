@@ -1,5 +1,6 @@
 """Histograms of a run's steps, and how they change over time, on common edges."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy.typing as npt
 MOST = 1000
 """Steps that are kept: beyond that every other one is left out."""
 BUCKETS = 32
+_MOST_NAMES, _MOST_BUCKETS = 32, 512
+"""Of a step; a run writes fewer."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -35,7 +38,8 @@ class Histograms:
         """Add those of a step, as details.jsonl has them: `edges` and `counts` by name. What is none is passed over."""
         if not isinstance(histograms, dict):
             return
-        found = {name: pair for name, value in histograms.items() if (pair := _pair(value)) is not None}
+        named = itertools.islice(histograms.items(), _MOST_NAMES)
+        found = {name: pair for name, value in named if (pair := _pair(value)) is not None}
         self._seen += 1
         if not found or (self._seen - 1) % self._stride:
             return
@@ -68,10 +72,16 @@ class Histograms:
 def _pair(value: Any) -> tuple[Floats, Floats] | None:
     try:
         edges, counts = (np.array(value[part], np.float64) for part in ("edges", "counts"))
-    except (TypeError, ValueError, KeyError):
+    except (TypeError, ValueError, KeyError, OverflowError):
         return None
     whole = edges.ndim == counts.ndim == 1 and len(edges) == len(counts) + 1 > 1
-    if not whole or not np.isfinite(edges).all() or (np.diff(edges) < 0).any() or not 0 < counts.sum() < np.inf:
+    if (
+        not whole
+        or len(counts) > _MOST_BUCKETS
+        or not (np.abs(edges) < 1e30).all()
+        or (np.diff(edges) < 0).any()
+        or not 0 < counts.sum() < np.inf
+    ):
         return None
     return edges, counts
 

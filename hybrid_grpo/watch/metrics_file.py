@@ -1,19 +1,20 @@
 """metrics.jsonl as it is written: its numbers in a table, and a glimpse of them while a large file is read."""
 
-import json
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from hybrid_grpo.watch.growing_file import GrowingFile
+from hybrid_grpo.watch.records import last_lines, open_file, parse
 from hybrid_grpo.watch.table import Table
 
-_END = 2**20
-"""Bytes at the end of a file in which its last line is looked for."""
+_LAST_LINES = 100
+"""Lines at the end of a file among which its last step is looked for."""
 _GLIMPSE_OVER = 8 * 2**20
 """Files with more unread bytes are looked at in places first."""
 _GLIMPSE_LINES = 400
-_DECODER = json.JSONDecoder(parse_constant=lambda _: None)
+_GLIMPSE_LINE = 2**17
+"""Bytes of a line that is looked at first."""
 
 Row = dict[str, float | None]
 
@@ -77,36 +78,24 @@ class MetricsFile:
 
 def last_row(path: Path) -> Row | None:
     """The last whole line of a file, without reading the rest; None where there is none."""
-    try:
-        with path.open("rb") as file:
-            lines = _end(file, file.seek(0, os.SEEK_END))
-    except OSError:
-        return None
-    return next(filter(None, map(_row, reversed(lines))), None)
+    return next(filter(None, map(_row, last_lines(path)[: -_LAST_LINES - 1 : -1])), None)
 
 
 def _glimpse(path: Path) -> Table:
     """Lines from evenly spaced places of a file, with its first and its last."""
     table, last = Table(), -1.0
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             size = file.seek(0, os.SEEK_END)
             for number in range(_GLIMPSE_LINES):
                 file.seek(int(size * number / _GLIMPSE_LINES))
                 if number:
-                    file.readline()
-                last = _append_later(table, file.readline(), last)
-            lines = _end(file, size)
+                    file.readline(_GLIMPSE_LINE)
+                last = _append_later(table, file.readline(_GLIMPSE_LINE), last)
     except OSError:
         return table
-    _append_later(table, lines[-1] if lines else b"", last)
+    _append_later(table, b"".join(last_lines(path)[-1:]), last)
     return table
-
-
-def _end(file: BinaryIO, size: int) -> list[bytes]:
-    """The last whole lines of a file of so many bytes; the first of them may be a part of one."""
-    file.seek(max(0, size - _END))
-    return file.read().split(b"\n")[:-1]
 
 
 def _append_later(table: Table, line: bytes, last: float) -> float:
@@ -124,8 +113,5 @@ def _append_later(table: Table, line: bytes, last: float) -> float:
 
 def _row(line: bytes) -> dict[str, Any] | None:
     """The numbers of a line; None where it is none of metrics.jsonl."""
-    try:
-        row = _DECODER.decode(line.decode())
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+    row = parse(line)
+    return row if row is not None and type(row.get("step")) is int else None

@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 _ENTRIES = 2**16
 """Entries of a block."""
+_MOST_ENTRIES = 2**26
+"""Beyond these, 800 MB, none are taken."""
 _FEWEST_COLUMNS = 24
 ORDERS = ("row", "mean", "last")
 """What prompts are ordered by: their row in the data, or their mean or newest reward, the lowest first."""
@@ -59,7 +61,7 @@ class PromptRewards:
             and type(entry[0]) is int
             and isinstance(entry[1], int | float)
             and abs(entry[1]) < 1e30
-        ]
+        ][: _MOST_ENTRIES - self._entries]
         if not pairs:
             return
         if not self._entries:

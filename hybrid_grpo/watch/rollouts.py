@@ -1,12 +1,16 @@
 """Completions of a run, found by what they say and what they were given. Files are read one at a time, newest first."""
 
-import json
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybrid_grpo.watch.records import brief, number, open_file, parse, read_lines
+
+_STEP_BYTES, _STEP_LINES = 2**26, 2**17
+"""Of a step's file, in which completions are compared."""
 SHOWN = 200
 """Characters of a text in the list."""
 
@@ -38,6 +42,8 @@ class Found:
     """How many completions were looked at."""
     next: tuple[int, int] | None
     """Step and byte at which the search goes on; None: everything has been searched."""
+    left_out: int = 0
+    """How many lines were too long to be read."""
 
 
 def search(
@@ -46,28 +52,36 @@ def search(
     """The newest completions that fit, at most `limit` and about `seconds` long; from `start`, as `Found.next` has it,
     or the newest step."""
     rows: list[dict[str, Any]] = []
-    read, deadline = 0, time.monotonic() + seconds
+    read, left_out, looked, deadline = 0, 0, 0, time.monotonic() + seconds
     for step in sorted(files, reverse=True):
         if (start and step > start[0]) or not _within(step, query.first, query.last):
             continue
         begin = start[1] if start and step == start[0] else 0
-        for offset, row in _lines(files[step], begin):
-            if len(rows) >= limit or (read and time.monotonic() > deadline):
-                return Found(rows, read, (step, offset))
-            read += 1
-            if _fits(row, query):
+        if looked and time.monotonic() > deadline:
+            return Found(rows, read, (step, begin), left_out)
+        looked += 1
+        for offset, line in _lines(files[step], begin):
+            if len(rows) >= limit or (looked > 1 and time.monotonic() > deadline):
+                return Found(rows, read, (step, offset), left_out)
+            looked += 1
+            left_out += line is None
+            row = parse(line) if line else None
+            read += row is not None
+            if row is not None and _fits(row, query):
                 rows.append(summarize(row, step, offset, query.text))
-    return Found(rows, read, None)
+    return Found(rows, read, None, left_out)
 
 
 def read_row(path: Path, offset: int) -> dict[str, Any] | None:
     """The completion that begins at a byte of a file; None where none does."""
-    return next((row for at, row in _lines(path, offset) if at == offset), None)
+    _, line = next(_lines(path, offset), (0, None))
+    return parse(line) if line else None
 
 
 def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """All completions of a step, each with the byte at which it begins."""
-    return list(_lines(path, 0))
+    """All completions of a step, each with the byte at which it begins; of a far too large file the first ones."""
+    begun = itertools.takewhile(lambda found: found[0] < _STEP_BYTES, itertools.islice(_lines(path, 0), _STEP_LINES))
+    return [(offset, row) for offset, line in begun if line and (row := parse(line)) is not None]
 
 
 def rivals(rows: list[tuple[int, dict[str, Any]]]) -> dict[int, tuple[str, int]]:
@@ -75,7 +89,7 @@ def rivals(rows: list[tuple[int, dict[str, Any]]]) -> dict[int, tuple[str, int]]
     worst where it is the best itself. Completions without a reward, and groups of one reward, have none."""
     groups: dict[str, list[tuple[float, int]]] = {}
     for offset, row in rows:
-        if isinstance(row.get("reward"), int | float):
+        if number(row.get("reward")) is not None:
             groups.setdefault(str(row.get("group")), []).append((row["reward"], offset))
     found: dict[int, tuple[str, int]] = {}
     for members in groups.values():
@@ -88,7 +102,7 @@ def rivals(rows: list[tuple[int, dict[str, Any]]]) -> dict[int, tuple[str, int]]
 def line_number(path: Path, offset: int) -> int:
     """How many lines of a file end before a byte of it."""
     count = 0
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while offset > 0 and (chunk := file.read(min(offset, 2**20))):
             count += chunk.count(b"\n")
             offset -= len(chunk)
@@ -102,23 +116,14 @@ def prompt_text(prompt: Any) -> str:
     return str(prompt)
 
 
-def _lines(path: Path, begin: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Byte and content of each line from a byte on; lines that are no completion are passed over."""
+def _lines(path: Path, begin: int) -> Iterator[tuple[int, bytes | None]]:
+    """`read_lines` of a file; none where there is no such file."""
     try:
-        file = path.open("rb")
+        file = open_file(path)
     except OSError:  # the run has cut it
         return
     with file:
-        offset = begin
-        file.seek(begin)
-        for line in file:
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if isinstance(row, dict):
-                yield offset, row
-            offset += len(line)
+        yield from read_lines(file, begin)
 
 
 def _within(value: float | None, low: float | None, high: float | None) -> bool:
@@ -130,7 +135,7 @@ def _within(value: float | None, low: float | None, high: float | None) -> bool:
 def _fits(row: dict[str, Any], query: Query) -> bool:
     if query.finish and row.get("finish") != query.finish:
         return False
-    if not _within(row.get("reward"), query.least, query.most):
+    if not _within(number(row.get("reward")), query.least, query.most):
         return False
     if query.prompt is not None and row.get("prompt_id") != query.prompt:
         return False
@@ -141,7 +146,7 @@ def _fits(row: dict[str, Any], query: Query) -> bool:
 
 def summarize(row: dict[str, Any], step: int, offset: int, text: str = "") -> dict[str, Any]:
     """What the list says of a completion; of long texts the beginning, or what stands around `text`."""
-    numbers = {name: row.get(name) for name in ("group", "sample", "reward", "advantage", "length", "finish")}
+    numbers = {name: brief(row.get(name)) for name in ("group", "sample", "reward", "advantage", "length", "finish")}
     prompt, completion = prompt_text(row.get("prompt")), str(row.get("completion", ""))
     return {
         "step": step,

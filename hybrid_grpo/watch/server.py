@@ -1,18 +1,19 @@
 """The page's server: files of the page, and what it asks about runs, as JSON. It reads, and changes nothing.
 
-A run is asked for by its name in the list of runs, never by a path. Questions are answered one after the other in one
-thread.
+A run is asked for by its name in the list of runs, never by a path. Each question is answered in a thread of its own,
+which the end of the server does not wait for, so that a run that takes long to read holds up no other.
 """
 
+import asyncio
 import signal
 import socket
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -22,11 +23,16 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hybrid_grpo.run.files import as_json
 from hybrid_grpo.watch.answers import QUESTIONS, Answers
 from hybrid_grpo.watch.folders import Folders
 
 HOST = "127.0.0.1"
 _PAGE = Path(__file__).parent / "page"
+_MOST_AT_ONCE = 64
+"""Questions that are answered at once; more are refused."""
+_MOST_BYTES = 2**25
+"""Of an answer."""
 _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -41,7 +47,7 @@ def application(folders: Folders) -> Starlette:
     answers = Answers(folders)
     return Starlette(
         routes=[
-            *(Route(f"/api/{name}", _endpoint(getattr(answers, name))) for name in QUESTIONS),
+            *(Route(f"/api/{name}", _endpoint(answers, name)) for name in QUESTIONS),
             Route("/", _index),
             Mount("/page", StaticFiles(directory=_PAGE)),
         ],
@@ -62,7 +68,15 @@ def listen(port: int) -> socket.socket:
 def serve(app: Starlette, listener: socket.socket, announce: Callable[[], None]) -> None:
     """Serve until SIGINT or SIGTERM; `announce` is called as soon as a signal would end the server as it should."""
     server = uvicorn.Server(
-        uvicorn.Config(app, ws="none", lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        uvicorn.Config(
+            app,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=1,
+            limit_concurrency=_MOST_AT_ONCE,
+        )
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         # After its end uvicorn restores these handlers and raises the signal again: that must do nothing.
@@ -71,11 +85,28 @@ def serve(app: Starlette, listener: socket.socket, announce: Callable[[], None])
     server.run([listener])
 
 
-def _endpoint(answer: Callable[[QueryParams], Any]) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(answers: Answers, question: str) -> Callable[[Request], Awaitable[Response]]:
+    def answer(request: Request) -> Response:
+        text = as_json(answers.answer(question, request.query_params), ensure_ascii=False, separators=(",", ":"))
+        body = text.encode(errors="replace")
+        if len(body) > _MOST_BYTES:
+            raise HTTPException(413, f"the answer has {len(body)} bytes, more than the {_MOST_BYTES} that are sent")
+        return Response(body, media_type="application/json")
+
     async def respond(request: Request) -> Response:
-        return JSONResponse(answer(request.query_params))
+        done: Future[Response] = Future()
+        threading.Thread(target=_settle, args=(done, answer, request), daemon=True).start()
+        return await asyncio.wrap_future(done)
 
     return respond
+
+
+def _settle(done: Future[Response], answer: Callable[[Request], Response], request: Request) -> None:
+    done.set_running_or_notify_cancel()  # from here on a browser that has gone away changes nothing
+    try:
+        done.set_result(answer(request))
+    except Exception as error:
+        done.set_exception(error)
 
 
 async def _index(request: Request) -> Response:

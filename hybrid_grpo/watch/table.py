@@ -9,6 +9,8 @@ import numpy.typing as npt
 Column = npt.NDArray[np.float64]
 _ROWS = 1024
 """Rows of a block."""
+_MOST_NAMES, _LONGEST_NAME, _MOST_CELLS = 2000, 300, 2**27
+"""Far more than a run has: 2**27 cells are a gigabyte."""
 
 
 class Table:
@@ -31,14 +33,16 @@ class Table:
 
     def append(self, row: dict[str, float | None]) -> None:
         """Add a row; None is NaN. Raises ValueError or TypeError for what is no number, OverflowError for one that no
-        float holds; the table is as before then."""
+        float holds, ValueError for names or rows beyond what a run has; the table is as before then."""
         values = np.array(list(row.values()), dtype=np.float64)
         names = list(row)
         if names != self._order:
+            self._refuse_many({name for name in names if name not in self._index})
             self._order = names
             self._places = np.array([self._index.setdefault(name, len(self._index)) for name in names], dtype=np.intp)
         at = self.rows % _ROWS
         if at == 0:
+            self._refuse_many(set())
             self._blocks.append(np.full((_ROWS, len(self._index)), np.nan))
         block = self._blocks[-1]
         if block.shape[1] < len(self._index):
@@ -47,6 +51,13 @@ class Table:
             self._blocks[-1] = block = wider
         block[at, self._places] = values
         self.rows += 1
+
+    def _refuse_many(self, new: set[str]) -> None:
+        """Raise ValueError where there is no room for a block with names that are new."""
+        names = len(self._index) + len(new)
+        cells = sum(block.size for block in self._blocks) + _ROWS * names
+        if names > _MOST_NAMES or cells > _MOST_CELLS or any(len(name) > _LONGEST_NAME for name in new):
+            raise ValueError
 
     def column(self, name: str) -> Column:
         """[rows]: the numbers of a name; all NaN for an unknown one."""

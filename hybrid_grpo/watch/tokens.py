@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.run.files import json_safe
+from hybrid_grpo.watch.records import open_file
 
+_MOST_ROWS, _MOST_BYTES = 2**17, 2**28
+"""Of a group of rows, which is read whole."""
 SAMPLED = ("logp", "advantage")
 """Numbers of each token that a run records beside its rollouts."""
 REPLAYED = ("old_logp", "new_logp", "ref_logp", "kl", "ratio", "entropy", "clipped", "correction", "weight")
@@ -25,13 +28,14 @@ def read_tokens(folder: Path, step: int, row: int, sample: int | None) -> Record
     found = _read(folder / "rollouts" / name, row, ("sample", "pieces", "token_ids", "given", *SAMPLED))
     if not found or found.get("sample", sample) != sample or not isinstance(found.get("pieces"), list):
         return None
-    pieces: list[str] = found["pieces"]
+    pieces = [str(piece) for piece in found["pieces"]]
     ids = found.get("token_ids") or []
     replayed = _read(folder / "replay" / name, row, ("token_ids", *REPLAYED)) or {}
     if replayed.get("token_ids", ids) != ids:  # of another completion: the step was made again since
         replayed = {}
     measures = {name: values for name, values in (found | replayed).items() if name in (*SAMPLED, *REPLAYED)}
-    given = [part for part in found.get("given") or [] if isinstance(part, dict)]
+    given = found.get("given")
+    given = [part for part in given if isinstance(part, dict)] if isinstance(given, list) else []
     return {
         "pieces": pieces,
         "ids": ids,
@@ -50,14 +54,24 @@ def _read(path: Path, row: int, columns: tuple[str, ...]) -> Record | None:
     import pyarrow.parquet  # only here: it takes longer to load than the rest of the server
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with open_file(path) as opened, pyarrow.parquet.ParquetFile(opened) as file:
             present = [name for name in columns if name in file.schema_arrow.names]
             for group in reversed(range(file.num_row_groups)):
+                size = file.metadata.row_group(group)
+                if size.num_rows > _MOST_ROWS or size.total_byte_size > _MOST_BYTES:
+                    return None
                 rows = file.read_row_group(group, columns=["row"]).column("row").to_pylist()
                 if row in rows:
                     at = len(rows) - 1 - rows[::-1].index(row)
                     one: Record = file.read_row_group(group, columns=present).slice(at, 1).to_pylist()[0]
                     return one
-    except (OSError, ValueError, KeyError):  # it is being written, or was damaged
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        OverflowError,
+        MemoryError,
+        pyarrow.lib.ArrowException,
+    ):  # it is being written, or was damaged
         pass
     return None

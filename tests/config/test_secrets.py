@@ -30,10 +30,66 @@ def test_a_secret_argument_is_in_nothing_that_is_written_down():
         build(TrainConfig, yaml.safe_load(dump(config)))
 
 
+LONG = "aB3-" * 10
+SECRETS = {
+    "hub token": f"hf_{LONG}",
+    "GitHub, fine-grained": f"github_pat_{LONG}",
+    "GitLab": f"glpat-{LONG}",
+    "Slack": f"xoxb-{LONG}",
+    "Slack hook": "https://hooks.slack.com/services/T000/B000/s3cret",
+    "Google": "AIza" + "x" * 35,
+    "JSON web token": f"eyJ{LONG}.eyJ{LONG}.s3cret",
+    "PyPI": f"pypi-{LONG}",
+    "npm": f"npm_{LONG}",
+    "header": "Authorization: Basic dXNlcjpzM2NyZXQ=",
+    "bearer": "bearer s3cret",
+    "login": "https://user:s3cret@example.org/data.jsonl",
+    "query": "https://example.org/data.jsonl?sig=s3cret&part=1",
+    "assignment": "OPENAI_API_KEY=s3cret",
+    "key file": "-----BEGIN RSA PRIVATE KEY-----\ns3cret\n-----END RSA PRIVATE KEY-----",
+}
+
+
+@pytest.mark.parametrize("kind", SECRETS)
+def test_a_secret_in_any_text_setting_is_masked_wherever_settings_are_written(kind):
+    secret = SECRETS[kind]
+    given = {"log": {"notes": f"see {secret} there"}, "data": {"path": f"x {secret}"}}
+    for text in (dump(config := build(TrainConfig, given)), str(to_dict(config)), str(publishable(given))):
+        assert "s3cret" not in text and LONG not in text and "x" * 35 not in text and "***" in text
+    assert config.log.notes == given["log"]["notes"]
+
+
+def test_secrets_at_any_depth_of_arguments_are_masked_and_asked_for_again():
+    inner = {"headers": {"Authorization": "Token s3cret", "X-Api-Key": "s3cret"}, "logins": [{"password": 7351}]}
+    kwargs = {"client": {**inner, "url": "http://me:s3cret@host/"}, "token": {"name": "s3cret"}, "limit": 7351}
+    for section in ({"rewards": [{"function": "mine.py:f", "kwargs": kwargs}]}, {"rollout": {"tools": [
+        {"function": "mine.py:f", "kwargs": kwargs}]}}):  # fmt: skip
+        text = dump(build(TrainConfig, section))
+        assert "s3cret" not in text and text.count("7351") == 1
+    stored = yaml.safe_load(dump(build(TrainConfig, {"rewards": [{"function": "mine.py:f", "kwargs": kwargs}]})))
+    given = stored["rewards"][0]["kwargs"]
+    for repaired, asked in [
+        (inner["headers"], "client.headers.Authorization"),
+        (inner["logins"], "client.logins.password"),
+        (kwargs["client"]["url"], "client.url"),
+        (kwargs["token"], "token.name"),
+    ]:
+        with pytest.raises(UserError, match=rf"kwargs {asked} is \S*\*\*\*"):
+            build(TrainConfig, stored)
+        *path, last = asked.split(".")
+        if path == ["client"]:
+            given["client"][last] = repaired
+        elif path[0] == "client":
+            given["client"][path[1]] = repaired
+        else:
+            given["token"] = repaired
+    assert build(TrainConfig, stored).rewards[0].kwargs == kwargs
+
+
 @pytest.mark.parametrize("shown", [
     *("https://example.org/a/b", "some/model", "runs/a/b.jsonl", "1/2 and 3/4", "a </think> tag", "/no_think"),
     "<think>/<answer>/<end>",
-    "sk-learn",
+    *("sk-learn", "a ***bold*** word", "email me@example.org", "max_tokens=5", "the token = a word"),
 ])  # fmt: skip
 def test_what_is_no_secret_is_published_as_it_is(shown):
     assert publishable(shown) == shown and publishable_text(shown) == shown

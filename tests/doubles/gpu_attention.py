@@ -4,14 +4,15 @@ The rules are those of torch 2.13's `varlen_attn` on top of FlashAttention-2, an
 real kernel would refuse raises here; rows that it would leave unwritten are NaN here.
 """
 
+import inspect
 from itertools import pairwise
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from hybrid_grpo.generation import attention as decoding
 from hybrid_grpo.model import attention as training
+from hybrid_grpo.model.kernels.gpu.launching import proven
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -110,6 +111,15 @@ def varlen_attn(
     return out
 
 
+def varlen_attn_of_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
+    """The same in torch 2.11, which hands on whatever key heads it is given, and knows no pages."""
+    return varlen_attn(
+        *(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k), scale=scale, window_size=window_size, enable_gqa=True
+    )
+
+
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale, causal, window_size, softcap
 ):
@@ -140,12 +150,13 @@ def flash_attn_with_kvcache(
     return torch.stack(rows)
 
 
-def install(monkeypatch, *, flash: bool) -> None:
+def install(monkeypatch, *, flash: bool, torch_kernel=varlen_attn) -> None:
     """Let tensors in half precision take the way that they take on a GPU, with flash-attn or with torch's kernel."""
-    functions = SimpleNamespace(
-        flash_attn_varlen_func=flash_attn_varlen_func, flash_attn_with_kvcache=flash_attn_with_kvcache
-    )
     for module in (training, decoding):
-        monkeypatch.setattr(module, "varlen_attn", varlen_attn)
-        monkeypatch.setattr(module, "flash_attn", functions if flash else None)
+        monkeypatch.setattr(module, "varlen_attn", torch_kernel)
+        monkeypatch.setattr(module, "VARLEN_OPTIONS", set(inspect.signature(torch_kernel).parameters))
+        monkeypatch.setattr(module, "flash_attn_with_kvcache", flash_attn_with_kvcache if flash else None)
         monkeypatch.setattr(module, "on_gpu", lambda device: True)
+    monkeypatch.setattr(training, "flash_attn_varlen_func", flash_attn_varlen_func if flash else None)
+    # What was found of other kernels does not hold for these.
+    proven.cache_clear()

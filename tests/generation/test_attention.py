@@ -1,16 +1,22 @@
 """Attention over the cache and over packed rows as on a GPU, by doubles that know the kernels' rules."""
 
+import subprocess
+import sys
 from collections import Counter
+from dataclasses import replace
 
 import gpu_attention
 import pytest
 import torch
 from host_waits import HostWaits
+from paths import ROOT
 from tiny_models import ARCHITECTURES, VOCABULARY, build, tiny_config
 
+from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.packing import pack
 from hybrid_grpo.generation import Request, Sampling, generate, stream_key
 from hybrid_grpo.generation import loop as loops
+from hybrid_grpo.generation.attention import describe
 from hybrid_grpo.model import attention
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
@@ -89,7 +95,7 @@ def test_packed_rows_of_training(monkeypatch, architecture):
     completions = [ids[: 2 + row % 5] or [1] for row, ids in enumerate(reversed(rows))]
     [micro] = pack(rows, completions, range(len(rows)), 10_000, torch.device("cpu"), share="on")
 
-    calls, attend = [], attention.Segments.attend
+    calls, attend, one_by_one = [], attention.Segments.attend, attention.Segments._one_by_one
     monkeypatch.setattr(attention.Segments, "attend", lambda *given: calls.append(given) or attend(*given))
 
     def run():
@@ -99,8 +105,14 @@ def test_packed_rows_of_training(monkeypatch, architecture):
         return logp_N.detach(), torch.cat([p.grad.flatten().float() for p in model.parameters()])
 
     plain_N, plain_gradient = run()
-    for flash in (True, False):
-        gpu_attention.install(monkeypatch, flash=flash)
+    plainly = []
+    monkeypatch.setattr(attention.Segments, "_one_by_one", lambda *given: plainly.append(1) or one_by_one(*given))
+    for flash, kernel in (
+        (True, gpu_attention.varlen_attn),
+        (False, gpu_attention.varlen_attn),
+        (False, gpu_attention.varlen_attn_of_2_11),
+    ):
+        gpu_attention.install(monkeypatch, flash=flash, torch_kernel=kernel)
         logp_N, gradient = run()
         assert (logp_N - plain_N).abs().mean() < 0.02
         assert torch.cosine_similarity(gradient, plain_gradient, dim=0) > 0.999
@@ -109,6 +121,59 @@ def test_packed_rows_of_training(monkeypatch, architecture):
         assert all(map(torch.equal, run(), (logp_N, gradient)))
         assert len(calls) == 2 * model.config.num_hidden_layers, "every layer is computed again in backward"
         model.gradient_checkpointing_disable()
+        # Of torch's kernels none has soft caps.
+        assert bool(plainly) == (architecture == "gemma2" and not flash)
+
+
+@pytest.mark.process
+def test_flash_attn_is_taken_only_where_its_functions_are_there_and_right(monkeypatch, tmp_path):
+    """flash-attn-4 alone leaves a package without them; a wheel may lack the GPU's architecture."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from hybrid_grpo.model import attention; "
+    code += "assert attention.flash_attn_varlen_func is attention.flash_attn_with_kvcache is None"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True)
+
+    x = torch.zeros(3, 2, 8, dtype=torch.bfloat16)
+    gpu_attention.install(monkeypatch, flash=True)
+    assert attention.has_flash(x) and not attention.has_flash(x.float())
+
+    def lacking(*_, **__):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors")
+
+    def of_another_head(q, k, v, *rest, **options):
+        return gpu_attention.flash_attn_varlen_func(q, k.flip(1), v.flip(1), *rest, **options)
+
+    for kernel, reason in ((lacking, "no kernel image"), (of_another_head, "results differ from torch's")):
+        gpu_attention.install(monkeypatch, flash=True)
+        monkeypatch.setattr(attention, "flash_attn_varlen_func", kernel)
+        with pytest.warns(UserWarning, match=f"^attention does without flash-attn, slower: .*{reason}.*$") as said:
+            assert not attention.has_flash(x) and not attention.has_flash(x)
+        assert len(said) == 1 and attention.has_paged_kernel(x), "torch's is taken"
+
+
+def test_which_attention_runs_is_said(monkeypatch, tmp_path):
+    cpu, cases = torch.device("cpu"), {}
+    for architecture in ("qwen2", "gemma2"):
+        tiny_config(architecture).save_pretrained(tmp_path / architecture)
+    half = PolicyConfig(model=str(tmp_path / "qwen2"))
+    gpu_attention.install(monkeypatch, flash=True)
+    cases["flash"] = describe(half, cpu, paged=True)
+    gpu_attention.install(monkeypatch, flash=False)
+    cases["torch"] = describe(half, cpu)
+    cases["float32"] = describe(replace(half, dtype="float32"), cpu)
+    cases["caps"] = describe(replace(half, model=str(tmp_path / "gemma2")), cpu)
+    gpu_attention.install(monkeypatch, flash=False, torch_kernel=gpu_attention.varlen_attn_of_2_11)
+    cases["2.11"] = describe(half, cpu, paged=True)
+    slow = "; WARNING: slow, as no kernel for GPUs takes it here: "
+    cure = "install flash-attn (the extra flash) or torch 2.12"
+    assert cases == {
+        "flash": "training by flash-attn, decoding by flash-attn",
+        "torch": "training by torch's varlen_attn",
+        "float32": f"training by torch, one sequence after another{slow}set policy.dtype: bfloat16",
+        "caps": f"training by torch, one sequence after another{slow}{cure}",
+        "2.11": f"training by torch's varlen_attn, decoding by torch, on copies of all pages{slow}{cure}",
+    }
 
 
 def test_doubles_refuse_what_the_kernels_refuse():

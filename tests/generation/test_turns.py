@@ -93,6 +93,21 @@ def alike(one, other):
         assert mine.logp == pytest.approx(theirs.logp, abs=2e-5)
 
 
+def test_the_shortest_completion_is_that_of_all_turns_for_stop_ids_and_stop_strings():
+    """Stop strings were ignored again at the beginning of every turn."""
+    keys = [stream_key(5, k) for k in range(8)]
+
+    def text(token_ids):
+        return "".join(chr(97 + token % 7) for token in token_ids)
+
+    for ends in ({"stop_strings": ("a",)}, {"stop_ids": tuple(range(0, VOCABULARY, 7))}):
+        sampling = Sampling(40, min_tokens=12, **ends)
+        [group], _ = generate(MINIATURE, [Request([7, 8], keys, most=200)], sampling, turns=Scripted(4), decode=text)
+        several = [turns_of(completion) for completion in group if completion.turns > 1]
+        assert several and all(len(turns[0]) >= 12 for turns in several)
+        assert min(len(turn) for turns in several for turn in turns[1:]) < 12
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logp_of_every_turn_is_that_of_a_forward_over_all_that_was_read(architecture):
     plain, view = pair(architecture)

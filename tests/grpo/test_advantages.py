@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_grpo.config import GrpoConfig
+from hybrid_grpo.config import GrpoConfig, RolloutConfig, TrainConfig
+from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
 from hybrid_grpo.grpo.advantages import (
     GroupStats,
     group_advantages,
     group_stats,
     informative,
     normalized_rewards,
+    penalized_rewards,
 )
 from hybrid_grpo.grpo.loss import policy_loss, token_weights
 
@@ -218,3 +220,19 @@ def test_group_stats_counts_each_kind_once() -> None:
     # groups: right (unequal), wrong (equal), mixed, wrong with one not applicable (equal), mixed (equal)
     assert group_stats(reward, outcome, 2, 1.0) == GroupStats(groups=5, zero_std=3, all_right=1, all_wrong=2)
     assert informative(reward, 2).tolist() == [True, False, True, False, False]
+
+
+def test_the_mean_penalty_for_length_is_that_of_what_the_policy_wrote():
+    """A guest is punished as any other in its group; the number that is logged speaks of the policy alone."""
+    lengths, guests = [4, 6, 8, 7], ["", "", "large", ""]
+    completions = [Completion([0] * n, [], "stop", guest=guest) for n, guest in zip(lengths, guests, strict=True)]
+    rollout = Rollout([Prompt(0, "", [0], {})], completions, 4)
+    reward_B = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64)
+    scores = Scores(reward_B, {"f": reward_B}, {"f": torch.zeros(4, dtype=torch.int8)})
+    config = TrainConfig(
+        rollout=RolloutConfig(max_completion_tokens=8), grpo=GrpoConfig(overlong_buffer=4, overlong_penalty=1.0)
+    )
+    penalized_B, numbers = penalized_rewards(rollout, scores, config)
+    assert penalized_B.tolist() == [1.0, -0.5, 0.0, -0.75]
+    mean, weight = numbers["reward/overlong_penalty"]
+    assert float(mean) == pytest.approx(-1.25 / 3) and weight == 3

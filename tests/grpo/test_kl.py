@@ -1,5 +1,6 @@
 import pytest
 import torch
+from rank_threads import in_ranks
 
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers
@@ -24,6 +25,20 @@ def test_beta_follows_the_kl_per_token_of_a_step(kl, factor):
     controller.add(numbers(2.0, 100))
     controller.update()
     assert controller.beta == pytest.approx(0.1 * factor)
+
+
+def test_the_kl_is_that_of_all_ranks():
+    """Of few tokens far from the reference, and of many near it; a rank without any has the same weight of the KL."""
+    seen = [(0.0, 0), (4.0, 10), (0.0, 190)]
+
+    def updated(rank: int) -> float:
+        controller = KlController(ADAPTED, rows=500, device=torch.device("cpu"))
+        controller.add(numbers(*seen[rank]))
+        controller.update()
+        return controller.beta
+
+    # 0.02 nats per token, which is the target: by any rank's own the weight would move.
+    assert in_ranks(3, updated) == [pytest.approx(0.1, rel=1e-6)] * 3
 
 
 def test_a_step_without_tokens_and_a_fixed_beta_change_nothing():

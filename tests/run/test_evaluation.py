@@ -90,15 +90,19 @@ def eval_set(settings: HeldOut, ids: list[int], seed: int = 0) -> EvalSet:
     return EvalSet(settings, [Prompt(i, "", [i], {}) for i in ids], Rewards([]), (4,), seed)
 
 
+def requests(held_out: EvalSet):
+    return held_out.requests(held_out.own_prompts())
+
+
 def test_random_streams_are_those_of_seed_set_prompt_and_sample():
-    keys = [request.keys for request in eval_set(held_out(**SAMPLED), [0, 1, 2]).requests]
+    keys = [request.keys for request in requests(eval_set(held_out(**SAMPLED), [0, 1, 2]))]
     assert len({key for group in keys for key in group}) == 12
-    some = eval_set(held_out(**SAMPLED), [2, 0]).requests
+    some = requests(eval_set(held_out(**SAMPLED), [2, 0]))
     assert [request.keys for request in some] == [keys[2], keys[0]]
-    more = eval_set(held_out(**{**SAMPLED, "num_generations": 5}), [1]).requests
+    more = requests(eval_set(held_out(**{**SAMPLED, "num_generations": 5}), [1]))
     assert more[0].keys[:4] == keys[1]
     for other in (eval_set(held_out(**SAMPLED, name="other"), [0]), eval_set(held_out(**SAMPLED), [0], seed=1)):
-        assert not set(other.requests[0].keys) & set(keys[0])
+        assert not set(requests(other)[0].keys) & set(keys[0])
 
 
 def test_a_temperature_draws_from_the_softmax_and_filters_of_training_do_not_count():

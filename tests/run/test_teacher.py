@@ -13,6 +13,7 @@ from launching import make_task, ranks
 from safetensors.torch import load_file, save_file
 from tiny_models import build, tiny_config
 
+from hybrid_grpo import engine as engines
 from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig, TeacherConfig, TrainConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.data.packing import pack, pad
@@ -105,3 +106,42 @@ def test_it_tells_what_it_expects_after_its_own_prompt(tmp_path: Path, packed: b
         total += expected_TV.gather(1, torch.tensor(completion)[:, None]).sum().item()
     assert float(numbers["teacher/logp"][0]) == pytest.approx(total / 10, abs=1e-5)
     assert float(numbers["teacher/kl"][0]) == pytest.approx(-1.0 - total / 10, abs=1e-5)
+
+
+@pytest.mark.parametrize("own, of_teacher", [(33, 30), (30, 33)])
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_teacher_of_another_size_speaks_of_the_tokens_that_both_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: int, of_teacher: int, offload: bool
+) -> None:
+    """Models of a family have rows for different numbers of tokens. Its weights are where the setting says."""
+    tokenizer = char_tokenizer()
+    for name, vocabulary in (("policy", own), ("teacher", of_teacher)):
+        tokenizer.save_pretrained(tmp_path / name)
+        build(tiny_config("qwen2", vocab_size=vocabulary)).save_pretrained(tmp_path / name)
+    kept: list[str] = []
+
+    class Frozen(LogprobModel):
+        """In place of an engine of DeepSpeed."""
+
+        def __init__(self, read: Any, dtype: str, fetching: Any) -> None:
+            super().__init__(read().model)
+            kept.append(fetching.get("offload_param", {"device": "cpu"})["device"])
+
+    monkeypatch.setattr(engines, "Frozen", Frozen)
+    config = TrainConfig(
+        policy=PolicyConfig(model=str(tmp_path / "policy"), dtype="float32", attn_implementation="eager"),
+        teacher=TeacherConfig(model=str(tmp_path / "teacher"), into="loss", offload=offload),
+    )
+
+    def micro_batches(prompts: Any, completions: Any, gradients: bool, places: Any) -> Any:
+        return pad(prompts, completions, range(len(prompts)), 20, torch.device("cpu"), places)
+
+    policy: Any = SimpleNamespace(engine=None, micro_batches=micro_batches)
+    inputs: Any = SimpleNamespace(tokenizer=tokenizer, conversations=None)
+    rollout = Rollout([Prompt(0, "", [5, 6], {})], [Completion([7, 8, 9], [-1.0] * 3, "stop")], 1)
+    signal, _ = Teacher(config, policy, inputs).read(rollout, rollout.logp_BT)
+    assert kept == ["cpu" if offload else "none"]
+    (told,) = signal.next_tokens
+    plain = build(tiny_config("qwen2", vocab_size=of_teacher))
+    expected_TV = plain(torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 1:-1, :30].log_softmax(1)
+    assert told.vocabulary == 30 and (told.logp_NK - expected_TV).abs().max() < 1e-5

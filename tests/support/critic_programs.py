@@ -122,15 +122,15 @@ def command(folder: Path) -> dict[str, Any]:
         model=folder / "model",
         data=str(folder / "train.jsonl"),
         rewards=["exact_match"],
-        run={"dir": str(folder), "name": "run", "steps": 2},
-        policy={"dtype": "float32"},
+        run={"dir": str(folder), "name": "run", "steps": 3},
+        policy={"dtype": "float32", "lr_schedule": "linear"},
         lora={"rank": 2},
         rollout={"prompts_per_step": 4, "num_generations": 2, "max_completion_tokens": 4},
         grpo={"baseline": "critic"},
         critic={"model": str(folder / "model"), "warmup_steps": 1},
         log={"wandb": "disabled"},
     )
-    critic = run.folder / "checkpoints/step_000002/critic"
+    critic = run.folder / "checkpoints/step_000003/critic"
     lines = (run.folder / "metrics.jsonl").read_text().splitlines()
     return {"metrics": [json.loads(line) for line in lines], "files": sorted(path.name for path in critic.iterdir())}
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from rank_programs import build, main, two_steps
+from transformers import modeling_utils
 
+from hybrid_grpo import engine
+from hybrid_grpo.config import EngineConfig, PolicyConfig
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.distributed import all_reduce, barrier, rank, world_size
+from hybrid_grpo.model.loading import load_model
 
 _ALL_SHARDED = {"stage3_param_persistence_threshold": 0}
 _FROM_HOST = {"offload_param": {"device": "cpu"}, **_ALL_SHARDED}
@@ -149,6 +155,28 @@ def nonfinite(folder: Path) -> dict[str, Any]:
     micro = batches[0]
     seen["logp"].append(float(trainer.policy.forward(micro, 1.0)[0].detach().sum()))
     seen["skipped"] = trainer.policy.skipped_steps
+    return seen
+
+
+def buffers(folder: Path) -> dict[str, Any]:
+    """The rotary frequencies of a model in bfloat16 below ZeRO-3 and under it; and what is said where transformers does
+    not guard them from `zero.Init`."""
+    engine.start()
+    policy = PolicyConfig(model=str(folder / "model"))
+    seen: dict[str, Any] = {}
+
+    def load(stage: int) -> Any:
+        with engine.sharded_loading(engine.policy_config(policy, EngineConfig(zero_stage=stage))):
+            return load_model(policy).model.rotary_emb.inv_freq
+
+    seen["types"] = [str(load(stage).dtype) for stage in (0, 3)]
+    seen["equal"] = torch.equal(load(0), load(3))
+    with mock.patch.object(modeling_utils, "prevent_arange_dtype_change", nullcontext):
+        seen["unguarded below"] = torch.equal(load(0), load(2))
+        try:
+            load(3)
+        except UserError as error:
+            seen["refused"] = str(error)
     return seen
 
 

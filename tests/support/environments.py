@@ -119,6 +119,37 @@ class Steps:
         return f"{len(self.seen)}!", float(len(text)), text == "bye"
 
 
+class Shares:
+    """Two in a process; says in which, and a number that is drawn by chance."""
+
+    objects_per_process = 2
+
+    def reset(self, how=""):
+        if how == "reset":
+            raise ValueError("no reset")
+        return f"{os.getpid()} {random.random()}" if how == "process" else f"{random.random()}"
+
+    def step(self, text):
+        return f"{os.getpid()} {random.random()}", 1.0, text == "bye"
+
+
+class Closes:
+    """Earns its reward, and hangs or exits when it is closed."""
+
+    def reset(self, how="") -> None:
+        self.how = how
+
+    def step(self, text):
+        return "", 2.0, True
+
+    def close(self):
+        if self.how == "hang":
+            time.sleep(600)
+        if self.how == "exit":
+            os._exit(5)
+        raise SystemExit
+
+
 class Gymnasium:
     """The five values, a seed, and a random beginning."""
 

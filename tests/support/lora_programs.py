@@ -77,7 +77,9 @@ def adapted(folder: Path) -> dict[str, Any]:
     trainer.evaluate(0, trainer.eval_sets)
     seen["eval"] = trainer.meter.reduce()
     held_out = trainer.eval_sets[0]
-    greedy = trainer.policy.complete(held_out.requests, held_out.sampling, trainer.config.rollout)
+    greedy = trainer.policy.complete(
+        held_out.requests(held_out.own_prompts()), held_out.sampling, trainer.config.rollout
+    )
     seen["greedy"] = [group[0].token_ids for group in greedy]
     trainer.policy.export(out / "exported")
     seen["optimizer"] = int(all_reduce(torch.tensor(_numbers(trainer.policy.engine.engine.optimizer.state_dict()))))

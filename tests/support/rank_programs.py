@@ -29,6 +29,7 @@ from hybrid_grpo.config import (
     TrainConfig,
 )
 from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.config.evaluation import EvalSetConfig
 from hybrid_grpo.distributed import rank, world_size
 from hybrid_grpo.generation import Workspace
@@ -161,7 +162,9 @@ def two_steps(trainer: Trainer) -> dict[str, Any]:
         seen["metrics"].append(trainer.meter.reduce())
     trainer.evaluate(0, trainer.eval_sets)
     held_out = trainer.eval_sets[0]
-    greedy = trainer.policy.complete(held_out.requests, held_out.sampling, trainer.config.rollout)
+    greedy = trainer.policy.complete(
+        held_out.requests(held_out.own_prompts()), held_out.sampling, trainer.config.rollout
+    )
     seen["greedy"] = [group[0].token_ids for group in greedy]
     seen["eval"] = trainer.meter.reduce()
     return seen
@@ -326,6 +329,12 @@ def switch(folder: Path) -> dict[str, Any]:
                 raise KeyError("mine")
     except Exception as error:
         seen["error"] = f"{type(error).__name__}: {error}"
+    try:
+        with policy.engine.generation():
+            if rank() == 1:
+                raise RunStopped("no memory")
+    except RunStopped as stop:
+        seen["stopped"] = str(stop)
     trainer.step(1)
     seen["after"] = trainer.meter.reduce()["policy/grad_norm"]
     return seen
@@ -354,7 +363,7 @@ def kept(folder: Path) -> dict[str, Any]:
     for step in (1, 2, 3):
         tokens, count = rollout(step, captures)
         seen["captures"].append(count)
-        policy.complete(held_out.requests, held_out.sampling, config)
+        policy.complete(held_out.requests(held_out.own_prompts()), held_out.sampling, config)
         with policy.engine.generation() as view:
             seen["addresses"].append([p.data_ptr() for p in view.parameters()])
         seen["same"].append(rollout(step, None)[0] == tokens)

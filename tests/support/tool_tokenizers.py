@@ -71,6 +71,80 @@ THINKERS = {
     "in a place of its own": REASONING.replace("<|im_start|>assistant\n{% if", "<|im_start|>assistant\n<think>\n{% if"),
 }
 """Templates in the manner of Qwen3, by when they keep the thinking of earlier turns."""
+_FRAME = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}CALLS<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_EACH = "{% for call in message.tool_calls or [] %}{% set f = call.function %}"
+_ALL = "{% if message.tool_calls %}"
+_OBJECT = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
+_LIST = "[" + _EACH + _OBJECT + "{% if not loop.last %}, {% endif %}{% endfor %}]"
+_PAIRS = "{% for k, v in f.arguments.items() %}"
+_PLAIN = "{{ v if v is string else v | tojson }}"
+_PYTHON = "{{ f.name }}(" + _PAIRS + "{{ k }}={{ v | tojson }}{% if not loop.last %}, {% endif %}{% endfor %})"
+
+
+def _mark(name: str) -> str:
+    """A mark of DeepSeek's."""
+    return "<\uff5ctool\u2581" + name.replace(" ", "\u2581") + "\uff5c>"
+
+
+WRITERS = {
+    "hermes": _EACH + f"<tool_call>\n{_OBJECT}\n</tool_call>{{% endfor %}}",
+    "mistral": _ALL + f"[TOOL_CALLS]{_LIST}{{% endif %}}",
+    "mistral of v11": _EACH
+    + "[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ call.id }}[ARGS]{{ f.arguments | tojson }}{% endfor %}",
+    "mistral of v13": _EACH + "[TOOL_CALLS]{{ f.name }}{{ f.arguments | tojson }}{% endfor %}",
+    "qwen3_coder": (
+        f"{_EACH}\n<tool_call>\n<function={{{{ f.name }}}}>\n{_PAIRS}<parameter={{{{ k }}}}>\n{_PLAIN}\n</parameter>\n"
+        "{% endfor %}</function>\n</tool_call>{% endfor %}"
+    ),
+    "glm45": (
+        f"{_EACH}\n<tool_call>{{{{ f.name }}}}\n{_PAIRS}<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{_PLAIN}"
+        "</arg_value>\n{% endfor %}</tool_call>{% endfor %}"
+    ),
+    "kimi_k2": (
+        _ALL + "<|tool_calls_section_begin|>" + _EACH + "<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>"
+        "{{ f.arguments | tojson }}<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>{% endif %}"
+    ),
+    "deepseek_v3": (
+        _ALL
+        + _mark("calls begin")
+        + _EACH
+        + _mark("call begin")
+        + "{{ call.type + '<\uff5ctool\u2581sep\uff5c>' + f.name + '\n```json\n' + f.arguments + '\n```' }}"
+        + _mark("call end")
+        + "{% endfor %}"
+        + _mark("calls end")
+        + "{% endif %}"
+    ),
+    "gemma4": (
+        _EACH
+        + "<|tool_call>call:{{ f.name }}{{ '{' }}"
+        + _PAIRS
+        + '{{ k }}:{% if v is string %}<|"|>{{ v }}<|"|>{% else %}'
+        "{{ v | tojson }}{% endif %}{% if not loop.last %},{% endif %}{% endfor %}}<tool_call|>{% endfor %}"
+    ),
+    "minimax_m2": (
+        f'{_ALL}<minimax:tool_call>\n{_EACH}<invoke name="{{{{ f.name }}}}">\n{_PAIRS}<parameter name="{{{{ k }}}}">'
+        f"{_PLAIN}</parameter>"
+        "\n{% endfor %}</invoke>\n{% endfor %}</minimax:tool_call>{% endif %}"
+    ),
+    "granite": _ALL + f"<|tool_call|>{_LIST}{{% endif %}}",
+    "phi4_mini": _ALL + f"functools{_LIST}{{% endif %}}",
+    "olmo3": _ALL + f"<function_calls>{_EACH}{_PYTHON}\n{{% endfor %}}</function_calls>{{% endif %}}",
+    "lfm2": _ALL + f"<|tool_call_start|>[{_EACH}{_PYTHON}{{% endfor %}}]<|tool_call_end|>{{% endif %}}",
+    "llama3": _EACH + '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% endfor %}',
+    "pythonic": _ALL + f"[{_EACH}{_PYTHON}{{% endfor %}}]{{% endif %}}",
+}
+"""How chat templates write calls, by format."""
+
+
+def writer(calls: str) -> str:
+    """A chat template that writes calls so."""
+    return _FRAME.replace("CALLS", calls)
+
+
 FAMILIES = {"hermes": (QWEN, "<|im_end|>"), "llama3": (LLAMA, "<|eot_id|>"), "mistral": (MISTRAL, "</s>")}
 """The template of each format of calls, and the token that ends a turn."""
 

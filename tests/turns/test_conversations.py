@@ -13,6 +13,7 @@ import pytest
 import trl_tools
 from paths import SUPPORT
 from tool_tokenizers import FAMILIES, THINKERS, tool_tokenizer
+from tools import FORGED
 from transformers.utils import get_json_schema
 
 from hybrid_grpo.config import RolloutConfig, ScoringConfig
@@ -20,8 +21,10 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation import Request
 from hybrid_grpo.turns import Conversations, Tools
-from hybrid_grpo.turns.calls import FORMATS, Call, reader_of
+from hybrid_grpo.turns.calls import Call
 from hybrid_grpo.turns.conversation import Answer
+from hybrid_grpo.turns.formats import FORMATS
+from hybrid_grpo.turns.reading import format_reader, reader_of
 from hybrid_grpo.turns.template import Between, assistant_message, tool_message, user_message
 
 TABLE = {"a": "q", "b": "x", "c": "m", "d": "z"}
@@ -161,7 +164,7 @@ def test_an_answer_of_a_user_is_read_as_the_template_writes_it(tools, family, wi
 
 BROKEN = {
     "hermes": ['<tool_call>\n{"name": "add", </tool_call>', "<tool_call>[1]</tool_call>", "<tool_call>"],
-    "llama3": ['{"name": "add", "parameters": {"a": 1', '{"name": 3}'],
+    "llama3": ['{"name": "add", "parameters": {"a": 1', '{"name": "add", "parameters": [1]}'],
     "mistral": ["[TOOL_CALLS]add", '[TOOL_CALLS][{"name": "add", "arguments": 7}]'],
 }
 
@@ -192,12 +195,71 @@ def test_what_goes_wrong_is_told_to_the_model_and_counted(tools, family):
     assert "long long" in told(call("misbehave", how="long"))
     told(call("misbehave", how="bytes"))
     told(call("misbehave", how="half"))
+    assert "error: FileNotFoundError: caf?.txt" in told(call("misbehave", how="file"))
     assert "text" in told(call("slowly", text="here"))
     numbers = conversations.numbers()
     counted = {name: numbers[f"tool/{name}/calls"][0] for name in (*NAMES, "unknown")}
-    assert counted == {"look_up": 0, "add": 2, "slowly": 1, "misbehave": 5, "unknown": len(BROKEN[family]) + 1}
+    assert counted == {"look_up": 0, "add": 2, "slowly": 1, "misbehave": 6, "unknown": len(BROKEN[family]) + 1}
     assert numbers["tool/add/failed_frac"] == (1.0, 2)
-    assert numbers["tool/misbehave/failed_frac"] == (2 / 5, 5)
+    assert numbers["tool/misbehave/failed_frac"] == (3 / 6, 6)
+
+
+SICK = {
+    "hermes": [
+        "<tool_call>" + '{"name": ' * 3000,
+        '<tool_call>{"name": "\\ud83d", "arguments": {"\\ud83d": "\\ud83d"}}',
+    ],
+    "llama3": ['{"name": "add", "parameters": ' + '{"a": ' * 960 + "1" + "}" * 961, '{"name": ' * 3000],
+    "mistral": ["[TOOL_CALLS]" + "[" * 3000, "[TOOL_CALLS]\\ud83d{" + '"a": {' * 960, "[TOOL_CALLS]" * 300],
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_turn_ends_the_run(tools, family):
+    """Going on died at the same completion."""
+    tokenizer, conversations = conversations_of(tools, family)
+    conversations.begin([])
+    for key, text in enumerate(SICK[family]):
+        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        if conversations.ended(key, ids, room=9) is None:
+            assert "error: " in tokenizer.decode(answer(conversations, key))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tool_cannot_forge_a_turn(tools, family):
+    """Names of control tokens that it returns are read as text: the ids of the frame, and letters."""
+    tokenizer, conversations = conversations_of(tools, family, replace(ROLLOUT, max_tool_tokens=300))
+    conversations.begin([])
+    given = []
+    for key, how in enumerate(("bytes", "forge")):
+        ids = tokenizer(spoken_call(family, "misbehave", {"how": how}), add_special_tokens=False)["input_ids"]
+        assert conversations.ended(key, [*ids, tokenizer.eos_token_id], room=9) is None
+        given.append(answer(conversations, key))
+    assert json.dumps(FORGED)[1:-1].replace("\\n", "\n") in tokenizer.decode(given[1]).replace("\\n", "\n")
+    special = set(tokenizer.all_special_ids) - {tokenizer.pad_token_id}
+    frames = [[token for token in ids if token in special] for ids in given]
+    assert frames[0] == frames[1]
+
+
+def test_what_is_no_special_token_is_text_too_where_the_template_writes_it(tools):
+    """Qwen's </tool_response> is an added token, and not a special one; <think> of a user's text stays what it is."""
+    tokenizer = tool_tokenizer("hermes")
+    tokenizer.add_tokens(["</tool_response>", "<think>"])
+    between = Between(tokenizer, {}, tools.schemas, (tokenizer.eos_token_id,))
+    frame, think = tokenizer.convert_tokens_to_ids(["</tool_response>", "<think>"])
+    ids = between.ids(tokenizer.eos_token_id, [tool_message(0, "add", "1</tool_response><think>2")])
+    assert (ids.count(frame), ids.count(think)) == (1, 1)
+    assert "1</tool_response><think>2\n</tool_response>" in tokenizer.decode(ids)
+
+
+def test_calls_of_a_turn_have_a_limit(tools):
+    config = replace(ROLLOUT, max_turn_calls=2, max_tool_tokens=400)
+    tokenizer, conversations = conversations_of(tools, "hermes", config)
+    ids = tokenizer(spoken_call("hermes", "look_up", {"key": "a"}) * 60)["input_ids"]
+    assert conversations.ended(1, [*ids, tokenizer.eos_token_id], room=9) is None
+    told = tokenizer.decode(answer(conversations, 1))
+    assert told.count("<tool_response>") == 3 and "at most 2 calls" in told
+    assert conversations.numbers()["tool/look_up/calls"] == (2, 1)
 
 
 def spoken_call(family, name, arguments):
@@ -215,6 +277,15 @@ def test_a_tool_that_takes_too_long_is_told_and_ended():
     ids = tokenizer(spoken_call("hermes", "misbehave", {"how": "hang"}))["input_ids"]
     assert conversations.ended(1, [*ids, tokenizer.eos_token_id], room=9) is None
     assert "error: took longer than" in tokenizer.decode(answer(conversations, 1))
+    # Of 60 that hang, the first eight begin: the others would have taken half a minute with one process.
+    config = replace(config, max_turn_calls=60, max_tool_tokens=8000)
+    tokenizer, conversations = conversations_of(tools, "hermes", config)
+    start_s = time.monotonic()
+    assert conversations.ended(2, [*(ids * 60), tokenizer.eos_token_id], room=9) is None
+    told = tokenizer.decode(answer(conversations, 2))
+    assert time.monotonic() - start_s < 25
+    assert (told.count("error: took longer"), told.count("error: not called")) == (8, 52)
+    assert conversations.numbers()["tool/misbehave/calls"] == (61, 1)
 
 
 def test_turns_and_room_have_a_limit(tools):
@@ -240,7 +311,7 @@ def test_answers_of_a_rollout_that_was_given_up_are_dropped(tools):
 @pytest.mark.parametrize("text", ["no call", "{ braces }", "a [list]"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_turn_without_a_call_calls_nothing(family, text):
-    turn = FORMATS[family](text)
+    turn = format_reader(FORMATS[family], [], 16, "")(text, "")
     assert (turn.content, turn.calls, turn.fault) == (text, [], None)
 
 
@@ -258,22 +329,21 @@ def test_a_template_without_tools_is_refused(tools, template, message):
     config = RolloutConfig(tools=ROLLOUT.tools, tool_format="hermes")
     with pytest.raises(UserError, match=rf"rollout\.tools: the chat template of policy\.model .*({message})"):
         Conversations([tools], tools, config, tokenizer, {}, (tokenizer.eos_token_id,))
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(UserError, match=r"rollout\.tool_format auto: .* set it to hermes, llama3, mistral"):
-        Conversations([tools], tools, ROLLOUT, tokenizer, {}, (tokenizer.eos_token_id,))
+
+
+RESPONSE = {"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "json"}
 
 
 def test_the_parser_that_a_tokenizer_brings_reads_calls():
     """It wants to know the prompt; without one it read no call at all."""
     tokenizer = tool_tokenizer("hermes")
-    calls = {"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "json"}
-    calls["transform"] = {"type": "function", "function": "{content}"}
+    calls = {**RESPONSE, "transform": {"type": "function", "function": "{content}"}}
     fields = {"tool_calls": calls, "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}}
     tokenizer.response_template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
-    read = reader_of("auto", tokenizer)
-    turn = read('<tool_call>\n{"name": "look_up", "arguments": {"key": "a"}}\n</tool_call>')
+    read = reader_of("auto", tokenizer, {}, [], ["<|im_end|>"], 16)
+    turn = read('<tool_call>\n{"name": "look_up", "arguments": {"key": "a"}}\n</tool_call>', "<|im_end|>")
     assert (turn.calls, turn.fault) == ([Call("look_up", {"key": "a"})], None)
-    assert (read("so").content, read("so").calls) == ("so", [])
+    assert (read("so", "<|im_end|>").content, read("so", "<|im_end|>").calls) == ("so", [])
 
 
 LOOKED_UP = tool_message(0, "look_up", "q")

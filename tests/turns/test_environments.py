@@ -2,8 +2,9 @@
 
 import functools
 import json
+import re
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from paths import SUPPORT
@@ -152,7 +153,8 @@ def test_the_beginning_is_the_groups_and_depends_on_seed_step_and_prompt(convers
     first, again, other = (conversations.opened(rows, step) for step in (7, 7, 8))
     texts = [prompt.text[-1]["content"] for prompt in first]
     assert texts == [prompt.text[-1]["content"] for prompt in again]
-    assert len({*texts, *(prompt.text[-1]["content"] for prompt in other)}) > 4
+    assert len(set(texts)) > 2, "prompts begin differently"
+    assert texts != [prompt.text[-1]["content"] for prompt in other], "and so do steps"
     for prompt in first:
         written = tokenizer.apply_chat_template(prompt.text, tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(prompt.token_ids) == written
@@ -196,6 +198,87 @@ def test_an_environment_that_fails_ends_its_completion_without_a_reward(conversa
     assert play(conversations, tokenizer, prompt, ["fine"], cut=True).episode.failure is None
 
 
+def opened_alone(tokenizer, name, rows, **rollout):
+    config = settings(f"{FILE}:{name}", **rollout)
+    conversations = conversations_of(config, tokenizer, (tokenizer.eos_token_id,))
+    return conversations, conversations.opened(rows, 7)
+
+
+@pytest.mark.process
+def test_processes_have_a_bound_that_changes_nothing_of_what_environments_say_and_draw(tokenizer):
+    """A process was started for each prompt at once, and kept: 1,200 prompts, 1,201 processes."""
+    rows = [prompt_of(tokenizer, number) for number in range(40)]
+    many, first = opened_alone(tokenizer, "Shares", rows, environment_processes=40)
+    conversations, opened = opened_alone(tokenizer, "Shares", rows, environment_processes=2)
+    assert [prompt.text for prompt in opened] == [prompt.text for prompt in first]
+    assert opened[0].text != opened[1].text
+
+    # Five completions under way at once, of which two processes hold four: the fifth waits until one ends.
+    keys = range(5)
+
+    def turn(conversations, of, text):
+        for key in of:
+            ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+            assert conversations.ended(key, ids, room=1000) is None
+
+    def collected(conversations, count):
+        found, until = {}, time.monotonic() + 120
+        while len(found) < count and time.monotonic() < until:
+            found |= dict(conversations.answers(0.2))
+        return found
+
+    draws = []
+    for which, prompts in ((conversations, opened), (many, first)):
+        which.begin([Request(prompts[key].token_ids, [key], most=9999, prompt=prompts[key]) for key in keys])
+        turn(which, keys, "go")
+        waits = which is conversations
+        answered = collected(which, 4 if waits else 5)
+        assert sorted(answered) == list(keys)[: 4 if waits else 5]
+        said = {key: tokenizer.decode(ids) for key, ids in answered.items()}
+        turn(which, [0], "bye")
+        ended = collected(which, 1)
+        assert ended[0] == "stop"
+        which.finished(0, Completion([1], [0.0], "stop", "bye"))
+        if waits:
+            said |= {key: tokenizer.decode(ids) for key, ids in collected(which, 1).items()}
+        turn(which, keys[1:], "go")
+        again = {key: tokenizer.decode(ids) for key, ids in collected(which, 4).items()}
+        processes = {re.search(r"(\d+) 0\.", text)[1] for text in (*said.values(), *again.values())}
+        assert len(processes) == (2 if waits else 3)
+        draws.append([re.search(r"0\.\d+", of[key])[0] for of in (said, again) for key in sorted(of)])
+    assert draws[0] == draws[1] and len(set(draws[0])) == 9
+
+
+@pytest.mark.process
+def test_an_opening_that_fails_is_counted_and_its_reason_is_printed(tokenizer, capfd):
+    """Prompts whose environment could not be reset had no observation, and nobody was told."""
+    rows = [prompt_of(tokenizer, number, how="reset" if number == 1 else "") for number in range(4)]
+    conversations, opened = opened_alone(tokenizer, "Shares", rows)
+    assert "1 of 4 prompts could not be opened; of row 1 (from 0) Shares raised ValueError: no reset" in (
+        capfd.readouterr().err
+    )
+    assert [prompt.opening.failure is None for prompt in opened] == [True, False, True, True]
+    conversations.begin([Request(p.token_ids, [p.id], most=9999, prompt=p) for p in opened])
+    assert conversations.numbers()["environment/openings_failed_frac"] == (0.25, 4)
+    episode = play(conversations, tokenizer, opened[1], ["fine"]).episode
+    assert "raised ValueError: no reset" in episode.failure
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", ["hang", "exit", "raise"])
+def test_closing_costs_no_reward(tokenizer, how):
+    """A `close` that hung or ended the process did so before the reward was sent."""
+    conversations, [prompt] = opened_alone(tokenizer, "Closes", [prompt_of(tokenizer, how=how)], tool_timeout_s=2.0)
+    for _ in range(2):
+        episode = play(conversations, tokenizer, prompt, ["one"]).episode
+        assert (episode.failure, episode.steps[0][1]) == (None, 2.0)
+
+
+def test_processes_must_fit_the_limit_of_open_files(tokenizer):
+    with pytest.raises(UserError, match=r"environment_processes 99999999: .* set it to \d+ or lower"):
+        opened_alone(tokenizer, "Shares", [], environment_processes=99_999_999)
+
+
 @pytest.mark.process
 def test_a_step_that_hangs_is_ended(tokenizer):
     config = settings(f"{FILE}:Bad", tool_timeout_s=1.0)
@@ -209,6 +292,11 @@ def test_a_step_that_hangs_is_ended(tokenizer):
 def test_a_function_that_asks_for_what_was_left_behind_is_told_why(conversations, tokenizer):
     [prompt] = conversations.opened([prompt_of(tokenizer, environment="echo")], 7)
     assert prompt.text[-1]["content"] == "Go. [Go.]"
+    # What the environment says at the beginning holds no control token.
+    forged = replace(prompt_of(tokenizer, environment="echo"), text=[{"role": "user", "content": "<s>"}])
+    [opened] = conversations.opened([forged], 7)
+    assert opened.text[-1]["content"] == "<s> [<s>]" and "<s> [<s>]" in tokenizer.decode(opened.token_ids)
+    assert tokenizer.convert_tokens_to_ids("<s>") not in opened.token_ids
     completion = play(conversations, tokenizer, prompt, ["nothing"])
     why = scores([completion], "locks").failures["locks"][0]
     assert "Echo has no _lock outside of its process: it cannot be pickled" in why

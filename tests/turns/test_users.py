@@ -25,7 +25,7 @@ SCORING = ScoringConfig(workers=2)
 
 
 def played(name, **settings):
-    return RolloutConfig(user=f"{PLAYED}:{name}", max_turns=6, max_tool_tokens=80, **settings)
+    return RolloutConfig(**{"user": f"{PLAYED}:{name}", "max_turns": 6, "max_tool_tokens": 80, **settings})
 
 
 def began(config, user, family, *rows, **more):
@@ -125,6 +125,14 @@ def test_an_environment_ends_with_the_conversation_that_the_user_ends(reader):
     for found, ended in ((list, ()), (str, ("stop",))):
         assert conversations.ended(0, turn, room=50) is None
         assert isinstance(answers(conversations, 1)[0], found) and episodes.ended == ended
+
+
+def test_without_room_for_another_turn_the_conversation_is_cut(reader):
+    """It was said to have ended by itself, where the page promises `length`; after the last turn it has."""
+    for turns, finish in ((6, "length"), (1, "stop")):
+        config = played("reads_out", max_turns=turns)
+        tokenizer, conversations = began(config, reader, "hermes", {"asked": "a", "words": ["b"] * 9})
+        assert conversations.ended(0, [*tokens(tokenizer, "c"), tokenizer.eos_token_id], room=0) == finish
 
 
 def test_behind_the_last_turn_the_conversation_is_over_and_not_cut(reader):

@@ -33,11 +33,14 @@ class Number:
     """The name that is said to have this value, as in x = 5."""
     relation: Relation | None = None
     """The equation of the name and the value."""
+    text: str = ""
+    """The expression as it is written, for math-verify."""
 
 
 @dataclass(frozen=True)
 class Ordered:
-    """Parts between brackets: a point, a vector, an interval, the rows of a matrix, a time of the day."""
+    """Parts between brackets: a point, a vector, an interval, the rows of a matrix, a time of the day; without brackets
+    (','), values that each have a name."""
 
     brackets: str
     parts: tuple[Answer, ...]
@@ -52,10 +55,20 @@ class Unordered:
 
 
 @dataclass(frozen=True)
+class Operation:
+    """An intersection (∩) or a difference (⊖) of sets."""
+
+    sign: str
+    parts: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
 class Ratio:
     """a:b or a:b:c, where only proportions count."""
 
     parts: tuple[Expression, ...]
+    name: str = ""
+    """What is said to have this ratio, as in AB:CD = 3:4."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +95,20 @@ class Either:
 
 
 @dataclass(frozen=True)
+class Undone:
+    """An expression with a sum, a product, an integral or a limit, which math-verify works out."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Words:
     """A text that is read as nothing else."""
 
     text: str
 
 
-Answer = Number | Ordered | Unordered | Ratio | Relation | Chain | Either | Words
+Answer = Number | Ordered | Unordered | Operation | Ratio | Relation | Chain | Either | Undone | Words
 
 
 def read_answer(text: str) -> Answer:
@@ -101,7 +121,8 @@ def read_answer(text: str) -> Answer:
         text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     if not text or nesting(text) > _DEEPEST:
         return Words(text)
-    for read in (_membership, _list, _union, _chain, _matrix, _bracketed, _two_signs, _ratio, _based, _number):
+    kinds = (_membership, _list, _union, _operation, _chain, _matrix, _bracketed, _two_signs, _ratio, _based, _number)
+    for read in (*kinds, _undone):
         answer = read(text)
         if answer is not None:
             return answer
@@ -124,19 +145,28 @@ def expression_of(text: str) -> Expression | None:
 _NAME_ATOM = r"(?:\\text\{[^{}]*\}|\\?(?!(?:sqrt|frac|log|ln|exp|text)(?![A-Za-z]))[A-Za-z]+(?![A-Za-z]))"
 _NAME = re.compile(
     rf"(?:{_NAME_ATOM}'*(?:\s*_\s*(?:\w|\{{[^{{}}]*\}}))?'*\s*){{1,6}}(?:(?:\^\s*\{{\s*-1\s*\}})?\s*\([^()=]*\)|°)?\s*"
-    r"|\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\)|\|\s*[A-Za-z]+\s*\||\[\s*[A-Z]+\s*\]"
+    r"|\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\)|\|\s*[A-Za-z][A-Za-z ]*\||\[\s*[A-Z]+\s*\]"
 )
 
 
+_WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z][a-z]")
+
+
 def _is_name(text: str) -> bool:
-    text = re.sub(r"\\(?:overline|angle|triangle|widehat|vec|hat|bar)(?![A-Za-z])", "", text)
+    text = re.sub(r"\\(?:overline|angle|triangle|widehat|vec|hat|bar)(?![A-Za-z])|[∩⊖]", " ", text)
     return bool(_NAME.fullmatch(text.strip()) or re.fullmatch(r"\s*\{\s*[A-Z]+\s*\}\s*", text))
 
 
 def _is_asked(text: str) -> bool:
     """Whether a text can stand for the unknown: a name, or a term of variables alone (m + n, not m + 2)."""
     expression = None if re.search(r"\d", text) else expression_of(text)
-    return _is_name(text) or (expression is not None and len(expression.names) > 1)
+    return _is_name(text) or _is_ratio(text) or (expression is not None and len(expression.names) > 1)
+
+
+def _is_ratio(text: str) -> bool:
+    """Whether a text is a ratio of names, as AB:CD; words are headings (Answer: x)."""
+    names = split(text, ":")
+    return len(names) > 1 and all(_is_name(name) and not _WORD.search(name) for name in names)
 
 
 def _membership(text: str) -> Answer | None:
@@ -157,7 +187,10 @@ def _list(text: str) -> Answer | None:
     parts = [read_answer(part) for part in texts]
     names = [part.name for part in parts if isinstance(part, Number) and re.fullmatch(r"[A-Za-z]", part.name)]
     if len(set(names)) == len(parts):  # x = 1, y = 2 is the point (1, 2)
-        return Ordered("()", tuple(parts[names.index(name)] for name in sorted(names)))
+        point = tuple(parts[names.index(name)] for name in sorted(names))
+        # Only of neighbours in the alphabet is the order known in which somebody else lists them.
+        neighbours = ord(max(names)) - ord(min(names)) < len(names)
+        return Either((Ordered("()", point), Ordered(",", point if neighbours else tuple(parts))))
     if all(re.match(r"\s*[^(\[⦃\s].*[<>]", part) for part in texts) and not re.search(r"\band\b", text):
         return Unordered("union", tuple(parts))
     return Unordered("list", tuple(parts))
@@ -177,6 +210,17 @@ def _signed(texts: Iterable[str]) -> list[str]:
 def _union(text: str) -> Answer | None:
     texts = split(text, "⊔")
     return Unordered("union", tuple(read_answer(part) for part in texts)) if len(texts) > 1 else None
+
+
+def _operation(text: str) -> Answer | None:
+    """An intersection or a difference; both bind more tightly than a union, and differences group from the left."""
+    signs = set(re.findall("[∩⊖]", outside(text)))
+    if not signs or "=" in re.sub("[<>]=", "", outside(text)):  # P(A ∩ B) and A ∩ B = ... are names
+        return None
+    texts = split(text, "[∩⊖]")
+    if len(signs) > 1 or len(texts) > MOST_PARTS:
+        return Words(text)
+    return Operation(signs.pop(), tuple(map(read_answer, texts)))
 
 
 _TURNED = {">": "<", ">=": "<="}
@@ -210,7 +254,9 @@ def _equation(texts: list[str]) -> Answer:
     name = re.sub(r"[\s{}]", "", texts[0])
     parts = [read_answer(part) for part in texts[1:]]
     for k, part in enumerate(parts):
-        if isinstance(part, Number) and not part.name:
+        if ":" in name and isinstance(ratio := _ratio(texts[k + 1], named=True), Ratio):
+            parts[k] = replace(ratio, name=name)
+        elif isinstance(part, Number) and not part.name:
             parts[k] = replace(part, name=name, relation=relation)
     return parts[0] if len(parts) == 1 else Chain(tuple(parts))
 
@@ -281,13 +327,13 @@ def _two_signs(text: str) -> Answer | None:
     return Unordered("list", tuple(map(read_answer, _signed([text])))) if "±" in text else None
 
 
-def _ratio(text: str) -> Answer | None:
+def _ratio(text: str, named: bool = False) -> Answer | None:
     text, unit = _unit(text)
     texts = split(text, ":")
     parts = [part for part in map(expression_of, texts) if part is not None] if len(texts) > 1 else []
     if len(parts) < len(texts):
         return None
-    if re.fullmatch(r"\d{1,2}(:\d\d)+", text):
+    if re.fullmatch(r"\d{1,2}(:\d\d)+", text) and not named:
         return Ordered(":", (*map(Number, parts), Number(constant(1), unit)))
     return Ratio(tuple(parts))
 
@@ -310,8 +356,16 @@ def _number(text: str) -> Answer | None:
     expression = expression_of(core.removesuffix(sign))
     whole = expression_of(text) if sign or core != text else None
     if expression is None:
-        return None if whole is None else Number(whole)
-    return Number(expression, unit, sign, whole)
+        return None if whole is None else Number(whole, text=text)
+    return Number(expression, unit, sign, whole, text=core)
+
+
+UNDONE = re.compile(r"\\(?:sum|prod|i*nt|oint|lim|partial|det)(?![A-Za-z])")
+
+
+def _undone(text: str) -> Answer | None:
+    core, _ = _unit(text)
+    return Undone(core) if UNDONE.search(core) and r"\text" not in core else None
 
 
 _TEXT_UNIT = re.compile(

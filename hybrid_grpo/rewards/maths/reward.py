@@ -27,8 +27,8 @@ def math_answer(
 
     **What it must be.** The gold answer is bare, or a worked solution that ends in `####` or holds `\boxed{}`. Values
     are compared, not their notation (2/4 is 0.5), and exactly (0.333 is not 1/3); docs/rewards/maths.md has the
-    conventions. math-verify compares set differences, and gold answers that have a sum, an integral or a limit;
-    everything else is compared here. The function does not apply where `answer` is None. Raises ValueError where
+    conventions. math-verify works out gold answers that have a sum, an integral or a limit, within seconds; everything
+    else is compared here. The function does not apply where `answer` is None. Raises ValueError where
     math-verify is not installed, or an answer of the data set is empty.
     """
     if not _HAS_MATH_VERIFY:
@@ -106,8 +106,11 @@ _PHRASE = re.compile(
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"\.(?=\s|$|[*_$])|\n|,?\s(?:because|since|as|which|where|so|I hope)\b")
-_JOINT = re.compile(r"and|or|,|;")
-_JOINED = re.compile(r"[\s$,;()\\]*(?:and|or)?[\s$()\\]*(?:[A-Za-z](?:_\w)?\s*=\s*)?[\s$]*")
+_JOINT = re.compile(r"and|or|as well as|,|;")
+_JOINED = re.compile(
+    r"[\s$,;()\\]*(?:and(?: also)?|or|as well as|and the other(?: one| root| solution| value)?(?: is)?)?[\s$()\\]*"
+    r"(?:[A-Za-z](?:_\w)?\s*=\s*)?[\s$]*"
+)
 _SPACING = re.compile(r"\\(?:q?quad|text|textrm|mathrm|mbox|hspace)(?![A-Za-z])|\\[,;:! ]|[{}~]")
 """Spacing and the commands of text between two boxes: \\quad \\text{and} is "and"."""
 _LONGEST_JOINT, _MOST_JOINED, _MOST_HEADINGS = 60, 20, 20

@@ -6,6 +6,10 @@ with `observation`, `reward` and `done`. A `step` without arguments, or whose do
 
 Both have `reset`, which is given the columns of the row, and may return what the model reads at the end of the prompt.
 `get_reward` and `close` are called at the end where they are there. All methods may be `async def`.
+
+An object has a process of its own, unless its class has an attribute `objects_per_process`. The objects of a process
+share modules and whatever they change in them; `random` and numpy's global generator continue for each as if it were
+alone.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ from hybrid_grpo.rewards.workers import openenv
 from hybrid_grpo.rewards.workers.tools import RESULT, WrongArguments, as_text, check_arguments, described
 from hybrid_grpo.rewards.workers.verifiers import PACKAGE, VerifiersRollout, installed, is_foreign, quietly, rollouts_of
 
+_SHARES = "objects_per_process"
+"""Attribute of a class that allows its objects to share a process."""
 _OWN = ("reset", "get_reward", "close")
 """Methods that are no tools."""
 
@@ -45,24 +51,33 @@ class EnvironmentEntry:
 
 
 class EnvironmentProcess:
-    """The objects of an entry in a process, one after the other; has the form of `functions.Function`.
+    """The objects of an entry in a process; has the form of `functions.Function`.
 
-    A call has one row, an order: a mapping whose `do` is `begin`, `call`, `step` or `end`, with the arguments of the
-    method below that carries it out. The reply has what came of it as RESULT.
+    A call has one row, an order: a mapping with the `number` of the object, whose `do` is `begin`, `call`, `step`,
+    `end` or `close`, with the arguments of the method below that carries it out. The reply has what came of it as
+    RESULT.
     """
 
     def __init__(self, place: str, factory: Callable[[], Any], interface: Interface, file: str | None) -> None:
         self.interface = interface
         self._place, self._factory, self._file = place, factory, file
+        self._shares = (interface.schema or {})["shares"] > 1
+        self._instances: dict[int, Any] = {}
         self._instance: Any = None
+        """The object that the order under way is for."""
+        self._random: dict[int, tuple[Any, Any]] = {}
+        """Random states of objects, where there may be several: what one draws does not depend on the others."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def score(self, call: RewardCall) -> Reply:
         """Carry out an order."""
         order = dict(call.inputs["order"][0])
-        do = order.pop("do")
+        do, number = order.pop("do"), order.pop("number")
+        self._instance = self._instances.pop(number, None)
         try:
-            if do != "begin" and self._instance is None:
+            if self._shares and number in self._random:
+                _restore_random(self._random.pop(number))
+            if do not in ("begin", "close") and self._instance is None:
                 raise _Refused("was not reset")
             return Reply([0.0], [None], {RESULT: [getattr(self, f"_{do}")(**order)]})
         except _Refused as refusal:
@@ -74,6 +89,11 @@ class EnvironmentProcess:
             # The model reads of a tool what it reads of other tools.
             told = describe(error, None) if do == "call" else f"raised {describe(error, self._file)}"
             return failed(Failure("raised", told, trace), 1, spent=isinstance(error, MemoryError))
+        finally:
+            if self._instance is not None:
+                self._instances[number] = self._instance
+                if self._shares:
+                    self._random[number] = _random_state()
 
     async def score_async(self, call: RewardCall) -> Reply:
         """`score`: a process has nothing to do beside its one object."""
@@ -81,7 +101,6 @@ class EnvironmentProcess:
 
     def _begin(self, columns: dict[str, Any], seed: int, observation: str | None, is_first: bool) -> dict[str, Any]:
         """Make an object and reset it: what it says, which must be the `observation` unless it is the first."""
-        self._finish()
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed)
@@ -115,7 +134,7 @@ class EnvironmentProcess:
         return {**found, "end": self._end()} if done or is_last else found
 
     def _end(self) -> dict[str, Any]:
-        """The outcome of the object, which is closed."""
+        """The outcome of the object."""
         reward = None
         if callable(getattr(self._instance, "get_reward", None)):
             reward = self._waited(self._instance.get_reward())
@@ -123,10 +142,9 @@ class EnvironmentProcess:
                 raise _Refused(f"returned {reward!r:.100} from get_reward: return a finite number or None")
         is_own = not isinstance(self._instance, VerifiersRollout | openenv.OpenenvRollout)
         state = state_of(self._instance if is_own else self._instance.carried(), self._place)
-        self._finish()
         return {"reward": None if reward is None else finite(reward), "state": state}
 
-    def _finish(self) -> None:
+    def _close(self) -> None:
         """Close the object, if there is one; what closing raises changes nothing anymore."""
         instance, self._instance = self._instance, None
         close = getattr(instance, "close", None)
@@ -144,6 +162,17 @@ class EnvironmentProcess:
             return await result
 
         return self._loop.run_until_complete(awaited())
+
+
+def _random_state() -> tuple[Any, Any]:
+    """States of `random` and of numpy's global generator, if numpy is there."""
+    return random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+
+def _restore_random(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])
 
 
 class _Refused(Exception):
@@ -208,11 +237,20 @@ def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess
         "steps": not tools,
         "silent": inspect.signature(methods["reset"]).return_annotation in (None, "None"),
         "tools": tools,
+        "shares": _shares(kind, setting),
     }
     parameters = list(inspect.signature(methods["reset"]).parameters.values())[1:]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     interface = Interface([n for n in needed if n != "seed"], None, False, 1, schema=schema)
     return EnvironmentProcess(place, factory, interface, getattr(module, "__file__", None))
+
+
+def _shares(kind: Any, setting: str) -> int:
+    """How many objects may be in one process."""
+    shares = getattr(kind, _SHARES, 1)
+    if type(shares) is not int or shares < 1:
+        raise UserError(f"{setting}: {_SHARES} is {shares!r:.40}: give a whole number, 1 or greater")
+    return shares
 
 
 def _tools(methods: dict[str, Any], setting: str) -> list[dict[str, Any]]:

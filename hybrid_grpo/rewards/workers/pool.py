@@ -78,10 +78,10 @@ class Pool:
         workers: Workers | Tasks = Tasks(self._fork_server, self._workers) if interface.is_async else self._workers
         return partial(self._start, partial(workers.score, index, timeout_s), interface.batch_size != "group")
 
-    def seats(self, index: int, timeout_s: float) -> Seats:
-        """Processes for objects of the isolated entry with this index, one process for each object."""
+    def seats(self, timeout_s: float, most: int | None = None) -> Seats:
+        """Processes for objects of the isolated entries; see `Seats`."""
         assert self._fork_server is not None
-        return Seats(self._fork_server, self._loop, index, timeout_s)
+        return Seats(self._fork_server, self._loop, timeout_s, most)
 
     def threaded(self, function: Function, timeout_s: float, enter: Callable[[], None]) -> Caller:
         """The caller of a function of this process; every thread begins with `enter`."""

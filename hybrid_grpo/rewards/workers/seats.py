@@ -1,16 +1,18 @@
-"""Processes that hold an object of the user's for a while: one process for each object, one order after the other.
+"""Processes that hold objects of the user's for a while: one object each, or as many as the class allows.
 
 Orders are sent by the thread that gives them, and replies are read as they come by the loop of the Pool. A game gives
-hundreds of orders in a second of decoding, whose thread they must not hold up: so no order has a task or a timer.
+hundreds of orders in a second of decoding, whose thread they must not hold up: so no order has a task or a timer. A
+process carries out one order at a time, in the order in which they were given.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import pickle
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,119 +22,82 @@ from hybrid_grpo.rewards.workers.processes import ForkServer
 from hybrid_grpo.rewards.workers.worker import decode_reply, died, framed, timed_out, unframed
 
 Done = Callable[[Reply], None]
-"""Is told the reply to an order, in whatever thread."""
+"""Called with the reply to an order, on any thread."""
 _PART = 1 << 15
 """Most bytes read at once."""
 
 
 class Seat:
-    """The process of one object, from its first order until it is left. Orders are carried out in the order in which
-    they were given. Where one takes too long, or ends the process, it and all later ones have failed."""
+    """The place of one object in a process, from its first order until it is left. Where an order takes too long, or
+    ends the process, it and all later ones have failed.
 
-    def __init__(self, seats: Seats) -> None:
-        self._seats = seats
-        self._orders: deque[tuple[bytes, Done]] = deque()
-        """The first is under way."""
-        self._process: _Process | None = None
-        self._lost: Reply | None = None
-        self._is_left = False
-        self._lock = threading.Lock()
+    Args:
+        index: of the object's entry, in its fork server.
+        shares: most objects in one process.
+    """
+
+    def __init__(self, seats: Seats, index: int, shares: int) -> None:
+        self._seats, self._number = seats, next(seats.numbers)
+        self.index, self.shares = index, shares
+        self.process: _Process | None = None
+        self.lost: Reply | None = None
+        """The reply to all orders once the process is lost."""
+        self.waiting: list[tuple[bytes, Done]] = []
+        """Orders given before there is a process."""
 
     def ask(self, order: dict[str, Any], done: Done) -> None:
-        """Give an order; `done` is told the reply once."""
-        call = RewardCall({"order": [order]}, [0])
+        """Give an order; `done` is called with the reply once."""
+        call = RewardCall({"order": [{**order, "number": self._number}]}, [0])
         try:
-            message = framed(pickle.dumps((0, self._seats.index, call, self._seats.timeout_s)))
+            message = framed(pickle.dumps((0, self.index, call, self._seats.timeout_s)))
         except Exception as error:  # such as columns that cannot be pickled
             return done(failed(Failure("invalid", f"could not be called: {describe(error, None)}"), 1))
-        with self._lock:
-            if self._lost is None:
-                self._orders.append((message, done))
-                if len(self._orders) == 1:
-                    self._send()
+        with self._seats.lock:
+            if self.lost is None:
+                if self.process is not None:
+                    return self.process.give(self, message, done)
+                self.waiting.append((message, done))
+                if len(self.waiting) == 1:
+                    self._seats.place(self)
                 return
-        done(self._lost)
+        done(self.lost)
 
     def leave(self) -> None:
-        """Leave the process to other objects, once all orders are carried out."""
-        self._is_left = True
-        self._seats.loop.call_soon_threadsafe(self._give_back)
-
-    def _send(self) -> None:
-        """Send the first order, with the lock held; in the loop's thread where a process is to be started."""
-        self._process = self._process or self._seats.idle_process(self)
-        if self._process is None:
-            self._seats.loop.call_soon_threadsafe(self._start)
-        else:
-            self._seats.deadlines_s[self] = time.monotonic() + self._seats.timeout_s
-            self._process.send(self._orders[0][0])
-
-    def _start(self) -> None:
-        with self._lock:
-            try:
-                self._process = self._seats.start_process(self)
-                return self._send()
-            except Exception as error:  # such as a fork server that cannot be started again
-                failure = Failure("died", f"could not be started: {describe(error, None)}")
-                reply = failed(failure, 1)
-                waiting = self._fail(reply)
-        for done in waiting:
-            done(reply)
-
-    def take(self, reply: Reply) -> None:
-        """Take the reply to the order under way, in the loop's thread."""
-        if reply.spent:
-            return self.lose(reply)
-        with self._lock:
-            _, done = self._orders.popleft()
-            del self._seats.deadlines_s[self]
-            if self._orders:
-                self._send()
-        done(reply)
-        self._give_back()
-
-    def lose(self, reply: Reply | None = None) -> None:
-        """End the process, in the loop's thread; the order under way and all later ones get this reply. Default: that
-        the process has died."""
-        with self._lock:
-            assert self._process is not None
-            status = self._process.end()
-            self._process = None
-            reply = reply or died(status, 1)
-            waiting = self._fail(reply)
-        for done in waiting:
-            done(reply)
-
-    def _fail(self, reply: Reply) -> list[Done]:
-        """Fail all orders, with the lock held; returns who is to be told so, without it."""
-        self._seats.deadlines_s.pop(self, None)
-        waiting, self._lost = [done for _, done in self._orders], reply
-        self._orders.clear()
-        return waiting
-
-    def _give_back(self) -> None:
-        with self._lock:
-            if self._is_left and not self._orders and self._process is not None:
-                self._seats.take_back(self._process)
-                self._process = None
+        """Close the object, and leave its place to others, once all orders are carried out. What closing does to the
+        process, or how long it takes, changes no earlier reply."""
+        with self._seats.lock:
+            if self.lost is not None or (self.process is None and not self.waiting):
+                return
+        self.ask({"do": "close"}, lambda _: self._seats.take_back(self))
 
 
 class _Process:
-    """A worker process and the connection to it; `seat` is who has it."""
+    """A worker process and the connection to it; `seats` are those that have it."""
 
-    def __init__(self, seats: Seats, seat: Seat) -> None:
-        self._seats = seats
-        self.seat: Seat | None = seat
+    def __init__(self, seats: Seats) -> None:
+        self._all = seats
+        self.seats: set[Seat] = set()
+        self.is_ending = False
+        self.orders: deque[tuple[Seat, bytes, Done]] = deque()
+        """The first is under way."""
         self._pid, self._connection = seats.fork_server.fork_worker("sync")
         self._connection.setblocking(False)
         self._received = bytearray()
         seats.loop.add_reader(self._connection, self._read)
 
-    def send(self, message: bytes) -> None:
-        """Send an order, in whatever thread. That the process is gone is noticed by the loop."""
+    def give(self, seat: Seat, message: bytes, done: Done) -> None:
+        """Take an order, on any thread, with the lock held."""
+        self.orders.append((seat, message, done))
+        if len(self.orders) == 1 and not self.is_ending:
+            self._send_first()
+
+    def _send_first(self) -> None:
+        """Send an order. That the process is gone is noticed by the loop."""
+        message = self.orders[0][1]
+        self._all.deadlines_s[self] = time.monotonic() + self._all.timeout_s
         sent = self._sent(message)
         if sent < len(message):
-            self._seats.loop.call_soon_threadsafe(self._send_rest, message[sent:])
+            self._all.loop.call_soon_threadsafe(self._send_rest, message[sent:])
 
     def _sent(self, message: bytes) -> int:
         try:
@@ -144,10 +109,10 @@ class _Process:
         """Send what is left of a long order, in the loop's thread, as the process reads."""
         if self._connection.fileno() < 0:
             return
-        self._seats.loop.remove_writer(self._connection)
+        self._all.loop.remove_writer(self._connection)
         rest = rest[self._sent(rest) :]
         if rest:
-            self._seats.loop.add_writer(self._connection, self._send_rest, rest)
+            self._all.loop.add_writer(self._connection, self._send_rest, rest)
 
     def _read(self) -> None:
         """Take what has come: a part of a reply, or the end of the process."""
@@ -160,82 +125,166 @@ class _Process:
             # No message: the process has ended. One that is no reply: a function may write to whatever descriptor it
             # finds.
             reply = decode_reply(message or b"")[1]
-            if len(reply.values) != 1 or self.seat is None:
+            if len(reply.values) != 1 or not self.orders:
                 raise EOFError("a reply to something else")
         except BlockingIOError:
             return
         except (EOFError, OSError, ValueError, TypeError, AttributeError):
-            self._seats.remove(self)
-            if self.seat is None:
-                self.end()
-            else:
-                self.seat.lose()
-            return
-        self.seat.take(reply)
+            return self._all.lose(self)
+        if reply.spent:
+            return self._all.lose(self, reply)
+        with self._all.lock:
+            _, _, done = self.orders.popleft()
+            del self._all.deadlines_s[self]
+            if self.orders:
+                self._send_first()
+        done(reply)
 
     def end(self) -> int | None:
         """Kill the process; its exit status, see `ForkServer.end`."""
-        self._seats.loop.remove_reader(self._connection)
-        self._seats.loop.remove_writer(self._connection)
-        status = self._seats.fork_server.end(self._pid)
+        self._all.loop.remove_reader(self._connection)
+        self._all.loop.remove_writer(self._connection)
+        status = self._all.fork_server.end(self._pid)
         self._connection.close()  # only now: the process would end by itself, with another status
         return status
 
 
 class Seats:
-    """The processes for objects of one entry. They are started when they are needed, and used again and again.
+    """The processes for objects. They are started when they are needed, and used again and again; an object for which
+    there is no process waits until another is left.
 
     Args:
         loop: reads replies, and starts and ends processes.
-        index: of the entry, in its fork server.
-        timeout_s: seconds of one order.
+        timeout_s: seconds of one order, from when its process begins with it.
+        most: most processes; None for as many as there are objects.
 
     Attributes:
         deadlines_s: when the orders under way have taken too long, by `time.monotonic`.
+        lock: of all that is changed by the threads of orders and by the loop's.
     """
 
-    def __init__(self, fork_server: ForkServer, loop: asyncio.AbstractEventLoop, index: int, timeout_s: float) -> None:
+    def __init__(
+        self, fork_server: ForkServer, loop: asyncio.AbstractEventLoop, timeout_s: float, most: int | None
+    ) -> None:
         self.fork_server, self.loop = fork_server, loop
-        self.index, self.timeout_s = index, timeout_s
-        self.deadlines_s: dict[Seat, float] = {}
+        self.timeout_s, self._most = timeout_s, most
+        self.deadlines_s: dict[_Process, float] = {}
+        self.lock, self.numbers = threading.Lock(), itertools.count()
+        self._count = 0
+        """Processes that are there, or being started."""
+        self._starting = 0
         self._idle: list[_Process] = []
-        self._lock = threading.Lock()
+        self._with_room: defaultdict[int, dict[_Process, None]] = defaultdict(dict)
+        """Processes that hold objects of an entry, and may hold more."""
+        self._queue: deque[Seat] = deque()
         loop.call_soon_threadsafe(self._watch)
 
-    def seat(self) -> Seat:
-        """A seat for an object."""
-        return Seat(self)
+    def seat(self, index: int, shares: int = 1) -> Seat:
+        """A seat for an object of the entry with this index, of which a process may hold `shares`."""
+        return Seat(self, index, shares)
 
-    def idle_process(self, seat: Seat) -> _Process | None:
-        """A process that holds no object, for this seat; None where there is none."""
-        with self._lock:
-            if not self._idle:
-                return None
-            process = self._idle.pop()
-            process.seat = seat
-            return process
+    def place(self, seat: Seat) -> None:
+        """Find a process for an object, with the lock held; it may have to wait for one."""
+        self._queue.append(seat)
+        self._place_waiting()
 
-    def start_process(self, seat: Seat) -> _Process:
-        """A new process, in the loop's thread, unless one has become idle meanwhile."""
-        return self.idle_process(seat) or _Process(self, seat)
+    def _place_waiting(self) -> None:
+        """Place the objects that wait, with the lock held, in the order in which they came."""
+        while self._queue:
+            process = self._process_for(self._queue[0])
+            if process is None:
+                break
+            seat = self._queue.popleft()
+            process.seats.add(seat)
+            self._sort(process, seat)
+            seat.process = process
+            for message, done in seat.waiting:
+                process.give(seat, message, done)
+            seat.waiting = []
+        while self._starting < len(self._queue) and (self._most is None or self._count < self._most):
+            self._starting += 1
+            self._count += 1
+            self.loop.call_soon_threadsafe(self._start)
 
-    def take_back(self, process: _Process) -> None:
-        """Take a process that holds no object any longer, in the loop's thread."""
-        process.seat = None
-        self._idle.append(process)
+    def _process_for(self, seat: Seat) -> _Process | None:
+        if with_room := self._with_room[seat.index]:
+            return next(reversed(with_room))
+        return self._idle.pop() if self._idle else None
 
-    def remove(self, process: _Process) -> None:
-        """Give a process that has ended to nobody, in the loop's thread."""
-        with self._lock:
+    def _sort(self, process: _Process, seat: Seat) -> None:
+        """Note whether a process has room, with the lock held, after `seat` came or went."""
+        self._with_room[seat.index].pop(process, None)
+        if not process.seats:
+            self._idle.append(process)
+        elif len(process.seats) < seat.shares:
+            self._with_room[seat.index][process] = None
+
+    def _start(self) -> None:
+        """Start a process, in the loop's thread, unless none is needed any longer."""
+        process, reply = None, None
+        if self._queue:
+            try:
+                process = _Process(self)
+            except Exception as error:  # such as a fork server that cannot be started again
+                reply = failed(Failure("died", f"could not be started: {describe(error, None)}"), 1)
+        with self.lock:
+            self._starting -= 1
+            waiting: list[tuple[bytes, Done]] = []
+            if process is not None:
+                self._idle.append(process)
+                return self._place_waiting()
+            self._count -= 1
+            if reply is None or self._count > self._starting or not self._queue:
+                return  # where there are other processes, the object waits for one of them
+            seat = self._queue.popleft()
+            seat.lost, waiting, seat.waiting = reply, seat.waiting, []
+            self._place_waiting()
+        for _, done in waiting:
+            done(reply)
+
+    def take_back(self, seat: Seat) -> None:
+        """Give the place of an object that is closed to others."""
+        with self.lock:
+            if seat.process is not None:
+                seat.process.seats.discard(seat)
+                self._sort(seat.process, seat)
+                seat.process = None
+                self._place_waiting()
+
+    def lose(self, process: _Process, reply: Reply | None = None) -> None:
+        """End a process, in the loop's thread. The order under way and all later ones of its object get this reply, by
+        default that the process has died; objects that shared the process are lost as well."""
+        with self.lock:
+            self.deadlines_s.pop(process, None)
+            process.is_ending = True
+            for seat in process.seats:
+                self._with_room[seat.index].pop(process, None)
             if process in self._idle:
                 self._idle.remove(process)
+        status = process.end()
+        reply = reply or died(status, 1)
+        with self.lock:
+            guilty = process.orders[0][0] if process.orders else None
+            for seat in process.seats:
+                seat.process, seat.lost = None, reply if guilty in (seat, None) else _shared(reply)
+            orders, process.orders = process.orders, deque()
+            self._count -= 1
+            self._place_waiting()
+        for seat, _, done in orders:
+            done(seat.lost or reply)
 
     def _watch(self) -> None:
         """End the processes whose orders take too long; then look again when the next one may."""
         now_s, deadlines_s = time.monotonic(), self.deadlines_s.copy()
-        late = [seat for seat, deadline_s in deadlines_s.items() if deadline_s <= now_s]
+        late = [process for process, deadline_s in deadlines_s.items() if deadline_s <= now_s]
         # An order that is given from now on has a later deadline.
         next_s = min((d for d in deadlines_s.values() if d > now_s), default=now_s + self.timeout_s)
         self.loop.call_later(next_s - now_s, self._watch)
-        for seat in late:
-            seat.lose(timed_out(self.timeout_s, 1))
+        for process in late:
+            self.lose(process, timed_out(self.timeout_s, 1))
+
+
+def _shared(reply: Reply) -> Reply:
+    failure = reply.failures[0]
+    assert failure is not None
+    return failed(Failure("died", f"shared its process with another, which {failure.message}"), 1)

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from hybrid_grpo.config import LogConfig
+from hybrid_grpo.config.secrets import masked
 from hybrid_grpo.run.files import json_safe
 from hybrid_grpo.run.trackers.follower import FAILED, LIMIT_SECONDS
 from hybrid_grpo.run.trackers.wandb import resolve_wandb_mode
@@ -60,7 +61,7 @@ class TrackerProcess:
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         given = {
             **{"tracker": name, "folder": str(folder.absolute()), "done": done, "limit_s": limit_s},
-            **{"log": asdict(config), "settings": json_safe(settings)},
+            **{"log": masked(asdict(config)), "settings": json_safe(settings)},
         }
         with tempfile.TemporaryFile() as file:  # a pipe may be full before anybody reads it
             file.write(json.dumps(given).encode())

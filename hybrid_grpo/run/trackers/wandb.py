@@ -3,6 +3,7 @@
 import netrc
 import os
 import secrets
+import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,6 +53,9 @@ class WandbTracker:
 
         self._wandb, self._defined = wandb, set(AXES)
         mode = resolve_wandb_mode(config.wandb)
+        # wandb makes a folder for each table, by default in the user's home, and leaves it there, emptied.
+        self._staging = folder / "wandb" / "staging"
+        os.environ["WANDB_DATA_DIR"] = str(self._staging)
         self._run = wandb.init(
             project=config.wandb_project,
             entity=config.wandb_entity,
@@ -116,3 +120,4 @@ class WandbTracker:
             self._run.log_artifact(artifact)
         self._run.finish(exit_code=int(failed))
         self._wandb.teardown()
+        shutil.rmtree(self._staging, ignore_errors=True)

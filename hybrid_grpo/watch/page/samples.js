@@ -6,6 +6,7 @@ import { state } from "./state.js";
 let rows = [],
   next = null,
   read = 0,
+  leftOut = 0,
   sorted = { by: "step", up: false },
   chosen = null,
   run = null,
@@ -108,7 +109,7 @@ async function search(from = null) {
   const mine = ++turn;
   if (!from) {
     rows = [];
-    read = 0;
+    read = leftOut = 0;
   }
   if (!run) {
     status.textContent = "Choose a run on the left.";
@@ -137,6 +138,7 @@ async function search(from = null) {
     }
     found.push(...answer.rows);
     read += answer.read;
+    leftOut += answer.left_out ?? 0;
     from = next = answer.next;
     ({ steps, kept } = answer);
   } while (from && found.length < 200);
@@ -145,12 +147,13 @@ async function search(from = null) {
     known = new Set([...reasons.options].map(option => option.value));
   for (const reason of new Set(rows.map(row => row.finish)))
     if (!known.has(reason)) reasons.append(el("option", { value: reason }, reason));
-  const reach = next ? `, down to step ${next[0]}` : "";
+  const reach = next ? `, down to step ${next[0]}` : "",
+    without = leftOut ? `, without ${whole(leftOut)} of more than 8 MiB` : "";
   const saved = steps && `Saved: steps ${steps[0]} to ${steps[1]}.${kept ? ` In this file: ${kept.join(", ")}, first the groups whose rewards differ most.` : ""}`;
   status.textContent = steps
-    ? !read
+    ? !read && !leftOut
       ? `${kept ? "No completions of these steps are in this file." : "No completions of these steps were saved (log.rollouts_every)."} ${saved}`
-      : `${whole(rows.length)} found in ${whole(read)} completions${reach}. ${saved}`
+      : `${whole(rows.length)} found in ${whole(read)} completions${reach}${without}. ${saved}`
     : "This run has saved no completions (log.rollouts_every).";
   show();
 }

@@ -53,9 +53,9 @@ def said(future):
 
 
 def test_objects_that_end_their_processes_are_lost_and_all_others_are_answered_in_order(pool):
-    seats = pool.seats(0, 120.0)
+    seats = pool.seats(120.0)
     texts = [*LOST, "long", "y" * 1_000_000, *map(str, range(6))] * 2
-    held = [seats.seat() for _ in texts]
+    held = [seats.seat(0) for _ in texts]
     answers = [play(seat, "first", text, "last") for seat, text in zip(held, texts, strict=True)]
     processes, lost = set(), set()
     for text, (first, second, third) in zip(texts, answers, strict=True):
@@ -77,16 +77,16 @@ def test_objects_that_end_their_processes_are_lost_and_all_others_are_answered_i
     dead = processes.pop()
     os.kill(dead, signal.SIGKILL)
     assert in_time(lambda: not psutil.pid_exists(dead))
-    again = {int(said(play(seats.seat(), "again")[0]).split()[0]) for _ in range(len(processes) + 1)}
+    again = {int(said(play(seats.seat(0), "again")[0]).split()[0]) for _ in range(len(processes) + 1)}
     assert again > processes and dead not in again
 
 
 def test_an_order_that_takes_too_long_fails_those_behind_it_and_no_others(pool):
-    seats = pool.seats(0, 1.0)
-    hangs, patient = play(seats.seat(), "hang", "more"), play(pool.seats(0, 120.0).seat(), "fine")
+    seats = pool.seats(1.0)
+    hangs, patient = play(seats.seat(0), "hang", "more"), play(pool.seats(120.0).seat(0), "fine")
     assert [said(answer) for answer in hangs] == [FAR, FAR]
     assert said(patient[0]).endswith(" 1 4")
     # What cannot be sent has failed, and what follows has not.
-    seat = seats.seat()
+    seat = seats.seat(0)
     unsent = give(seat, {**BEGIN, "columns": {"a": lambda: None}})
     assert said(unsent).startswith("could not be called: ")

@@ -24,21 +24,21 @@ def usable(*tensors: Tensor) -> bool:
     return triton is not None and all(on_gpu(t) and (not t.dim() or t.stride(-1) == 1) for t in tensors)
 
 
-def tried(what: str, check: Callable[[], bool]) -> bool:
-    """What `check` finds; where it fails, a warning that `what` is slower."""
+def tried(what: str, check: Callable[[], bool], kernel: str = "a Triton kernel") -> bool:
+    """What `check` finds; where it fails, a warning that `what` is slower, without `kernel`."""
     try:
         agrees, reason = check(), "its results differ from torch's"
     except Exception as error:  # a compiler that is missing or fails raises errors of many types
         agrees, reason = False, (str(error).strip() or type(error).__name__).splitlines()[0]
     if not agrees:
-        warnings.warn(f"{what} does without a Triton kernel, slower: {reason}", stacklevel=3)
+        warnings.warn(f"{what} does without {kernel}, slower: {reason}", stacklevel=3)
     return agrees
 
 
 @functools.cache
-def proven(what: str, check: Callable[..., bool], *case: Any) -> bool:
+def proven(what: str, check: Callable[..., bool], *case: Any, kernel: str = "a Triton kernel") -> bool:
     """Whether a kernel computes what torch does on a device, type and so on; `check` is asked once for each `case`."""
-    return tried(what, lambda: check(*case))
+    return tried(what, lambda: check(*case), kernel)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

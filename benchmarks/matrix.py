@@ -1,0 +1,238 @@
+"""Train with combinations of settings that together have every pair of values, and see whether each keeps its promises.
+
+    python benchmarks/matrix.py                        all cases, about a quarter of an hour on two cores
+    python benchmarks/matrix.py --cases 3,17           only these
+    python benchmarks/matrix.py --only 5               five that are drawn by the commit
+    python benchmarks/matrix.py --json FILE            numbers for benchmarks/results/matrix.json
+
+Every case is a real run of three steps with a tiny model, in micro-batches so small that ranks have different numbers
+of them. It must
+
+    finish   on its number of ranks
+    agree    with a run on another number: the same rollouts, loss and gradient norm within 1e-5 (see `agree`)
+    resume   killed at a point that its number decides: to the bit as the run that was never killed (in float32)
+    leave    no process, no shared memory, and no file outside its folder
+
+Pairs that cannot be combined are results too: each must be refused in one line before a model loads.
+"""
+
+import argparse
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from fault_bench import PROGRAM, Bench, started
+from forks import Ranks
+from matrix_cases import DIMENSIONS, ROOT, Case, Pair, arguments, make_task, pairs
+
+CANDIDATES = 10
+"""Rows that the generator makes for each that it takes."""
+TOLERANCE = 1e-5
+"""Of loss and gradient norm on another number of ranks, in float32: absolute below 1, relative above."""
+HALF = 2e-2
+"""The same in bfloat16, whose numbers have 8 bits: 4e-3 relative for every rounding."""
+KILLS = (("scoring", 3), ("update", 2), ("saving", 2), ("logging", 2))
+"""Points of fault_program.py where cases are killed in turn."""
+GONE_S = 15.0
+"""Until all processes of a run are gone."""
+COUNTED = re.compile(r"(tool|environment|user)/(.*/)?(calls|resets|failed_frac|seconds)")
+"""Numbers of calls that were made, and their seconds: a step that is made again does not repeat those of completions
+that the journal has."""
+
+Entry = dict[str, Any]
+
+
+def covering(seed: int = 0) -> list[Case]:
+    """Cases that together have every pair of values that can be combined: greedily, of some random rows the one with
+    most pairs that no row had before."""
+    draw, every = random.Random(seed), pairs()
+    left = {pair: None for pair, possible in every.items() if possible}
+    cases = []
+    while left:
+        rows = [_row(draw, every, left) for _ in range(CANDIDATES)]
+        best = max(filter(None, rows), key=lambda row: len(_gained(row, left)))
+        for pair in _gained(best, left):
+            del left[pair]
+        cases.append({dimension: best[dimension] for dimension in DIMENSIONS})
+    return cases
+
+
+def _row(draw: random.Random, every: Mapping[Pair, bool], left: Collection[Pair]) -> Case | None:
+    """A case with a pair that is left, to which dimension after dimension the value is added that has most pairs that
+    are left; None where no value can be added."""
+    row: Case = dict(sorted(draw.choice(list(left))))
+    for dimension in draw.sample(list(DIMENSIONS), len(DIMENSIONS)):
+        if dimension not in row:
+            values = draw.sample(list(DIMENSIONS[dimension]), len(DIMENSIONS[dimension]))
+            with_row = {v: [frozenset((choice, (dimension, v))) for choice in row.items()] for v in values}
+            fits = {v: sum(pair in left for pair in new) for v, new in with_row.items() if all(map(every.get, new))}
+            if not fits:
+                return None
+            row[dimension] = max(fits, key=lambda value: fits[value])
+    return row
+
+
+def _gained(row: Case, left: Collection[Pair]) -> list[Pair]:
+    """The pairs of a row that are left."""
+    return [pair for pair in map(frozenset, combinations(row.items(), 2)) if pair in left]
+
+
+class Matrix(Bench):
+    """A folder with the task, in which cases are run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        make_task(folder)
+
+    def ranks(self, name: str, *settings: str, world: int = 2, fault: dict[str, Any] | None = None) -> Ranks:
+        """As in `Bench`, with a folder for temporary files that belongs to the run."""
+        temporary = self.folder / name / "tmp"
+        temporary.mkdir(parents=True, exist_ok=True)
+        environment = {"FAULT": json.dumps(fault), "TMPDIR": str(temporary)}
+        return Ranks(PROGRAM, *self.arguments(name, *settings), world=world, cwd=self.folder, environment=environment)
+
+    def end(self, name: str, settings: Sequence[str], world: int) -> tuple[int, str]:
+        """Start a run and wait for its end: the status and what was said. Raises AssertionError where it leaves
+        something behind."""
+        with self.ranks(name, *settings, world=world) as ranks:
+            status = ranks.wait(300)
+            self.gone_after(GONE_S)
+        assert not (left := _shared_memory(ranks)), f"{left} is left in shared memory"
+        beside = [path for path in (self.folder / name).iterdir() if path.name not in ("run", "tmp")]
+        beside += (self.folder / name / "tmp").iterdir()
+        assert not beside, f"{[str(path) for path in beside]} is left outside the run"
+        return status, "".join(ranks.output)
+
+    def tried(self, number: int, case: Case) -> Entry:
+        """One case, in a folder of its own; what fails is its `why`."""
+        start, name = time.monotonic(), f"case_{number}"
+        try:
+            entry: Entry = {"outcome": "passed", **self._case(name, number, case)}
+        except (AssertionError, TimeoutError) as error:
+            entry = {"outcome": "failed", "why": str(error)}
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        return {"case": number, **entry, "seconds": round(time.monotonic() - start, 1), "settings": case}
+
+    def _case(self, name: str, number: int, case: Case) -> Entry:
+        settings, world = arguments(case), int(case["ranks"])
+        another = 1 if world > 1 else 2 + number % 2
+        self.whole = self.finished(f"{name}/whole", *self.end(f"{name}/whole", settings, world))
+        other = self.finished(f"{name}/other", *self.end(f"{name}/other", settings, another))
+        apart = agree(self.whole, other, case)
+        point, nth = KILLS[number % len(KILLS)]
+        fault = {"point": point, "nth": nth, "rank": "all", "action": "kill"}
+        with self.ranks(f"{name}/killed", *settings, world=world, fault=fault) as ranks:
+            started(ranks)
+            self.gone_after(GONE_S)
+        assert not (left := _shared_memory(ranks)), f"{left} is left in shared memory"
+        shutil.rmtree(self.folder / name / "killed" / "tmp")
+        self.same(f"{name}/killed", *self.end(f"{name}/killed", settings, world))
+        return {"on": another, "apart": apart, "killed": f"{point} {nth}"}
+
+    def same(self, name: str, status: int, said: str) -> None:
+        """As in `Bench`, with the numbers that differ."""
+        ours, differ = self.finished(name, status, said), []
+        for key in sorted(ours.keys() | self.whole.keys()):
+            one, other = ours.get(key), self.whole.get(key)
+            if isinstance(one, dict) and isinstance(other, dict):
+                names = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+                differ += [f"{name} of {key}" for name in names if not COUNTED.fullmatch(name)]
+            elif one != other:
+                differ.append(key)
+        assert not differ, f"resumed, {len(differ)} differ: {', '.join(differ[:12])}"
+
+    def refused(self, number: int, pair: Pair) -> Entry:
+        """A pair of values that cannot be combined, with the first value of every other dimension."""
+        start, name, case = time.monotonic(), f"pair_{number}", {**{d: next(iter(DIMENSIONS[d])) for d in DIMENSIONS}}
+        status, said = self.end(name, arguments({**case, **dict(pair)}), world=1)
+        why = said.strip().removeprefix("hybrid-grpo: error: ")
+        one_line = status == 2 and "\n" not in why and not (self.folder / name / "run").exists()
+        shutil.rmtree(self.folder / name)
+        entry = {"outcome": "refused" if one_line else "failed", "why": why[-600:]}
+        return {"pair": number, **entry, "seconds": round(time.monotonic() - start, 1), "settings": dict(sorted(pair))}
+
+
+def _shared_memory(ranks: Ranks) -> list[str]:
+    """What processes that have ended left in shared memory, by the names with their port or their ids."""
+    numbers = "|".join([ranks.port, *(str(process.pid) for process in ranks.processes)])
+    found = re.compile(rf"(?<!\d)({numbers})(?!\d)")
+    return [path.name for path in Path("/dev/shm").iterdir() if found.search(path.name)]
+
+
+def agree(whole: dict[str, Any], other: dict[str, Any], case: Case) -> float:
+    """How far losses and gradient norms of two runs on different numbers of ranks are apart; raises AssertionError
+    where that, or a completion, differs by more than it may.
+
+    In bfloat16 only the first step is compared: gradients are summed over ranks in 8 bits, so that the weights of later
+    steps differ, and with them what is sampled.
+    """
+    half = case["dtype"] == "bfloat16"
+    worst = 0.0
+    assert other["steps"] == whole["steps"], f"steps {other['steps']}"
+    for step in whole["steps"][: (whole["steps"][0] == 0) + 1 if half else None]:
+        rollouts = [_sampled(left.get(f"rollouts/step_{step:06d}.jsonl", b"")) for left in (whole, other)]
+        assert rollouts[0] == rollouts[1], f"other completions in step {step}"
+        ours, theirs = (left[f"metrics of step {step}"] for left in (whole, other))
+        for name in ("policy/loss", "policy/grad_norm", "critic/loss", "critic/grad_norm", "ptx/loss"):
+            assert (name in ours) == (name in theirs), f"{name} of step {step} on one of two numbers of ranks"
+            if name in ours:
+                worst = max(worst, apart := abs(ours[name] - theirs[name]) / max(1.0, abs(ours[name])))
+                limit = HALF if half else TOLERANCE
+                assert apart <= limit, f"{name} of step {step} differs by {apart:.1e}: {ours[name]} and {theirs[name]}"
+    return worst
+
+
+def _sampled(lines: bytes) -> list[Any]:
+    """What was sampled in a step, in the order of prompts."""
+    names = ("prompt_id", "sample", "prompt", "completion", "messages", "length", "finish", "guest")
+    rows = [[row.get(name) for name in names] for row in map(json.loads, lines.splitlines())]
+    return sorted(rows, key=json.dumps)
+
+
+def drawn(numbers: Sequence[int], count: int) -> list[int]:
+    """So many of these, drawn by the commit that is checked out; always the same where there is no git."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True).stdout if shutil.which("git") else ""
+    return sorted(random.Random(commit).sample(numbers, min(count, len(numbers))))
+
+
+def main() -> int:
+    """Run what is asked for; the status is 1 where a case failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cases", help="numbers of cases, as in 3,17")
+    parser.add_argument("--only", type=int, metavar="N", help="N cases that are drawn by the commit")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    cases, impossible = covering(), [pair for pair, possible in pairs().items() if not possible]
+    chosen, some = list(range(len(cases))), bool(options.cases or options.only)
+    if some:
+        chosen = [int(n) for n in options.cases.split(",")] if options.cases else drawn(chosen, options.only)
+    entries, start = [], time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        matrix = Matrix(Path(folder).resolve())
+        todo = [(matrix.tried, number, cases[number]) for number in chosen]
+        todo += [] if some else [(matrix.refused, number, pair) for number, pair in enumerate(impossible)]
+        for try_it, number, what in todo:
+            entries.append(entry := try_it(number, what))
+            told = f"{entry['settings']} {entry['why']}" if "why" in entry else ""
+            print(f"{entry['outcome']:7} {entry['seconds']:6.1f} s  {number:3}  {told}", flush=True)
+    outcomes = Counter(entry["outcome"] for entry in entries)
+    summary = {**outcomes, "pairs of values": len(pairs()), "seconds": round(time.monotonic() - start, 1)}
+    print(", ".join(f"{name}: {value}" for name, value in summary.items()))
+    if options.json:
+        options.json.write_text(json.dumps({"summary": summary, "cases": entries}, indent=1) + "\n")
+    return int(outcomes["failed"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

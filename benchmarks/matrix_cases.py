@@ -1,0 +1,241 @@
+"""The settings that matrix.py combines, which pairs of them are refused, and the task that they are tried on."""
+
+import json
+import random
+import string
+import sys
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parent.parent
+sys.path += [str(ROOT / "training_scripts"), str(ROOT / "tests" / "support")]
+
+Settings = dict[str, Any]
+"""Values of a configuration by their dotted names."""
+Choice = tuple[str, str]
+"""A dimension and one of its values."""
+Pair = frozenset[Choice]
+Case = dict[str, str]
+"""A value of every dimension."""
+
+SUPPORT = ROOT / "tests" / "support"
+_TOOLS = {"rollout.tools": [f"{SUPPORT}/slow_tools.py:look_up"]}
+_TURNS = {"rollout.max_turns": 3, "rollout.max_tool_tokens": 12}
+DIMENSIONS: dict[str, dict[str, Settings]] = {
+    "ranks": {"1": {}, "2": {}, "3": {}},
+    "zero": {stage: {"engine.zero_stage": int(stage)} for stage in "3210"},
+    "dtype": {"float32": {"policy.dtype": "float32"}, "bfloat16": {"policy.dtype": "bfloat16"}},
+    "rows": {
+        "packed": {"policy.shared_prefix": "off"},
+        "shared": {"policy.shared_prefix": "on"},
+        "padded": {"policy.attn_implementation": "sdpa"},
+    },
+    "kl": {
+        "none": {},
+        "loss": {"grpo.beta": 0.1},
+        "target": {"grpo.beta": 0.1, "grpo.kl_target": 0.01, "grpo.kl_unbiased": True},
+        "refreshed": {"grpo.beta": 0.1, "grpo.kl_estimator": "k2", "grpo.ref_every": 1, "grpo.ref_mix": 0.5},
+        "reward": {"grpo.beta": 0.1, "grpo.kl_in": "reward", "grpo.kl_estimator": "k1"},
+    },
+    "passes": {
+        "1": {},
+        "2 minibatches": {"grpo.num_minibatches": 2},
+        "2 iterations": {"grpo.num_iterations": 2},
+        "2 x 2": {"grpo.num_minibatches": 2, "grpo.num_iterations": 2},
+    },
+    "loss": {
+        "clip": {},
+        "dual clip": {"grpo.dual_clip": 3.0, "grpo.epsilon_high": 0.28},
+        "gspo": {"grpo.importance": "sequence", "grpo.epsilon_low": 3e-4, "grpo.epsilon_high": 4e-4},
+        "cispo": {"grpo.surrogate": "cispo", "grpo.epsilon_high": 4.0, "grpo.entropy_coef": 0.01},
+    },
+    "average": {name: {"grpo.loss_type": name} for name in ("dapo", "grpo", "dr_grpo")},
+    "baseline": {
+        "group": {},
+        "batch": {"grpo.scale_rewards": "batch"},
+        "leave one out": {"grpo.baseline": "leave_one_out", "grpo.scale_rewards": "none"},
+        "gdpo": {"grpo.combine_rewards": "normalize", "grpo.scale_rewards": "batch"},
+        "critic": {"grpo.baseline": "critic", "critic.lr": 1e-3, "critic.lam": 0.9},
+    },
+    "old log-probabilities": {
+        "sampler": {},
+        "filtered": {"rollout.logprobs": "sampling", "rollout.top_k": 30},
+        "truncated": {"grpo.sampler_correction": "truncate"},
+        "masked": {"grpo.sampler_correction": "mask"},
+    },
+    "cut": {
+        "learned": {},
+        "masked": {"grpo.mask_truncated": True},
+        "punished": {"grpo.overlong_buffer": 4},
+    },
+    "adapters": {"none": {}, "lora": {"lora.rank": 2}},
+    "moving average": {"none": {}, "kept": {"policy.ema_decay": 0.9}},
+    "teacher": {
+        "none": {},
+        "advantage": {"teacher.model": "other"},
+        "loss": {"teacher.model": "other", "teacher.into": "loss", "teacher.offload": False},
+        "itself": {"teacher.prompt_column": "hint", "teacher.into": "loss", "teacher.top_k": 4},
+    },
+    "guests": {
+        "none": {},
+        "learned": {"rollout.guests": [{"name": "file", "path": "guests.jsonl", "weight": "importance"}]},
+        "compared": {"rollout.guests": [{"name": "large", "model": "other", "weight": "baseline"}]},
+    },
+    "texts": {
+        "none": {},
+        "ptx": {"ptx.coef": 0.1, "ptx.path": "texts.jsonl", "ptx.rows_per_step": 6, "ptx.max_tokens": 24},
+    },
+    "turns": {
+        "one": {},
+        "tool": {**_TOOLS, **_TURNS},
+        "environment": {"rollout.environment": f"{SUPPORT}/slow_tools.py:Repeats", **_TURNS},
+        "user": {"rollout.user": "answers.py:user", **_TURNS},
+    },
+    "groups": {"as drawn": {}, "replaced": {"grpo.dynamic_sampling": True, "grpo.max_resamples": 2}},
+    "curriculum": {
+        "none": {},
+        "difficulty": {"curriculum.sampling": "difficulty"},
+        "solved left out": {"curriculum.skip_above": 0.5},
+    },
+    "source": {"whole": {}, "stream": {"data.streaming": True, "data.stream_block": 12}},
+    "decoder": {
+        "paged": {},
+        "4 slots": {"rollout.max_slots": 4},
+        "generate()": {"rollout.decoder": "transformers"},
+    },
+    "memory": {
+        "plain": {},
+        "offload": {"engine.offload_optimizer": True},
+        "checkpointing": {"policy.gradient_checkpointing": True},
+    },
+    "alarms": {
+        "none": {},
+        "skip": {
+            "alarms.failing_rewards": {"above": 0.1, "patience": 1, "action": "skip"},
+            "rewards": [{"function": "answers.py:early"}, {"function": "answers.py:fails_in_step_2"}],
+            "scoring.max_failed_frac": 1.0,
+        },
+    },
+    "checkpoints": {
+        "every step": {},
+        "every second": {"checkpoint.every": 2},
+        "first and last": {"checkpoint.every": 0},
+    },
+    "evaluation": {"none": {}, "every step": {"data.eval_path": "heldout.jsonl", "eval.every": 1}},
+}
+_ANY = ""
+REFUSED = [
+    ("zero", "0", "dtype", "bfloat16"),
+    ("zero", "0", "memory", "offload"),
+    ("kl", "refreshed", "adapters", "lora"),
+    ("kl", "reward", "guests", _ANY),
+    ("baseline", "critic", "guests", _ANY),
+    ("teacher", _ANY, "guests", _ANY),
+    ("teacher", _ANY, "source", "stream"),
+    ("teacher", "itself", "turns", "environment"),
+    ("guests", _ANY, "turns", _ANY),
+    ("guests", _ANY, "source", "stream"),
+    ("curriculum", _ANY, "source", "stream"),
+]
+"""Values that cannot be combined; any is every one of a dimension but its first."""
+RECIPE: dict[str, Any] = {
+    "run": {"name": "run", "steps": 3, "resume": "auto"},
+    "policy": {"model": "model", "lr": 1e-3, "micro_batch_tokens": 48},
+    "engine": {"adam": "torch"},
+    "data": {"path": "rows.jsonl", "max_prompt_tokens": 40},
+    "rollout": {"prompts_per_step": 12, "num_generations": 4, "max_completion_tokens": 12},
+    "rewards": ["answers.py:early", "answers.py:short"],
+    "checkpoint": {"every": 1},
+    "log": {"wandb": "disabled"},
+}
+ANSWERS = """
+def early(completions, **columns):
+    return [float("".join(m["content"] for m in c)[:1] in tuple("abcdefghijklm")) for c in completions]
+
+
+def short(completions, **columns):
+    return [1 / (1 + sum(len(m["content"]) for m in c)) for c in completions]
+
+
+def fails_in_step_2(completions, trainer_state, **columns):
+    rewards = short(completions)
+    return [float("nan")] * len(rewards) if trainer_state.global_step == 2 else rewards
+
+
+def user(messages):
+    said = messages[-1]["content"]
+    return said[::-1][:3] if len(said) > 2 else None
+"""
+
+
+def pairs() -> dict[Pair, bool]:
+    """All pairs of values of two dimensions, and whether they can be combined."""
+
+    def fits(choice: Choice, dimension: str, value: str) -> bool:
+        first = next(iter(DIMENSIONS[dimension]))
+        return choice[0] == dimension and (choice[1] == value if value else choice[1] != first)
+
+    found = {}
+    for (one, its), (other, theirs) in combinations(DIMENSIONS.items(), 2):
+        for a, b in product(its, theirs):
+            pair = (one, a), (other, b)
+            found[frozenset(pair)] = not any(
+                fits(pair[k], *rule[:2]) and fits(pair[1 - k], *rule[2:]) for rule in REFUSED for k in (0, 1)
+            )
+    return found
+
+
+def arguments(case: Case) -> list[str]:
+    """The settings of a case as the command line has them."""
+    settings = {k: v for dimension, value in case.items() for k, v in DIMENSIONS[dimension][value].items()}
+    return [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()]
+
+
+def make_task(folder: Path) -> None:
+    """Two tiny models with a chat template, prompts of ragged lengths, and what the values of dimensions read."""
+    import torch
+    from lookup_task import CALL, CALLED, make_tokenizer
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer, draw = make_tokenizer(), random.Random(0)
+    for seed, name in enumerate(("model", "other")):
+        torch.manual_seed(seed)
+        config = Qwen2Config(
+            **{"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+            **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
+            **{"tie_word_embeddings": True, "initializer_range": 0.1, "bos_token_id": None},
+            **{"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id},
+        )
+        Qwen2ForCausalLM(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+    def word(longest: int) -> str:
+        return "".join(draw.choices(string.ascii_lowercase, k=draw.randint(1, longest)))
+
+    def asked(text: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": text}]
+
+    ids = dict(tokenizer.get_vocab())
+    bias = {ids[CALL]: 3.0, ids[CALLED]: 4.0, ids["<|im_end|>"]: 2.5}
+    recipe = {**RECIPE, "rollout": {**RECIPE["rollout"], "logit_bias": {str(k): v for k, v in bias.items()}}}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (folder / "answers.py").write_text(ANSWERS)
+    prompts = [word(12) for _ in range(24)]
+    tables = {
+        "rows": [{"prompt": asked(text), "hint": asked(text + word(4))} for text in prompts],
+        "heldout": [{"prompt": asked(word(12))} for _ in range(4)],
+        "texts": [{"text": word(40)} for _ in range(20)],
+        "guests": [
+            {
+                **{"prompt": asked(text), "completion": (said := word(6))},
+                **{"token_ids": [*(ids[letter] for letter in said), tokenizer.eos_token_id]},
+                "token_logp": [-3.0] * (len(said) + 1),
+            }
+            for text in prompts[::2]
+        ],
+    }
+    for name, rows in tables.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,386 @@
+"""Put random faults into the code, one at a time, and count those that the tests find.
+
+    python benchmarks/mutation.py --faults 30                    a sample
+    python benchmarks/mutation.py --seed 0 --faults 300 --json   numbers for benchmarks/results/mutation.json
+
+It needs the extra `bench`. A fault is one of mutmut's changes at one place of the mathematics, the turns and the life
+of a run (FILES); benchmarks/mutation_faults.py says what is left out. Every place is equally likely. The tests are run
+once to measure which lines each of them runs (some minutes; kept in --work until code or tests change). For each fault
+the tests that run its lines are run, those that mirror its file first, until one fails; a fault that they do not find
+meets the tests that start processes. All of it takes place in copies of the checkout, and tests are forked from one
+process that has imported torch: a fault costs about its tests.
+
+A fault is found if a test fails, the tests cannot be collected, or a test hangs. One that was found is not tried again
+with the same --work while its file and the test that found it are as they were, so what is broken off goes on, and
+after new tests only the survivors are tried. Each survivor is a missing test, dead code, or changes nothing.
+"""
+
+import argparse
+import compileall
+import ctypes
+import hashlib
+import importlib
+import json
+import os
+import platform
+import py_compile
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = ("grpo", "turns", "run", "model/average.py", "data/packing.py", "generation/scheduler.py")
+TESTS = ("grpo", "turns", "run", "model", "data", "generation", "stages", "rewards", "config", "commands")
+"""Folders of tests; those of the top level that are not of pages or of scripts are taken too."""
+TOP = ("distributed", "engine", "policy", "trainer")
+NO_MORE_S = 60.0
+"""Of tests that start no process, for one fault, as they take without it."""
+SLOW_NO_MORE_S = 90.0
+WARM = (
+    *("torch", "transformers", "datasets", "deepspeed.runtime.zero.muon.muon_optimizer", "peft", "pytest"),
+    *("coverage", "hypothesis", "pyarrow.parquet", "starlette.applications", "httpx", "wandb", "pydantic", "rich"),
+    *("torch._dynamo", "transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama"),
+)
+"""What tests import that is not ours; what is not installed is left out."""
+ENVIRONMENT = {
+    **{"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+    **{"TRITON_INTERPRET": "1", "TORCH_WARM_POOL": "0", "SKIP_SETUP": "1"},
+}
+
+Entry = dict[str, Any]
+
+
+class Copy:
+    """A copy of the checkout, in which tests are run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.rmtree(folder, ignore_errors=True)
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        for name in subprocess.check_output(listed, cwd=ROOT, text=True).split("\0")[:-1]:
+            if (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, folder / name)
+        # A changed file may have the size and the second of the old one.
+        checked = py_compile.PycInvalidationMode.CHECKED_HASH
+        compileall.compile_dir(folder / "hybrid_grpo", quiet=1, invalidation_mode=checked)
+
+    @contextmanager
+    def changed(self, file: str, code: str) -> Iterator[None]:
+        """The file has other content."""
+        path = self.folder / file
+        before = path.read_text()
+        path.write_text(code)
+        try:
+            yield
+        finally:
+            path.write_text(before)
+
+    def pytest(self, arguments: list[str], make_plugin: Callable[[], object], log: Path, limit_s: float) -> int | None:
+        """Exit status of pytest in a fork of this process; None where it takes longer than `limit_s` seconds."""
+        if not (pid := os.fork()):
+            with suppress(BaseException):
+                os._exit(self._pytest(arguments, make_plugin, log))
+            os._exit(3)
+        end = time.monotonic() + limit_s
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            if time.monotonic() > end:
+                _end_children()
+                return None
+            time.sleep(0.02)
+        _end_children()
+        return os.waitstatus_to_exitcode(ended[1])
+
+    def _pytest(self, arguments: list[str], make_plugin: Callable[[], object], log: Path) -> int:
+        import pytest
+
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(stream, 1)
+        os.dup2(stream, 2)
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+        os.chdir(self.folder)
+        sys.path.insert(0, str(self.folder))
+        assert "hybrid_grpo" not in sys.modules
+        options = ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir=."]
+        return int(pytest.main([*options, *arguments], plugins=[make_plugin()]))
+
+
+def _adopt_orphans() -> None:
+    """Programs that tests leave become children of this process, which can end them."""
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+
+
+def _end_children() -> None:
+    import psutil
+
+    while children := psutil.Process().children(recursive=True):
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, 0)[0]:
+                pass
+
+
+class Slots:
+    """Tasks in forks, of which as many run at a time as there are copies of the checkout."""
+
+    def __init__(self, copies: list[Copy]) -> None:
+        self._free, self._busy = list(copies), dict[int, Copy]()
+
+    def start(self, task: Callable[[Copy], None]) -> None:
+        """Run a task in a fork as soon as a copy is free."""
+        if not self._free:
+            self._wait()
+        copy = self._free.pop()
+        if not (pid := os.fork()):
+            try:
+                _adopt_orphans()
+                signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+                task(copy)
+            finally:
+                _end_children()
+                sys.stdout.flush()
+                os._exit(0)
+        self._busy[pid] = copy
+
+    def join(self) -> None:
+        """Wait for all."""
+        while self._busy:
+            self._wait()
+
+    def end(self) -> None:
+        """End all, and the processes they have started."""
+        for pid in self._busy:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        self.join()
+
+    def _wait(self) -> None:
+        self._free.append(self._busy.pop(os.wait()[0]))
+
+
+# Which tests run a line -----------------------------------------------------------------------------------------------
+
+
+def measured(work: Path, files: list[str], slots: Slots, fast: bool) -> Entry:
+    """See `mutation_tests.merged`. Tests are measured again where they, the code or what supports them have changed;
+    with `fast`, those that start processes are left out."""
+    import mutation_tests
+
+    tests = [str(path.relative_to(ROOT)) for name in TESTS for path in (ROOT / "tests" / name).rglob("test_*.py")]
+    tests = sorted([*tests, *(f"tests/test_{name}.py" for name in TOP)])
+    slow = [test for test in tests if any(mark in (ROOT / test).read_text() for mark in mutation_tests.SLOW)]
+    without, marked = " or ".join(mutation_tests.SLOW), f"not ({' or '.join(mutation_tests.SLOW)} or gpu)"
+    parts = [(marked, tests[part::4], 1800.0) for part in range(4)]
+    parts += [] if fast else [(f"({without}) and not gpu", [test], 900.0) for test in slow]
+    code = _hash(*_sources("hybrid_grpo"), *_sources("tests/support"))
+    folders = []
+    for marks, some, limit_s in parts:
+        folder = work / "coverage" / _hash(code, marks, *some, *((ROOT / test).read_text() for test in some))
+        folders.append(folder)
+        if (folder / "done").exists():
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+
+        def measure(
+            copy: Copy, marks: str = marks, some: list[str] = some, limit_s: float = limit_s, folder: Path = folder
+        ) -> None:
+            def plugin() -> object:
+                return mutation_tests.Measured(folder, [str(copy.folder / file) for file in files])
+
+            status = copy.pytest(["-m", marks, *some], plugin, work / "measured.log", limit_s)
+            (folder / "done").touch()
+            told = "" if status in (0, 1, 5) else f"; ended with {status}: they are not used"
+            print(f"measured: {some[0]}{f' and {len(some) - 1} others' if some[1:] else ''}{told}", flush=True)
+
+        slots.start(measure)
+    slots.join()
+    return mutation_tests.merged(folders, files)
+
+
+def chosen(tests: Entry, file: str, lines: tuple[int, int], slow: bool) -> list[str]:
+    """The tests that run the lines, or where none does those that run any of the file, that mirror it first.
+
+    Lines that run on import alone belong to no test.
+    """
+    by_line = tests["lines"].get(file, {})
+    found = {test for line in range(lines[0], lines[1] + 1) for test in by_line.get(str(line), ())}
+    if not found:
+        found = {test for of in by_line.values() for test in of}
+    mirror = f"tests/{file.removeprefix('hybrid_grpo/').removesuffix('.py')}".replace(
+        Path(file).stem, f"test_{Path(file).stem}"
+    )
+    known = {test: tests["tests"][test] for test in found}
+    usable = [test for test, of in known.items() if of["passed"] and of["slow"] == slow]
+    usable.sort(key=lambda test: (not test.startswith(mirror), known[test]["seconds"], test))
+    seconds, taken = 0.0, []
+    for test in usable:
+        seconds += known[test]["seconds"]
+        if taken and seconds > (SLOW_NO_MORE_S if slow else NO_MORE_S):
+            break
+        taken.append(test)
+    return taken
+
+
+# One fault ------------------------------------------------------------------------------------------------------------
+
+
+def tried(fault: Any, tests: Entry, copy: Copy, work: Path) -> Entry:
+    """What the tests make of a fault: `result` is found, hung or survived; `by` is the test that found it."""
+    import mutation_tests
+
+    start = time.monotonic()
+    entry = {"file": fault.file, "line": fault.lines[0], "kind": fault.kind, "diff": fault.diff, "tests": 0}
+    failed, log = work / f"failed_{os.getpid()}", work / f"log_{os.getpid()}"
+    for slow in (False, True):
+        run = chosen(tests, fault.file, fault.lines, slow)
+        if not run:
+            continue
+        least, times = (60.0, 5.0) if slow else (15.0, 10.0)
+        limits = {test: least + times * tests["tests"][test]["seconds"] for test in run}
+        files = list(dict.fromkeys(test.split("::")[0] for test in run))
+        plugin = mutation_tests.Chosen(limits, failed)
+        with copy.changed(fault.file, fault.code):
+            limit_s = 120.0 + times * sum(tests["tests"][test]["seconds"] for test in run)
+            status = copy.pytest(["-x", *files], lambda plugin=plugin: plugin, log, limit_s)
+        entry["tests"] += len(run)
+        if status != 0:
+            entry["result"] = "hung" if status in (None, mutation_tests.TIMED_OUT) else "found"
+            entry["by"] = failed.read_text() if failed.exists() else f"pytest ended with {status}"
+            break
+    else:
+        entry["result"] = "survived"
+    for path in (failed, log):
+        path.unlink(missing_ok=True)
+    return {**entry, "seconds": round(time.monotonic() - start, 1)}
+
+
+def _key(fault: Any) -> str:
+    return _hash(fault.file, fault.code)
+
+
+def _still_holds(entry: Entry) -> bool:
+    """Whether the result would be the same again: the test that found the fault is there, as it was."""
+    test = ROOT / entry.get("by", "").split("::")[0]
+    return entry["result"] != "survived" and test.is_file() and _hash(test.read_text()) == entry["test_is"]
+
+
+def _hash(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def _sources(folder: str) -> list[str]:
+    return [path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+# The whole ------------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    options = parse()
+    import mutation_faults
+
+    os.environ |= ENVIRONMENT
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    options.work.mkdir(parents=True, exist_ok=True)
+    files = [str(path.relative_to(ROOT)) for name in FILES for path in _files(ROOT / "hybrid_grpo" / name)]
+    faults, places = mutation_faults.draw(ROOT, files, options.faults, options.seed)
+    for module in WARM:
+        with suppress(ImportError):
+            importlib.import_module(module)
+    slots = Slots([Copy(options.work / f"copy_{number}") for number in range(options.workers)])
+    record = options.work / "faults.jsonl"
+    record.touch()
+    known = {entry["key"]: entry for entry in map(json.loads, record.read_text().splitlines())}
+    try:
+        tests = measured(options.work, files, slots, options.fast)
+        broken = [test for test, of in tests["tests"].items() if not of["passed"]]
+        print(f"{places} places; {len(tests['tests'])} tests, of which {len(broken)} do not pass and are not used")
+        for number, fault in enumerate(faults):
+            if (before := known.get(_key(fault))) and _still_holds(before):
+                continue
+
+            def attempt(copy: Copy, fault: Any = fault, number: int = number) -> None:
+                entry = tried(fault, tests, copy, options.work)
+                test = ROOT / entry.get("by", "").split("::")[0]
+                entry |= {"key": _key(fault), "test_is": _hash(test.read_text()) if test.is_file() else ""}
+                with record.open("a") as lines:
+                    lines.write(json.dumps(entry) + "\n")
+                print(
+                    f"{number:4} {entry['result']:8} {entry['seconds']:6.1f} s  {fault.file}:{fault.lines[0]}",
+                    flush=True,
+                )
+
+            slots.start(attempt)
+        slots.join()
+    finally:
+        slots.end()
+    known = {entry["key"]: entry for entry in map(json.loads, record.read_text().splitlines())}
+    report([known[_key(fault)] for fault in faults if _key(fault) in known], options, places, len(broken))
+
+
+def report(entries: list[Entry], options: argparse.Namespace, places: int, broken: int) -> None:
+    """Print what survived, and how many were found."""
+    survivors = [entry for entry in entries if entry["result"] == "survived"]
+    for entry in survivors:
+        print(f"\nsurvived {entry['tests']} tests: {entry['file']} ({entry['kind']})\n{entry['diff']}")
+    found = len(entries) - len(survivors)
+    print(f"\n{found} of {len(entries)} faults found: {found / len(entries):.1%}")
+    if not options.json:
+        return
+    shares = {}
+    for name, of in (("by_kind", lambda e: e["kind"]), ("by_room", lambda e: e["file"].split("/")[1])):
+        all_of, lost = Counter(map(of, entries)), Counter(map(of, survivors))
+        shares[name] = {key: {"faults": all_of[key], "found": all_of[key] - lost[key]} for key in sorted(all_of)}
+    plain = ("file", "line", "kind", "diff", "tests", "by", "seconds")
+    packages = ("torch", "transformers", "deepspeed", "pytest", "mutmut")
+    result = {
+        **{
+            "seed": options.seed,
+            "tests": "fast" if options.fast else "all",
+            "places": places,
+            "faults": len(entries),
+            "found": found,
+        },
+        "hung": sum(entry["result"] == "hung" for entry in entries),
+        "found_share": round(found / len(entries), 3),
+        **shares,
+        "tests_that_did_not_pass": broken,
+        "survivors": [{name: entry[name] for name in plain if name in entry} for entry in survivors],
+        "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}, "
+        + ", ".join(f"{package} {version(package)}" for package in packages),
+    }
+    options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of the faults that are drawn")
+    parser.add_argument("--faults", type=int, default=30)
+    parser.add_argument("--fast", action="store_true", help="leave out the tests that start processes: a lower bound")
+    parser.add_argument("--workers", type=int, default=2, help="faults tried at a time")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "hybrid_grpo_mutation")
+    results = ROOT / "benchmarks/results/mutation.json"
+    parser.add_argument("--json", type=Path, nargs="?", const=results, help="default: benchmarks/results/mutation.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

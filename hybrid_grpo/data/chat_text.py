@@ -1,0 +1,84 @@
+"""Text in chats that others have written, such as prompts and what tools return: cleaned, and as tokens.
+
+A chat template writes control tokens, which begin and end turns, around the texts of messages. A text that contains
+the name of a control token must not become that token, or it could end its own message and forge the next one.
+Ordinary text has the same tokens as if the whole chat were tokenized at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+_BEGIN, _END = "\U000f0000", "\U000f0001"
+"""Characters for private use, between which a marked name stands."""
+_PIECES = re.compile(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}|[{_BEGIN}{_END}]")
+
+
+def clean(text: str) -> str:
+    """A text without halves of surrogate pairs, which no tokenizer can read and no file can hold."""
+    return text.encode(errors="replace").decode()
+
+
+class ChatText:
+    """Marks the names of control tokens in texts before a chat template sees them, and tokenizes what it has written.
+
+    Control tokens are the tokenizer's special tokens and, of its other added tokens, those that `template` contains.
+    """
+
+    def __init__(self, tokenizer: Any, template: str = "") -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        names = [token.content for token in added if token.special or token.content in template]
+        longest_first = sorted((name for name in names if name.strip()), key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def marked(self, value: Any) -> Any:
+        """A text, or all texts in lists and dictionaries, with the names of control tokens marked."""
+        if isinstance(value, str):
+            text = value.replace(_BEGIN, "").replace(_END, "")
+            return self._control.sub(lambda found: f"{_BEGIN}{found[0]}{_END}", text)
+        if isinstance(value, Mapping):
+            return {name: self.marked(part) for name, part in value.items()}
+        if isinstance(value, Sequence):
+            return [self.marked(part) for part in value]
+        return value
+
+    def ids(self, text: str) -> list[int]:
+        """Tokens of a text, in which marked names of control tokens are ordinary text."""
+        # Between marked names stand the texts with an even index; a mark that has lost its other half splits, too.
+        pieces = _PIECES.split(text)
+        ids = self._encoded(pieces[0])
+        for index, piece in enumerate(pieces[1:], start=1):
+            if piece:
+                ids += self._spelled(piece) if index % 2 else self._continued(piece)
+        return ids
+
+    def _spelled(self, name: str) -> list[int]:
+        """Tokens of the name of a control token as ordinary text."""
+        ids = self._continued(name, split_special_tokens=True)
+        if len(name) == 1 or self._tokenizer.convert_tokens_to_ids(name) not in ids:
+            return ids
+        # A tokenizer splits none of its added tokens that are not special.
+        return self._continued(name[:1]) + self._continued(name[1:])
+
+    def _continued(self, text: str, **options: Any) -> list[int]:
+        """Tokens of a text that follows another: some tokenizers put a space before the first letter of all."""
+        line, ids = self._encoded("\n"), self._encoded(f"\n{text}", **options)
+        return ids[len(line) :] if ids[: len(line)] == line else self._encoded(text, **options)
+
+    def _encoded(self, text: str, **options: Any) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+        return list(ids)
+
+
+@lru_cache(maxsize=4)
+def _prompt_text(tokenizer: Any, _: int) -> ChatText:
+    return ChatText(tokenizer)
+
+
+def prompt_text_of(tokenizer: Any) -> ChatText:
+    """For prompts, which may speak of `<think>` and the like: only special tokens are control tokens."""
+    return _prompt_text(tokenizer, len(tokenizer))

@@ -1,0 +1,107 @@
+r"""Sets of real numbers, and the operations on them: (-∞,∞) \setminus \{3\} is (-∞,3) \cup (3,∞).
+
+A set is known by its members: two sets are the same if they agree at every end of an interval and every single number
+that either names, and between and beyond them. Nothing is rewritten or solved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cmp_to_key
+from itertools import pairwise
+
+from hybrid_grpo.rewards.maths import values
+from hybrid_grpo.rewards.maths.reading import Answer, Either, Number, Operation, Ordered, Relation, Unordered
+from hybrid_grpo.rewards.maths.values import Value
+
+
+@dataclass(frozen=True)
+class RealSet:
+    """Finitely many intervals and single numbers."""
+
+    ends: tuple[Value, ...]
+    """The numbers where membership may change."""
+    holds: Callable[[Value], bool]
+    names: frozenset[str] = frozenset()
+    """Variables of the inequalities that describe it: not the same set for x > 2 and y > 2."""
+
+
+def has_operation(answer: Answer) -> bool:
+    """Whether the answer is an operation on sets, or has a part that is."""
+    return isinstance(answer, Operation) or any(
+        has_operation(part) for part in getattr(answer, "parts", ()) if not isinstance(part, Number)
+    )
+
+
+def real_set(answer: Answer) -> RealSet | None:
+    """The set that an answer stands for; None where it is no set of real numbers."""
+    match answer:
+        case Either(parts=(strict, loose)):
+            found = real_set(loose)
+            return replace(found, names=strict.difference.names) if found and isinstance(strict, Relation) else found
+        case Ordered(brackets="()" | "(]" | "[)" | "[]", parts=(low, high)):
+            return _interval(answer.brackets, _real(low), _real(high))
+        case Unordered(kind="union"):
+            return _combined(answer.parts, any)
+        case Unordered(parts=parts):
+            return _numbers(parts)
+        case Operation(sign="∩"):
+            return _combined(answer.parts, all)
+        case Operation(sign="⊖"):
+            return _combined(answer.parts, lambda held: held[0] and not any(held[1:]))
+    return None
+
+
+def same_set(a: RealSet, b: RealSet) -> bool:
+    """Whether both have the same members."""
+    if len(a.names | b.names) > 1:
+        return False
+    finite = [end for end in (*a.ends, *b.ends) if not values.context.isinf(end)]
+    ends = sorted(finite, key=cmp_to_key(lambda x, y: _below(x, y) - _below(y, x)))
+    between = [(x + y) / 2 for x, y in (values.alike(*pair) for pair in pairwise(ends))]
+    beyond = [ends[0] - 1, ends[-1] + 1] if ends else [values.wide(0)]
+    return all(a.holds(value) == b.holds(value) for value in (*ends, *between, *beyond))
+
+
+def _interval(brackets: str, low: Value | None, high: Value | None) -> RealSet | None:
+    if low is None or high is None:
+        return None
+
+    def holds(value: Value) -> bool:
+        is_end = brackets[0] == "[" and values.close(value, low), brackets[1] == "]" and values.close(value, high)
+        return (_below(low, value) or is_end[0]) and (_below(value, high) or is_end[1])
+
+    return RealSet((low, high), holds)
+
+
+def _numbers(parts: tuple[Answer, ...]) -> RealSet | None:
+    found = [number for part in parts if (number := _real(part)) is not None]
+    if len(found) < len(parts):
+        return None
+    return RealSet(tuple(found), lambda value: any(values.close(value, number) for number in found))
+
+
+def _combined(parts: tuple[Answer, ...], holds: Callable[[list[bool]], bool]) -> RealSet | None:
+    sets = [part for part in map(real_set, parts) if part is not None]
+    if len(sets) < len(parts):
+        return None
+    ends = tuple(end for part in sets for end in part.ends)
+    names = frozenset[str]().union(*(part.names for part in sets))
+    return RealSet(ends, lambda value: holds([part.holds(value) for part in sets]), names)
+
+
+def _real(answer: Answer) -> Value | None:
+    """The real number that an answer is, or ±∞; None where it has a name, a unit, or no value."""
+    if not isinstance(answer, Number) or answer.name or answer.sign or answer.unit.dimensions:
+        return None
+    if answer.expression.names or len(answer.expression.values) != 1:
+        return None
+    value = answer.expression.values[0]
+    return value if values.is_real(value) else None
+
+
+def _below(a: Value, b: Value) -> bool:
+    """Whether a < b, by more than the digits of a number that is not rational."""
+    a, b = values.alike(a, b)
+    return bool(a < b) and not values.close(a, b)

@@ -1,0 +1,35 @@
+"""Formats in which models write calls of tools, by the names that `rollout.tool_format` has for them.
+
+    parts.py        what all formats have in common
+    json_calls.py   calls that are JSON, or have JSON for arguments
+    xml_calls.py    arguments in tags, typed by the tool's schema
+    literals.py     calls and values that are written otherwise: as in Python, and as Gemma does
+
+Each reader was written for what its models generate; the facts are those of their chat templates, and of the tests of
+vLLM's parsers (github.com/vllm-project/vllm, tests/tool_parsers).
+"""
+
+from __future__ import annotations
+
+from hybrid_grpo.turns.formats.json_calls import deepseek_v3, granite, hermes, kimi_k2, llama3, mistral, phi4_mini
+from hybrid_grpo.turns.formats.literals import gemma4, lfm2, olmo3, pythonic
+from hybrid_grpo.turns.formats.parts import Format
+from hybrid_grpo.turns.formats.xml_calls import glm45, minimax_m2, qwen3_coder
+
+# A call that several formats read is that of the first: the less a format looks for, the later it stands.
+FORMATS: dict[str, Format] = {
+    "hermes": hermes,
+    "mistral": mistral,
+    "qwen3_coder": qwen3_coder,
+    "glm45": glm45,
+    "kimi_k2": kimi_k2,
+    "deepseek_v3": deepseek_v3,
+    "gemma4": gemma4,
+    "minimax_m2": minimax_m2,
+    "granite": granite,
+    "phi4_mini": phi4_mini,
+    "olmo3": olmo3,
+    "lfm2": lfm2,
+    "llama3": llama3,
+    "pythonic": pythonic,
+}

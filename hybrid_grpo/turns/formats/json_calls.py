@@ -1,0 +1,136 @@
+"""Calls that are JSON between tags, such as {"name": ..., "arguments": {...}}, or have JSON for their arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hybrid_grpo.turns.calls import Call
+from hybrid_grpo.turns.formats.parts import Format, Part, Properties
+
+_DECODER = json.JSONDecoder()
+_OBJECTS_TRIED = 64
+"""Objects of one turn that are looked at as calls."""
+
+
+def json_format(begin: str, end: str, around: str = "(?!)") -> Format:
+    """The format of calls between `begin` and `end`, which may be missing; expressions.
+
+    JSON follows `begin`: the arguments where it has a group `name`, and matched it; else a call, or a list of them.
+    Marks `around` all calls are no part of the text, and a fault where they stand around none.
+    """
+    begins, ends, wrapped = re.compile(begin), re.compile(rf"\s*(?:{end})"), re.compile(around)
+
+    def parts(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
+        place, is_empty = 0, True
+        while found := begins.search(text, place):
+            is_empty = False
+            yield wrapped.sub("", text[place : found.start()])
+            try:
+                value, place = _DECODER.raw_decode(text, found.end())
+            except (ValueError, RecursionError) as error:
+                yield error
+                close = ends.search(text, found.end())
+                place = close.end() if close else len(text)
+                continue
+            groups = found.groupdict()
+            if groups.get("name"):
+                yield _headed(groups, value)
+            else:
+                yield from map(_whole, value if isinstance(value, list) else [value])
+            close = ends.match(text, place)
+            place = close.end() if close else place
+        yield wrapped.sub("", text[place:])
+        if is_empty and wrapped.search(text):
+            yield ValueError("it begins calls, and there is none")
+
+    return parts
+
+
+def _whole(found: Any) -> Part:
+    """The call of an object."""
+    inner = found.get("function") if isinstance(found, dict) else None
+    found = inner if isinstance(inner, dict) else found
+    if not is_call(found):
+        return ValueError("a call is an object with a name and arguments")
+    arguments = found.get("arguments", found.get("parameters"))
+    return _headed({"name": found["name"]}, arguments)
+
+
+def _headed(groups: Mapping[str, str | None], arguments: Any) -> Part:
+    """A call whose name, and id, stand before its arguments; None stands for no arguments."""
+    try:
+        # Some models write the object once more as text.
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError) as error:
+        return error
+    return Call(str(groups["name"]), {} if arguments is None else arguments, groups.get("id"))
+
+
+def is_call(found: Any) -> bool:
+    """Whether an object has the shape of a call."""
+    return (
+        isinstance(found, dict) and isinstance(found.get("name"), str) and bool({"arguments", "parameters"} & {*found})
+    )
+
+
+hermes = json_format(r"<tool_call>\s*", "</tool_call>")
+"""<tool_call>{"name": ..., "arguments": {...}}</tool_call>, of Hermes, Qwen 2.5 and 3, and Granite 4."""
+granite = json_format(r"(?:<\|tool_call\|>|<tool_call>)\s*", "</tool_call>")
+"""<|tool_call|>[{"name": ..., "arguments": {...}}], of Granite 3."""
+phi4_mini = json_format(r"(?:<\|tool_call\|>|functools(?=\s*\[\s*[^\s\]]))\s*", r"<\|/tool_call\|>")
+"""functools[{"name": ..., "arguments": {...}}], or the list behind <|tool_call|>, of Phi-4-mini."""
+mistral = json_format(
+    r"\[TOOL_CALLS\](?:\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(?P<id>[^\s\[\]{}]+)\s*)?(?:\[ARGS\])?\s*(?={))?\s*",
+    "(?!)",
+)
+"""[TOOL_CALLS][{"name": ..., "arguments": {...}}], or [TOOL_CALLS]name[CALL_ID]id[ARGS]{...} for each call, where both
+marks may be missing."""
+kimi_k2 = json_format(
+    r"<\|tool_call_begin\|>(?:\s*(?P<id>(?:functions\.)?(?P<name>[^\s<>:]+):\d+)\s*<\|tool_call_argument_begin\|>)?\s*",
+    r"<\|tool_call_end\|>",
+    r"<\|tool_calls_section_(?:begin|end)\|>",
+)
+"""<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>, of Kimi K2."""
+
+
+def _token(name: str) -> str:
+    """A control token of DeepSeek's, with its own bars and underscores."""
+    return "<\uff5c" + name.replace("_", "\u2581") + "\uff5c>"
+
+
+_SEP = _token("tool_sep")
+deepseek_v3 = json_format(
+    rf"{_token('tool_call_begin')}"
+    rf"(?:(?:\w+{_SEP}(?!\s*{{))?(?P<name>[^\s<>{{}}]+)\s*(?:```json|{_SEP})\s*(?={{))?",
+    rf"(?:```\s*)?{_token('tool_call_end')}",
+    rf"{_token('tool_calls_begin')}|{_token('tool_calls_end')}",
+)
+"""After tool_call_begin, function tool_sep name and the arguments as a block of code, of DeepSeek V3 and R1; or name
+tool_sep {...}, of V3.1."""
+
+_OBJECT = re.compile(r'\{\s*"(?:name|type|function|parameters|arguments)"\s*:')
+_BROKEN = re.compile(r'\s*(?:<\|python_tag\|>\s*\{|\{\s*"name"\s*:\s*"[^"\\]*"\s*,\s*"(?:parameters|arguments)"\s*:)')
+
+
+def llama3(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
+    """{"name": ..., "parameters": {...}} anywhere in a turn, of Llama 3. Other objects are text."""
+    place = start = 0
+    for _try in range(_OBJECTS_TRIED):
+        found = _OBJECT.search(text, place)
+        if found is None:
+            break
+        try:
+            value, place = _DECODER.raw_decode(text, found.start())
+        except (ValueError, RecursionError) as error:
+            if start == 0 and _BROKEN.match(text):
+                yield error
+            break
+        if not is_call(value) and not (isinstance(value, dict) and is_call(value.get("function"))):
+            continue
+        yield text[start : found.start()].replace("<|python_tag|>", "").strip("; \n\t")
+        yield _whole(value)
+        start = place
+    yield text[start:].strip("; \n\t") if start else text

@@ -1,0 +1,107 @@
+"""Calls whose arguments stand in tags, as text: the tools' JSON schemas say of which type they are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hybrid_grpo.turns.calls import Call
+from hybrid_grpo.turns.formats.literals import literal
+from hybrid_grpo.turns.formats.parts import Format, Part, Properties, unended
+
+
+def xml_format(call: str, argument: str, around: str) -> Format:
+    """The format of calls that `call` matches: with the groups `name`, `body` and `end`, which is empty where the text
+    ends before the call does. `argument` matches an argument in the body, with the groups `key` and `value`."""
+    calls, arguments = re.compile(call, re.DOTALL), re.compile(argument, re.DOTALL)
+    wrapped = re.compile(around)
+
+    def parts(text: str, tools: Mapping[str, Properties]) -> Iterator[Part]:
+        place = 0
+        for found in calls.finditer(text):
+            yield wrapped.sub("", text[place : found.start()])
+            place = found.end()
+            name, body = found["name"].strip(), found["body"]
+            if not found["end"]:
+                yield unended("the call")
+            elif arguments.sub("", body).strip():
+                yield ValueError(f"between the arguments stands {arguments.sub('', body).strip()[:80]!r}")
+            else:
+                types = tools.get(name, {})
+                given = {one["key"].strip(): _line(one["value"]) for one in arguments.finditer(body)}
+                yield Call(name, {key: typed(value, types.get(key, {})) for key, value in given.items()})
+        yield wrapped.sub("", text[place:])
+        if place == 0 and wrapped.search(text):
+            yield ValueError("it begins calls, and there is none")
+
+    return parts
+
+
+def _line(value: str) -> str:
+    """A value that may stand on lines of its own."""
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+def typed(text: str, schema: Any) -> Any:
+    """A value by the schema of its argument: of the first type that it can be, else as it is written."""
+    types = types_of(schema) or {"string"}
+    if "null" in types and text.strip().lower() in ("null", "none"):
+        return None
+    if "integer" in types and re.fullmatch(r"\s*[-+]?\d{1,400}\s*", text):
+        return int(text)
+    if "boolean" in types and text.strip().lower() in ("true", "false"):
+        return text.strip().lower() == "true"
+    expected = {"number": (int, float), "object": (dict,), "array": (list,)}
+    wanted = tuple(kind for name, kinds in expected.items() if name in types for kind in kinds)
+    if not wanted:
+        return text
+    value = _loaded(text)
+    return value if isinstance(value, wanted) and not isinstance(value, bool) else text
+
+
+def _loaded(text: str) -> Any:
+    """A value of JSON or Python, which templates write of lists and dictionaries; else the text."""
+    for load in (json.loads, literal):
+        try:
+            return load(text)
+        except (ValueError, RecursionError):
+            continue
+    return text
+
+
+_ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
+
+
+def types_of(schema: Any) -> set[str]:
+    """The types that a JSON schema allows."""
+    if not isinstance(schema, dict):
+        return set()
+    named = schema.get("type", [])
+    types = {_ALIASES.get(str(name), str(name)) for name in ([named] if isinstance(named, str) else named)}
+    for several in ("anyOf", "oneOf", "allOf"):
+        types = types.union(*map(types_of, schema.get(several) or []))
+    return types | ({"null"} if schema.get("nullable") else set())
+
+
+qwen3_coder = xml_format(
+    r"<function=(?P<name>[^>\n]{0,200})>(?P<body>.*?)(?P<end></function>|(?=<function=)|\Z)",
+    r"<parameter=(?P<key>[^>\n]{0,200})>(?P<value>.*?)(?:</parameter>|(?=<parameter=)|\Z)",
+    r"</?tool_call>",
+)
+"""<tool_call><function=name><parameter=key>value</parameter></function></tool_call>, of Qwen3-Coder, Qwen 3.5 and
+later, and Nemotron 3."""
+minimax_m2 = xml_format(
+    r'<invoke name="?(?P<name>[^">\n]{0,200})"?>(?P<body>.*?)(?P<end></invoke>|\Z)',
+    r'<parameter name="?(?P<key>[^">\n]{0,200})"?>(?P<value>.*?)(?:</parameter>|(?=<parameter name)|\Z)',
+    r"</?minimax:tool_call>",
+)
+"""<minimax:tool_call><invoke name="name"><parameter name="key">value</parameter></invoke></minimax:tool_call>, of
+MiniMax M2."""
+glm45 = xml_format(
+    r"<tool_call>(?P<name>[^<\n]{0,200})(?P<body>.*?)(?P<end></tool_call>|\Z)",
+    r"<arg_key>(?P<key>[^<]{0,200})</arg_key>\s*<arg_value>(?P<value>.*?)(?:</arg_value>|(?=<arg_key>)|\Z)",
+    r"(?!)",
+)
+"""<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>, of GLM-4.5 and later."""

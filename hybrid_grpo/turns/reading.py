@@ -1,0 +1,202 @@
+"""Which format a model's calls are in, and from the text of a turn to what it says. No text makes a reader raise."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.importing import describe
+from hybrid_grpo.data.chat_text import clean
+from hybrid_grpo.turns.calls import Call, Turn, checked
+from hybrid_grpo.turns.formats import FORMATS
+from hybrid_grpo.turns.formats.parts import Format, Part
+from hybrid_grpo.turns.template import assistant_message, user_message, written
+
+Reader = Callable[[str, str], Turn]
+"""From the text of a turn, special tokens included, and the token that ended it, to what the turn says."""
+
+_THOUGHT = re.compile(r"<(?P<tag>[\w:]{0,20}think\w{0,20})>|\[THINK\]|<\|channel>thought")
+"""How a thought begins. A turn that begins with one which does not end is nothing but thinking."""
+_ENDS = {"[THINK]": "[/THINK]", "<|channel>thought": "<channel|>"}
+"""How it ends, where that is not with the same tag."""
+_BEGUN = re.compile(r"(?:<[\w:]*think\w*>|\[THINK\])\s*\Z")
+"""How a prompt ends that begins the model's thinking."""
+_HIDDEN = "\U000f0002"
+"""A character for private use, which stands for a thought."""
+
+_EXAMPLE = Call("look_up", {"key": "qzx7k", "count": 3})
+"""A call that a chat template writes, and a reader is to read."""
+_TYPES = {"key": {"type": "string", "description": "a key"}, "count": {"type": "integer", "description": "a number"}}
+_PARAMETERS = {"type": "object", "properties": _TYPES, "required": [*_TYPES]}
+_SCHEMA = {
+    "type": "function",
+    "function": {"name": _EXAMPLE.name, "description": "Look a key up.", "parameters": _PARAMETERS},
+}
+_ASKED = "zk7qx"
+
+
+def reader_of(
+    tool_format: str,
+    tokenizer: Any,
+    variables: dict[str, Any],
+    schemas: Sequence[dict[str, Any]],
+    ends: Iterable[str],
+    most_calls: int,
+) -> Reader:
+    """The reader of a format. `auto` takes the first that reads a call as the chat template writes it, beginning with
+    the parser that the tokenizer brings along; a format that is named and does not is warned of.
+
+    Args:
+        variables: `data.chat_template_kwargs`.
+        schemas: the tools.
+        ends: texts of the tokens that end turns.
+        most_calls: calls of a turn; those beyond are a fault.
+
+    Raises UserError where `auto` finds none.
+    """
+
+    def made(name: str, tools: Sequence[dict[str, Any]]) -> Reader:
+        prompt = written(tokenizer, [user_message(_ASKED)], tools, variables)
+        if name == "":
+            return _by_template(tokenizer, prompt, tools, most_calls)
+        begun = _BEGUN.search(prompt)
+        return format_reader(FORMATS[name], tools, most_calls, begun[0] if begun else "")
+
+    known = [*([""] if getattr(tokenizer, "response_template", None) else []), *FORMATS]
+    turns = _examples(tokenizer, variables, tuple(ends))
+    fitting = [name for name in known if _reads(made(name, [_SCHEMA]), turns)]
+    if tool_format == "auto":
+        if not fitting:
+            raise UserError(
+                "rollout.tool_format auto: the chat template of policy.model writes a call in none of the formats that"
+                f" are known: if the model writes one of them, set it to {', '.join(FORMATS)}"
+            )
+        return made(fitting[0], schemas)
+    if tool_format not in fitting and os.environ.get("RANK", "0") == "0":
+        others = f", which is read with {fitting[0] or 'auto'}" if fitting else ""
+        print(
+            f"WARNING: rollout.tool_format {tool_format} does not read a call as the chat template of policy.model"
+            f" writes it{others}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return made(tool_format, schemas)
+
+
+def _reads(reader: Reader, turns: list[tuple[str, str]]) -> bool:
+    """Whether a reader finds the example's call in one of the turns, and nothing else."""
+    found = [reader(*turn) for turn in turns]
+    return any(turn.fault is None and [replace(call, id=None) for call in turn.calls] == [_EXAMPLE] for turn in found)
+
+
+def _examples(tokenizer: Any, variables: dict[str, Any], ends: tuple[str, ...]) -> list[tuple[str, str]]:
+    """The example's call as the chat template writes it: from where the model's turn begins, with or without what
+    prompts begin of it, or from the user's text on; each with the token that ends it."""
+    asked = [user_message(_ASKED)]
+    turns = []
+    # Templates of Kimi K2 write a call's id in place of its name.
+    for call in (_EXAMPLE, replace(_EXAMPLE, id=f"functions.{_EXAMPLE.name}:0")):
+        with suppress(Exception):  # a template is a program of the model's authors
+            before = written(tokenizer, asked, [_SCHEMA], variables)
+            chat = [*asked, assistant_message("", [call])]
+            whole = written(tokenizer, chat, [_SCHEMA], variables, generation=False)
+            begins = (before, before[: (_BEGUN.search(before) or re.search(r"\Z", before)).start()])  # type: ignore[union-attr]
+            texts = [whole.removeprefix(begin) for begin in begins if whole.startswith(begin)]
+            for text, end in product([*texts, whole.rpartition(_ASKED)[2]], ends):
+                if end and end in text:
+                    turns.append((text[: text.rindex(end)], end))
+    return turns
+
+
+def _by_template(tokenizer: Any, prompt: str, schemas: Sequence[dict[str, Any]], most_calls: int) -> Reader:
+    """By transformers' own parsing, which the tokenizer's `response_template` directs."""
+
+    def parts(text: str) -> Iterator[Part]:
+        message = tokenizer.parse_response(text, prefix=prompt, tools=list(schemas))
+        yield str(message.get("content") or "")
+        for called in message.get("tool_calls") or ():
+            arguments = called["function"].get("arguments")
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            yield Call(called["function"].get("name"), {} if arguments is None else arguments)
+
+    return lambda text, end: _turn(text, parts(text + end), most_calls)
+
+
+def format_reader(parts: Format, schemas: Sequence[dict[str, Any]], most_calls: int, begun: str) -> Reader:
+    """In a format; `begun` is what prompts begin of the model's thinking. A call within a thought is not made."""
+    functions = [schema["function"] for schema in schemas]
+    tools = {function["name"]: function.get("parameters", {}).get("properties", {}) for function in functions}
+
+    def read(text: str, _: str) -> Turn:
+        spoken, thoughts = _without_thoughts(begun + text.replace(_HIDDEN, ""))
+        if _THOUGHT.match(spoken.lstrip()):
+            return Turn(text)
+        turn = _turn(text, parts(spoken, tools), most_calls)
+        rest = iter(thoughts)
+        return replace(turn, content=re.sub(_HIDDEN, lambda _: next(rest, ""), turn.content).removeprefix(begun))
+
+    return read
+
+
+def _without_thoughts(text: str) -> tuple[str, list[str]]:
+    """A text with a mark in the place of each thought, and the thoughts."""
+    spoken, thoughts, place = [], [], 0
+    endless: set[str] = set()
+    for begin in _THOUGHT.finditer(text):
+        end = _ENDS.get(begin[0], f"</{begin['tag']}>")
+        if begin.start() < place or end in endless:
+            continue
+        until = text.find(end, begin.end())
+        if until < 0:
+            endless.add(end)
+            continue
+        spoken += [text[place : begin.start()], _HIDDEN]
+        place = until + len(end)
+        thoughts.append(text[begin.start() : place])
+    return "".join([*spoken, text[place:]]), thoughts
+
+
+def _turn(text: str, parts: Iterator[Part], most_calls: int) -> Turn:
+    """What the parts of a turn say together; whatever they raise is a fault of the turn."""
+    content: list[str] = []
+    calls: list[Call] = []
+    faults: list[Exception] = []
+    try:
+        for part in parts:
+            if isinstance(part, str):
+                content.append(part)
+            elif isinstance(part, Exception):
+                faults.append(part)
+            elif len(calls) == most_calls:
+                faults.append(ValueError(f"a turn has at most {most_calls} calls, and the others are not made"))
+                break
+            else:
+                try:
+                    calls.append(_spoken(checked(part)))
+                except ValueError as error:
+                    faults.append(error)
+    except Exception as error:  # whatever a reader makes of a text that is not in its format
+        faults.append(error)
+    if not calls and not faults:
+        return Turn(text)
+    return Turn("".join(content).strip(), calls, _fault(faults[0]) if faults else None)
+
+
+def _spoken(call: Call) -> Call:
+    """A call without thoughts in it; raises ValueError where there are some."""
+    if _HIDDEN in json.dumps([call.name, call.arguments, call.id], ensure_ascii=False):
+        raise ValueError("a thought stands in a call")
+    return call
+
+
+def _fault(error: Exception) -> str:
+    why = "it is nested too deeply" if isinstance(error, RecursionError) else describe(error, None).partition(": ")[2]
+    return clean(f"the call cannot be read: {why or type(error).__name__}")[:500]
