@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,18 @@ def replace_bytes(path: Path, content: Any) -> None:
         os.fsync(file.fileno())
     draft.replace(path)
     sync(path.parent)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a file or folder that is damaged, so that another can take its place; returns its new name."""
+    return path.rename(_name_aside(path))
+
+
+def _name_aside(path: Path) -> Path:
+    number = 1
+    while os.path.lexists(kept := path.with_name(f"damaged_{number}.{path.name}")):
+        number += 1
+    return kept
 
 
 def sync(path: Path) -> None:
@@ -67,19 +80,23 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def cut_lines(path: Path, step: int) -> None:
-    """Cut a JSON-lines file behind its lines up to a step, in place: at the first line that is of a later step, or not
-    whole. Every line begins with its step."""
+def cut_lines(path: Path, step: int) -> Path | None:
+    """Cut a JSON-lines file after its lines up to a step, in place: at the first line that is of a later step, or not
+    whole. Every line begins with its step. Where that line is not just the end of a file that a crash has cut, the file
+    as it was is kept; returns its name."""
     if not path.exists():
-        return
+        return None
     with path.open("r+b") as file:
-        end = 0
+        end, kept = 0, None
         for line in file:
-            found = _STEP.match(line)
-            if found is None or not line.endswith(b"}\n") or int(found[1]) > step:
+            found = _STEP.match(line) if line.endswith(b"}\n") else None
+            if found is None and line.endswith(b"\n"):
+                kept = Path(shutil.copyfile(path, _name_aside(path)))
+            if found is None or int(found[1]) > step:
                 break
             end += len(line)
         file.truncate(end)
+    return kept
 
 
 def rollout_files(folder: Path, kind: str = "jsonl") -> dict[int, Path]:

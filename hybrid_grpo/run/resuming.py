@@ -48,6 +48,8 @@ class Start:
     """The lines of metrics.jsonl before it."""
     forks: bool = False
     """Whether the checkpoint is of another run."""
+    damaged: bool = False
+    """Whether the run's metrics.jsonl lacks some before it, or has others."""
 
     @property
     def step(self) -> int:
@@ -119,7 +121,11 @@ def find_start(config: ModelRunConfig, folder: Path, checkpoints: Checkpoints, s
     )
     if changed or others:
         say(f"changed since the checkpoint: {', '.join([*changed.values(), *others])}")
-    return Start(checkpoint, tuple(lines_before(numbers, step)), forks)
+    lines = lines_before(numbers, step)
+    wrong = _damage(numbers, lines, step)
+    if wrong:
+        say(f"WARNING: {numbers}: {wrong}; the run goes on without them")
+    return Start(checkpoint, tuple(lines), forks, bool(wrong and not forks))
 
 
 def load_stage(stage: Stage, checkpoints: Checkpoints, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -174,39 +180,40 @@ def changes(saved: dict[str, Any], config: ModelRunConfig) -> dict[str, str]:
 
 
 def lines_before(path: Path, step: int) -> list[str]:
-    """The lines of metrics.jsonl up to a step. Lines behind it are left out, also such as cannot be read; raises
-    UserError where one before it is missing."""
+    """The lines of metrics.jsonl up to a step, each of a later step than the one before. Others, and such as cannot be
+    read, are left out."""
     lines: list[str] = []
-    found = set()
-    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
-        try:
-            number = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            break
-        if type(number) is not int or number > step:
-            break
-        found.add(number)
-        lines.append(line.decode() + "\n")
-    missing = [number for number in range(1, step + 1) if number not in found]
-    refuse(
-        bool(missing),
-        f"run.resume: {path} lacks the numbers of step {missing[0] if missing else 0}, which is before the checkpoint"
-        f" of step {step}: put the file back as it was, give an older checkpoint as run.resume, or start anew with"
-        " another --run.name",
-    )
+    last = -1
+    for line in path.read_bytes().split(b"\n")[:-1] if path.is_file() else ():
+        number = _step_of(line)
+        if number is not None and last < number <= step:
+            last = number
+            lines.append(line.decode() + "\n")
     return lines
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        number = json.loads(line.decode())["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return number if type(number) is int else None
+
+
+def _damage(path: Path, lines: list[str], step: int) -> str:
+    """What is wrong with a metrics.jsonl that has these lines up to a step; empty where nothing is."""
+    found = {_step_of(line.encode()) for line in lines}
+    missing = [number for number in range(1, step + 1) if number not in found]
+    if missing:
+        return f"it lacks the numbers of step {', '.join(map(str, missing[:5]))}{', ...' if missing[5:] else ''}"
+    return "" if not lines or path.read_bytes().startswith("".join(lines).encode()) else "some of its lines are damaged"
 
 
 def _has_steps(path: Path) -> bool:
     """Whether metrics.jsonl has more than what is measured before the first step. A line that a crash or a full disk
     left incomplete is none; one that cannot be read is taken for a step."""
-    for line in path.read_bytes().split(b"\n")[:-1] if path.is_file() else ():
-        try:
-            if json.loads(line)["step"] != 0:
-                return True
-        except (ValueError, KeyError, TypeError):
-            return True
-    return False
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else ()
+    return any(_step_of(line) != 0 for line in lines)
 
 
 def is_free(setting: str, config: ModelRunConfig, saved: dict[str, Any] | None = None) -> bool:

@@ -23,6 +23,7 @@ from hybrid_grpo.run.alarms.alarms import Alarms
 from hybrid_grpo.run.alarms.divergence import Guard, RollBack
 from hybrid_grpo.run.alarms.symptoms import Symptoms
 from hybrid_grpo.run.collection import loaded_objects_kept
+from hybrid_grpo.run.damage import set_aside_damaged
 from hybrid_grpo.run.files import replace_text, sync
 from hybrid_grpo.run.fingerprints import CODE, Fingerprints
 from hybrid_grpo.run.lock import FolderLock
@@ -84,6 +85,8 @@ class Run:
                 code = {name: of for name, of in self.checkpoints.inputs.items() if name.startswith(CODE)}
                 known = {**origin(), **facts, **code}
                 head = "".join(f"# {name}: {masked_text(fact)}\n" for name, fact in known.items())
+                for damage in set_aside_damaged(self.folder, numbers=self.start.damaged):
+                    self.say(damage)
                 replace_text(self.folder / "config.yaml", head + parsed.yaml)
                 replace_text(self.folder / "metrics.jsonl", "".join(self.start.lines))
         if self.start.checkpoint is not None and not self.start.forks:
@@ -258,7 +261,9 @@ class Run:
         self._write_report(write_report)
 
     def _write_report(self, write_report: Callable[[Path], object]) -> None:
-        if rank() == 0:
+        numbers = self.folder / "metrics.jsonl"
+        # A run that could not write its first checkpoint has nothing to report, and has said why it ends.
+        if rank() == 0 and numbers.exists() and numbers.stat().st_size:
             try:
                 write_report(self.folder)
             except Exception as error:  # whatever it is, the run is whole without its report

@@ -112,24 +112,28 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_numbers_after_it_are_left_
 
 
 @pytest.mark.parametrize(
-    ("content", "step"),
+    ("content", "kept", "says"),
     [
-        (None, 1),
-        (b"", 1),
-        (b"\x00\xff\xfe" * 99, 1),
-        (b'{"step": 0}\n{"step": 1}\n{"step": 3}\n', 2),
-        (b'{"step": 1}\n{"step": 2, "a\n{"step": 3}\n', 2),
-        (b'{"step": 1}\n[2]\n{"step": "2"}\n{"step": 3}\n', 2),
-        (b'{"step": 2}\n{"step": 3}\n', 1),
-        (b'{"step": 1}\n{"step": 2}\n', 3),
+        (None, [], "it lacks the numbers of step 1, 2, 3"),
+        (b"", [], "it lacks the numbers of step 1, 2, 3"),
+        (b"\x00\xff\xfe" * 99, [], "it lacks the numbers of step 1, 2, 3"),
+        (b'{"step": 0}\n{"step": 1}\n{"step": 3}\n', [0, 1, 3], "it lacks the numbers of step 2"),
+        (b'{"step": 1}\n{"step": 2, "a\n{"step": 3}\n', [1, 3], "it lacks the numbers of step 2"),
+        (b'{"step": 1}\n[2]\n{"step": "2"}\n{"step": 3}\n', [1, 3], "it lacks the numbers of step 2"),
+        (b'{"step": 1}\n{"step": 2}\n{"step": 3, "rew', [1, 2], "it lacks the numbers of step 3"),
+        (b'{"step": 1}\n{"step": 2}\n{"step": 2}\n{"step": 3}\n{"step": 4', [1, 2, 3], "some of its lines are damaged"),
+        (b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4', [1, 2, 3], ""),
     ],
 )
-def test_numbers_that_lack_a_step_before_the_checkpoint_are_refused(place, content, step):
+def test_numbers_that_are_damaged_are_named_and_the_run_goes_on(place, content, kept, says):
+    """A power cut had left part of a line, and the run was refused; a line that was there twice was written twice."""
     place.checkpoint(3)
     if content is not None:
         (place.folder / "run" / "metrics.jsonl").write_bytes(content)
-    says = place.refusal()
-    assert f"metrics.jsonl lacks the numbers of step {step}, which is before the checkpoint of step 3" in says
+    start = place.start()
+    assert (start.step, start.damaged) == (3, bool(says)) and [json.loads(line)["step"] for line in start.lines] == kept
+    path = place.folder / "run" / "metrics.jsonl"
+    assert place.said == ([f"WARNING: {path}: {says}; the run goes on without them"] if says else [])
 
 
 def test_a_checkpoint_by_its_path(place):

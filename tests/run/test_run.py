@@ -143,6 +143,10 @@ def test_a_report_that_cannot_be_written_is_said_and_changes_nothing(tmp_path, c
     def write_report(folder):
         raise KeyError("broken")
 
+    with pytest.raises(RunStopped), run._reported(write_report):
+        raise RunStopped("checkpoint step_000000 could not be written: No space left on device")
+    assert "report.html" not in capsys.readouterr().out, "there is nothing to report"
+    (run.folder / "metrics.jsonl").write_text('{"step": 1}\n')
     with run._reported(write_report):
         pass
     with pytest.raises(RunStopped, match="this is why"), run._reported(write_report):

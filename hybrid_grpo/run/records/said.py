@@ -30,7 +30,7 @@ def write_alarm(folder: Path, said: Said) -> None:
 
 def forget_alarms(folder: Path, done: int) -> None:
     """Leave only the alarms up to a step in a run's folder."""
-    alarms = read_jsonl(folder / ALARMS_FILE)
-    if alarms:
+    if (folder / ALARMS_FILE).exists():
+        alarms = read_jsonl(folder / ALARMS_FILE)
         kept = (json.dumps(alarm, ensure_ascii=False) + "\n" for alarm in alarms if alarm["step"] <= done)
         replace_text(folder / ALARMS_FILE, "".join(kept))

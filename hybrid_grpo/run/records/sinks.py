@@ -80,7 +80,8 @@ class Log:
                         path.unlink()
             forget_alarms(run_dir, done)
             self._sinks = [JsonlSink(run_dir / "metrics.jsonl", done)]
-            cut_lines(self._details, done)
+            if kept := cut_lines(self._details, done):
+                print(f"WARNING: {self._details}: a line cannot be read; the file as it was is kept as {kept.name}")
         self._trackers = start_trackers(config, run_dir, settings or {}, done)
         self._sinks += [ConsoleSink(steps, done)]
 

@@ -35,6 +35,7 @@ from hybrid_grpo.run.stopping.board import (
     set_board,
     shared_board,
 )
+from hybrid_grpo.run.stopping.leftovers import unlink_buffers, unlink_leftovers
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LOOK_SECONDS, _LONG_SECONDS = 0.5, 5.0
@@ -55,6 +56,10 @@ _LAUNCHERS = re.compile(
     r"(^|/)(deepspeed|torchrun|mpirun|mpiexec|prterun|orted|prted|hydra_pmi_proxy|slurmstepd)(:|$)"
     r"|^(deepspeed\.launcher|torch\.distributed)\.|deepspeed/launcher/\w+\.py$"
 )
+_HELPER = re.compile(r"^deepspeed\.launcher\.launch$|deepspeed/launcher/launch\.py$")
+"""The part of DeepSpeed's launcher that another part has started."""
+_OF_LAUNCHERS = ("CROSS_SIZE", "TORCHELASTIC_RUN_ID")
+"""Variables that the launchers of DeepSpeed and torch set for their ranks."""
 _COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|/gloo/|NCCL")
 """In the files of a stack, or in what an exchange that was waited for elsewhere says when it fails."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -75,6 +80,8 @@ def watched(work: Callable[[], int]) -> NoReturn:
     watcher = os.getpid()
     if board.rank == 0:
         _tell("running")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        unlink_leftovers()
     pid = os.fork()
     if not pid:
         _be_watched(board, stops, stacks, watcher)
@@ -271,7 +278,7 @@ class _Watcher:
         self.mine.tick, self.mine.status = time.monotonic(), status
         _end_descendants(time.monotonic() + (_LEFTOVER_SECONDS if status == 0 else 0.0))
         self.board.forget_file()
-        _unlink_buffer()
+        unlink_buffers(all_ranks=status != 0)
         if self.board.rank == 0:
             _tell(str(status))
         os._exit(status)
@@ -300,14 +307,6 @@ def _end_descendants(patience: float) -> None:
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-
-
-def _unlink_buffer() -> None:
-    """Unlink the 66 MiB that a rank killed at its start has left: see `distributed.release_shared_memory`."""
-    place = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK")]
-    if all(place):
-        name = "_".join(["deepspeed_allreduce_buffer", str(os.getuid()), *place])
-        Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def _descendants(pid: int) -> list[int]:
@@ -339,15 +338,27 @@ def _lives(pid: int, start: str | None = None) -> bool:
 
 
 def _launchers() -> list[tuple[int, str]]:
-    """The processes above this one that have started it as a rank, each with the time of its start."""
-    found, pid = [], os.getppid()
+    """The processes above this one that have started it as a rank, each with the time of its start; one that does not
+    live stands for those that have ended already."""
+    found, child, pid = [], os.getpid(), os.getppid()
+    was_started = any(name in os.environ for name in _OF_LAUNCHERS)
     while stat := _stat(pid):
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:5]
         if not any(_LAUNCHERS.search(word) for word in command):
             break
         found.append((pid, stat[19]))
-        pid = int(stat[1])
+        was_started = any(_HELPER.search(word) for word in command)
+        child, pid = pid, int(stat[1])
+    if was_started and _is_orphan(child):
+        found.append((0, ""))  # killed before this look, so that it is not among those above
     return found
+
+
+def _is_orphan(pid: int) -> bool:
+    """Whether a process has another parent than the one that started it: init, or one of another session."""
+    _, parent, _, session, *_ = _stat(pid) or ["", "0", "", ""]
+    of_parent = _stat(int(parent))
+    return bool(of_parent) and (parent == "1" or (session != str(pid) and session != of_parent[3]))
 
 
 def _prctl(option: int, value: int) -> None:

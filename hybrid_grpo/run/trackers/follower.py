@@ -8,8 +8,10 @@ Whatever fails or hangs in the tracker is told in one line and ends this process
 import importlib
 import json
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -107,6 +109,7 @@ class _Follower:
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
         os._exit(status)
 
 
@@ -120,6 +123,8 @@ def main() -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.nice(5)
+    # Trackers leave a folder for each table to the interpreter's shutdown.
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hybrid_grpo_")
     with open(int(sys.argv[1]), "rb") as file:
         given = json.load(file)
     _Follower(given["tracker"], given["limit_s"]).follow(

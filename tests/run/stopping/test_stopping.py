@@ -1,5 +1,6 @@
 """Stopping: requests that save the run, launchers and ranks that die, and what is left of processes."""
 
+import mmap
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from workshop import Workshop
 
 from hybrid_grpo.config.fields import duration_seconds
 from hybrid_grpo.run.files import read_jsonl
-from hybrid_grpo.run.stopping import watcher
+from hybrid_grpo.run.stopping import leftovers, watcher
 from hybrid_grpo.run.stopping.board import Board
 
 TRAIN = ("train", "--config", "train.yaml", "--run.resume", "auto")
@@ -191,6 +192,60 @@ def test_a_rank_that_dies_before_its_watcher_has_looked_twice_is_noticed():
         watcher._Watcher(board, 0, [], 0).leave(137)
     os.waitpid(pid, 0)
     assert watcher._dead_rank(board) == (1, 137)
+
+
+STARTING = """
+import os, subprocess, sys, time
+from hybrid_grpo.run.stopping.watcher import watched
+
+role = sys.argv[1]
+if role == "bin/deepspeed":
+    subprocess.Popen([sys.executable, __file__, "deepspeed.launcher.launch"])
+elif role == "deepspeed.launcher.launch":
+    time.sleep(0.5)
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "CROSS_SIZE": "1"}
+    rank = subprocess.Popen([sys.executable, __file__, "rank"], env=environment)
+    if len(sys.argv) == 2:
+        sys.exit(rank.wait())
+else:
+    time.sleep(0.5)
+    watched(lambda: time.sleep(60) or 0)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("killed", [["bin/deepspeed"], ["deepspeed.launcher.launch", "which ends too"]])
+def test_a_launcher_that_is_killed_before_its_ranks_look_ends_them(tmp_path, killed):
+    """Killed in its first seconds, it was not among the processes above a rank, which trained on."""
+    program = tmp_path / "program.py"
+    program.write_text(STARTING)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    started = subprocess.Popen([sys.executable, program, *killed], cwd=tmp_path, env=environment, **pipes)
+    start = time.monotonic()
+    # The output ends with the last of the processes that write to it.
+    assert "stopped before there was anything to save" in started.communicate(timeout=LIMIT_S)[0]
+    assert time.monotonic() - start < 50
+
+
+def test_what_killed_runs_left_in_shared_memory_goes_with_the_next_start(monkeypatch, tmp_path):
+    """Two ranks that were killed with their watchers, while they met, left 132 MB."""
+    monkeypatch.setattr(leftovers, "_MEMORY", tmp_path)
+    monkeypatch.setenv("MASTER_ADDR", "here")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("RANK", "0")
+    names = {name: f"{leftovers._BUFFER}{name}" for name in ("here_1_0", "here_1_1", "used_1_0", "left_2_0", "new_3_0")}
+    for name, file in names.items():
+        (tmp_path / file).write_bytes(bytes(8))
+        os.utime(tmp_path / file, (0, 0) if name in ("used_1_0", "left_2_0") else None)
+    with (tmp_path / names["used_1_0"]).open("r+b") as file, mmap.mmap(file.fileno(), 8):
+        leftovers.unlink_leftovers()
+        kept = set(names.values()) - {names["left_2_0"]}
+        assert {path.name for path in tmp_path.iterdir()} == kept
+    leftovers.unlink_buffers(all_ranks=False)
+    assert {path.name for path in tmp_path.iterdir()} == kept - {names["here_1_0"]}
+    leftovers.unlink_buffers(all_ranks=True)
+    assert {path.name for path in tmp_path.iterdir()} == {names["used_1_0"], names["new_3_0"]}
 
 
 SUSPENDED = """

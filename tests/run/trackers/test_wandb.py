@@ -48,6 +48,8 @@ def test_a_resumed_run_has_the_id_that_it_had_and_a_new_one_another(tmp_path):
 
 @pytest.mark.process
 def test_an_offline_run_holds_every_metric_axis_table_histogram_alert_and_file(folder, tmp_path, monkeypatch, capfd):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "elsewhere"))
     told = {"wandb_entity": "team", "group": "seeds", "tags": ["a", "b"], "notes": "why", "job_type": "baseline"}
     config = LogConfig(wandb="offline", histograms_every=2, wandb_project="sorting", **told)
@@ -56,6 +58,7 @@ def test_an_offline_run_holds_every_metric_axis_table_histogram_alert_and_file(f
     process.ask(failed=True)
     process.close(120)
     assert "upload with: wandb sync" in capfd.readouterr().out
+    assert list((tmp_path / "temporary").iterdir()) == [], "wandb leaves a folder for each table"
     assert not (tmp_path / "elsewhere").exists() and not (folder / "wandb" / "staging").exists(), "nothing is left"
     found = wandb_file.records(folder)
 

@@ -1,0 +1,49 @@
+"""Files in shared memory that ranks leave which are killed while they start: 66 MiB each, until the next boot.
+
+A rank that has met the others unlinks its buffer (`distributed.release_shared_memory`). One that is killed before is
+cleaned up after by its watcher, or by that of another rank; where all are killed at once, by the next run that starts.
+Needs nothing that is slow to import.
+"""
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_MEMORY = Path("/dev/shm")
+_BUFFER, _BOARD = f"deepspeed_allreduce_buffer_{os.getuid()}_", f"hybrid_grpo_{os.getuid()}_"
+_STALE_SECONDS = {_BUFFER: 60.0, _BOARD: 3600.0}
+"""Files of this age that no process uses are left over. Those of other containers may be in use unseen: a buffer for
+the moment in which ranks meet, a board (see board.py) until the models are loaded."""
+
+
+def unlink_buffers(*, all_ranks: bool) -> None:
+    """Unlink what this rank has left, or all ranks of a run that cannot go on."""
+    address, port, rank = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
+    if address and port and rank:
+        for path in _MEMORY.glob(f"{_BUFFER}{address}_{port}_{'*' if all_ranks else rank}"):
+            path.unlink(missing_ok=True)
+
+
+def unlink_leftovers() -> None:
+    """Unlink what runs have left of which no process lives."""
+    found = []
+    for prefix, seconds in _STALE_SECONDS.items():
+        for path in _MEMORY.glob(f"{prefix}*"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > seconds:
+                    found.append(path)
+    used = _mapped() if found else ""
+    for path in found:
+        if f"{path}\n" not in used:
+            with suppress(OSError):
+                path.unlink()
+
+
+def _mapped() -> str:
+    """Memory maps of all processes of this user, as text."""
+    maps = []
+    for entry in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            maps.append(entry.read_text(errors="replace"))
+    return "".join(maps)

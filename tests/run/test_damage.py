@@ -1,0 +1,51 @@
+"""What is damaged in a run's folder, and is not a checkpoint, ends no run."""
+
+import json
+
+from hybrid_grpo.config import LogConfig, RunConfig, TrainConfig
+from hybrid_grpo.config.parsing import Parsed
+from hybrid_grpo.run.files import read_jsonl
+from hybrid_grpo.run.records.sinks import Log
+from hybrid_grpo.run.resuming import settings_of
+from hybrid_grpo.run.run import Run
+from hybrid_grpo.run.saving.manifest import Manifest
+
+
+def test_whatever_is_damaged_is_set_aside_and_named(tmp_path, capsys):
+    """Garbage in alarms.jsonl and a journal that is a folder ended runs with tracebacks."""
+    config = TrainConfig(run=RunConfig(dir=str(tmp_path), steps=9, resume="auto"))
+    folder = tmp_path / config.run.name
+    checkpoint = folder / "checkpoints" / "step_000002"
+    checkpoint.mkdir(parents=True)
+    Manifest("0" * 16, 2, 1, 0, settings_of(config), {}).write(checkpoint)
+    (folder / "checkpoints" / "run_id").write_text("0" * 16)
+    lines = [{"step": step} for step in (1, 1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    alarm = {"step": 1, "alarm": "kl", "since": 1, "message": "m", "action": "say"}
+    (folder / "alarms.jsonl").write_bytes(b"\xff\xfe\n[]\n" + json.dumps(alarm).encode() + b'\n{"ste')
+    (folder / "details.jsonl").write_bytes(b'{"step":1}\n\x00\n{"step":2}\n')
+    (folder / "journal" / "step_000003.rank_0").mkdir(parents=True)
+    (folder / "prompts.jsonl").mkdir()
+    (folder / "rollouts").write_text("")
+    run = Run(Parsed(config, ""), {})
+    Log(LogConfig(wandb="disabled"), folder, 9, run.start.step).close()
+    said = [line.replace(f"{folder}/", "") for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
+    assert said == [
+        "WARNING: metrics.jsonl: some of its lines are damaged; the run goes on without them",
+        "WARNING: prompts.jsonl: it is not a file or folder of a run; it is kept as damaged_1.prompts.jsonl",
+        "WARNING: rollouts: it is not a file or folder of a run; it is kept as damaged_1.rollouts",
+        "WARNING: journal/step_000003.rank_0: it is not a file or folder of a run; it is kept as"
+        " damaged_1.step_000003.rank_0",
+        "WARNING: metrics.jsonl: it is damaged; it is kept as damaged_1.metrics.jsonl",
+        "WARNING: alarms.jsonl: 2 of its lines cannot be read, the others are kept; it is kept as"
+        " damaged_1.alarms.jsonl",
+        "WARNING: details.jsonl: a line cannot be read; the file as it was is kept as damaged_1.details.jsonl",
+    ]
+    assert read_jsonl(folder / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+    assert read_jsonl(folder / "alarms.jsonl") == [alarm]
+    assert (folder / "details.jsonl").read_bytes() == b'{"step":1}\n'
+    assert b"\x00" in (folder / "damaged_1.details.jsonl").read_bytes()
+    # Nothing is damaged any more.
+    run._lock.release()
+    Run(Parsed(config, ""), {})
+    assert "WARNING" not in capsys.readouterr().out
