@@ -3,8 +3,7 @@
 import functools
 import json
 import time
-from dataclasses import replace
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from paths import SUPPORT
