@@ -63,23 +63,24 @@ def reader_of(
     Raises UserError where `auto` finds none.
     """
 
-    def made(name: str, tools: Sequence[dict[str, Any]]) -> Reader:
-        prompt = written(tokenizer, [user_message(_ASKED)], tools, variables)
+    prompt = written(tokenizer, [user_message(_ASKED)], schemas, variables)
+
+    def made(name: str, tools: Sequence[dict[str, Any]], prompt: str) -> Reader:
         if name == "":
             return _by_template(tokenizer, prompt, tools, most_calls)
         begun = _BEGUN.search(prompt)
         return format_reader(FORMATS[name], tools, most_calls, begun[0] if begun else "")
 
     known = [*([""] if getattr(tokenizer, "response_template", None) else []), *FORMATS]
-    turns = _examples(tokenizer, variables, tuple(ends))
-    fitting = [name for name in known if _reads(made(name, [_SCHEMA]), turns)]
+    examples = _examples(tokenizer, variables, tuple(ends))
+    fitting = [name for name in known if any(_reads(made(name, [_SCHEMA], asked), *turn) for asked, *turn in examples)]
     if tool_format == "auto":
         if not fitting:
             raise UserError(
                 "rollout.tool_format auto: the chat template of policy.model writes a call in none of the formats that"
                 f" are known: if the model writes one of them, set it to {', '.join(FORMATS)}"
             )
-        return made(fitting[0], schemas)
+        return made(fitting[0], schemas, prompt)
     if tool_format not in fitting and os.environ.get("RANK", "0") == "0":
         others = f", which is read with {fitting[0] or 'auto'}" if fitting else ""
         print(
@@ -88,32 +89,32 @@ def reader_of(
             file=sys.stderr,
             flush=True,
         )
-    return made(tool_format, schemas)
+    return made(tool_format, schemas, prompt)
 
 
-def _reads(reader: Reader, turns: list[tuple[str, str]]) -> bool:
-    """Whether a reader finds the example's call in one of the turns, and nothing else."""
-    found = [reader(*turn) for turn in turns]
-    return any(turn.fault is None and [replace(call, id=None) for call in turn.calls] == [_EXAMPLE] for turn in found)
+def _reads(reader: Reader, text: str, end: str) -> bool:
+    """Whether a reader finds the example's call in a turn, and nothing else."""
+    turn = reader(text, end)
+    return turn.fault is None and [replace(call, id=None) for call in turn.calls] == [_EXAMPLE]
 
 
-def _examples(tokenizer: Any, variables: dict[str, Any], ends: tuple[str, ...]) -> list[tuple[str, str]]:
-    """The example's call as the chat template writes it: from where the model's turn begins, with or without what
-    prompts begin of it, or from the user's text on; each with the token that ends it."""
-    asked = [user_message(_ASKED)]
-    turns = []
+def _examples(tokenizer: Any, variables: dict[str, Any], ends: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    """Prompts, the turn with the example's call that the chat template writes after each, and the token that ends it.
+    Where prompts begin the model's thinking, the template may write a turn with that beginning, or without."""
+    examples = []
     # Templates of Kimi K2 write a call's id in place of its name.
     for call in (_EXAMPLE, replace(_EXAMPLE, id=f"functions.{_EXAMPLE.name}:0")):
         with suppress(Exception):  # a template is a program of the model's authors
-            before = written(tokenizer, asked, [_SCHEMA], variables)
+            asked = [user_message(_ASKED)]
+            prompt = written(tokenizer, asked, [_SCHEMA], variables)
             chat = [*asked, assistant_message("", [call])]
             whole = written(tokenizer, chat, [_SCHEMA], variables, generation=False)
-            begins = (before, before[: (_BEGUN.search(before) or re.search(r"\Z", before)).start()])  # type: ignore[union-attr]
-            texts = [whole.removeprefix(begin) for begin in begins if whole.startswith(begin)]
-            for text, end in product([*texts, whole.rpartition(_ASKED)[2]], ends):
-                if end and end in text:
-                    turns.append((text[: text.rindex(end)], end))
-    return turns
+            prompts = {prompt: None, _BEGUN.sub("", prompt): None}
+            texts = [(begin, whole.removeprefix(begin)) for begin in prompts if whole.startswith(begin)]
+            # Others begin the model's turns otherwise than prompts end.
+            texts += [(begin, whole.rpartition(_ASKED)[2]) for begin in prompts]
+            examples += [(p, text[: text.rindex(e)], e) for (p, text), e in product(texts, ends) if e and e in text]
+    return examples
 
 
 def _by_template(tokenizer: Any, prompt: str, schemas: Sequence[dict[str, Any]], most_calls: int) -> Reader:

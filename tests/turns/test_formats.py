@@ -140,6 +140,16 @@ def test_auto_takes_the_format_that_reads_what_the_template_writes(writes):
     assert [replace(found, id=None) for found in read_turn.calls] == [ADD] and read_turn.fault is None
 
 
+@pytest.mark.parametrize("keeps", ["", "<think>\n\n</think>\n\n"])
+def test_prompts_may_begin_the_thinking_that_the_template_writes_or_drops(keeps):
+    tokenizer = tool_tokenizer("hermes")
+    template = writer("{% if message.role == 'assistant' %}" + keeps + "{% endif %}" + WRITERS["glm45"])
+    tokenizer.chat_template = template.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    called = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+    assert auto(tokenizer)(f"hm</think>{called}", END).calls == [Call("add", {"a": 3})]
+    assert auto(tokenizer)(called, END).calls == []
+
+
 def test_a_template_that_writes_calls_in_no_known_format_is_refused():
     tokenizer = tool_tokenizer("hermes")
     tokenizer.chat_template = writer("{% for call in message.tool_calls or [] %}please {{ call }}{% endfor %}")
