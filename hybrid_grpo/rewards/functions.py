@@ -79,6 +79,10 @@ _LONGEST_TRACEBACK = 20_000  # characters
 _LARGEST = 1e15  # largest reward: gradients that are computed from it, and their squares, stay finite in float32
 _EXPECTED = f"a finite number (at most {_LARGEST:g} in size)"
 
+_MOST_COLUMNS, _LONGEST_NAME, _LONGEST_TEXT = 64, 100, 10_000
+"""Of what a function stores with completions: columns, and characters of a name and of a value."""
+_LARGEST_WHOLE = 2**63
+
 Inputs = dict[str, list[Any]]
 """Arguments of a function by name, each with one element per row."""
 TextStep = tuple[str, float]
@@ -89,11 +93,17 @@ Value = float | list[TokenStep] | list[TextStep] | None
 """What a function returns for one completion; None where it does not apply."""
 
 
+Kind = Literal["raised", "invalid", "timeout", "died"]
+"""What went wrong."""
+ReplyForm = Literal["rewards", "text", "event"]
+"""What is returned: rewards, what a tool or a user says, or what came of an order to an environment."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a function gave a completion no value."""
 
-    kind: Literal["raised", "invalid", "timeout", "died"]
+    kind: Kind
     message: str
     """One line that continues a sentence which begins with the function's name."""
     traceback: str = ""
@@ -156,6 +166,8 @@ class Interface:
     schema: dict[str, Any] | None = None
     """What a model is told of a tool; None for a reward function. Of an environment: whether it `steps`, whether its
     reset is `silent`, and what a model is told of its methods, `tools`."""
+
+    replies: ReplyForm = "rewards"
 
     def accepts(self, name: str) -> bool:
         """Whether the function can be given an input or a column of this name."""
@@ -227,17 +239,17 @@ def _checked_reply(result: Any, call: RewardCall, extra: dict[str, list[Any]]) -
     failures: list[Failure | None] = []
     for value, length in zip(result, call.lengths, strict=True):
         try:
-            values.append(_checked(value, length))
+            values.append(checked(value, length))
             failures.append(None)
         except ValueError as error:
             values.append(None)
             failures.append(Failure("invalid", f"returned {reprlib.repr(value)}: {error}"))
-    stored = {name: [_plain(v) for v in column] for name, column in extra.items() if len(column) == rows}
-    return Reply(values, failures, stored)
+    return Reply(values, failures, stored(extra, rows))
 
 
-def _checked(value: Any, length: int) -> Value:
-    """The value as a float, None or steps; a ValueError says what it should be."""
+def checked(value: Any, length: int) -> Value:
+    """A function's value for a completion of `length` tokens as a float, None or steps; a ValueError says what it
+    should be."""
     if isinstance(value, list | tuple):
         return _checked_steps(value, length)
     number = finite(value)
@@ -278,12 +290,24 @@ def finite(value: Any, largest: float = _LARGEST) -> float | None:
     return number if math.isfinite(number) and abs(number) <= largest else None
 
 
+def stored(extra: dict[str, list[Any]], rows: int) -> dict[str, list[Any]]:
+    """What a function wants stored with completions, in plain values. Columns of another length are left out, as are
+    those beyond `_MOST_COLUMNS`; long text is cut."""
+    columns = [(str(name)[:_LONGEST_NAME], column) for name, column in extra.items() if len(column) == rows]
+    return {_readable(name): [_plain(v) for v in column] for name, column in columns[:_MOST_COLUMNS]}
+
+
 def _plain(value: Any) -> Any:
     """A value that JSON can hold: numbers and text as they are, anything else as text."""
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) < _LARGEST_WHOLE):
         return value
-    number = finite(value, math.inf)
-    return str(value) if number is None else number
+    number = None if isinstance(value, str) else finite(value, math.inf)
+    return _readable(str(value)[:_LONGEST_TEXT]) if number is None else number
+
+
+def _readable(text: str) -> str:
+    """Text without halves of surrogate pairs, which no file takes."""
+    return text.encode(errors="replace").decode()
 
 
 def load_function(config: RewardConfig, entry: str) -> Function:

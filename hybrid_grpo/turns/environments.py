@@ -18,8 +18,8 @@ from hybrid_grpo.data.episodes import Episode, Opening
 from hybrid_grpo.rewards.functions import Failure, Reply
 from hybrid_grpo.rewards.workers.environments import EnvironmentEntry
 from hybrid_grpo.rewards.workers.pool import Pool
+from hybrid_grpo.rewards.workers.replies import RESULT
 from hybrid_grpo.rewards.workers.seats import Seat
-from hybrid_grpo.rewards.workers.tools import RESULT
 from hybrid_grpo.turns.calls import Call, Turn
 from hybrid_grpo.turns.conversation import Answer, Conversation, Finish
 from hybrid_grpo.turns.template import user_message

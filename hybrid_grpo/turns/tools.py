@@ -18,7 +18,8 @@ from hybrid_grpo.data.batch import Message, Numbers
 from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall
 from hybrid_grpo.rewards.loading import worker_count
 from hybrid_grpo.rewards.workers.pool import Caller, Pool
-from hybrid_grpo.rewards.workers.tools import RESULT, ToolEntry
+from hybrid_grpo.rewards.workers.replies import RESULT
+from hybrid_grpo.rewards.workers.tools import ToolEntry
 from hybrid_grpo.turns.calls import Call, Turn
 from hybrid_grpo.turns.conversation import Answer, Conversation
 from hybrid_grpo.turns.environments import Environments, Kind

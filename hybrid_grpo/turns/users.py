@@ -28,7 +28,7 @@ from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, s
 from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall, failed
 from hybrid_grpo.rewards.loading import worker_count
 from hybrid_grpo.rewards.workers.pool import Pool
-from hybrid_grpo.rewards.workers.tools import RESULT
+from hybrid_grpo.rewards.workers.replies import RESULT
 from hybrid_grpo.rewards.workers.users import MESSAGES, UserEntry
 from hybrid_grpo.turns.calls import Turn
 from hybrid_grpo.turns.conversation import Answer, Conversation

@@ -91,6 +91,36 @@ def _writes_everywhere() -> Any:
     return [1.0]
 
 
+def _forges_reply() -> Any:
+    """Sends the rank text as a reward, under the number of its own call."""
+    frame = sys._getframe()
+    while "number" not in frame.f_locals:
+        frame = frame.f_back
+    message = f'[{frame.f_locals["number"]}, ["1.0"], {{}}, {{}}, false, false]'.encode()
+    for descriptor in range(3, 64):
+        with suppress(OSError):
+            os.write(descriptor, len(message).to_bytes(4, "big") + message)
+    return [1.0]
+
+
+def _stops_parent() -> Any:
+    os.kill(os.getppid(), signal.SIGSTOP)
+    return [9.0]
+
+
+def spoils_its_process(completions: list[str]) -> list[float]:
+    """Leaves its process without what another function needs."""
+    sys.modules["json"].dumps = None
+    os.chdir("/")
+    subprocess.run = None
+    return [1.0] * len(completions)
+
+
+def needs_its_process(completions: list[str]) -> list[float]:
+    """Starts a program in the folder of the run."""
+    return [float(subprocess.run(["pwd"], check=True, capture_output=True).stdout != b"/\n")]
+
+
 def _prints() -> Any:
     for _ in range(1000):
         print("x" * 1000)
@@ -117,6 +147,7 @@ ACTS: dict[str, Callable[[], Any]] = {
     "kills its parent": _kills_parent,
     "closes descriptors": _closes_descriptors,
     "writes everywhere": _writes_everywhere,
+    "forges a reply": _forges_reply,
     "exits with children": _exits_with_children,
     "hangs": _hangs,
     "hangs in C": _hangs_in_c,
@@ -131,6 +162,8 @@ ACTS: dict[str, Callable[[], Any]] = {
 def act(completions: list[str]) -> Any:
     """A number is its own reward; else what the text says."""
     (text,) = completions
+    if text == "stops its parent":  # which is noticed when the run ends
+        return _stops_parent()
     return [float(text)] if text.isdigit() else ACTS[text]()
 
 

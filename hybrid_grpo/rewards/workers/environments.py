@@ -31,7 +31,8 @@ from hybrid_grpo.config.importing import describe, functions_of, import_place
 from hybrid_grpo.rewards.environments import state_of
 from hybrid_grpo.rewards.functions import Failure, Interface, Reply, RewardCall, failed, finite
 from hybrid_grpo.rewards.workers import openenv
-from hybrid_grpo.rewards.workers.tools import RESULT, WrongArguments, as_text, check_arguments, described
+from hybrid_grpo.rewards.workers.replies import RESULT
+from hybrid_grpo.rewards.workers.tools import WrongArguments, as_text, check_arguments, described
 from hybrid_grpo.rewards.workers.verifiers import PACKAGE, VerifiersRollout, installed, is_foreign, quietly, rollouts_of
 
 _SHARES = "objects_per_process"
@@ -241,7 +242,7 @@ def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess
     }
     parameters = list(inspect.signature(methods["reset"]).parameters.values())[1:]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    interface = Interface([n for n in needed if n != "seed"], None, False, 1, schema=schema)
+    interface = Interface([n for n in needed if n != "seed"], None, False, 1, schema=schema, replies="event")
     return EnvironmentProcess(place, factory, interface, getattr(module, "__file__", None))
 
 

@@ -15,6 +15,7 @@ import copy
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
@@ -143,14 +144,16 @@ async def _replied(score: Score, splits: bool, call: RewardCall) -> Reply:
 
 
 class Workers:
-    """Processes that take one call at a time. They are started by the first calls."""
+    """Processes that take one call at a time. They are started by the first calls, and each calls one function only:
+    whatever a function does to its process, others have their own."""
 
     def __init__(self, fork_server: ForkServer, count: int) -> None:
         self._fork_server = fork_server
         self._count = count
         self._slots = asyncio.Semaphore(count)
         self._alone = asyncio.Lock()
-        self._idle: list[Worker] = []
+        self._idle: defaultdict[int, list[Worker]] = defaultdict(list)
+        """By the index of their function."""
 
     async def score(self, index: int, timeout_s: float, call: RewardCall) -> Reply:
         """Call the isolated function of this index; `timeout_s` counts from when a process is free."""
@@ -167,7 +170,7 @@ class Workers:
     async def _ask(self, index: int, timeout_s: float, call: RewardCall) -> Reply | None:
         """The reply; None where the fork server has died together with the worker."""
         rows = len(call.lengths)
-        worker = await self._free()
+        worker = await self._free(index)
         try:
             reply = await asyncio.wait_for(worker.ask(index, call, timeout_s), timeout_s)
         except asyncio.TimeoutError:
@@ -182,12 +185,12 @@ class Workers:
         if reply.spent:
             worker.end()
         else:
-            self._idle.append(worker)
+            self._idle[index].append(worker)
         return reply
 
-    async def _free(self) -> Worker:
-        while self._idle:
-            worker = self._idle.pop()
+    async def _free(self, index: int) -> Worker:
+        while self._idle[index]:
+            worker = self._idle[index].pop()
             if not worker.is_gone():
                 return worker
             worker.end()

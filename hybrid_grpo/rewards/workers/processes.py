@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import pickle
@@ -16,11 +15,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.secrets import named_variables, public_environment
 from hybrid_grpo.rewards.functions import Interface, Reply, RewardCall
-from hybrid_grpo.rewards.workers.worker import Entry, decode_reply, framed, read_frame
+from hybrid_grpo.rewards.workers.replies import Expected, decode_reply, new_number
+from hybrid_grpo.rewards.workers.worker import Entry, framed, read_frame
+
+_END_SECONDS = 2.0
+"""For a fork server to end its workers and itself."""
 
 
 class ForkServer:
@@ -57,6 +62,7 @@ class ForkServer:
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin:
             process.stdin.write(self._orders)
+        self._process = process
         # Reaps the process whenever it ends.
         threading.Thread(target=process.wait, daemon=True).start()
         self._control.settimeout(self._scoring.max_import_s)
@@ -118,8 +124,17 @@ class ForkServer:
         return json.loads(line)
 
     def close(self) -> None:
-        """End the fork server and all workers."""
+        """End the fork server and all workers, with all that they have started."""
         self._control.close()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:  # a function has stopped it: it does not see that the socket is closed
+            with suppress(psutil.NoSuchProcess):
+                family = psutil.Process(self._process.pid).children(recursive=True)
+                self._process.kill()
+                for process in family:
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
         for connection in self.connections:
             connection.transport.abort()
         self.connections.clear()
@@ -135,7 +150,7 @@ class Worker:
         self._pid = pid
         self._reader = reader
         self._writer = writer
-        self._numbers = itertools.count()
+        self._expected: dict[int, Expected] = {}
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._listener = asyncio.create_task(self._listen())
 
@@ -150,26 +165,23 @@ class Worker:
         """
         if self._listener.done():
             raise EOFError
-        number = next(self._numbers)
+        number = new_number()
+        self._expected[number] = Expected(call.lengths, self._fork_server.interfaces[index].replies)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             self._writer.write(framed(pickle.dumps((number, index, call, timeout_s))))
             await self._writer.drain()
-            reply = await answer
+            return await answer
         finally:
-            del self._waiting[number]
-        if len(reply.values) != len(call.lengths):
-            raise EOFError("a reply to something else")
-        return reply
+            del self._waiting[number], self._expected[number]
 
     async def _listen(self) -> None:
-        # ValueError, TypeError: no reply. A function may write to whatever descriptor it finds.
-        with suppress(EOFError, OSError, ValueError, TypeError):
+        # ValueError: no reply. A function may write to whatever descriptor it finds.
+        with suppress(EOFError, OSError, ValueError):
             while True:
-                number, reply = decode_reply(await read_frame(self._reader))
-                answer = self._waiting.get(number)
-                if answer is not None and not answer.done():
-                    answer.set_result(reply)
+                decoded = decode_reply(await read_frame(self._reader), self._expected)
+                if decoded is not None and not self._waiting[decoded[0]].done():
+                    self._waiting[decoded[0]].set_result(decoded[1])
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(EOFError())

@@ -14,12 +14,14 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from hybrid_grpo.config.importing import describe
 from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall, failed
 from hybrid_grpo.rewards.workers.processes import ForkServer
-from hybrid_grpo.rewards.workers.worker import decode_reply, died, framed, timed_out, unframed
+from hybrid_grpo.rewards.workers.replies import Expected, decode_reply, new_number
+from hybrid_grpo.rewards.workers.worker import died, framed, timed_out, unframed
 
 Done = Callable[[Reply], None]
 """Called with the reply to an order, on any thread."""
@@ -42,21 +44,23 @@ class Seat:
         self.process: _Process | None = None
         self.lost: Reply | None = None
         """The reply to all orders once the process is lost."""
-        self.waiting: list[tuple[bytes, Done]] = []
+        self.waiting: list[_Order] = []
         """Orders given before there is a process."""
 
     def ask(self, order: dict[str, Any], done: Done) -> None:
         """Give an order; `done` is called with the reply once."""
         call = RewardCall({"order": [{**order, "number": self._number}]}, [0])
         try:
-            message = framed(pickle.dumps((0, self.index, call, self._seats.timeout_s)))
+            number = new_number()
+            message = framed(pickle.dumps((number, self.index, call, self._seats.timeout_s)))
         except Exception as error:  # such as columns that cannot be pickled
             return done(failed(Failure("invalid", f"could not be called: {describe(error, None)}"), 1))
+        sent = _Order(self, {number: Expected([0], "event", order["do"])}, message, done)
         with self._seats.lock:
             if self.lost is None:
                 if self.process is not None:
-                    return self.process.give(self, message, done)
-                self.waiting.append((message, done))
+                    return self.process.give(sent)
+                self.waiting.append(sent)
                 if len(self.waiting) == 1:
                     self._seats.place(self)
                 return
@@ -71,6 +75,14 @@ class Seat:
         self.ask({"do": "close"}, lambda _: self._seats.take_back(self))
 
 
+@dataclass(frozen=True)
+class _Order:
+    seat: Seat
+    expected: dict[int, Expected]
+    message: bytes
+    done: Done
+
+
 class _Process:
     """A worker process and the connection to it; `seats` are those that have it."""
 
@@ -78,22 +90,22 @@ class _Process:
         self._all = seats
         self.seats: set[Seat] = set()
         self.is_ending = False
-        self.orders: deque[tuple[Seat, bytes, Done]] = deque()
+        self.orders: deque[_Order] = deque()
         """The first is under way."""
         self._pid, self._connection = seats.fork_server.fork_worker("sync")
         self._connection.setblocking(False)
         self._received = bytearray()
         seats.loop.add_reader(self._connection, self._read)
 
-    def give(self, seat: Seat, message: bytes, done: Done) -> None:
+    def give(self, order: _Order) -> None:
         """Take an order, on any thread, with the lock held."""
-        self.orders.append((seat, message, done))
+        self.orders.append(order)
         if len(self.orders) == 1 and not self.is_ending:
             self._send_first()
 
     def _send_first(self) -> None:
         """Send an order. That the process is gone is noticed by the loop."""
-        message = self.orders[0][1]
+        message = self.orders[0].message
         self._all.deadlines_s[self] = time.monotonic() + self._all.timeout_s
         sent = self._sent(message)
         if sent < len(message):
@@ -124,21 +136,22 @@ class _Process:
                 return
             # No message: the process has ended. One that is no reply: a function may write to whatever descriptor it
             # finds.
-            reply = decode_reply(message or b"")[1]
-            if len(reply.values) != 1 or not self.orders:
+            decoded = decode_reply(message or b"", self.orders[0].expected if self.orders else {})
+            if decoded is None:
                 raise EOFError("a reply to something else")
+            reply = decoded[1]
         except BlockingIOError:
             return
-        except (EOFError, OSError, ValueError, TypeError, AttributeError):
+        except (EOFError, OSError, ValueError):
             return self._all.lose(self)
         if reply.spent:
             return self._all.lose(self, reply)
         with self._all.lock:
-            _, _, done = self.orders.popleft()
+            order = self.orders.popleft()
             del self._all.deadlines_s[self]
             if self.orders:
                 self._send_first()
-        done(reply)
+        order.done(reply)
 
     def end(self) -> int | None:
         """Kill the process; its exit status, see `ForkServer.end`."""
@@ -198,8 +211,8 @@ class Seats:
             process.seats.add(seat)
             self._sort(process, seat)
             seat.process = process
-            for message, done in seat.waiting:
-                process.give(seat, message, done)
+            for order in seat.waiting:
+                process.give(order)
             seat.waiting = []
         while self._starting < len(self._queue) and (self._most is None or self._count < self._most):
             self._starting += 1
@@ -229,7 +242,7 @@ class Seats:
                 reply = failed(Failure("died", f"could not be started: {describe(error, None)}"), 1)
         with self.lock:
             self._starting -= 1
-            waiting: list[tuple[bytes, Done]] = []
+            waiting: list[_Order] = []
             if process is not None:
                 self._idle.append(process)
                 return self._place_waiting()
@@ -239,8 +252,8 @@ class Seats:
             seat = self._queue.popleft()
             seat.lost, waiting, seat.waiting = reply, seat.waiting, []
             self._place_waiting()
-        for _, done in waiting:
-            done(reply)
+        for order in waiting:
+            order.done(reply)
 
     def take_back(self, seat: Seat) -> None:
         """Give the place of an object that is closed to others."""
@@ -264,14 +277,14 @@ class Seats:
         status = process.end()
         reply = reply or died(status, 1)
         with self.lock:
-            guilty = process.orders[0][0] if process.orders else None
+            guilty = process.orders[0].seat if process.orders else None
             for seat in process.seats:
                 seat.process, seat.lost = None, reply if guilty in (seat, None) else _shared(reply)
             orders, process.orders = process.orders, deque()
             self._count -= 1
             self._place_waiting()
-        for seat, _, done in orders:
-            done(seat.lost or reply)
+        for order in orders:
+            order.done(order.seat.lost or reply)
 
     def _watch(self) -> None:
         """End the processes whose orders take too long; then look again when the next one may."""

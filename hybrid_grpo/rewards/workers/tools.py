@@ -19,12 +19,10 @@ from typing import Any
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.config.importing import describe, functions_of, import_place
 from hybrid_grpo.rewards.functions import Failure, Interface, Reply, RewardCall, failed
+from hybrid_grpo.rewards.workers.replies import LONGEST_TEXT, RESULT
 
 BUILTINS = ("calculator", "python", "search")
 """Tools that a configuration names without a path; they are defined in ready_made.py, and search.py."""
-RESULT = "result"
-"""Name under which a reply holds what a tool returned."""
-_LONGEST = 1 << 20  # characters
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class Tool:
             return failed(Failure("invalid", f"wrong arguments for {self.name}: {error}"), 1)
         trace = "".join(traceback.format_exception(error))[-20_000:]
         spent = isinstance(error, MemoryError)
-        return failed(Failure("raised", describe(error, None)[:_LONGEST], trace), 1, spent=spent)
+        return failed(Failure("raised", describe(error, None)[:LONGEST_TEXT], trace), 1, spent=spent)
 
 
 class WrongArguments(Exception):
@@ -106,7 +104,7 @@ def as_text(result: Any) -> str:
     if not isinstance(result, str):
         result = json.dumps(result, ensure_ascii=False, default=str)
     # A tokenizer cannot read halves of surrogate pairs.
-    return result[:_LONGEST].encode(errors="replace").decode()
+    return result[:LONGEST_TEXT].encode(errors="replace").decode()
 
 
 def load_tool(config: ToolEntry, entry: str) -> Tool:
@@ -122,7 +120,8 @@ def load_tool(config: ToolEntry, entry: str) -> Tool:
     told["properties"] = {name: told["properties"][name] for name in told["properties"] if name not in fixed}
     if "required" in told:
         told["required"] = [name for name in told["required"] if name not in fixed]
-    interface = Interface(["arguments"], ["arguments"], inspect.iscoroutinefunction(plain), 1, schema=schema)
+    is_async = inspect.iscoroutinefunction(plain)
+    interface = Interface(["arguments"], ["arguments"], is_async, 1, schema=schema, replies="text")
     parameters = inspect.signature(function).parameters
     given = inspect.Signature([parameter for name, parameter in parameters.items() if name not in fixed])
     file = getattr(plain.__code__, "co_filename", None)

@@ -52,6 +52,6 @@ def load_user(config: UserEntry, entry: str) -> UserFunction:
     )
     needed = [name for name in named if signature.parameters[name].default is inspect.Parameter.empty]
     columns = sorted({*needed} - {MESSAGES})
-    interface = Interface(columns, None if takes_any else named, inspect.iscoroutinefunction(plain), 1)
+    interface = Interface(columns, None if takes_any else named, inspect.iscoroutinefunction(plain), 1, replies="text")
     file = getattr(getattr(plain, "__code__", None), "co_filename", None)
     return UserFunction(config.function.rpartition(":")[2], function, signature, interface, file)

@@ -34,6 +34,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.importing import describe
 from hybrid_grpo.rewards.functions import Failure, Function, Reply, RewardCall, failed, load_function
 from hybrid_grpo.rewards.workers.environments import EnvironmentEntry, EnvironmentProcess, load_environment
+from hybrid_grpo.rewards.workers.replies import encode_reply
 from hybrid_grpo.rewards.workers.tools import Tool, ToolEntry, load_tool
 from hybrid_grpo.rewards.workers.users import UserEntry, load_user
 
@@ -73,21 +74,6 @@ async def read_frame(reader: asyncio.StreamReader, largest: int = _LARGEST_REPLY
     if size > largest:
         raise EOFError(f"a message of {size} bytes")
     return await reader.readexactly(size)
-
-
-def encode_reply(number: int, reply: Reply) -> bytes:
-    """A reply as a message."""
-    failures = {row: vars(failure) for row, failure in enumerate(reply.failures) if failure is not None}
-    return json.dumps([number, reply.values, failures, reply.extra, reply.spent, reply.whole]).encode()
-
-
-def decode_reply(message: bytes) -> tuple[int, Reply]:
-    """The number of the call, and the reply to it."""
-    number, values, failures, extra, spent, whole = json.loads(message)
-    known = {int(row): Failure(**failure) for row, failure in failures.items()}
-    # JSON made lists of the pairs that stand for steps.
-    values = [[(end, reward) for end, reward in v] if isinstance(v, list) else v for v in values]
-    return number, Reply(values, [known.get(row) for row in range(len(values))], extra, spent, whole)
 
 
 def serve_forks(descriptor: int) -> None:

@@ -12,7 +12,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.rewards.environments import Carried, restored
 from hybrid_grpo.rewards.functions import RewardCall
 from hybrid_grpo.rewards.workers.environments import EnvironmentEntry, load_environment
-from hybrid_grpo.rewards.workers.tools import RESULT
+from hybrid_grpo.rewards.workers.replies import RESULT
 
 pytest.importorskip("openenv", minversion="0.10")
 

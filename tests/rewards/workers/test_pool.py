@@ -44,6 +44,7 @@ FAILED = {
     "kills its parent": "ended its process",
     "closes descriptors": "ended its process (",
     "writes everywhere": "ended its process",
+    "forges a reply": "ended its process",
     "exits with children": "ended its process (exit status 3)",
 }
 HANGS = ["hangs", "hangs in C", "ignores signals", "hangs with children"]
@@ -129,7 +130,13 @@ def test_state_lives_in_a_worker_and_no_longer() -> None:
     rewards = isolated(acting("counts", name="calls"), acting("act", timeout_s=5.0), workers=1)
     assert rewards.score(*rows("1", "2", "3")).by_function["calls"].tolist() == [1.0, 2.0, 3.0]
     assert rewards.score(*rows("exits at once")).by_function["calls"].tolist() == [4.0]
-    assert rewards.score(*rows("1")).by_function["calls"].tolist() == [1.0]
+    assert rewards.score(*rows("1")).by_function["calls"].tolist() == [5.0], "the process of another function"
+
+
+def test_a_function_that_spoils_its_process_spoils_no_other() -> None:
+    rewards = isolated(acting("spoils_its_process"), acting("needs_its_process"), workers=1)
+    found = [rewards.score(*rows("1", "2")) for _ in range(2)]
+    assert [scores.by_function["needs_its_process"].tolist() for scores in found] == [[1.0, 1.0]] * 2
 
 
 @pytest.mark.parametrize("isolation", ["process", "none"])

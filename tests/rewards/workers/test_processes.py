@@ -14,7 +14,9 @@ import pytest
 from paths import ROOT, SUPPORT
 from reward_helpers import command_lines, completion, in_time, isolated, rows, statuses
 
-from hybrid_grpo.config import RewardConfig
+from hybrid_grpo.config import RewardConfig, ScoringConfig
+from hybrid_grpo.rewards.functions import RewardCall
+from hybrid_grpo.rewards.workers.pool import Pool
 
 pytestmark = pytest.mark.process
 RANK = """
@@ -56,6 +58,18 @@ def wait_for_end(processes: list[psutil.Process]) -> None:
             return False
 
     assert in_time(lambda: not any(map(alive, processes))), [process for process in processes if alive(process)]
+
+
+def test_a_function_that_stops_its_parent_leaves_no_process() -> None:
+    pool = Pool([("rewards[0]", act())], 1, ScoringConfig())
+    before = family()
+    caller = pool.isolated(0, 60.0)
+    replies = [caller(RewardCall({"completions": [text]}, [1])) for text in ("stops its parent", "3")]
+    assert [reply.result(60).values for reply in replies] == [[9.0], [3.0]]
+    assert any(process.status() == psutil.STATUS_STOPPED for process in before)
+    processes = family()
+    pool.close()
+    wait_for_end(processes)
 
 
 # Conventions ----------------------------------------------------------------------------------------------------------

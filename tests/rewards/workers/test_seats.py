@@ -13,7 +13,7 @@ from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.rewards.functions import Reply
 from hybrid_grpo.rewards.workers.environments import EnvironmentEntry
 from hybrid_grpo.rewards.workers.pool import Pool
-from hybrid_grpo.rewards.workers.tools import RESULT
+from hybrid_grpo.rewards.workers.replies import RESULT
 
 pytestmark = pytest.mark.process
 BEGIN = {"do": "begin", "columns": {}, "seed": 1, "observation": None, "is_first": False}

@@ -8,7 +8,8 @@ from hybrid_grpo.config import TrainConfig, build
 from hybrid_grpo.config.building import dump, to_dict
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.rewards.functions import RewardCall
-from hybrid_grpo.rewards.workers.tools import RESULT, ToolEntry, load_tool
+from hybrid_grpo.rewards.workers.replies import RESULT
+from hybrid_grpo.rewards.workers.tools import ToolEntry, load_tool
 
 ADD = f"{SUPPORT / 'tools.py'}:add"
 

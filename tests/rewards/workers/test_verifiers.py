@@ -10,7 +10,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.rewards.environments import Carried, restored
 from hybrid_grpo.rewards.functions import RewardCall
 from hybrid_grpo.rewards.workers.environments import EnvironmentEntry, load_environment
-from hybrid_grpo.rewards.workers.tools import RESULT
+from hybrid_grpo.rewards.workers.replies import RESULT
 
 vf = pytest.importorskip("verifiers")
 if not hasattr(vf, "load_environment"):
