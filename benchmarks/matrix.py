@@ -10,7 +10,8 @@ of them. It must
 
     finish   on its number of ranks
     agree    with a run on another number: the same rollouts, loss and gradient norm within 1e-5 (see `agree`)
-    resume   killed at a point that its number decides: to the bit as the run that was never killed (in float32)
+    resume   killed at a point that its number decides: to the bit as the run that was never killed, but where a turn
+             waits for answers, which come at other moments: then as on another number of ranks
     leave    no process, no shared memory, and no file outside its folder
 
 Pairs that cannot be combined are results too: each must be refused in one line before a model loads.
@@ -45,9 +46,6 @@ KILLS = (("scoring", 3), ("update", 2), ("saving", 2), ("logging", 2))
 """Points of fault_program.py where cases are killed in turn."""
 GONE_S = 15.0
 """Until all processes of a run are gone."""
-COUNTED = re.compile(r"(tool|environment|user)/(.*/)?(calls|resets|failed_frac|seconds)")
-"""Numbers of calls that were made, and their seconds: a step that is made again does not repeat those of completions
-that the journal has."""
 
 Entry = dict[str, Any]
 
@@ -136,8 +134,14 @@ class Matrix(Bench):
             self.gone_after(GONE_S)
         assert not (left := _shared_memory(ranks)), f"{left} is left in shared memory"
         shutil.rmtree(self.folder / name / "killed" / "tmp")
-        self.same(f"{name}/killed", *self.end(f"{name}/killed", settings, world))
-        return {"on": another, "apart": apart, "killed": f"{point} {nth}"}
+        ended = self.end(f"{name}/killed", settings, world)
+        if case["turns"] == "one":
+            self.same(f"{name}/killed", *ended)
+        else:
+            # Answers are read together with those that came at the same moment, which rounds log-probabilities.
+            agree(self.whole, self.finished(f"{name}/killed", *ended), case)
+        resumed = "to the bit" if case["turns"] == "one" else "as on other ranks"
+        return {"on": another, "apart": apart, "killed": f"{point} {nth}", "resumed": resumed}
 
     def same(self, name: str, status: int, said: str) -> None:
         """As in `Bench`, with the numbers that differ."""
@@ -145,8 +149,7 @@ class Matrix(Bench):
         for key in sorted(ours.keys() | self.whole.keys()):
             one, other = ours.get(key), self.whole.get(key)
             if isinstance(one, dict) and isinstance(other, dict):
-                names = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
-                differ += [f"{name} of {key}" for name in names if not COUNTED.fullmatch(name)]
+                differ += [f"{n} of {key}" for n in sorted(one.keys() | other.keys()) if one.get(n) != other.get(n)]
             elif one != other:
                 differ.append(key)
         assert not differ, f"resumed, {len(differ)} differ: {', '.join(differ[:12])}"

@@ -1,0 +1,47 @@
+"""A tenth of the cases of benchmarks/matrix.py, drawn by the commit, and that together they have every pair."""
+
+import sys
+from itertools import combinations
+
+import pytest
+from paths import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+import matrix
+from matrix_cases import pairs
+
+TENTH = 4
+IMPOSSIBLE = [pair for pair, possible in pairs().items() if not possible]
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return matrix.covering()
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory):
+    return matrix.Matrix(tmp_path_factory.mktemp("matrix").resolve())
+
+
+def test_the_cases_have_every_pair_that_can_be_combined_and_no_other(cases):
+    found = {frozenset(pair) for case in cases for pair in combinations(case.items(), 2)}
+    assert found == pairs().keys() - set(IMPOSSIBLE)
+    assert len(cases) < 11 * TENTH, "the suite has a tenth of them"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("turn", range(TENTH))
+def test_a_case_ends_agrees_with_other_ranks_and_resumes_to_the_bit(tried, cases, turn):
+    number = matrix.drawn(range(len(cases)), TENTH)[turn]
+    entry = tried.tried(number, cases[number])
+    assert entry["outcome"] == "passed", f"python benchmarks/matrix.py --cases {number}: {entry}"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("turn", range(TENTH))
+def test_a_pair_that_cannot_be_combined_is_refused_in_one_line(tried, turn):
+    number = matrix.drawn(range(len(IMPOSSIBLE)), TENTH)[turn]
+    entry = tried.refused(number, IMPOSSIBLE[number])
+    assert entry["outcome"] == "refused", entry
