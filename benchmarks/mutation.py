@@ -10,7 +10,7 @@ the tests that run its lines are run, those that mirror its file first, until on
 meets the tests that start processes. All of it takes place in copies of the checkout, and tests are forked from one
 process that has imported torch: a fault costs about its tests.
 
-A fault is found if a test fails, the tests cannot be collected, or a test hangs. One that was found is not tried again
+A fault is found if a test fails, the tests cannot be collected, or two tests hang. One that was found is not tried again
 with the same --work while its file and the test that found it are as they were, so what is broken off goes on, and
 after new tests only the survivors are tried. Each survivor is a missing test, dead code, or changes nothing.
 """
@@ -255,25 +255,32 @@ def tried(fault: Any, tests: Entry, copy: Copy, work: Path) -> Entry:
     start = time.monotonic()
     entry = {"file": fault.file, "line": fault.lines[0], "kind": fault.kind, "diff": fault.diff, "tests": 0}
     running, log = work / f"running_{os.getpid()}", work / f"log_{os.getpid()}"
+    entry["result"], hung = "survived", list[str]()
     for slow in (False, True):
         run = chosen(tests, fault.file, fault.lines, slow)
-        if not run:
-            continue
-        least, times = (60.0, 5.0) if slow else (15.0, 10.0)
-        limits = {test: least + times * tests["tests"][test]["seconds"] for test in run}
-        files = list(dict.fromkeys(test.split("::")[0] for test in run))
-        plugin = mutation_tests.Chosen(limits, running)
-        running.unlink(missing_ok=True)
-        with copy.changed(fault.file, fault.code):
-            limit_s = 120.0 + times * sum(tests["tests"][test]["seconds"] for test in run)
-            status = copy.pytest(["-x", *files], lambda plugin=plugin: plugin, log, limit_s, running)
         entry["tests"] += len(run)
-        if status != 0:
-            entry["result"] = "hung" if status is None else "found"
+        least, times = (60.0, 5.0) if slow else (15.0, 10.0)
+        while run and entry["result"] == "survived":
+            limits = {test: least + times * tests["tests"][test]["seconds"] for test in run}
+            plugin = mutation_tests.Chosen(limits, running)
+            files = list(dict.fromkeys(test.split("::")[0] for test in run))
+            running.unlink(missing_ok=True)
+            with copy.changed(fault.file, fault.code):
+                limit_s = 120.0 + times * sum(tests["tests"][test]["seconds"] for test in run)
+                status = copy.pytest(["-x", *files], lambda plugin=plugin: plugin, log, limit_s, running)
+            if status == 0:
+                break
             entry["by"] = running.read_text().partition(" ")[2] if running.exists() else "collecting the tests"
+            if status is not None:
+                entry["result"] = "found"
+                break
+            # One test may be slow because the machine is: a fault that hangs, hangs two, or the only one.
+            hung.append(entry["by"])
+            run = [test for test in run if test not in hung]
+            if len(hung) > 1 or not run:
+                entry["result"] = "hung"
+        if entry["result"] != "survived":
             break
-    else:
-        entry["result"] = "survived"
     for path in (running, log):
         path.unlink(missing_ok=True)
     return {**entry, "seconds": round(time.monotonic() - start, 1)}
