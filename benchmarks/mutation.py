@@ -10,9 +10,9 @@ the tests that run its lines are run, those that mirror its file first, until on
 meets the tests that start processes. All of it takes place in copies of the checkout, and tests are forked from one
 process that has imported torch: a fault costs about its tests.
 
-A fault is found if a test fails, the tests cannot be collected, or two tests hang. One that was found is not tried again
-with the same --work while its file and the test that found it are as they were, so what is broken off goes on, and
-after new tests only the survivors are tried. Each survivor is a missing test, dead code, or changes nothing.
+A fault is found if a test fails, the tests cannot be collected, or two tests hang. One that was found is not tried
+again with the same --work while its file and the test that found it are as they were, so what is broken off goes on,
+and after new tests only the survivors are tried. Each survivor is a missing test, dead code, or changes nothing.
 """
 
 import argparse
