@@ -72,7 +72,7 @@ setup(
             "types-PyYAML",
             "types-psutil",
         ],
-        "bench": ["trl==1.16.0", "matplotlib>=3.8"],
+        "bench": ["trl==1.16.0", "matplotlib>=3.8", "mutmut>=3.8,<4"],
     },
     entry_points={"console_scripts": ["hybrid-grpo=hybrid_grpo.__main__:entry"]},
 )

@@ -10,9 +10,9 @@ the tests that run its lines are run, those that mirror its file first, until on
 meets the tests that start processes. All of it takes place in copies of the checkout, and tests are forked from one
 process that has imported torch: a fault costs about its tests.
 
-A fault is found if a test fails, the tests cannot be collected, or a test hangs. One that was found is not tried again
-with the same --work while its file and the test that found it are as they were, so what is broken off goes on, and
-after new tests only the survivors are tried. Each survivor is a missing test, dead code, or changes nothing.
+A fault is found if a test fails, the tests cannot be collected, or two tests hang. One that was found is not tried
+again with the same --work while its file and the test that found it are as they were, so what is broken off goes on,
+and after new tests only the survivors are tried. Each survivor is a missing test, dead code, or changes nothing.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import ctypes
 import hashlib
 import importlib
 import json
+import math
 import os
 import platform
 import py_compile
@@ -85,18 +86,21 @@ class Copy:
         finally:
             path.write_text(before)
 
-    def pytest(self, arguments: list[str], make_plugin: Callable[[], object], log: Path, limit_s: float) -> int | None:
-        """Exit status of pytest in a fork of this process; None where it takes longer than `limit_s` seconds."""
+    def pytest(
+        self, arguments: list[str], make_plugin: Callable[[], object], log: Path, limit_s: float, running: Path
+    ) -> int | None:
+        """Exit status of pytest in a fork of this process; None where it takes longer than `limit_s` seconds, or a test
+        longer than the file `running` allows (see `mutation_tests.Chosen`)."""
         if not (pid := os.fork()):
             with suppress(BaseException):
                 os._exit(self._pytest(arguments, make_plugin, log))
             os._exit(3)
         end = time.monotonic() + limit_s
         while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
-            if time.monotonic() > end:
+            if time.monotonic() > min(end, _deadline(running)):
                 _end_children()
                 return None
-            time.sleep(0.02)
+            time.sleep(0.05)
         _end_children()
         return os.waitstatus_to_exitcode(ended[1])
 
@@ -114,6 +118,12 @@ class Copy:
         assert "hybrid_grpo" not in sys.modules
         options = ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir=."]
         return int(pytest.main([*options, *arguments], plugins=[make_plugin()]))
+
+
+def _deadline(running: Path) -> float:
+    with suppress(OSError, ValueError, IndexError):
+        return float(running.read_text().split()[0])
+    return math.inf
 
 
 def _adopt_orphans() -> None:
@@ -201,7 +211,7 @@ def measured(work: Path, files: list[str], slots: Slots, fast: bool) -> Entry:
             def plugin() -> object:
                 return mutation_tests.Measured(folder, [str(copy.folder / file) for file in files])
 
-            status = copy.pytest(["-m", marks, *some], plugin, work / "measured.log", limit_s)
+            status = copy.pytest(["-m", marks, *some], plugin, work / "measured.log", limit_s, work / "none")
             (folder / "done").touch()
             told = "" if status in (0, 1, 5) else f"; ended with {status}: they are not used"
             print(f"measured: {some[0]}{f' and {len(some) - 1} others' if some[1:] else ''}{told}", flush=True)
@@ -244,26 +254,34 @@ def tried(fault: Any, tests: Entry, copy: Copy, work: Path) -> Entry:
 
     start = time.monotonic()
     entry = {"file": fault.file, "line": fault.lines[0], "kind": fault.kind, "diff": fault.diff, "tests": 0}
-    failed, log = work / f"failed_{os.getpid()}", work / f"log_{os.getpid()}"
+    running, log = work / f"running_{os.getpid()}", work / f"log_{os.getpid()}"
+    entry["result"], hung = "survived", list[str]()
     for slow in (False, True):
         run = chosen(tests, fault.file, fault.lines, slow)
-        if not run:
-            continue
-        least, times = (60.0, 5.0) if slow else (15.0, 10.0)
-        limits = {test: least + times * tests["tests"][test]["seconds"] for test in run}
-        files = list(dict.fromkeys(test.split("::")[0] for test in run))
-        plugin = mutation_tests.Chosen(limits, failed)
-        with copy.changed(fault.file, fault.code):
-            limit_s = 120.0 + times * sum(tests["tests"][test]["seconds"] for test in run)
-            status = copy.pytest(["-x", *files], lambda plugin=plugin: plugin, log, limit_s)
         entry["tests"] += len(run)
-        if status != 0:
-            entry["result"] = "hung" if status in (None, mutation_tests.TIMED_OUT) else "found"
-            entry["by"] = failed.read_text() if failed.exists() else f"pytest ended with {status}"
+        least, times = (60.0, 5.0) if slow else (15.0, 10.0)
+        while run and entry["result"] == "survived":
+            limits = {test: least + times * tests["tests"][test]["seconds"] for test in run}
+            plugin = mutation_tests.Chosen(limits, running)
+            files = list(dict.fromkeys(test.split("::")[0] for test in run))
+            running.unlink(missing_ok=True)
+            with copy.changed(fault.file, fault.code):
+                limit_s = 120.0 + times * sum(tests["tests"][test]["seconds"] for test in run)
+                status = copy.pytest(["-x", *files], lambda plugin=plugin: plugin, log, limit_s, running)
+            if status == 0:
+                break
+            entry["by"] = running.read_text().partition(" ")[2] if running.exists() else "collecting the tests"
+            if status is not None:
+                entry["result"] = "found"
+                break
+            # One test may be slow because the machine is: a fault that hangs, hangs two, or the only one.
+            hung.append(entry["by"])
+            run = [test for test in run if test not in hung]
+            if len(hung) > 1 or not run:
+                entry["result"] = "hung"
+        if entry["result"] != "survived":
             break
-    else:
-        entry["result"] = "survived"
-    for path in (failed, log):
+    for path in (running, log):
         path.unlink(missing_ok=True)
     return {**entry, "seconds": round(time.monotonic() - start, 1)}
 
@@ -275,7 +293,7 @@ def _key(fault: Any) -> str:
 def _still_holds(entry: Entry) -> bool:
     """Whether the result would be the same again: the test that found the fault is there, as it was."""
     test = ROOT / entry.get("by", "").split("::")[0]
-    return entry["result"] != "survived" and test.is_file() and _hash(test.read_text()) == entry["test_is"]
+    return entry["result"] == "found" and test.is_file() and _hash(test.read_text()) == entry["test_is"]
 
 
 def _hash(*texts: str) -> str:

@@ -8,7 +8,6 @@ import functools
 import json
 import multiprocessing.util
 import os
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Generator, Sequence
@@ -20,9 +19,6 @@ import pytest
 
 SLOW = ("ranks", "process")
 """Marks of tests that start processes."""
-
-TIMED_OUT = 124
-"""Exit status of tests of which one has taken too long."""
 
 
 def _coverage(data: Path, files: Sequence[str], context: str) -> coverage.Coverage:
@@ -132,35 +128,23 @@ def merged(folders: Sequence[Path], files: Sequence[str]) -> dict[str, Any]:
 
 
 class Chosen:
-    """Runs the given tests alone, in their order, until one fails, whose name goes to a file; ends what hangs.
+    """Runs the given tests alone, in their order, until one fails.
 
     Args:
         limits: seconds for each test, by name.
-        failed: the file.
+        running: a file that has the name of the test under way, or of the one that failed, and when (by the monotonic
+            clock) it should have ended.
     """
 
-    def __init__(self, limits: dict[str, float], failed: Path) -> None:
-        self._limits, self._failed = limits, failed
+    def __init__(self, limits: dict[str, float], running: Path) -> None:
+        self._limits, self._running = limits, running
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         order = {test: number for number, test in enumerate(self._limits)}
         items[:] = sorted((i for i in items if i.nodeid in order), key=lambda item: order[item.nodeid])
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        def end() -> None:
-            self._failed.write_text(item.nodeid)
-            os._exit(TIMED_OUT)
-
-        limit = threading.Timer(self._limits[item.nodeid], end)
-        limit.daemon = True
-        limit.start()
-        try:
-            return (yield)
-        finally:
-            limit.cancel()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self._failed.write_text(report.nodeid)
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
+        # A thread that looked at the clock would change what tests see of the process.
+        self._running.write_text(f"{time.monotonic() + self._limits[item.nodeid]} {item.nodeid}")

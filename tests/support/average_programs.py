@@ -10,6 +10,7 @@ from rank_programs import build, main
 from torch import Tensor
 
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig
+from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.distributed import barrier
 from hybrid_grpo.policy import Policy
 
@@ -56,8 +57,9 @@ def followed(policy: Policy, folder: Path) -> dict[str, Any]:
             defined = {name: DECAY * was + (1 - DECAY) * now[name] for name, was in defined.items()}
     before = weights(policy)
     with policy.average.used():
-        used = weights(policy)
+        used, inside = weights(policy), said(policy, batches)
         policy.export(folder / "model")
+    outside = said(policy, batches)
     after, total = weights(policy), sums(policy)
     barrier()
     # The last update again, from the files.
@@ -68,7 +70,14 @@ def followed(policy: Policy, folder: Path) -> dict[str, Any]:
         "moved": min(float((before[name] - defined[name]).abs().max()) for name in defined),
         "restored": all(torch.equal(after[name], before[name]) for name in before),
         "resumed": sums(policy) == total,
+        "said": [inside, outside],
     }
+
+
+@torch.no_grad()
+def said(policy: Policy, batches: list[MicroBatch]) -> list[float]:
+    """Log-probabilities, by the training forward."""
+    return [float(policy.forward(micro, 1.0)[0].sum()) for micro in batches]
 
 
 def weights(policy: Policy) -> dict[str, Tensor]:

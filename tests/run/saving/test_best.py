@@ -63,6 +63,7 @@ def test_what_was_best_is_known_when_the_run_goes_on(tmp_path: Path) -> None:
     played(Best(config, tmp_path), Weights(), values)
     lines = [json.dumps({"step": step, METRIC: value}) for step, value in enumerate(values)]
     again = Best(config, tmp_path, [*lines, json.dumps({"step": 4, METRIC: None})])
+    assert not again.exhausted, "two were not better; the best is none of them"
     assert played(again, Weights(), [0.8], first=5) == [True]
     before = Best(config, tmp_path, lines[:1])
     assert played(before, Weights(), [0.9, 0.6, 0.7, 0.8], first=1) == [False, False, False, True]

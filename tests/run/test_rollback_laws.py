@@ -1,0 +1,93 @@
+"""What a run that goes back to a checkpoint leaves behind it, and what one that goes on with other settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import make_task, ranks
+
+from hybrid_grpo.config import GrpoConfig, RunConfig, TrainConfig
+from hybrid_grpo.config.parsing import Parsed
+from hybrid_grpo.run.resuming import settings_of
+from hybrid_grpo.run.run import Run
+from hybrid_grpo.run.saving.manifest import Manifest
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """See rollback_programs.py."""
+    (seen,) = ranks(1, "back", make_task(tmp_path_factory.mktemp("task")), programs="rollback_programs.py")
+    return seen
+
+
+def steps(run: dict[str, Any]) -> list[int]:
+    """The steps that were made, in order, each as often as it was."""
+    return [step for k, (step, _) in enumerate(run["made"]) if k == 0 or run["made"][k - 1][0] != step]
+
+
+def rates(run: dict[str, Any], name: str = "policy/lr") -> list[float]:
+    return [line[name] for line in run["lines"] if name in line]
+
+
+@pytest.mark.ranks
+def test_a_run_goes_back_max_rollbacks_times_and_then_stops(runs):
+    run = runs["without end"]
+    assert [step for step, _ in run["made"]].count(3) == 3
+    assert "guard.max_rollbacks is reached" in run["stopped"] and "no model was exported" in run["stopped"]
+
+
+@pytest.mark.ranks
+def test_no_checkpoint_is_written_in_doubt(runs):
+    """The third step is the first bad one. What it learned would be gone back to, were it saved."""
+    run = runs["in doubt"]
+    assert steps(run) == [1, 2, 3, 4, 3, 4, 5] and not run["stopped"]
+    of_step = [names for step, names in run["made"] if step == 4]
+    assert of_step[0] == [f"step_{k:06d}" for k in range(3)], "without the third, which is in doubt"
+    assert of_step[-1] == [f"step_{k:06d}" for k in range(4)]
+    assert rates(run) == pytest.approx([1e-3, 1e-3, 5e-4, 5e-4, 5e-4])
+    # A step of which nothing came is no reason to go back; the one after it is saved.
+    run = runs["doubt that was none"]
+    assert steps(run) == [1, 2, 3, 4, 5] and rates(run) == pytest.approx([1e-3] * 5)
+    assert [names[-1] for step, names in run["made"] if step == 5][-1] == "step_000004"
+
+
+@pytest.mark.ranks
+def test_the_critic_is_as_careful_as_the_policy(runs):
+    run = runs["critic"]
+    for name in ("policy/lr", "critic/lr"):
+        assert rates(run, name) == pytest.approx([1e-3, 1e-3, 5e-4, 5e-4, 5e-4]), name
+
+
+@pytest.mark.ranks
+def test_what_came_after_the_checkpoint_that_a_run_went_back_to_is_gone(runs):
+    """The first step breaks the weights, which shows in the second; so the checkpoint of the first is no use either."""
+    run = runs["broken weights"]
+    assert not run["stopped"] and [line["step"] for line in run["lines"]] == [1, 2, 3, 4, 5]
+    first = [names for step, names in run["made"] if step == 1]
+    assert all(names == ["step_000000"] for names in first) and len(first) >= 2
+    assert rates(run) == pytest.approx([1e-4] * 5)
+
+
+@pytest.mark.parametrize("beta, kept", [(0.0, True), (0.1, False)])
+def test_completions_of_a_step_that_other_settings_would_sample_are_not_taken_from_the_journal(
+    tmp_path: Path, beta: float, kept: bool
+) -> None:
+    """A run that goes on as it was makes its broken step again, of which the journal has completions. With settings
+    that decide on learning the step is another."""
+
+    def config(grpo: GrpoConfig) -> TrainConfig:
+        run = RunConfig(dir=str(tmp_path), steps=9, name="run", resume="auto", allow_changes=True)
+        return TrainConfig(run=run, grpo=grpo)
+
+    folder = tmp_path / "run"
+    (folder / "checkpoints/step_000002").mkdir(parents=True)
+    manifest = Manifest("0" * 16, 2, 1, 0, settings_of(config(GrpoConfig(beta=0.0))), {})
+    manifest.write(folder / "checkpoints/step_000002")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(3)))
+    (folder / "journal").mkdir()
+    (folder / "journal/step_000003.rank_0").write_text("\n")
+    Run(Parsed(config(GrpoConfig(beta=beta)), ""), {})
+    assert (folder / "journal/step_000003.rank_0").exists() is kept
