@@ -9,6 +9,8 @@ cd "$(dirname "$0")/.."
 . training_scripts/setup.sh
 setup dev
 export DS_ACCELERATOR=${DS_ACCELERATOR:-$(python -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")')}
+# Each worker imports all tests, which takes a second the first time and ten where their bytecode may not be kept.
+unset PYTHONDONTWRITEBYTECODE
 # The workers share the cores.
 export OMP_NUM_THREADS=1
 tests=()

@@ -88,6 +88,28 @@ def test_the_launcher_takes_the_gpus_that_are_visible(tmp_path):
         assert shell(LAUNCH, tmp_path, **wish).stdout.strip() == f"--quiet {options} {rest}", wish
 
 
+@pytest.mark.process
+def test_as_many_gpus_take_part_in_the_quickstart_as_divide_its_batch(tmp_path):
+    """With 3, 5, 6 or 7 GPUs it ended with `sft.batch_size 64 does not divide`."""
+    program(tmp_path / "deepspeed", 'echo "$* on $CUDA_VISIBLE_DEVICES"')
+    port, rest = "--master_port 29500", "--no_local_rank --module hybrid_grpo train"
+    for found, visible, options, taken in (
+        *(
+            (6, "", f"--num_gpus 4 {port}", ""),
+            (3, "", f"--num_gpus 2 {port}", ""),
+            (8, "", f"--num_gpus 8 {port}", ""),
+        ),
+        *((3, "5,1,7", port, "5,1"), (2, "2,3", port, "2,3")),
+    ):
+        program(tmp_path / "python", f"echo {found} 29500")
+        done = shell(LAUNCH, tmp_path, ROWS="64", CUDA_VISIBLE_DEVICES=visible)
+        assert done.stdout == f"--quiet {options} {rest} on {taken}\n", done.stderr
+    quickstart = (SCRIPTS / "quickstart.sh").read_text()
+    for recipe, setting in (("quickstart_sft", "batch_size"), ("quickstart", "prompts_per_step")):
+        rows = next(line for line in (SCRIPTS / f"{recipe}.yaml").read_text().splitlines() if setting in line)
+        assert f"export ROWS={rows.split()[1]} " in quickstart
+
+
 def test_the_same_without_the_launcher(monkeypatch):
     monkeypatch.setattr(engine, "Path", lambda _: SimpleNamespace(glob=lambda _: ["nvidia0", "nvidia1"]))
     for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):

@@ -1,5 +1,6 @@
 # Sourced by the recipes: `launch COMMAND [settings]` runs hybrid_grpo on the GPUs that CUDA_VISIBLE_DEVICES names, else
 # on $GPUS of them, else on every GPU found; without one on two CPU ranks.
+# With ROWS, the rows of a step, as many of the GPUs take part as divide them.
 # Under several nodes, give the DeepSpeed launcher's own options in LAUNCHER, e.g. LAUNCHER="--hostfile hosts".
 # `resumes [settings]` is whether they go on with a run, and `set_aside FOLDER...` makes room for new runs.
 
@@ -22,11 +23,16 @@ with socket.create_server(("127.0.0.1", 0)) as probe:
         return 1
     fi
     if [ "$gpus" -gt 0 ]; then
+        local visible=${CUDA_VISIBLE_DEVICES:-}
+        while [ $((${ROWS:-0} % gpus)) -ne 0 ]; do gpus=$((gpus - 1)); done
         default="--num_gpus ${GPUS:-$gpus} --master_port $port"
         # Given a number, the launcher takes the machine's first GPUs, whichever are visible.
-        if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then default="--master_port $port"; fi
+        if [ -n "$visible" ]; then
+            default="--master_port $port"
+            visible=$(cut -d, -f "1-$gpus" <<<"$visible")
+        fi
         # shellcheck disable=SC2086
-        stoppable deepspeed --quiet ${LAUNCHER:-$default} --no_local_rank --module hybrid_grpo "$@"
+        stoppable ${visible:+env "CUDA_VISIBLE_DEVICES=$visible"} deepspeed --quiet ${LAUNCHER:-$default} --no_local_rank --module hybrid_grpo "$@"
     else
         local cores
         cores=$(getconf _NPROCESSORS_ONLN)

@@ -22,6 +22,7 @@ case " $* " in
     ;;
 esac
 
+export ROWS=64 # of a step of the recipes below
 resumes "$@" || set_aside "$runs/quickstart-task" "$runs/quickstart-sft" "$runs/quickstart"
 if [ ! -e "$runs/quickstart-sft/model" ]; then
     python training_scripts/quickstart_task.py "$runs/quickstart-task" --seed "$seed"
