@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from workshop import Workshop
+from workshop import REWARDS, Workshop
 
 from hybrid_grpo.config import TrainConfig, build
 from hybrid_grpo.model import fingerprints
@@ -69,7 +69,7 @@ def test_each_input_that_changes_is_named(workshop):
         "policy.model configuration": lambda: edited("model/config.json", lambda c: c.update(rope_theta=5e5)),
         "policy.model weights": lambda: other_weights("model/model.safetensors"),
         "chat template": lambda: Path("model/chat_template.jinja").write_text("{{ messages }}"),
-        "code of rewards: my_rewards.py": lambda: Path("my_rewards.py").write_text(""),
+        "code of rewards: my_rewards.py": lambda: Path("my_rewards.py").write_text(REWARDS + "# more\n"),
     }
     for name, change in changes.items():
         change()
