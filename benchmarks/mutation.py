@@ -178,7 +178,10 @@ class Slots:
         self.join()
 
     def _wait(self) -> None:
-        self._free.append(self._busy.pop(os.wait()[0]))
+        # Modules that were imported may have children of their own.
+        while (pid := os.wait()[0]) not in self._busy:
+            pass
+        self._free.append(self._busy.pop(pid))
 
 
 # Which tests run a line -----------------------------------------------------------------------------------------------
