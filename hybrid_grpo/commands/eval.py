@@ -137,14 +137,14 @@ def _facts(measured: Measured) -> dict[str, Any]:
 
 
 def _intervals(measured: Measured) -> dict[str, list[float] | None]:
-    """Bounds at 95 % of the numbers that are means over prompts."""
+    """Bounds at 95 % of the numbers that are means over prompts; None where no prompt has a number."""
     from hybrid_grpo.run.metrics.statistics import interval, share_interval
 
-    bounds = {}
+    bounds: dict[str, list[float] | None] = {}
     for name, of_prompts in measured.by_prompt.items():
         values = [value for value in of_prompts.values() if not math.isnan(value)]
-        if values:
-            bounds[name] = _plain(*(interval if name.endswith("/reward_mean") else share_interval)(values))
+        of_mean = interval if name.endswith("/reward_mean") else share_interval
+        bounds[name] = _plain(*of_mean(values)) if values else None
     return bounds
 
 
@@ -176,8 +176,10 @@ def _table(measured: Measured, intervals: dict[str, list[float] | None]) -> Tabl
     for name, of_prompts in measured.by_prompt.items():
         stage, _, number = name.rpartition("/")
         error = measured.values.get(f"{stage}/stderr") if number == "accuracy" else None
-        cells = f"{measured.values[name]:.3f}", _bounds(intervals[name]), "" if error is None else f"{error:.3f}"
-        table.add_row(name.removeprefix("eval/"), *cells, f"{len(of_prompts):,}")
+        mean = measured.values.get(name)  # None where a reward failed on every completion
+        cells = _shown(mean), _bounds(intervals[name]), _shown(error)
+        counted = sum(not math.isnan(value) for value in of_prompts.values())
+        table.add_row(name.removeprefix("eval/"), *cells, f"{counted:,}")
     for name, value in measured.values.items():
         if name.endswith(("/clipped_frac", "/failed_frac")) and value:
             table.add_row(name.removeprefix("eval/"), f"{value:.3f}")
@@ -199,6 +201,10 @@ def _columns(first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="right", overflow="fold")
     return table
+
+
+def _shown(number: float | None) -> str:
+    return "" if number is None else f"{number:.3f}"
 
 
 def _bounds(interval: list[float] | None) -> str:

@@ -180,11 +180,12 @@ class EvalResults:
     def numbers(self) -> Numbers:
         """The metrics of the set. Collective."""
         stage, by_prompt = f"eval/{self.settings.name}", self.by_prompt()
-        right_B, reward_B = self.right_PG.flatten(), self.scores.reward_B
+        right_B, reward_P = self.right_PG.flatten(), by_prompt["reward_mean"]
+        reward_P = reward_P[~np.isnan(reward_P)]
         failed_B = torch.stack([status_B >= RewardStatus.FAILED for status_B in self.scores.status.values()]).any(0)
         numbers: Numbers = {
             f"{stage}/accuracy": (right_B.double().mean(), len(right_B)),
-            f"{stage}/reward_mean": (reward_B.nanmean(), int((~reward_B.isnan()).sum())),
+            f"{stage}/reward_mean": (reward_P.mean() if len(reward_P) else 0.0, len(reward_P)),
             f"{stage}/failed_frac": (failed_B.double().mean(), len(failed_B)),
             **measure_lengths(stage, self.completions),
         }

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from hybrid_grpo.commands.eval import Measured, _facts, _table
 from hybrid_grpo.config import RewardConfig, TrainConfig
 from hybrid_grpo.config.building import build
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
@@ -63,6 +64,29 @@ def test_several_completions_give_pass_and_majority_at_k():
     assert read["pass@4"] == 1.0 and read["maj@4"] == 0.5
     # Completions of a prompt are no independent draws: it is the error of 1/2 and 1/4, not of eight completions.
     assert read["stderr"] == pytest.approx(0.125)
+
+
+def test_the_reward_is_a_mean_over_prompts_like_its_interval():
+    """It was a mean over completions, so that prompts with failures counted less than the interval took them for."""
+    meter = Meter(["f"], ["heldout"], samples=4)
+    values, statuses = [1.0, NAN, NAN, NAN, 0.0, 0.5, 0.0, 0.5, *[NAN] * 4], [0, 2, 2, 2, 0, 0, 0, 0, 2, 2, 2, 2]
+    found = results(held_out(**SAMPLED), values, ["a"] * 12, statuses=statuses)
+    meter.update(found.numbers())
+    assert meter.reduce()["eval/heldout/reward_mean"] == pytest.approx((1.0 + 0.25) / 2)
+
+
+def test_eval_shows_what_it_has_where_a_reward_failed_on_every_completion():
+    """The command ended with a KeyError."""
+    meter = Meter(["f"], ["heldout"])
+    found = results(held_out(), [NAN, NAN], ["a", "b"], statuses=[2, 2])
+    meter.update(found.numbers())
+    by_prompt = {f"eval/heldout/{n}": dict(enumerate(v.tolist())) for n, v in found.by_prompt().items()}
+    measured = Measured("none", meter.reduce(), by_prompt)
+    facts = _facts(measured)
+    assert facts["intervals"]["eval/heldout/reward_mean"] is None and "eval/heldout/reward_mean" not in facts
+    assert facts["eval/heldout/failed_frac"] == 1.0
+    rows = list(zip(*(column.cells for column in _table(measured, facts["intervals"]).columns), strict=True))
+    assert ("heldout/reward_mean", "", "", "", "0") in rows
 
 
 @pytest.mark.parametrize("name", ["answer", "pred"])
