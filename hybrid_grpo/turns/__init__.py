@@ -6,7 +6,9 @@
     users.py          a partner: a function or a frozen model that plays the user
     openings.py       what environments say at the beginning, at the end of prompts
     rewards.py        what environments give, as rewards
-    calls.py          from the text of a turn to the calls in it
+    calls.py          what a turn says: text, calls, a fault
+    formats/          the formats that calls are written in
+    reading.py        which format it is, and from the text of a turn to what it says
     template.py       from answers to the tokens that stand between two turns
     conversations.py  all of it together, as the decoder asks for it (generation's `Turns`)
 

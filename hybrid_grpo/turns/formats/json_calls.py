@@ -21,7 +21,8 @@ def json_format(begin: str, end: str, around: str = "(?!)") -> Format:
     JSON follows `begin`: the arguments where it has a group `name`, and matched it; else a call, or a list of them.
     Marks `around` all calls are no part of the text, and a fault where they stand around none.
     """
-    begins, ends, wrapped = re.compile(begin), re.compile(rf"\s*(?:{end})"), re.compile(around)
+    begins, ends, wrapped = re.compile(begin), re.compile(end), re.compile(around)
+    spaces = re.compile(r"\s*")
 
     def parts(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
         place, is_empty = 0, True
@@ -40,7 +41,7 @@ def json_format(begin: str, end: str, around: str = "(?!)") -> Format:
                 yield _headed(groups, value)
             else:
                 yield from map(_whole, value if isinstance(value, list) else [value])
-            close = ends.match(text, place)
+            close = ends.match(text, spaces.match(text, place).end())  # type: ignore[union-attr]
             place = close.end() if close else place
         yield wrapped.sub("", text[place:])
         if is_empty and wrapped.search(text):
