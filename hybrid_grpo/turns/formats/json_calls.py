@@ -84,7 +84,7 @@ granite = json_format(r"(?:<\|tool_call\|>|<tool_call>)\s*", "</tool_call>")
 phi4_mini = json_format(r"(?:<\|tool_call\|>|functools(?=\s*\[\s*[^\s\]]))\s*", r"<\|/tool_call\|>")
 """functools[{"name": ..., "arguments": {...}}], or the list behind <|tool_call|>, of Phi-4-mini."""
 mistral = json_format(
-    r"\[TOOL_CALLS\](?:\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(?P<id>[^\s\[\]{}]+)\s*)?(?:\[ARGS\])?\s*(?={))?\s*",
+    r"\[TOOL_CALLS\](?:\s*(?P<name>[^\s\[\]{}]+)(?:\s*\[CALL_ID\]\s*(?P<id>[^\s\[\]{}]+))?(?:\s*\[ARGS\])?\s*(?={))?\s*",
     "(?!)",
 )
 """[TOOL_CALLS][{"name": ..., "arguments": {...}}], or [TOOL_CALLS]name[CALL_ID]id[ARGS]{...} for each call, where both
