@@ -47,7 +47,8 @@ class ForkServer:
         package = str(Path(__file__).parents[3])
         code = (
             f"import sys; sys.path.insert(0, {package!r});"
-            f" from hybrid_grpo.rewards.workers.worker import Entry, serve_forks; serve_forks({theirs.fileno()})"
+            " from hybrid_grpo.rewards.workers.worker import Entry, serve_forks;"
+            f" serve_forks({theirs.fileno()}, {os.getpid()})"
         )
         with theirs:
             process = subprocess.Popen(

@@ -76,15 +76,17 @@ async def read_frame(reader: asyncio.StreamReader, largest: int = _LARGEST_REPLY
     return await reader.readexactly(size)
 
 
-def serve_forks(descriptor: int) -> None:
+def serve_forks(descriptor: int, rank: int) -> None:
     """Main function of the fork server: import, describe, then fork and kill on demand.
 
-    The descriptor is that of the socket to the rank. What to import comes on standard input.
+    The descriptor is that of the socket to the process `rank`. What to import comes on standard input.
     """
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
     # While the process imports it does not look at the socket, and so does not see that the rank is gone.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != rank:  # it ended before that
+        return
     path, entries, memory_bytes = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path[:] = path
