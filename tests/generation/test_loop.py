@@ -11,6 +11,7 @@ from tiny_models import ARCHITECTURES, VOCABULARY, WINDOW, build, pair, tiny_con
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, generate, stream_key
 from hybrid_grpo.generation import loop as loops
+from hybrid_grpo.generation.cache import PREFILL_TOKENS
 from hybrid_grpo.model.attention import ATTENTION
 
 PROMPT_LENGTHS = [1, 2, 7, 19, 4, 1, 12, 9, 3, 16]
@@ -246,7 +247,7 @@ def test_a_prompt_is_read_once_for_its_whole_group_even_when_the_group_does_not_
 
 @pytest.mark.parametrize("budget, given", [(1, True), (16, True), (40, True), (100, True), (16, False)])
 def test_prefills_keep_their_token_budget(view, budget, given, monkeypatch):
-    monkeypatch.setitem(loops.PREFILL_TOKENS, "cpu", 10_000 if given else budget)
+    monkeypatch.setitem(PREFILL_TOKENS, "cpu", 10_000 if given else budget)
     requests, asked = requests_of(random_prompts(PROMPT_LENGTHS), 1), budget if given else None
     # The first call of all tries the kernels on rows of its own.
     generate(view, requests, Sampling(1))
