@@ -139,7 +139,7 @@ CONFIGS = {
 HUGE = ("a line of 100 MB", "100 MB without a line", "empty lines")
 NAMES = [
     *(f"random {seed}" for seed in range(12)),
-    *HUGE,
+    *(pytest.param(name, marks=pytest.mark.process) for name in HUGE),  # which take seconds
     *("other kinds of files", "files for folders", "many names", "parquet", *CONFIGS),
 ]
 
