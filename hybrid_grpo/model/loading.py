@@ -3,7 +3,8 @@
 The weights load sharded inside `engine.sharded_loading`; nothing here knows the engine.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from pickle import UnpicklingError
@@ -15,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import logging as transformers_logging
+from transformers.integrations import deepspeed as integration
 
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.config.errors import UserError
@@ -239,7 +241,7 @@ def _refuse_changed_buffers(model: Any, start: str) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(model.dtype)
     try:
-        with init_empty_weights(include_buffers=False):
+        with _outside_deepspeed(), init_empty_weights(include_buffers=False):
             expected = dict(type(model)(deepcopy(model.config)).named_buffers())
     finally:
         torch.set_default_dtype(before)
@@ -256,6 +258,17 @@ def _refuse_changed_buffers(model: Any, start: str) -> None:
                 " class), so another model would be trained than is exported: update transformers and deepspeed, or"
                 " lower the ZeRO stage"
             )
+
+
+@contextmanager
+def _outside_deepspeed() -> Iterator[None]:
+    """Classes that build another model, such as those with a head of one number, do not shard it inside the block."""
+    known = integration._hf_deepspeed_config_weak_ref
+    integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        integration._hf_deepspeed_config_weak_ref = known
 
 
 def _held(parameter: Any) -> Tensor:
