@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
@@ -178,7 +179,9 @@ def _varlen(given: tuple[Any, ...], scale: float, window: int, softcap: float) -
 def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether a kernel computes what torch does, gradients included: two sequences, two query heads to a key head."""
     generator, edges, scale = torch.Generator().manual_seed(0), [0, 7, 24], head_dim**-0.5
-    with torch.inference_mode(False), torch.enable_grad():
+    # A checkpointed forward, in which this may run, must not count what is saved here.
+    apart = saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.inference_mode(False), torch.enable_grad(), apart:
         drawn = [torch.randn(24, heads, head_dim, generator=generator) for heads in (4, 2, 2, 4)]
         q, k, v, weight = (tensor.to(device, dtype).requires_grad_() for tensor in drawn)
         begins = torch.tensor(edges, dtype=torch.int32, device=device)

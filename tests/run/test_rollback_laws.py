@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,8 @@ import pytest
 from launching import make_task, ranks
 
 from hybrid_grpo.config import GrpoConfig, RunConfig, TrainConfig
-from hybrid_grpo.config.parsing import Parsed
-from hybrid_grpo.run.resuming import settings_of
-from hybrid_grpo.run.run import Run
-from hybrid_grpo.run.saving.manifest import Manifest
+from hybrid_grpo.run.resuming import identity
+from hybrid_grpo.run.saving.checkpoint import Checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -71,23 +68,15 @@ def test_what_came_after_the_checkpoint_that_a_run_went_back_to_is_gone(runs):
     assert rates(run) == pytest.approx([1e-4] * 5)
 
 
-@pytest.mark.parametrize("beta, kept", [(0.0, True), (0.1, False)])
-def test_completions_of_a_step_that_other_settings_would_sample_are_not_taken_from_the_journal(
-    tmp_path: Path, beta: float, kept: bool
-) -> None:
+def test_completions_of_a_step_that_other_settings_would_sample_are_not_taken_from_the_journal(tmp_path: Path) -> None:
     """A run that goes on as it was makes its broken step again, of which the journal has completions. With settings
-    that decide on learning the step is another."""
+    that decide on learning, or after going back, the step is another."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
 
-    def config(grpo: GrpoConfig) -> TrainConfig:
-        run = RunConfig(dir=str(tmp_path), steps=9, name="run", resume="auto", allow_changes=True)
-        return TrainConfig(run=run, grpo=grpo)
+    def of(beta: float, steps: int) -> str:
+        return identity(TrainConfig(run=RunConfig(steps=steps), grpo=GrpoConfig(beta=beta)), checkpoints)
 
-    folder = tmp_path / "run"
-    (folder / "checkpoints/step_000002").mkdir(parents=True)
-    manifest = Manifest("0" * 16, 2, 1, 0, settings_of(config(GrpoConfig(beta=0.0))), {})
-    manifest.write(folder / "checkpoints/step_000002")
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(3)))
-    (folder / "journal").mkdir()
-    (folder / "journal/step_000003.rank_0").write_text("\n")
-    Run(Parsed(config(GrpoConfig(beta=beta)), ""), {})
-    assert (folder / "journal/step_000003.rank_0").exists() is kept
+    before = of(0.0, 9)
+    assert of(0.0, 12) == before != of(0.1, 9)
+    checkpoints.rollbacks += 1
+    assert of(0.0, 9) != before

@@ -31,6 +31,9 @@ class Says:
     def example(self, content: str) -> dict[str, Any]:
         return user_message(content)
 
+    def begin(self, prompts: Any) -> None:
+        pass
+
     def takes(self, *_: Any) -> bool:
         return True
 

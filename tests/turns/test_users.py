@@ -106,6 +106,9 @@ class Episodes:
 
     ended = ()
 
+    def begin(self, prompts):
+        pass
+
     def give_up(self):
         pass
 
