@@ -3,7 +3,7 @@
     python benchmarks/matrix.py                        all cases, about a quarter of an hour on two cores
     python benchmarks/matrix.py --cases 3,17           only these
     python benchmarks/matrix.py --only 5               five that are drawn by the commit
-    python benchmarks/matrix.py --json FILE            numbers for benchmarks/results/matrix.json
+    python benchmarks/matrix.py --json [FILE]          numbers into a file, by default benchmarks/results/matrix.json
 
 Every case is a real run of three steps with a tiny model, in micro-batches so small that ranks have different numbers
 of them. It must
@@ -214,7 +214,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", help="numbers of cases, as in 3,17")
     parser.add_argument("--only", type=int, metavar="N", help="N cases that are drawn by the commit")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, nargs="?", const=ROOT / "benchmarks/results/matrix.json")
     options = parser.parse_args()
     cases, impossible = covering(), [pair for pair, possible in pairs().items() if not possible]
     chosen, some = list(range(len(cases))), bool(options.cases or options.only)
