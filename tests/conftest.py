@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     # Triton's kernels are interpreted; it decides when they are imported.
@@ -13,6 +14,11 @@ from hybrid_grpo.model.kernels import build as kernels
 
 # Matrices this small are slower on many threads, and far slower when tests share the processor.
 torch.set_num_threads(1)
+
+# `--hypothesis-profile thorough` looks further, as after a change of what a property is about.
+settings.register_profile("suite", max_examples=50, deadline=None)
+settings.register_profile("thorough", max_examples=1000, deadline=None)
+settings.load_profile("suite")
 
 
 def pytest_collection_modifyitems(items):

@@ -60,7 +60,7 @@ def test_a_rank_that_is_left_alone_says_whom_it_waits_for(monkeypatch, capfd):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(distributed, "_SILENT_SECONDS", 0.1)
     with pytest.raises(UserError, match="the ranks of this run do not meet") as error, distributed.meeting():
-        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=2))
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=1))
     facts = ", ".join(f"{name} {value}" for name, value in address.items())
     assert facts in str(error.value) and "engine.timeout_minutes" in str(error.value)
     assert f"hybrid-grpo: waiting for the other ranks ({facts})\n" in capfd.readouterr().err

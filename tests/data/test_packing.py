@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from paths import ROOT
 from tiny_models import build, tiny_config
@@ -89,7 +89,6 @@ def assert_stands(micro, prompts, completions):
                 assert ids[in_order].tolist() == text[: len(in_order)], "the row up to itself, and nothing else"
 
 
-@settings(max_examples=100, deadline=None)
 @given(groups=GROUPS, budget=st.integers(1, 150), share=SHARE)
 def test_every_row_is_packed_once_within_the_budget(groups, budget, share):
     prompts, completions = rollout(groups)
@@ -101,7 +100,6 @@ def test_every_row_is_packed_once_within_the_budget(groups, budget, share):
         assert_stands(micro, prompts, completions)
 
 
-@settings(max_examples=100, deadline=None)
 @given(groups=GROUPS, more=st.integers(0, 50))
 def test_a_prompt_is_computed_once_a_group_where_it_is_shared_and_else_once_a_row(groups, more):
     prompts, completions = rollout(groups)
@@ -114,7 +112,6 @@ def test_a_prompt_is_computed_once_a_group_where_it_is_shared_and_else_once_a_ro
     assert sum(sizes(together)) == sum(prompt for prompt, _ in groups) + own
 
 
-@settings(max_examples=200, deadline=None)
 @given(groups=GROUPS.filter(len), budget=st.integers(1, 150), share=st.sampled_from(["on", "off"]))
 def test_micro_batches_are_balanced(groups, budget, share):
     prompts, completions = rollout(groups)
@@ -173,7 +170,6 @@ def test_nothing_of_the_benchmarks_ragged_rollout_is_computed_in_vain():
     assert together == auto == apart - 7 * prompt_tokens < 0.6 * real
 
 
-@settings(max_examples=200, deadline=None)
 @given(lengths=st.lists(st.integers(2, 60), max_size=40), budget=st.integers(1, 200))
 def test_every_row_is_planned_once_within_the_budget_longest_first(lengths, budget):
     parts = plan_rows(lengths, budget)
@@ -296,7 +292,6 @@ def test_a_rank_with_fewer_micro_batches_runs_fillers_that_give_nothing(way, mon
         assert not any(parameter.grad.any() for parameter in model.parameters())
 
 
-@settings(max_examples=100, deadline=None)
 @given(groups=GROUPS, budget=st.integers(1, 150), share=SHARE, more=st.integers(0, 8))
 def test_every_rank_has_as_many_micro_batches_as_the_one_with_most(groups, budget, share, more):
     prompts, completions = rollout(groups)
@@ -321,7 +316,6 @@ PAIRS = st.lists(
 """Tokens that two texts have in common, and those of each behind them."""
 
 
-@settings(max_examples=100, deadline=None)
 @given(shapes=PAIRS, budget=st.integers(1, 80), way=st.sampled_from(["on", "off", "auto", "padded"]))
 def test_the_texts_of_a_pair_stand_together_and_their_last_tokens_are_selected(shapes, budget, way):
     rng = random.Random(0)

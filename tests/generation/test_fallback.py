@@ -10,7 +10,7 @@ from hybrid_grpo.generation import generate as paged
 from hybrid_grpo.generation.fallback import generate
 
 LENGTHS = [1, 2, 7, 19, 7, 1, 12]
-LIMIT = 20
+LIMIT = 12
 
 
 def requests_of(lengths, samples, limits=None):

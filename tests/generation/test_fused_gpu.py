@@ -76,8 +76,8 @@ def test_the_decode_loop_with_kernels_is_the_one_without(architecture, filters, 
     requests = [Request(ids, [stream_key(row)]) for row, ids in enumerate(prompts)]
 
     def logp_of_the_first_tokens():
-        groups, _ = generate(model, requests, Sampling(6, **filters))
-        return {(row, *c.token_ids[: i + 1]): c.logp[i] for row, (c,) in enumerate(groups) for i in range(6)}
+        groups, _ = generate(model, requests, Sampling(4, **filters))
+        return {(row, *c.token_ids[: i + 1]): c.logp[i] for row, (c,) in enumerate(groups) for i in range(4)}
 
     assert isinstance(fused(model, PagedCache(Geometry.of(model), 2, 256, torch.device(DEVICE))), GpuStep)
     kernels.clear()
@@ -87,9 +87,9 @@ def test_the_decode_loop_with_kernels_is_the_one_without(architecture, filters, 
     monkeypatch.setattr(launching, "on_gpu", lambda _: False)
     kernels.clear()
     slow = logp_of_the_first_tokens()
-    assert not kernels and steps >= 6
+    assert not kernels and steps >= 4
     # Completions part where rounding makes another token come out; until then they are the same.
     same = fast.keys() & slow.keys()
-    assert len(same) > 9
+    assert len(same) > 6
     gaps = [abs(fast[key] - slow[key]) for key in same]
     assert max(gaps) < 0.4 and sum(gaps) / len(gaps) < 0.06

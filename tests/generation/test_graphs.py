@@ -90,7 +90,7 @@ def test_steps_run_as_graphs_give_the_completions_of_steps_run_as_they_are(
             self.lag = lag
 
     monkeypatch.setitem(loops.PAGE, "cpu", 4)
-    model, requests = model_of(), requests_of([1, 9, 4, 17, 6])
+    model, requests = model_of(), requests_of([1, 9, 4, 17, 6], samples=1 if max_slots == 1 else 3)
     plain, plain_stats = plainly(model, requests, sampling, max_slots=max_slots)
     monkeypatch.setattr(loops, "Decoder", Lagging)
     groups, stats = generate(model, requests, sampling, max_slots=max_slots)
@@ -113,7 +113,7 @@ def as_in_half_precision(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_thirty_rollouts_capture_in_the_first_alone(monkeypatch, captures, dtype):
+def test_twelve_rollouts_capture_in_the_first_alone(monkeypatch, captures, dtype):
     """Random prompts, evaluations between, new weights after each: that a replay finds all its memory where it was at
     its capture is checked by the double."""
     model, rng = model_of().to(dtype), random.Random(0)
@@ -128,7 +128,7 @@ def test_thirty_rollouts_capture_in_the_first_alone(monkeypatch, captures, dtype
     workspace = Workspace(slots, high + limit)
     kinds = [replace(sampling, max_tokens=limit) for sampling in SAMPLINGS]
     seen = []
-    for rollout in range(30):
+    for rollout in range(12):
         sampling = kinds[0] if rollout % 3 else kinds[rollout // 3 % len(kinds)]
         lengths = [rng.randint(low, high) for _ in range(rng.randint(1, 5))]
         requests = requests_of(lengths, samples=rng.randint(1, 4), seed=rollout)
@@ -143,9 +143,9 @@ def test_thirty_rollouts_capture_in_the_first_alone(monkeypatch, captures, dtype
     assert len(reads_up_to(workspace._decoder._table_nw.shape[1], dtype == torch.bfloat16)) == reads
     counted = bytes_of(slots, reads, 1000) - bytes_of(slots, 0, 1000)
     assert counted == reads * (len(sizes) * GRAPH_BYTES + sum(sizes) * 1000)
-    assert seen == [len(sizes) * reads] + [0] * 29 == [len(captures.graphs)] + [0] * 29
+    assert seen == [len(sizes) * reads] + [0] * 11 == [len(captures.graphs)] + [0] * 11
     assert captures.rows == [size for size in sizes for _ in range(reads)], "the largest first"
-    assert captures.replays > 300
+    assert captures.replays > 120
 
 
 @torch.no_grad()

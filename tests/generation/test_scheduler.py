@@ -5,7 +5,7 @@ from collections import Counter, deque
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_grpo.generation.cache import Geometry, PagedCache
@@ -112,7 +112,6 @@ class Decoding:
         self.check()
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     work=st.lists(st.tuples(st.integers(1, 14), st.lists(st.integers(1, 12), min_size=1, max_size=5)), max_size=6),
     page=st.sampled_from([1, 2, 3, 4, 8]),

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import ARCHITECTURES, VOCABULARY, build, pair, tiny_config
 
@@ -129,7 +129,6 @@ def test_logp_of_every_turn_is_that_of_a_forward_over_all_that_was_read(architec
             assert completion.text == str(last)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     prompts=st.lists(
         st.tuples(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=9), st.integers(1, 4)), max_size=6

@@ -51,7 +51,7 @@ def test_the_owner_is_named_until_it_dies(tmp_path, owner):
 
 @pytest.mark.parametrize("lives", [True, False])
 def test_an_owner_on_another_machine_is_known_by_its_heartbeat(tmp_path, monkeypatch, lives):
-    monkeypatch.setattr(lock, "_SILENT_SECONDS", 60.0 if lives else 0.5)
+    monkeypatch.setattr(lock, "_SILENT_SECONDS", 10.0 if lives else 0.5)
     path, ended = tmp_path / ".lock", threading.Event()
     path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "since": "then", "beat": 0}))
 

@@ -4,7 +4,7 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-CASES = 300 if DEVICE == "cuda" else 100
+CASES = 300 if DEVICE == "cuda" else 50
 """Random cases of each kernel; interpreted, 300 take more than a minute, and were run when the kernels were written."""
 
 

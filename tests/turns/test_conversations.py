@@ -79,7 +79,7 @@ def test_what_is_read_is_what_the_template_makes_of_the_whole_conversation(tools
     def word():
         return "".join(rng.choices(string.ascii_letters + " ,.:{}\"'", k=rng.randint(0, 9)))
 
-    for key in range(170):
+    for key in range(40):
         chat = [{"role": "user", "content": word()}]
         conversations.begin([])
         prompt = tokenizer(written(tokenizer, chat, tools.schemas, True), add_special_tokens=False)["input_ids"]
@@ -270,6 +270,7 @@ def spoken_call(family, name, arguments):
     return f"[TOOL_CALLS]{json.dumps([{'name': name, 'arguments': arguments}])}"
 
 
+@pytest.mark.process
 def test_a_tool_that_takes_too_long_is_told_and_ended():
     config = RolloutConfig(tools=ROLLOUT.tools[3:], tool_timeout_s=0.5)
     tools = Tools(config, ScoringConfig(workers=1))

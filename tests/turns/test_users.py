@@ -83,6 +83,7 @@ ENDS = ["raise", "exit", "number", "hang", "nothing", "empty", "stop"]
 FAILED = 4
 
 
+@pytest.mark.process
 def test_a_user_that_fails_or_has_enough_ends_its_conversation_alone(capfd):
     config = played("behaves", tool_timeout_s=2, user_stop=["BYE"])
     user = ScriptedUser(config, SCORING)

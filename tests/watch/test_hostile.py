@@ -101,7 +101,7 @@ def hostile(name: str, folder: Path) -> None:
         put(folder, "metrics.jsonl", good["metrics.jsonl"])
     elif name == "empty lines":
         for file, line in good.items():
-            put(folder, file, line + b"\n" * 300_000 + b"{}\n" * 100_000)
+            put(folder, file, line + b"\n" * 150_000 + b"{}\n" * 50_000)
     elif name == "other kinds of files":
         for file in [file for file in FILES if file != "metrics.jsonl"]:
             (folder / file).unlink()
@@ -138,7 +138,7 @@ CONFIGS = {
 }
 HUGE = ("a line of 100 MB", "100 MB without a line", "empty lines")
 NAMES = [
-    *(f"random {seed}" for seed in range(12)),
+    *(f"random {seed}" for seed in range(6)),
     *(pytest.param(name, marks=pytest.mark.process) for name in HUGE),  # which take seconds
     *("other kinds of files", "files for folders", "many names", "parquet", *CONFIGS),
 ]
@@ -158,7 +158,7 @@ def test_every_question_is_answered_soon_and_in_bounds(tmp_path: Path, name: str
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
             for question in ("runs", *QUESTIONS):
                 both = question in ("runs", "charts", "curves", "alarms", "settings")
-                for given in ASKED[1:3] if name in HUGE else ASKED:
+                for given in ASKED[1:2] if name in HUGE else ASKED:
                     start = time.process_time()
                     asked = {**given, "run": list(runs) if both else "hostile"}
                     answer = await client.get(f"/api/{question}", params=asked)

@@ -5,7 +5,7 @@ import time
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from maths_pairs import pairs
 
@@ -26,6 +26,7 @@ def test_table_is_large_and_of_both_kinds() -> None:
     assert 1 / 3 < sum(right for *_, right, _ in PAIRS) / len(PAIRS) < 2 / 3
 
 
+@pytest.mark.process
 def test_table_is_marked_as_a_careful_grader_would() -> None:
     """97 % at least, and every miss is one that the table explains.
 
@@ -66,7 +67,6 @@ def test_no_completion_takes_long() -> None:
     ["{}", "{:,}", "{}.0", r"\boxed{{{}}}", r"\boxed{{\text{{{}}}}}", "{} apples", "{}%", r"{}^\circ", "x = {}"],
 )
 @given(number=st.integers(-(10**12), 10**12))
-@settings(max_examples=30, deadline=None)
 def test_integers_in_any_format(format: str, number: int) -> None:
     text = "#### " + format.format(number)
     assert is_right(text, number) and is_right(text, str(number)) and is_right(f"#### {number}", text)
@@ -75,7 +75,6 @@ def test_integers_in_any_format(format: str, number: int) -> None:
 
 
 @given(top=st.integers(-(10**6), 10**6), bottom=st.integers(1, 10**6), by=st.integers(2, 99))
-@settings(max_examples=100, deadline=None)
 def test_fractions_in_any_format(top: int, bottom: int, by: int) -> None:
     gold = str(Fraction(top, bottom))
     sign, whole, rest = "-" * (top < 0), *divmod(abs(top), bottom)
@@ -89,7 +88,6 @@ def test_fractions_in_any_format(top: int, bottom: int, by: int) -> None:
 
 
 @given(text=st.text(alphabet="0123456789abx+-*/^_(){}[],.=<>|!%$ \\π\n", max_size=60))
-@settings(max_examples=300, deadline=None)
 def test_any_text_is_its_own_answer_and_none_raises(text: str) -> None:
     assert is_right(rf"\boxed{{{text}}}", "(7,8)") in (True, False)
     if (stated := stated_answer(rf"\boxed{{{text}}}")) and any(letter.isalnum() for letter in stated):
@@ -104,6 +102,7 @@ def test_an_exponential_has_the_bounds_of_a_power() -> None:
     assert is_right(r"\boxed{\exp(2x)}", "e^{2x}") and is_right(r"\boxed{\exp(0)}", "1")
 
 
+@pytest.mark.process
 def test_what_math_verify_does_not_finish_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """It used to run until the worker was ended, without a reward for the completion."""
     monkeypatch.setattr(grading, "_MATH_VERIFY_S", 0.5)

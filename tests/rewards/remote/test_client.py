@@ -307,7 +307,7 @@ def test_the_token_goes_to_the_service_and_nowhere_else(monkeypatch, caplog):
         for behaviour in (echo, moved, reason, drops, answer(TOKEN), says(rewards=[TOKEN]), after(9.0)):
             with Service(behaviour) as service:
                 with pytest.raises(RuntimeError) as caught:
-                    ask(service.url, token_env="REWARD_TOKEN", retries=1, timeout_s=1.0)
+                    ask(service.url, token_env="REWARD_TOKEN", retries=1, timeout_s=0.4)
                 assert service.asked[0].headers["authorization"] == f"Bearer {TOKEN}"
             shown = traceback.TracebackException.from_exception(caught.value, capture_locals=True)
             assert TOKEN.encode() not in pickle.dumps(caught.value)
