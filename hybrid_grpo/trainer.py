@@ -140,7 +140,7 @@ class Trainer(Stage):
         )
         self.meter.spans += (spans := sampling_spans(start, self.policy.engine))
         captures = None if self.device.type == "cpu" else stats.captures
-        self.meter.update(measure_sampling(rollout, spans, captures) | self.inputs.tool_numbers())
+        self.meter.update(measure_sampling(rollout, spans, captures) | self.inputs.tool_numbers(rollout))
         self.details.decoded(stats.course)
         return rollout
 

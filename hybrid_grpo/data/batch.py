@@ -64,6 +64,10 @@ Given = tuple[int, list[int]]
 """Tokens that were not sampled but given between two turns of a completion, behind so many sampled ones."""
 
 
+Called = tuple[str, bool]
+"""A call as it is counted, `tool/<name>` or `user`, and whether it failed."""
+
+
 @dataclass(frozen=True)
 class Completion:
     """One continuation, sampled by the policy or written by a guest: one turn, or several with what tools answered
@@ -92,6 +96,8 @@ class Completion:
     """Whether it takes part in the loss, and not only in the comparison with its group."""
     episode: Episode | None = None
     """What came of its environment; None without one."""
+    calls: tuple[Called, ...] = ()
+    """Calls of tools that it made, and turns of it that the user answered, sorted."""
 
     @property
     def turns(self) -> int:

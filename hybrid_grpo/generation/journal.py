@@ -99,6 +99,7 @@ class Journal:
                 "text": completion.text,
                 **({"given": completion.given} if completion.given else {}),
                 **({"messages": completion.messages} if completion.messages else {}),
+                **({"calls": completion.calls} if completion.calls else {}),
                 **({} if completion.episode is None else {"episode": asdict(completion.episode)}),
             }
         )
@@ -176,5 +177,6 @@ def _completion(row: dict[str, Any]) -> tuple[int, Completion]:
     if episode is not None:
         steps = tuple((end, reward) for end, reward in episode["steps"])
         episode = Episode(**{**episode, "steps": steps})
-    completion = Completion(token_ids, logp, row["finish"], row["text"], given, messages, episode=episode)
+    calls = tuple((name, has_failed) for name, has_failed in row.get("calls", ()))
+    completion = Completion(token_ids, logp, row["finish"], row["text"], given, messages, episode=episode, calls=calls)
     return row["key"], completion

@@ -13,7 +13,7 @@ from hybrid_grpo.config import BatchPlan, PolicyConfig, RolloutConfig, TrainConf
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
-from hybrid_grpo.data.batch import Numbers, Prompt
+from hybrid_grpo.data.batch import Numbers, Prompt, Rollout
 from hybrid_grpo.data.cleaning.overlap import count_equal
 from hybrid_grpo.data.curriculum import Curriculum
 from hybrid_grpo.data.loader import PromptLoader
@@ -138,9 +138,9 @@ class RunInputs:
         """Prompts as they are completed in a step; see `Conversations.opened`."""
         return prompts if self.conversations is None else self.conversations.opened(prompts, step)
 
-    def tool_numbers(self) -> Numbers:
-        """What the tools did since the last call of this, by metric."""
-        return {} if self.conversations is None else self.conversations.numbers()
+    def tool_numbers(self, rollout: Rollout) -> Numbers:
+        """What those who answer turns did in a rollout, by metric; see `Conversations.numbers`."""
+        return {} if self.conversations is None else self.conversations.numbers(rollout)
 
     def load_user(self, device: torch.device) -> None:
         """Load the model that plays the user, if one does, whole and on this device."""

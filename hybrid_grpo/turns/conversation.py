@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from hybrid_grpo.data.batch import Message, Numbers, Prompt
+from hybrid_grpo.data.batch import Called, Completion, Message, Numbers, Prompt, Rollout
 from hybrid_grpo.turns.calls import Turn
 
 Finish = Literal["stop", "length"]
@@ -35,6 +35,8 @@ class Conversation:
     """No turn may follow the one that has ended: what answers it is not read."""
     is_full: bool = False
     """Only a limit of tokens lets no turn follow, and not the limit of turns."""
+    calls: list[Called] = field(default_factory=list)
+    """Calls that have ended, in any order; see `Completion.calls`."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,30 @@ class Answer:
     """How the completion ends with the turn; None where it goes on."""
 
 
+class Seconds:
+    """Seconds that calls took since the last look; calls may end on any thread."""
+
+    def __init__(self) -> None:
+        self._ended: list[tuple[str, float]] = []
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add a call of what `name` stands for."""
+        self._ended.append((name, seconds))
+
+    def numbers(self, names: Sequence[str] = ()) -> Numbers:
+        """Seconds of a call on average, by metric. Begins anew."""
+        ended, self._ended = self._ended, []
+        took = {name: [seconds for of, seconds in ended if of == name] for name in names}
+        return {f"{name}/seconds": (sum(of) / max(len(of), 1), len(of)) for name, of in took.items()}
+
+
+def call_numbers(name: str, completions: Sequence[Completion]) -> Numbers:
+    """How often it was called in completions, whoever sampled them, and how often the call failed, by metric."""
+    failed = [has_failed for c in completions for called, has_failed in c.calls if called == name]
+    calls = len(failed)
+    return {f"{name}/calls": (calls, 1), f"{name}/failed_frac": (sum(failed) / max(calls, 1), calls)}
+
+
 class Partner(Protocol):
     """Who answers turns of the model. The first of a run's partners that takes a turn answers it."""
 
@@ -54,6 +80,8 @@ class Partner(Protocol):
     """The setting that names it, for messages."""
     reads_last: bool
     """Whether it is to hear of turns behind which there is no other; else these end the completion unheard."""
+    seconds: Seconds
+    """What its answers took."""
 
     def example(self, content: str) -> Message:
         """A message such as it gives, with this content: shows whether a chat template has a place for it."""
@@ -64,5 +92,6 @@ class Partner(Protocol):
     def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
         """Begin to answer a turn that it takes. `done` is told the answer once, in whatever thread."""
 
-    def numbers(self) -> Numbers:
-        """What happened since the last call of this, by metric."""
+    def numbers(self, rollout: Rollout) -> Numbers:
+        """What happened in the completions of a rollout, and what answers took since the last call of this, by
+        metric. Counts are those of the completions: a journal gives some that were sampled before a crash."""

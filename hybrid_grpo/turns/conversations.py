@@ -15,7 +15,7 @@ import torch
 
 from hybrid_grpo.config import DataConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.data.batch import Completion, Message, Numbers, Prompt
+from hybrid_grpo.data.batch import Completion, Message, Numbers, Prompt, Rollout
 from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.turns.calls import Turn
 from hybrid_grpo.turns.conversation import Answer, Conversation, Finish, Partner
@@ -111,12 +111,14 @@ class Conversations:
         return self._openings.opened(prompts, seeds)
 
     def begin(self, requests: Sequence[Request]) -> None:
-        """See `Turns`. Counts begin anew."""
+        """See `Turns`."""
         self._under_way = {}
         self._requests = {key: request for request in requests for key in request.keys}
-        self.numbers()
+        self._waited_s = 0.0
+        for speaker in self._partners:
+            speaker.seconds.numbers()
         if self.environments is not None:
-            self.environments.begin([request.prompt for request in requests if request.prompt is not None])
+            self.environments.give_up()
 
     def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
         """See `Turns`. A completion whose last turn calls a tool, or would be answered by a user, without room for
@@ -242,14 +244,17 @@ class Conversations:
             # The last turn was heard by a partner, and the completion ended with it.
             before = before[: max(k for k, message in enumerate(before) if message["role"] == "assistant")]
         episode = self.environments.episode(key) if self.environments is not None else None
-        return replace(completion, messages=(*before, assistant_message(completion.text, [])), episode=episode)
+        calls = tuple(sorted(conversation.calls)) if conversation is not None else ()
+        messages = *before, assistant_message(completion.text, [])
+        return replace(completion, messages=messages, episode=episode, calls=calls)
 
-    def numbers(self) -> Numbers:
-        """What happened since `begin`, or the last call of this, by metric."""
+    def numbers(self, rollout: Rollout) -> Numbers:
+        """What happened in the completions of a rollout, with seconds since `begin` or the last call of this, by
+        metric."""
         waited_s, self._waited_s = self._waited_s, 0.0
         numbers: Numbers = {"time/tool_wait_s": (waited_s, 1)}
         for speaker in self._partners:
-            numbers |= speaker.numbers()
+            numbers |= speaker.numbers(rollout)
         return numbers
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from hybrid_grpo.config import RolloutConfig, ScoringConfig, environment_rewards
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.data.batch import Message, Numbers, Prompt
+from hybrid_grpo.data.batch import Message, Numbers, Prompt, Rollout
 from hybrid_grpo.data.episodes import Episode, Opening
 from hybrid_grpo.rewards.functions import Failure, Reply
 from hybrid_grpo.rewards.workers.environments import EnvironmentEntry
@@ -21,7 +21,7 @@ from hybrid_grpo.rewards.workers.pool import Pool
 from hybrid_grpo.rewards.workers.replies import RESULT
 from hybrid_grpo.rewards.workers.seats import Seat
 from hybrid_grpo.turns.calls import Call, Turn
-from hybrid_grpo.turns.conversation import Answer, Conversation, Finish
+from hybrid_grpo.turns.conversation import Answer, Conversation, Finish, Seconds
 from hybrid_grpo.turns.template import user_message
 
 _COLUMN = "environment"
@@ -78,17 +78,6 @@ class Play:
         return Episode(self.kind.reward, tuple(self.steps), self.total, self.state)
 
 
-@dataclass
-class _Counts:
-    openings: int = 0
-    openings_failed: int = 0
-    resets: int = 0
-    ended: int = 0
-    failed: int = 0
-    orders: int = 0
-    seconds: float = 0.0
-
-
 class Environments:
     """The classes of `rollout.environment`; has the form of `Partner`, and takes the turns that are steps. Methods that
     are tools are called by `Tools`.
@@ -115,7 +104,7 @@ class Environments:
             facts = schema["steps"], schema["silent"], schema["tools"]
             self.kinds[name] = Kind(reward, *facts, interface.required, index, schema["shares"])
         self._plays: dict[int, Play] = {}
-        self._counts, self._lock = _Counts(), threading.Lock()
+        self.seconds = Seconds()
 
     def kind(self, prompt: Prompt) -> Kind:
         """The entry for a prompt."""
@@ -190,8 +179,6 @@ class Environments:
             play = self._plays[conversation.key] = Play(kind, self._seat(kind), failure=why)
             if why is not None:
                 return play
-            with self._lock:
-                self._counts.resets += 1
             self._ask(play, self._begin(prompt, prompt.opening, is_first=False), lambda _: None)
         return self._plays[conversation.key]
 
@@ -202,9 +189,7 @@ class Environments:
         start_s = time.perf_counter()
 
         def finish(reply: Reply) -> None:
-            with self._lock:
-                self._counts.orders += 1
-                self._counts.seconds += time.perf_counter() - start_s
+            self.seconds.add("environment", time.perf_counter() - start_s)
             failure = reply.failures[0]
             if failure is not None:
                 play.fail(failure)
@@ -279,33 +264,30 @@ class Environments:
         if play is None:
             return None
         play.seat.leave()
-        with self._lock:
-            self._counts.ended += 1
-            self._counts.failed += play.failure is not None
         return play.episode
 
-    def begin(self, prompts: Sequence[Prompt]) -> None:
-        """Begin with completions of these prompts: leave the environments of others, and count anew."""
+    def give_up(self) -> None:
+        """Leave the environments of completions under way, which are given up."""
         for play in self._plays.values():
             play.seat.leave()
         self._plays = {}
-        self.numbers()
-        failed = sum(prompt.opening is not None and prompt.opening.failure is not None for prompt in prompts)
-        self._counts.openings, self._counts.openings_failed = len(prompts), failed
 
-    def numbers(self) -> Numbers:
-        """What happened since the last call of this, by metric."""
-        with self._lock:
-            counts, self._counts = self._counts, _Counts()
+    def numbers(self, rollout: Rollout) -> Numbers:
+        """See `Partner`."""
+        unopened = [prompt for prompt in rollout.prompts if not _is_open(prompt)]
+        rows = zip(rollout.row_prompts, rollout.completions, strict=True)
+        ended = [(prompt, completion.episode) for prompt, completion in rows if completion.episode is not None]
+        failed = sum(episode.failure is not None for _, episode in ended)
         return {
-            "environment/openings_failed_frac": (
-                counts.openings_failed / max(counts.openings, 1),
-                counts.openings,
-            ),
-            "environment/resets": (counts.resets, 1),
-            "environment/failed_frac": (counts.failed / max(counts.ended, 1), counts.ended),
-            "environment/seconds": (counts.seconds / max(counts.orders, 1), counts.orders),
+            "environment/openings_failed_frac": (len(unopened) / max(len(rollout.prompts), 1), len(rollout.prompts)),
+            "environment/resets": (sum(_is_open(prompt) for prompt, _ in ended), 1),
+            "environment/failed_frac": (failed / max(len(ended), 1), len(ended)),
+            **self.seconds.numbers(["environment"]),
         }
+
+
+def _is_open(prompt: Prompt) -> bool:
+    return prompt.opening is None or prompt.opening.failure is None
 
 
 def _most_processes(config: RolloutConfig) -> int:

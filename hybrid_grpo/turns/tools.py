@@ -1,27 +1,26 @@
-"""The tools of a run: their functions in worker processes, and how often each was called."""
+"""The tools of a run: their functions in worker processes."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from hybrid_grpo.config import RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import function_text
-from hybrid_grpo.data.batch import Message, Numbers
+from hybrid_grpo.data.batch import Message, Numbers, Rollout
 from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall
 from hybrid_grpo.rewards.loading import worker_count
 from hybrid_grpo.rewards.workers.pool import Caller, Pool
 from hybrid_grpo.rewards.workers.replies import RESULT
 from hybrid_grpo.rewards.workers.tools import ToolEntry
 from hybrid_grpo.turns.calls import Call, Turn
-from hybrid_grpo.turns.conversation import Answer, Conversation
+from hybrid_grpo.turns.conversation import Answer, Conversation, Seconds, call_numbers
 from hybrid_grpo.turns.environments import Environments, Kind
 from hybrid_grpo.turns.template import tool_message
 
@@ -29,15 +28,6 @@ UNKNOWN = "unknown"
 """Stands for the tool, in counts and messages, where a call names none or cannot be read."""
 _AT_ONCE = 8
 """Calls of one turn that run at the same time."""
-
-
-@dataclass
-class Counts:
-    """What happened since the last look, over all conversations of a rank."""
-
-    calls: Counter[str] = field(default_factory=Counter)
-    failed: Counter[str] = field(default_factory=Counter)
-    seconds: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
 
 
 class Tools:
@@ -75,7 +65,7 @@ class Tools:
             name: pool.isolated(index, config.tool_timeout_s) for index, name in enumerate(names)
         }
         self._environments = environments
-        self._pool, self._counts, self._lock = pool, Counts(), threading.Lock()
+        self._pool, self.seconds = pool, Seconds()
 
     def example(self, content: str) -> Message:
         """See `Partner`."""
@@ -88,24 +78,22 @@ class Tools:
     def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
         """Answer a turn with the results of all of its calls, once they are there."""
         if turn.fault is not None:
-            self._count(UNKNOWN, True, 0.0)
+            self._count(conversation, UNKNOWN, has_failed=True)
         _TurnCalls(self, conversation, turn, done).go_on()
 
     def schemas_of(self, kind: Kind) -> list[dict[str, Any]]:
         """What the model is told where its environment is of this kind."""
         return [*self._functions, *kind.schemas]
 
-    def call(
-        self, call: Call, done: Callable[[str, Failure | None], None], conversation: Conversation | None = None
-    ) -> None:
-        """Call a tool, or a method of a conversation's environment. `done` is called with what the model reads of it,
+    def call(self, conversation: Conversation, call: Call, done: Callable[[str, Failure | None], None]) -> None:
+        """Call a tool, or a method of the conversation's environment. `done` is called with what the model reads of it,
         and with the failure, if the call failed, on any thread."""
         caller, start_s = self._callers.get(call.name), time.perf_counter()
-        environments = self._environments if conversation is not None else None
-        methods = environments.tools(conversation) if environments and conversation else []
+        environments = self._environments
+        methods = environments.tools(conversation) if environments else []
 
         def told(text: str | None, failure: Failure | None) -> None:
-            self._count(call.name, text is None, time.perf_counter() - start_s)
+            self._count(conversation, call.name, text is None, time.perf_counter() - start_s)
             done(text if text is not None else f"error: {failure.message if failure else 'no answer'}", failure)
 
         def finish(future: Future[Reply]) -> None:
@@ -113,36 +101,30 @@ class Tools:
             failure = reply.failures[0] if reply else None
             told(reply.extra[RESULT][0] if reply and failure is None else None, failure)
 
-        if call.name in methods and environments and conversation:
+        if call.name in methods and environments:
             environments.call(conversation, call, told)
         elif caller is not None:
             caller(RewardCall({"arguments": [call.arguments]}, [0])).add_done_callback(finish)
         else:
-            self._count(UNKNOWN, True, 0.0)
+            self._count(conversation, UNKNOWN, has_failed=True)
             known = [*self._callers, *methods]
             done(f"error: there is no tool {call.name}: {did_you_mean(call.name, known)}", None)
 
-    def give_up(self, call: Call) -> str:
+    def give_up(self, conversation: Conversation, call: Call) -> str:
         """What the model reads of a call that is not made, since another one of its turn has taken too long."""
-        self._count(call.name if call.name in self.names else UNKNOWN, True, 0.0)
+        self._count(conversation, call.name if call.name in self.names else UNKNOWN, has_failed=True)
         return "error: not called: another call of the turn took too long"
 
-    def _count(self, name: str, has_failed: bool, seconds: float) -> None:
-        with self._lock:
-            self._counts.calls[name] += 1
-            self._counts.failed[name] += has_failed
-            self._counts.seconds[name] += seconds
+    def _count(self, conversation: Conversation, name: str, has_failed: bool, seconds: float = 0.0) -> None:
+        conversation.calls.append((f"tool/{name}", has_failed))
+        self.seconds.add(f"tool/{name}", seconds)
 
-    def numbers(self) -> Numbers:
-        """What was called since the last call of this, by metric."""
-        with self._lock:
-            counts, self._counts = self._counts, Counts()
-        numbers: Numbers = {}
-        for name in [*self.names, UNKNOWN]:
-            calls = counts.calls[name]
-            numbers[f"tool/{name}/calls"] = calls, 1
-            numbers[f"tool/{name}/failed_frac"] = counts.failed[name] / max(calls, 1), calls
-            numbers[f"tool/{name}/seconds"] = counts.seconds[name] / max(calls, 1), calls
+    def numbers(self, rollout: Rollout) -> Numbers:
+        """See `Partner`."""
+        names = [f"tool/{name}" for name in tool_names(self.names)]
+        numbers = self.seconds.numbers(names)
+        for name in names:
+            numbers |= call_numbers(name, rollout.completions)
         return numbers
 
 
@@ -170,7 +152,7 @@ class _TurnCalls:
                     return
                 self._is_starting, number = True, self._waiting.popleft()
                 self._running += 1
-            self._tools.call(self._calls[number], partial(self._take, number), self._conversation)
+            self._tools.call(self._conversation, self._calls[number], partial(self._take, number))
             with self._lock:
                 self._is_starting = False
         self._done(Answer(self._messages()))
@@ -180,7 +162,7 @@ class _TurnCalls:
             self._running -= 1
             self._results[number] = text
             if failure is not None and failure.kind == "timeout":
-                self._results |= {k: self._tools.give_up(self._calls[k]) for k in self._waiting}
+                self._results |= {k: self._tools.give_up(self._conversation, self._calls[k]) for k in self._waiting}
                 self._waiting.clear()
         self.go_on()
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from hybrid_grpo.config import PolicyConfig, RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.importing import describe
-from hybrid_grpo.data.batch import Message, Numbers, Prompt
+from hybrid_grpo.data.batch import Message, Numbers, Prompt, Rollout
 from hybrid_grpo.data.chat_text import ChatText
 from hybrid_grpo.generation import Request, Sampling, stream_key
 from hybrid_grpo.generation.rollout import attention_of, complete
@@ -31,10 +30,19 @@ from hybrid_grpo.rewards.workers.pool import Pool
 from hybrid_grpo.rewards.workers.replies import RESULT
 from hybrid_grpo.rewards.workers.users import MESSAGES, UserEntry
 from hybrid_grpo.turns.calls import Turn
-from hybrid_grpo.turns.conversation import Answer, Conversation
+from hybrid_grpo.turns.conversation import Answer, Conversation, Seconds, call_numbers
 from hybrid_grpo.turns.template import user_message
 
 _COLUMN = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """A turn that the user answers."""
+
+    conversation: Conversation
+    done: Callable[[Answer], None]
+    start_s: float = field(default_factory=time.perf_counter)
 
 
 class User(ABC):
@@ -49,11 +57,9 @@ class User(ABC):
     def __init__(self, config: RolloutConfig) -> None:
         assert config.user_setting is not None
         self.setting, self._stops = config.user_setting, config.user_stop
-        self._calls = self._failures = 0
-        self._seconds = 0.0
+        self.seconds = Seconds()
         self._told_of: set[str] = set()
         """Kinds of failures that were printed."""
-        self._lock = threading.Lock()
 
     def example(self, content: str) -> Message:
         """See `Partner`."""
@@ -72,14 +78,14 @@ class User(ABC):
     def check_columns(self, columns: Mapping[str, Any]) -> None:
         """Raise UserError where the rows lack a column that is needed."""
 
-    def _said(self, text: str | None, start_s: float, done: Callable[[Answer], None]) -> None:
-        self._count(start_s, has_failed=False)
+    def _said(self, turn: _Heard, text: str | None) -> None:
+        self._count(turn, has_failed=False)
         ends = text is None or not text.strip() or any(stop in text for stop in self._stops)
-        done(Answer() if ends else Answer([user_message(str(text))]))
+        turn.done(Answer() if ends else Answer([user_message(str(text))]))
 
-    def _failed(self, failure: Failure, start_s: float, done: Callable[[Answer], None]) -> None:
+    def _failed(self, turn: _Heard, failure: Failure) -> None:
         """End a conversation; the first failure of each kind is printed."""
-        self._count(start_s, has_failed=True)
+        self._count(turn, has_failed=True)
         if failure.kind not in self._told_of:
             self._told_of.add(failure.kind)
             print(
@@ -88,25 +94,15 @@ class User(ABC):
                 file=sys.stderr,
                 flush=True,
             )
-        done(Answer())
+        turn.done(Answer())
 
-    def _count(self, start_s: float, *, has_failed: bool) -> None:
-        with self._lock:
-            self._calls += 1
-            self._failures += has_failed
-            self._seconds += time.perf_counter() - start_s
+    def _count(self, turn: _Heard, *, has_failed: bool) -> None:
+        turn.conversation.calls.append(("user", has_failed))
+        self.seconds.add("user", time.perf_counter() - turn.start_s)
 
-    def numbers(self) -> Numbers:
+    def numbers(self, rollout: Rollout) -> Numbers:
         """See `Partner`."""
-        with self._lock:
-            calls, failures, seconds = self._calls, self._failures, self._seconds
-            self._calls = self._failures = 0
-            self._seconds = 0.0
-        return {
-            "user/calls": (calls, 1),
-            "user/failed_frac": (failures / max(calls, 1), calls),
-            "user/seconds": (seconds / max(calls, 1), calls),
-        }
+        return self.seconds.numbers(["user"]) | call_numbers("user", rollout.completions)
 
 
 class ScriptedUser(User):
@@ -131,15 +127,15 @@ class ScriptedUser(User):
 
     def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
         """See `Partner`."""
-        start_s = time.perf_counter()
+        heard = _Heard(conversation, done)
 
         def finish(future: Future[Reply]) -> None:
             reply = failed(Failure("died", "did not answer"), 1) if future.cancelled() else future.result()
             failure = reply.failures[0]
             if failure is not None:
-                self._failed(failure, start_s, done)
+                self._failed(heard, failure)
             else:
-                self._said(reply.extra[RESULT][0], start_s, done)
+                self._said(heard, reply.extra[RESULT][0])
 
         given = {**_columns(conversation), MESSAGES: _messages(conversation)}
         self._call(RewardCall({"arguments": [given]}, [0])).add_done_callback(finish)
@@ -168,7 +164,7 @@ class ModelUser(User):
         ends = stop_ids(name, self._tokenizer, [], model_config, self.setting)
         self._sampling = Sampling(config.max_tool_tokens, temperature=config.user_temperature, stop_ids=ends)
         self._positions: int | None = getattr(model_config, "max_position_embeddings", None)
-        self._waiting: list[tuple[Conversation, float, Callable[[Answer], None]]] = []
+        self._waiting: list[_Heard] = []
         self._model: Any = None
         refuse(
             self._tokenizer.chat_template is None,
@@ -200,26 +196,27 @@ class ModelUser(User):
 
     def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
         """See `Partner`. It waits until `speak`."""
-        self._waiting.append((conversation, time.perf_counter(), done))
+        self._waiting.append(_Heard(conversation, done))
 
     def speak(self, under_way: Mapping[int, Conversation]) -> None:
         """Answer all turns that wait, in one batch: those of conversations that are still under way."""
-        waiting = [row for row in self._waiting if under_way.get(row[0].key) is row[0]]
+        waiting = [row for row in self._waiting if under_way.get(row.conversation.key) is row.conversation]
         self._waiting = []
         requests, asked = [], []
-        for conversation, start_s, done in waiting:
-            ids = self._read(conversation)
+        for heard in waiting:
+            ids = self._read(heard.conversation)
             if isinstance(ids, Failure):
-                self._failed(ids, start_s, done)
+                self._failed(heard, ids)
                 continue
-            requests.append(Request(ids, [stream_key(conversation.key, "user", conversation.turns)]))
-            asked.append((start_s, done))
+            key = stream_key(heard.conversation.key, "user", heard.conversation.turns)
+            requests.append(Request(ids, [key]))
+            asked.append(heard)
         if not requests:
             return
         assert self._model is not None, "load() comes first"
         said, _ = complete(self._model, self._tokenizer, requests, self._sampling, self._config)
-        for (start_s, done), [completion] in zip(asked, said, strict=True):
-            self._said(completion.text.strip(), start_s, done)
+        for heard, [completion] in zip(asked, said, strict=True):
+            self._said(heard, completion.text.strip())
 
     def _read(self, conversation: Conversation) -> list[int] | Failure:
         """The tokens that the model reads, or why it cannot read them."""

@@ -41,7 +41,7 @@ def broken_off(journal, sample, after):
 
 def test_a_conversation_comes_back_whole(tmp_path):
     said = ({"role": "assistant", "content": "a\n"}, {"role": "tool", "content": "é"})
-    completion = Completion([7, 3, 9], [-0.5, -0.25, -1.0], "stop", "é", ((2, [5, 6]),), said)
+    completion = Completion([7, 3, 9], [-0.5, -0.25, -1.0], "stop", "é", ((2, [5, 6]),), said, calls=(("user", True),))
     request = Request([1], [11], most=9)
 
     def sample(requests, on_finish):

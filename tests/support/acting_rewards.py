@@ -307,3 +307,8 @@ def writes_pid(completions: list[str], folder: str) -> list[float]:
 def messages_said(completions):
     """How much is said in a conversation, by everybody."""
     return [sum(len(str(message["content"])) for message in chat) / 100 for chat in completions]
+
+
+def prints(completions, **kwargs):
+    print("x" * 80_000)
+    return [1.0] * len(completions)

@@ -50,6 +50,11 @@ PROGRAMS: dict[str, str] = {
     "big file": "file = open('big', 'wb')\nattempt('file', lambda: [file.write(bytes(1 << 20)) for _ in range(1024)])",
     "deleted files": "files = [open(str(i), 'wb') for i in range(50)]\n[os.unlink(str(i)) for i in range(50)]\n"
     "while True:\n    [os.write(f.fileno(), bytes(1 << 16)) for f in files]",
+    # A mapping holds a file without a descriptor, of which its own is closed too: 4 KiB of memory, 8 MiB of the disk.
+    "mapped files": "import mmap\nmaps = []\nfor _ in range(20):\n    file = os.open('f', os.O_RDWR | os.O_CREAT)\n"
+    "    os.write(file, bytes(8 << 20))\n    own = os.dup(file)\n    os.close(own)\n"
+    "    maps.append(mmap.mmap(file, 4096))\n    [os.close(number) for number in (own, file)]\n    os.unlink('f')\n"
+    "time.sleep(60)",
     "many files": "for i in range(10**9):\n    open(str(i), 'w').close()",
     "deep folders": "os.umask(0)\nos.mkdir('closed', 0)\nwhile True:\n    os.mkdir('d')\n    os.chdir('d')",
     "read home": "attempt('home', lambda: open(HOST['secret']).read())\n"

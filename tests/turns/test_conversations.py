@@ -18,11 +18,11 @@ from transformers.utils import get_json_schema
 
 from hybrid_grpo.config import RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.data.batch import Completion, Prompt
-from hybrid_grpo.generation import Request
+from hybrid_grpo.data.batch import Completion, Prompt, Rollout
+from hybrid_grpo.generation import Journal, Request
 from hybrid_grpo.turns import Conversations, Tools
 from hybrid_grpo.turns.calls import Call
-from hybrid_grpo.turns.conversation import Answer
+from hybrid_grpo.turns.conversation import Answer, Conversation, Seconds
 from hybrid_grpo.turns.formats import FORMATS
 from hybrid_grpo.turns.reading import format_reader, reader_of
 from hybrid_grpo.turns.template import Between, assistant_message, tool_message, user_message
@@ -53,6 +53,12 @@ def answer(conversations, key, patience_s=60.0):
             assert of == key
             return ids
     raise AssertionError("no answer")
+
+
+def finished(conversations, *keys):
+    """The numbers of completions that end now."""
+    completions = [conversations.finished(key, Completion([], [], "stop")) for key in keys]
+    return conversations.numbers(Rollout([], completions, 1))
 
 
 def written(tokenizer, chat, schemas, generation=False):
@@ -123,7 +129,7 @@ def test_what_is_read_is_what_the_template_makes_of_the_whole_conversation(tools
 class Echo:
     """Answers turns without a call, three times, with the turn's text reversed."""
 
-    setting, reads_last = "rollout.somebody", False
+    setting, reads_last, seconds = "rollout.somebody", False, Seconds()
 
     def example(self, content):
         return user_message(content)
@@ -134,7 +140,7 @@ class Echo:
     def answer(self, conversation, turn, done):
         done(Answer([user_message(turn.content[::-1])]))
 
-    def numbers(self):
+    def numbers(self, rollout):
         return {}
 
 
@@ -197,7 +203,7 @@ def test_what_goes_wrong_is_told_to_the_model_and_counted(tools, family):
     told(call("misbehave", how="half"))
     assert "error: FileNotFoundError: caf?.txt" in told(call("misbehave", how="file"))
     assert "text" in told(call("slowly", text="here"))
-    numbers = conversations.numbers()
+    numbers = finished(conversations, *range(next(keys)))
     counted = {name: numbers[f"tool/{name}/calls"][0] for name in (*NAMES, "unknown")}
     assert counted == {"look_up": 0, "add": 2, "slowly": 1, "misbehave": 6, "unknown": len(BROKEN[family]) + 1}
     assert numbers["tool/add/failed_frac"] == (1.0, 2)
@@ -259,7 +265,51 @@ def test_calls_of_a_turn_have_a_limit(tools):
     assert conversations.ended(1, [*ids, tokenizer.eos_token_id], room=9) is None
     told = tokenizer.decode(answer(conversations, 1))
     assert told.count("<tool_response>") == 3 and "at most 2 calls" in told
-    assert conversations.numbers()["tool/look_up/calls"] == (2, 1)
+    assert finished(conversations, 1)["tool/look_up/calls"] == (2, 1)
+
+
+class Killed(Exception):
+    pass
+
+
+def test_after_a_crash_calls_are_counted_as_in_a_whole_run(tools, tmp_path):
+    """Calls of the completions that the journal gave were not in the numbers of the step."""
+    tokenizer, conversations = conversations_of(tools, "hermes")
+    texts = [
+        spoken_call("hermes", *call) for call in [("add", {"a": 1, "b": "x"}), ("look_up", {"key": "a"}), ("ad", {})]
+    ]
+    requests, sampled = [Request([1], [0, 1], most=99), Request([2], [2, 3], most=99)], []
+
+    def sample(requests, on_finish):
+        conversations.begin(requests)
+        groups = [[] for _ in requests]
+        for index, number, key in [(i, n, key) for i, of in enumerate(requests) for n, key in enumerate(of.keys)]:
+            ids = [*tokenizer("".join(texts[: key + 1]))["input_ids"], tokenizer.eos_token_id]
+            assert conversations.ended(key, ids, room=9) is None
+            answer(conversations, key)
+            sampled.append(key)
+            groups[index].append(
+                conversations.finished(key, Completion(ids, [0.0] * len(ids), "stop", "", ((1, [2]),)))
+            )
+            on_finish(index, number, groups[index][-1])
+        return groups, None
+
+    def numbers(journal, on_finish=None):
+        groups, _ = journal.complete(1, requests, on_finish, sample)
+        found = conversations.numbers(Rollout([], [c for group in groups for c in group], 2))
+        return {name: value for name, value in found.items() if "seconds" not in name and "time" not in name}
+
+    def dies(*_):
+        if len(sampled) == 3:
+            raise Killed
+
+    whole = numbers(Journal(tmp_path / "whole", 0))
+    assert whole["tool/add/calls"] == (4, 1) and whole["tool/add/failed_frac"] == (1.0, 4)
+    assert whole["tool/look_up/calls"] == (3, 1) and whole["tool/unknown/failed_frac"] == (1.0, 2)
+    sampled.clear()
+    with pytest.raises(Killed):
+        numbers(Journal(tmp_path / "killed", 0), dies)
+    assert numbers(Journal(tmp_path / "killed", 0)) == whole and sampled == [0, 1, 2, 3]
 
 
 def spoken_call(family, name, arguments):
@@ -286,7 +336,7 @@ def test_a_tool_that_takes_too_long_is_told_and_ended():
     told = tokenizer.decode(answer(conversations, 2))
     assert time.monotonic() - start_s < 25
     assert (told.count("error: took longer"), told.count("error: not called")) == (8, 52)
-    assert conversations.numbers()["tool/misbehave/calls"] == (61, 1)
+    assert finished(conversations, 2)["tool/misbehave/calls"] == (60, 1)
 
 
 def test_turns_and_room_have_a_limit(tools):
@@ -416,7 +466,7 @@ def ready_made():
 @pytest.mark.parametrize(("name", "arguments", "result"), READY_MADE)
 def test_the_tools_that_are_there_already_and_those_written_for_trl(ready_made, name, arguments, result):
     told = queue.SimpleQueue()
-    ready_made.call(Call(name, arguments), told.put)
+    ready_made.call(Conversation(1), Call(name, arguments), lambda text, _: told.put(text))
     assert told.get(timeout=60).strip().startswith(result)
 
 

@@ -12,7 +12,7 @@ from tool_tokenizers import tool_tokenizer
 
 from hybrid_grpo.config import TrainConfig, build
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.data.batch import Completion, Prompt
+from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.data.episodes import Episode
 from hybrid_grpo.generation import Request
 from hybrid_grpo.generation.journal import Journal
@@ -187,7 +187,11 @@ def test_an_environment_that_fails_ends_its_completion_without_a_reward(conversa
     completion = play(conversations, tokenizer, prompt, [turn])
     assert completion.finish == "stop"
     assert why in completion.episode.failure
-    assert conversations.numbers()["environment/failed_frac"] == (1.0, 1)
+    # Counted also where it comes from a journal, so that this process has seen nothing of it.
+    conversations.begin([])
+    numbers = conversations.numbers(Rollout([prompt], [completion], 1))
+    assert numbers["environment/failed_frac"] == (1.0, 1) and numbers["environment/seconds"][1] == 0
+    assert numbers["environment/resets"] == (int(prompt.opening.failure is None), 1)
     # A function that looks at environments is not called, and not blamed.
     found = scores([completion], "counted")
     assert found.reward_B.isnan().all()
@@ -258,10 +262,10 @@ def test_an_opening_that_fails_is_counted_and_its_reason_is_printed(tokenizer, c
         capfd.readouterr().err
     )
     assert [prompt.opening.failure is None for prompt in opened] == [True, False, True, True]
-    conversations.begin([Request(p.token_ids, [p.id], most=9999, prompt=p) for p in opened])
-    assert conversations.numbers()["environment/openings_failed_frac"] == (0.25, 4)
-    episode = play(conversations, tokenizer, opened[1], ["fine"]).episode
-    assert "raised ValueError: no reset" in episode.failure
+    completion = play(conversations, tokenizer, opened[1], ["fine"])
+    assert "raised ValueError: no reset" in completion.episode.failure
+    numbers = conversations.numbers(Rollout(opened, [completion] * 4, 1))
+    assert numbers["environment/openings_failed_frac"] == (0.25, 4) and numbers["environment/resets"] == (3, 1)
 
 
 @pytest.mark.process

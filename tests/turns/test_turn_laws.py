@@ -14,7 +14,7 @@ from hybrid_grpo.config import RolloutConfig, TrainConfig, build
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation import Request
 from hybrid_grpo.turns import Conversations, conversations_of
-from hybrid_grpo.turns.conversation import Answer
+from hybrid_grpo.turns.conversation import Answer, Seconds
 from hybrid_grpo.turns.template import user_message
 
 GO = [{"role": "user", "content": "Go."}]
@@ -23,7 +23,7 @@ GO = [{"role": "user", "content": "Go."}]
 class Says:
     """Answers every turn with the same texts, at once; with `ends` it is an environment as well."""
 
-    setting, reads_last = "rollout.somebody", False
+    setting, reads_last, seconds = "rollout.somebody", False, Seconds()
 
     def __init__(self, *texts: str) -> None:
         self._texts, self.ended = texts, list[str]()
@@ -53,7 +53,7 @@ class Says:
     def give_up(self) -> None:
         """Nothing to leave."""
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self, rollout: Any) -> dict[str, Any]:
         return {}
 
 

@@ -11,7 +11,7 @@ from tool_tokenizers import FAMILIES, tool_tokenizer
 
 from hybrid_grpo.config import PolicyConfig, RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.data.batch import Completion, Prompt
+from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.generation import Request
 from hybrid_grpo.model.loading import load_tokenizer
 from hybrid_grpo.rewards.workers.users import UserEntry, load_user
@@ -79,6 +79,11 @@ def test_a_scripted_dialogue_has_the_tokens_of_the_template(reader, family):
     assert [chat[0], *completion.messages] == [*chat, assistant_message("bye", [])]
 
 
+def numbers_of(conversations, count):
+    completions = [conversations.finished(key, Completion([], [], "stop")) for key in range(count)]
+    return conversations.numbers(Rollout([], completions, 1))
+
+
 ENDS = ["raise", "exit", "number", "hang", "nothing", "empty", "stop"]
 FAILED = 4
 
@@ -95,7 +100,7 @@ def test_a_user_that_fails_or_has_enough_ends_its_conversation_alone(capfd):
     assert [found[key] for key in range(len(ENDS))] == ["stop"] * len(ENDS)
     assert "hello" in tokenizer.decode(found[len(ENDS)])
     assert len(found[len(ENDS) + 1]) <= config.max_tool_tokens and "long long" in tokenizer.decode(found[len(ENDS) + 1])
-    numbers = conversations.numbers()
+    numbers = numbers_of(conversations, len(rows))
     assert numbers["user/calls"] == (len(rows), 1)
     assert numbers["user/failed_frac"] == (FAILED / len(rows), len(rows))
     told = capfd.readouterr().err
@@ -240,7 +245,7 @@ def test_a_model_reads_the_conversation_from_the_other_side(model_folder, monkey
     ]
     theirs = load_tokenizer(str(model_folder))
     assert asked[1] == tokens(theirs, theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-    numbers = conversations.numbers()
+    numbers = numbers_of(conversations, 1)
     assert (numbers["user/calls"], numbers["user/failed_frac"]) == ((2, 1), (0.0, 2))
 
 
@@ -256,7 +261,7 @@ def test_a_conversation_that_is_too_long_for_the_model_is_counted_as_a_failure(m
     _, conversations = began(model_config(model_folder), user, "llama3", {"asked": "a" * 200, "goal": "tea"})
     assert conversations.ended(0, [3, 6], room=50) is None
     assert answers(conversations, 1) == {0: "stop"}
-    assert conversations.numbers()["user/failed_frac"] == (1.0, 1)
+    assert numbers_of(conversations, 1)["user/failed_frac"] == (1.0, 1)
 
 
 @pytest.mark.parametrize(

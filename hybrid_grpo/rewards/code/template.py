@@ -145,6 +145,7 @@ class SandboxTemplate:
                 os.dup2(file, number)
             place = self.folder if writing else "/"
             os.environ["HOME"] = os.environ["TMPDIR"] = place
+            tempfile.tempdir = None  # the template's own, as it has been remembered
             os.chdir(place)
             tell = len(files) - 1
             try:
@@ -161,15 +162,19 @@ class SandboxTemplate:
 
     def _watch(self, family: list[int], deadline: float, limits: Limits, writing: bool) -> str:
         """Wait until the first process ends or has to be ended; the reason."""
-        first, control = os.pidfd_open(family[0]), self._control.fileno()
+        first, control, hidden = os.pidfd_open(family[0]), self._control.fileno(), set[int]()
         try:
             while (left_s := deadline - time.monotonic()) > 0:
                 wait_s = min(left_s, _WATCH_S) if writing else left_s
                 ready, _, _ = select.select([first, control], [], [], wait_s)
                 if ready:
                     return "gone" if control in ready else "exited"
-                if writing and _overfull(self.folder, family[-1], limits):
-                    return "disk"
+                if writing:
+                    overfull, now = _look(self.folder, family[-1], limits)
+                    # Twice in a row: a file may have been closed while it was looked for.
+                    if overfull or hidden & now:
+                        return "disk"
+                    hidden = now
             return "timeout"
         finally:
             os.close(first)
@@ -244,13 +249,15 @@ def _locked(folder: str, how: int) -> int:
     return descriptor
 
 
-def _overfull(folder: str, pid: int, limits: Limits) -> bool:
-    """Whether a program has exceeded the limits of its folder; deleted files that it holds open count too."""
-    count, size = 0, 0
+def _look(folder: str, pid: int, limits: Limits) -> tuple[bool, set[int]]:
+    """Whether a program has exceeded the limits of its folder, deleted files that it holds open included, and the
+    numbers of deleted files that it has only mapped, whose size cannot be seen without privileges."""
+    count, size, hidden = 0, 0, _mapped(folder, pid)
     with suppress(OSError):
         for file in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):
                 held = os.stat(f"/proc/{pid}/fd/{file}")
+                hidden.discard(held.st_ino)
                 size += held.st_blocks * 512 if held.st_nlink == 0 and held.st_dev == os.stat(folder).st_dev else 0
     folders = [folder]
     while folders:
@@ -258,11 +265,21 @@ def _overfull(folder: str, pid: int, limits: Limits) -> bool:
             for entry in entries:
                 count += 1
                 size += entry.stat(follow_symlinks=False).st_blocks * 512
+                hidden.discard(entry.inode())
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
                 if count > limits.files or size > limits.disk_mb << 20:
-                    return True
-    return size > limits.disk_mb << 20
+                    return True, hidden
+    return size > limits.disk_mb << 20, hidden
+
+
+def _mapped(folder: str, pid: int) -> set[int]:
+    """Numbers of the deleted files of a folder that a process has mapped."""
+    lines, begin = [], f"{folder}/".encode()
+    with suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
+        # Address, rights, offset, device, number, path.
+        lines = [line.split(maxsplit=5) for line in file.read().splitlines() if line.endswith(b" (deleted)")]
+    return {int(line[4]) for line in lines if line[5].startswith(begin)}
 
 
 def empty(folder: str) -> None:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -24,6 +24,8 @@ from hybrid_grpo.rewards.functions import Interface, Reply, RewardCall
 from hybrid_grpo.rewards.workers.replies import Expected, decode_reply, new_number
 from hybrid_grpo.rewards.workers.worker import Entry, framed, read_frame
 
+_MOST_PRINTED = 4 << 20
+"""Bytes that the processes of a fork server may print, to each stream."""
 _END_SECONDS = 2.0
 """For a fork server to end its workers and itself."""
 
@@ -54,13 +56,21 @@ class ForkServer:
             process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
                 # Away from the terminal: Ctrl-C is for the rank, which ends its processes itself.
                 start_new_session=True,
                 # There are many workers: one thread of a numerical library in each.
                 env={**public_environment(os.environ, self._named), "OMP_NUM_THREADS": "1"},
             )
-        assert process.stdin is not None
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        self._printers = [
+            threading.Thread(target=_forward, args=(stream, descriptor), daemon=True)
+            for stream, descriptor in ((process.stdout, 1), (process.stderr, 2))
+        ]
+        for printer in self._printers:
+            printer.start()
         with suppress(BrokenPipeError), process.stdin:
             process.stdin.write(self._orders)
         self._process = process
@@ -136,9 +146,31 @@ class ForkServer:
                 for process in family:
                     with suppress(psutil.NoSuchProcess):
                         process.kill()
+        for printer in self._printers:
+            printer.join(0.2)  # what was printed last; a process that got away keeps the streams open
         for connection in self.connections:
             connection.transport.abort()
         self.connections.clear()
+
+
+def _forward(stream: IO[bytes], descriptor: int) -> None:
+    """Print what comes from a stream until it ends, and of more than `_MOST_PRINTED` bytes no more than a notice."""
+    left = _MOST_PRINTED
+    with stream, suppress(OSError):
+        while text := os.read(stream.fileno(), 1 << 16):
+            if left > 0 and len(text) >= left:
+                text = (
+                    text[:left]
+                    + b"\nWARNING: reward functions, tools or environments print more than "
+                    + (f"{_MOST_PRINTED >> 20} MiB: the rest is left out\n".encode())
+                )
+                left = 0
+            elif left > 0:
+                left -= len(text)
+            else:
+                continue
+            while text:
+                text = text[os.write(descriptor, text) :]
 
 
 class Worker:

@@ -11,6 +11,7 @@ Calls are pickled; replies are JSON, so that nothing that a worker sends is run 
 import asyncio
 import ctypes
 import gc
+import io
 import json
 import os
 import pickle
@@ -90,6 +91,8 @@ def serve_forks(descriptor: int, rank: int) -> None:
     path, entries, memory_bytes = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path[:] = path
+    if isinstance(sys.stdout, io.TextIOWrapper):  # workers end without emptying buffers
+        sys.stdout.reconfigure(line_buffering=True)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         functions = [_load(config, entry) for entry, config in entries]

@@ -26,7 +26,8 @@ NOBODY = 54321
 SYSTEM_PYTHON = shutil.which("python3", path="/usr/bin")
 ENDS = {
     "fork bomb": {"timeout", "exited"}, "memory": {"exited", "timeout"}, "deleted files": {"disk"},
-    "many files": {"disk"}, "deep folders": {"disk"}, "loop": {"timeout"}, "sleep": {"timeout"}, "deaf": {"timeout"},
+    "mapped files": {"disk"}, "many files": {"disk"}, "deep folders": {"disk"},
+    "loop": {"timeout"}, "sleep": {"timeout"}, "deaf": {"timeout"},
     "daemon": {"timeout"}, "stop": {"timeout"}, "recursion": {"timeout", "exited", "SIGSEGV"},
     "recursion in C": {"timeout", "exited", "SIGSEGV"}, "big number": {"timeout", "exited"}, "regex": {"timeout"},
     "crash": {"SIGSEGV"}, "files closed": {"timeout"},
@@ -119,6 +120,11 @@ def test_programs_run_as_they_do_elsewhere() -> None:
         assert "ZeroDivisionError" in sandbox.run("if __name__ == '__main__': 1 / 0").stderr
         assert "SyntaxError" in sandbox.run("def").stderr
         assert sandbox.run("open('a', 'w').write('b'); print(open('a').read())").stdout == "b\n"
+        of_temporary = (
+            "import mmap, tempfile, time\nfile = tempfile.TemporaryFile()\nfile.write(b'ab' * 4096)\nfile.flush()\n"
+            "mapped = mmap.mmap(file.fileno(), 0)\nfile.close()\ntime.sleep(0.05)\nprint(mapped[:2])"
+        )
+        assert sandbox.run(of_temporary).stdout == "b'ab'\n"
         assert sandbox.run("import asyncio\nasync def f(): print(1)\nasyncio.run(f())").stdout == "1\n"
         assert len(sandbox.run("print('x' * 9999)", limits=Limits(output_kb=1)).stdout) == 1024
         # The same program, the same output: hashes and random numbers too.

@@ -196,3 +196,22 @@ def test_dead_processes_do_not_pile_up() -> None:
     assert in_time(lambda: len(fork_server.children()) <= 2), "its workers"
     statuses = {process.pid: process.info["status"] for process in psutil.process_iter(["status"])}
     assert psutil.STATUS_ZOMBIE not in [statuses.get(process.pid) for process in fork_server.children(recursive=True)]
+
+
+def test_what_functions_print_has_a_limit(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that prints in every call filled the log of the run."""
+    monkeypatch.setattr("hybrid_grpo.rewards.workers.processes._MOST_PRINTED", 100_000)
+    pool = Pool([("rewards[0]", RewardConfig(f"{SUPPORT / 'acting_rewards.py'}:prints"))], 1, ScoringConfig())
+    caller = pool.isolated(0, 60.0)
+    calls = [caller(RewardCall({"completions": ["x"]}, [1])) for _ in range(4)]
+    assert [call.result(60).values for call in calls] == [[1.0]] * 4
+    pool.close()
+    printed = ""
+
+    def has_ended() -> bool:
+        nonlocal printed
+        printed += capfd.readouterr().out
+        return "the rest is left out" in printed
+
+    assert in_time(has_ended)
+    assert 99_990 < printed.count("x") <= 100_000 and printed.count("WARNING") == 1
