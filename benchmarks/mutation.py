@@ -6,13 +6,14 @@
 It needs the extra `bench`. A fault is one of mutmut's changes at one place of the mathematics, the turns and the life
 of a run (FILES); benchmarks/mutation_faults.py says what is left out. Every place is equally likely. The tests are run
 once to measure which lines each of them runs (some minutes; kept in --work until code or tests change). For each fault
-the tests that run its lines are run, those that mirror its file first, until one fails; a fault that they do not find
-meets the tests that start processes. All of it takes place in copies of the checkout, and tests are forked from one
-process that has imported torch: a fault costs about its tests.
+the tests that run its lines are run, those that mirror its file first, until one fails. Once all faults have been tried
+so, those that survive meet the tests that start processes. All of it takes place in copies of the checkout, and tests
+are forked from one process that has imported torch: a fault costs about its tests.
 
-A fault is found if a test fails, the tests cannot be collected, or two tests hang. One that was found is not tried
-again with the same --work while its file and the test that found it are as they were, so what is broken off goes on,
-and after new tests only the survivors are tried. Each survivor is a missing test, dead code, or changes nothing.
+A fault is found if a test fails, the tests cannot be collected, or two tests hang; where one alone hangs, it is not.
+What was tried is not tried again with the same --work while its file and the tests are as they were, so a run that was
+interrupted goes on, and after new tests only the survivors are tried. The results so far are written on an interrupt
+too. Each survivor is a missing test, dead code, or changes nothing.
 """
 
 import argparse
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -46,6 +48,8 @@ TOP = ("distributed", "engine", "policy", "trainer")
 NO_MORE_S = 60.0
 """Of tests that start no process, for one fault, as they take without it."""
 SLOW_NO_MORE_S = 90.0
+NOT_USED = ("t_loops",)
+"""In names of tests: they wait for a timer of the processor's time, and hang now and then without any fault."""
 WARM = (
     *("torch", "transformers", "datasets", "deepspeed.runtime.zero.muon.muon_optimizer", "peft", "pytest"),
     *("coverage", "hypothesis", "pyarrow.parquet", "starlette.applications", "httpx", "wandb", "pydantic", "rich"),
@@ -159,6 +163,8 @@ class Slots:
                 _adopt_orphans()
                 signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
                 task(copy)
+            except Exception:
+                traceback.print_exc()
             finally:
                 _end_children()
                 sys.stdout.flush()
@@ -187,17 +193,19 @@ class Slots:
 # Which tests run a line -----------------------------------------------------------------------------------------------
 
 
-def measured(work: Path, files: list[str], slots: Slots, fast: bool) -> Entry:
-    """See `mutation_tests.merged`. Tests are measured again where they, the code or what supports them have changed;
-    with `fast`, those that start processes are left out."""
+def measured(work: Path, files: list[str], slots: Slots, slow: bool) -> Entry:
+    """See `mutation_tests.merged`: of the tests that start processes, or of all others. Tests are measured again where
+    they, the code or what supports them have changed."""
     import mutation_tests
 
     tests = [str(path.relative_to(ROOT)) for name in TESTS for path in (ROOT / "tests" / name).rglob("test_*.py")]
     tests = sorted([*tests, *(f"tests/test_{name}.py" for name in TOP)])
-    slow = [test for test in tests if any(mark in (ROOT / test).read_text() for mark in mutation_tests.SLOW)]
-    without, marked = " or ".join(mutation_tests.SLOW), f"not ({' or '.join(mutation_tests.SLOW)} or gpu)"
-    parts = [(marked, tests[part::4], 1800.0) for part in range(4)]
-    parts += [] if fast else [(f"({without}) and not gpu", [test], 900.0) for test in slow]
+    any_of = " or ".join(mutation_tests.SLOW)
+    if slow:
+        marked = [test for test in tests if any(mark in (ROOT / test).read_text() for mark in mutation_tests.SLOW)]
+        parts = [(f"({any_of}) and not gpu", [test], 900.0) for test in marked]
+    else:
+        parts = [(f"not ({any_of} or gpu)", tests[part::4], 1800.0) for part in range(4)]
     code = _hash(*_sources("hybrid_grpo"), *_sources("tests/support"))
     folders = []
     for marks, some, limit_s in parts:
@@ -224,7 +232,7 @@ def measured(work: Path, files: list[str], slots: Slots, fast: bool) -> Entry:
     return mutation_tests.merged(folders, files)
 
 
-def chosen(tests: Entry, file: str, lines: tuple[int, int], slow: bool) -> list[str]:
+def chosen(tests: Entry, file: str, lines: tuple[int, int]) -> list[str]:
     """The tests that run the lines, or where none does those that run any of the file, that mirror it first.
 
     Lines that run on import alone belong to no test.
@@ -237,12 +245,12 @@ def chosen(tests: Entry, file: str, lines: tuple[int, int], slow: bool) -> list[
         Path(file).stem, f"test_{Path(file).stem}"
     )
     known = {test: tests["tests"][test] for test in found}
-    usable = [test for test, of in known.items() if of["passed"] and of["slow"] == slow]
+    usable = [test for test, of in known.items() if of["passed"] and not any(name in test for name in NOT_USED)]
     usable.sort(key=lambda test: (not test.startswith(mirror), known[test]["seconds"], test))
     seconds, taken = 0.0, []
     for test in usable:
         seconds += known[test]["seconds"]
-        if taken and seconds > (SLOW_NO_MORE_S if slow else NO_MORE_S):
+        if taken and seconds > (SLOW_NO_MORE_S if known[test]["slow"] else NO_MORE_S):
             break
         taken.append(test)
     return taken
@@ -251,52 +259,59 @@ def chosen(tests: Entry, file: str, lines: tuple[int, int], slow: bool) -> list[
 # One fault ------------------------------------------------------------------------------------------------------------
 
 
-def tried(fault: Any, tests: Entry, copy: Copy, work: Path) -> Entry:
-    """What the tests make of a fault: `result` is found, hung or survived; `by` is the test that found it."""
+def tried(fault: Any, tests: Entry, run: list[str], copy: Copy, work: Path) -> Entry:
+    """What tests make of a fault: `result` is found, hung or survived; `by` is the test that found it."""
     import mutation_tests
 
     start = time.monotonic()
-    entry = {"file": fault.file, "line": fault.lines[0], "kind": fault.kind, "diff": fault.diff, "tests": 0}
+    entry = {"file": fault.file, "line": fault.lines[0], "kind": fault.kind, "diff": fault.diff, "tests": len(run)}
     running, log = work / f"running_{os.getpid()}", work / f"log_{os.getpid()}"
+    seconds = {test: tests["tests"][test]["seconds"] for test in run}
+    least, times = (60.0, 5.0) if any(tests["tests"][test]["slow"] for test in run) else (15.0, 10.0)
     entry["result"], hung = "survived", list[str]()
-    for slow in (False, True):
-        run = chosen(tests, fault.file, fault.lines, slow)
-        entry["tests"] += len(run)
-        least, times = (60.0, 5.0) if slow else (15.0, 10.0)
-        while run and entry["result"] == "survived":
-            limits = {test: least + times * tests["tests"][test]["seconds"] for test in run}
-            plugin = mutation_tests.Chosen(limits, running)
-            files = list(dict.fromkeys(test.split("::")[0] for test in run))
-            running.unlink(missing_ok=True)
-            with copy.changed(fault.file, fault.code):
-                limit_s = 120.0 + times * sum(tests["tests"][test]["seconds"] for test in run)
-                status = copy.pytest(["-x", *files], lambda plugin=plugin: plugin, log, limit_s, running)
-            if status == 0:
-                break
-            entry["by"] = running.read_text().partition(" ")[2] if running.exists() else "collecting the tests"
-            if status is not None:
-                entry["result"] = "found"
-                break
-            # One test may be slow because the machine is: a fault that hangs, hangs two, or the only one.
-            hung.append(entry["by"])
-            run = [test for test in run if test not in hung]
-            if len(hung) > 1 or not run:
-                entry["result"] = "hung"
-        if entry["result"] != "survived":
+    # One test may be slow because the machine is: a fault that hangs, hangs two.
+    while len(hung) < 2 and (left := [test for test in run if test not in hung]):
+        plugin = mutation_tests.Chosen({test: least + times * seconds[test] for test in left}, running)
+        files = list(dict.fromkeys(test.split("::")[0] for test in left))
+        running.unlink(missing_ok=True)
+        with copy.changed(fault.file, fault.code):
+            limit_s = 120.0 + times * sum(seconds[test] for test in left)
+            status = copy.pytest(["-x", *files], lambda plugin=plugin: plugin, log, limit_s, running)
+        if status == 0:
             break
+        if status in (_USAGE, _NO_TESTS):
+            raise RuntimeError(f"no test was run: {log.read_text()}")
+        by = running.read_text().partition(" ")[2] if running.exists() else "collecting the tests"
+        if status is not None:
+            entry |= {"result": "found", "by": by}
+            break
+        hung.append(by)
+    if len(hung) > 1:
+        entry |= {"result": "hung", "by": hung[-1]}
     for path in (running, log):
         path.unlink(missing_ok=True)
     return {**entry, "seconds": round(time.monotonic() - start, 1)}
+
+
+_USAGE, _NO_TESTS = 4, 5
+"""Of pytest's exit statuses."""
 
 
 def _key(fault: Any) -> str:
     return _hash(fault.file, fault.code)
 
 
-def _still_holds(entry: Entry) -> bool:
-    """Whether the result would be the same again: the test that found the fault is there, as it was."""
-    test = ROOT / entry.get("by", "").split("::")[0]
-    return entry["result"] == "found" and test.is_file() and _hash(test.read_text()) == entry["test_is"]
+def _content(tests: list[str]) -> str:
+    files = sorted({test.split("::")[0] for test in tests})
+    return _hash(*tests, *((ROOT / file).read_text() for file in files if (ROOT / file).is_file()))
+
+
+def _still_holds(entry: Entry, run: list[str]) -> bool:
+    """Whether the result would be the same again: the test that found the fault, or those that did not, are as they
+    were."""
+    if entry["result"] == "survived":
+        return _content(run) in entry["against"]
+    return entry["against"] == [_content([entry["by"]])]
 
 
 def _hash(*texts: str) -> str:
@@ -325,32 +340,46 @@ def main() -> None:
     slots = Slots([Copy(options.work / f"copy_{number}") for number in range(options.workers)])
     record = options.work / "faults.jsonl"
     record.touch()
-    known = {entry["key"]: entry for entry in map(json.loads, record.read_text().splitlines())}
+    broken = 0
     try:
-        tests = measured(options.work, files, slots, options.fast)
-        broken = [test for test, of in tests["tests"].items() if not of["passed"]]
-        print(f"{places} places; {len(tests['tests'])} tests, of which {len(broken)} do not pass and are not used")
-        for number, fault in enumerate(faults):
-            if (before := known.get(_key(fault))) and _still_holds(before):
-                continue
-
-            def attempt(copy: Copy, fault: Any = fault, number: int = number) -> None:
-                entry = tried(fault, tests, copy, options.work)
-                test = ROOT / entry.get("by", "").split("::")[0]
-                entry |= {"key": _key(fault), "test_is": _hash(test.read_text()) if test.is_file() else ""}
-                with record.open("a") as lines:
-                    lines.write(json.dumps(entry) + "\n")
-                print(
-                    f"{number:4} {entry['result']:8} {entry['seconds']:6.1f} s  {fault.file}:{fault.lines[0]}",
-                    flush=True,
-                )
-
-            slots.start(attempt)
-        slots.join()
+        for slow in (False,) if options.fast else (False, True):
+            tests = measured(options.work, files, slots, slow)
+            unusable = sum(not of["passed"] for of in tests["tests"].values())
+            broken += unusable
+            print(f"{places} places; {len(tests['tests'])} tests, of which {unusable} do not pass and are not used")
+            _try_all(faults, tests, slots, options.work)
     finally:
         slots.end()
-    known = {entry["key"]: entry for entry in map(json.loads, record.read_text().splitlines())}
-    report([known[_key(fault)] for fault in faults if _key(fault) in known], options, places, len(broken))
+        known = _read(record)
+        report([known[_key(fault)] for fault in faults if _key(fault) in known], options, places, broken)
+
+
+def _try_all(faults: list[Any], tests: Entry, slots: Slots, work: Path) -> None:
+    known = _read(work / "faults.jsonl")
+    for number, fault in enumerate(faults):
+        run, before = chosen(tests, fault.file, fault.lines), known.get(_key(fault))
+        if before and (not run or _still_holds(before, run)):
+            continue
+        earlier = before if before and before["result"] == "survived" else {"tests": 0, "against": []}
+
+        def attempt(
+            copy: Copy, fault: Any = fault, number: int = number, run: list[str] = run, earlier: Entry = earlier
+        ) -> None:
+            entry = tried(fault, tests, run, copy, work)
+            survived = entry["result"] == "survived"
+            against = [*earlier["against"], _content(run)] if survived else [_content([entry["by"]])]
+            entry |= {"key": _key(fault), "tests": earlier["tests"] + len(run), "against": against}
+            with (work / "faults.jsonl").open("a") as lines:
+                lines.write(json.dumps(entry) + "\n")
+            told = f"{number:4} {entry['result']:8} {entry['seconds']:6.1f} s  {fault.file}:{fault.lines[0]}"
+            print(told, flush=True)
+
+        slots.start(attempt)
+    slots.join()
+
+
+def _read(record: Path) -> dict[str, Entry]:
+    return {entry["key"]: entry for entry in map(json.loads, record.read_text().splitlines())}
 
 
 def report(entries: list[Entry], options: argparse.Namespace, places: int, broken: int) -> None:
@@ -359,8 +388,8 @@ def report(entries: list[Entry], options: argparse.Namespace, places: int, broke
     for entry in survivors:
         print(f"\nsurvived {entry['tests']} tests: {entry['file']} ({entry['kind']})\n{entry['diff']}")
     found = len(entries) - len(survivors)
-    print(f"\n{found} of {len(entries)} faults found: {found / len(entries):.1%}")
-    if not options.json:
+    print(f"\n{found} of {len(entries)} faults found: {found / max(1, len(entries)):.1%}")
+    if not options.json or not entries:
         return
     shares = {}
     for name, of in (("by_kind", lambda e: e["kind"]), ("by_room", lambda e: e["file"].split("/")[1])):
@@ -373,6 +402,7 @@ def report(entries: list[Entry], options: argparse.Namespace, places: int, broke
             "seed": options.seed,
             "tests": "fast" if options.fast else "all",
             "places": places,
+            "asked": options.faults,
             "faults": len(entries),
             "found": found,
         },

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from char_tokenizer import char_tokenizer
 from launching import ranks
 from tiny_models import build, tiny_config
+
+from hybrid_grpo.run.pretraining import PretrainingLoss
 
 
 @pytest.mark.ranks
@@ -21,3 +25,19 @@ def test_the_gradient_of_a_step_is_the_sum_of_both_losses_gradients(tmp_path: Pa
     first, second = seen["batches"]
     assert first != second and seen["position"] == len(first + second) == 10, "each optimizer step draws its own rows"
     assert "6 texts in 11 rows of 50 tokens, weight 0.3" in seen["read"]
+
+
+def test_every_token_but_the_first_is_learned_with_the_weight_and_the_loss_is_a_mean_over_tokens() -> None:
+    def learn(prompts: Any, completions: Any, beat: Any, coef: float) -> Any:
+        assert (prompts, completions, coef) == ([[1], [4]], [[2, 3], [5, 6, 7, 8]], 0.3)
+        for loss, row in zip((2.0, 0.5), completions, strict=True):
+            beat()
+            yield loss, len(row)
+
+    pretraining, beats = object.__new__(PretrainingLoss), list[None]()
+    pretraining._coef = 0.3
+    rows = [([1, 2, 3], 0), ([4, 5, 6, 7, 8], 1)]
+    pretraining.loader = SimpleNamespace(next_batch=lambda: rows)  # type: ignore[assignment]
+    policy: Any = SimpleNamespace(learn=learn)
+    assert pretraining.add_gradient(policy, lambda: beats.append(None)) == {"ptx/loss": (1.0, 6)}
+    assert len(beats) == 2

@@ -15,11 +15,13 @@ from tiny_models import build, tiny_config
 
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig, TeacherConfig, TrainConfig
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.data.packing import pack, pad
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
-from hybrid_grpo.run.teacher import Teacher
+from hybrid_grpo.run import teacher as teachers
+from hybrid_grpo.run.teacher import Teacher, check_teacher
 
 Seen = dict[str, Any]
 TEMPERATURE = 0.8
@@ -145,3 +147,24 @@ def test_a_teacher_of_another_size_speaks_of_the_tokens_that_both_know(
     plain = build(tiny_config("qwen2", vocab_size=of_teacher))
     expected_TV = plain(torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 1:-1, :30].log_softmax(1)
     assert told.vocabulary == 30 and (told.logp_NK - expected_TV).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("column", [None, "hint"])
+def test_the_longest_that_a_teacher_reads_is_as_long_as_it_can(monkeypatch: Any, column: str | None) -> None:
+    """A prompt of 30 tokens, or a text of 40 that the teacher reads in its place, and a completion of 50."""
+    config = TrainConfig(rollout=RolloutConfig(max_completion_tokens=50), teacher=TeacherConfig(prompt_column=column))
+    prompts = [Prompt(0, "p", [1] * 20, {}), Prompt(1, "q", [1] * 30, {})]
+    inputs: Any = SimpleNamespace(prompts=prompts, tokenizer=None, longest_prompt=30)
+    given = (lambda p: [1] * (len(p.token_ids) + 10)) if column else (lambda p: p.token_ids)
+    monkeypatch.setattr(teachers, "_reader", lambda *_: given)
+    monkeypatch.setattr(teachers, "check_prompt_ids", lambda *_: None)
+    longest = 50 + (40 if column else 30)
+    for positions in (longest, longest - 1):
+        text = SimpleNamespace(vocab_size=9)
+        model = SimpleNamespace(max_position_embeddings=positions, get_text_config=lambda text=text: text)
+        monkeypatch.setattr(teachers, "load_config", lambda *_, model=model: model)
+        if positions == longest:
+            check_teacher(config, inputs)
+            continue
+        with pytest.raises(UserError, match=f"is {longest} tokens for the teacher: lower .*_tokens by 1,"):
+            check_teacher(config, inputs)

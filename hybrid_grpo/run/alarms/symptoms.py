@@ -231,7 +231,7 @@ class Symptoms:
         if best is None:
             return None
         reward = values.get("reward/mean")
-        rewards = self._trained[self._seen.get(stage, 0) :] + ([] if reward is None else [reward])
+        rewards = self._trained[self._seen[stage] :] + ([] if reward is None else [reward])
         trained = fmean(rewards) if rewards else math.nan
         before = reward if math.isnan(best.reward) and reward is not None else best.reward
         accuracy = values[f"{stage}/accuracy"]

@@ -72,6 +72,14 @@ def test_no_alarm_without_both(steps):
     assert played(steps) == [None] * len(steps)
 
 
+def test_the_reward_of_the_best_evaluation_is_that_of_the_steps_since_the_one_before():
+    """Rewards 0.2 and 0.4, then 0.6 and 0.8 up to the best evaluation, whose reward is 0.7 rather than 0.5."""
+    before = [line(None, 0.5), line(0.2), line(0.4, 0.6), line(0.6), line(0.8, 0.7)]
+    for reward, raised in ((0.65, False), (0.75, True)):
+        steps = [dict(step) for step in before] + [line(reward), line(reward, 0.5)]
+        assert (played(steps)[-1] is not None) == raised
+
+
 def test_accuracy_that_falls_below_that_of_the_start_is_an_alarm():
     assert played([line(None, 0.5), line(0.2), line(0.4, 0.4)])[-1].startswith(
         "held_out: held-out accuracy is 0.400 after 0.500"
@@ -190,6 +198,9 @@ def test_what_an_alarm_does():
         resumed.remember(step, dict(bad))
     resumed.watch(3, bad)
     resumed.act("")
+    stopping = alarms({"kl": {"patience": 2, "action": "roll_back"}, "ratio": {"patience": 3, "action": "stop"}})
+    stopping.watch(1, {"policy/kl": 0.0, "policy/ratio_max": 900.0})
+    assert not stopping.doubts, "nothing goes back because of a ratio"
 
 
 def test_what_is_bad_before_the_update_is_not_learned_from():

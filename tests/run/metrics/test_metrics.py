@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hybrid_grpo.run.metrics.catalogue import CATALOGUE, describe, duration, find
-from hybrid_grpo.run.metrics.metrics import Meter
+from hybrid_grpo.run.metrics.metrics import Meter, _extremes
 
 
 def test_catalogue_has_one_entry_a_name_in_the_form_stage_what_reduction():
@@ -92,6 +92,12 @@ def test_nan_is_shown_not_swallowed(name):
     meter.add(name, 1.0)
     meter.add(name, math.nan)
     assert math.isnan(meter.reduce()[name])
+
+
+def test_a_rank_without_values_is_neutral_in_what_takes_in_the_highest_and_the_lowest():
+    for reduction in ("max", "min", "same"):
+        alone, empty = _extremes([(3.0, 1), (3.0, 1)], reduction), _extremes([(math.nan, 1)], reduction)
+        assert alone == (3.0, -3.0) == tuple(map(max, alone, empty))
 
 
 def test_infinity_is_a_value():

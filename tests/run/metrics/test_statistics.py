@@ -75,7 +75,13 @@ def test_intervals_hold_as_often_as_they_say(prompts, samples, ability, monkeypa
 def test_an_interval_of_equal_values_is_exact_or_none():
     assert share_interval([1.0] * 20) == pytest.approx((0.025 ** (1 / 20), 1.0))
     assert share_interval([0.0] * 20) == pytest.approx((0.0, 1 - 0.025 ** (1 / 20)))
-    assert all(map(math.isnan, interval([2.5] * 20))) and math.isnan(standard_error([1.0]))
+    assert all(map(math.isnan, interval([2.5] * 20)))
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_standard_error_is_that_of_a_sample_and_nothing_is_known_of_one_prompt():
+    assert standard_error([1.0, 3.0]) == pytest.approx(1.0) and standard_error([2.0, 2.0]) == 0.0
+    assert math.isnan(standard_error([1.0])) and math.isnan(standard_error([]))
 
 
 def test_a_paired_comparison_says_what_is_chance():

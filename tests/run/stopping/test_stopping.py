@@ -14,10 +14,12 @@ import pytest
 from paths import ROOT, SUPPORT
 from workshop import Workshop
 
+from hybrid_grpo.config import RunConfig
+from hybrid_grpo.config.errors import RunInterrupted
 from hybrid_grpo.config.fields import duration_seconds
 from hybrid_grpo.run.files import read_jsonl
-from hybrid_grpo.run.stopping import leftovers, watcher
-from hybrid_grpo.run.stopping.board import Board
+from hybrid_grpo.run.stopping import leftovers, stopping, watcher
+from hybrid_grpo.run.stopping.board import TIME_OVER, Board
 
 TRAIN = ("train", "--config", "train.yaml", "--run.resume", "auto")
 LIMIT_S = 120.0
@@ -288,3 +290,31 @@ def test_times(text, seconds):
 def test_what_is_no_time(text):
     with pytest.raises(ValueError, match="is no time: write 90m"):
         duration_seconds(text)
+
+
+def test_progress_stops_at_its_time_and_at_stop_points_and_without_a_run_never(monkeypatch):
+    now, board = [1000.0], Board()
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stopping, "this_board", lambda: board)
+    monkeypatch.setattr(Board, "listen", lambda self, stops: None)
+    progress = stopping.Progress(RunConfig(stop_after="1h", stall_minutes=2.0))
+    progress.expect_saving(100.0)
+    assert (board.mine.grace_s, board.mine.stall_s) == (120.0, 120.0)
+    now[0] += 3600.0
+    progress.enter("scoring", 7)
+    progress.look()
+    assert (board.mine.step, board.mine.beats, progress.asked(), progress.stops()) == (7, 1, False, False)
+    now[0] += 1.0
+    progress.enter("sampling")
+    assert board.mine.step == 7, "a stage that names no step belongs to that of the one before"
+    for at_stop_point in (progress.look, lambda: progress.enter("update", 8)):
+        with pytest.raises(RunInterrupted):
+            at_stop_point()
+    assert progress.stops() and board.mine.cause == TIME_OVER and progress.why() == "run.stop_after is over"
+    # What the user says is not changed by what saving is expected to take, and what was asked before is forgotten.
+    stopping.Progress(RunConfig(grace_s=5.0)).expect_saving(100.0)
+    assert (board.mine.grace_s, board.mine.asked, board.mine.cause) == (5.0, 0.0, 0)
+    unwatched = stopping.Progress()
+    unwatched._board.ask(signal.SIGTERM)
+    unwatched.enter("update", 1)
+    assert unwatched.asked() and not unwatched.stops() and unwatched.why() == "SIGTERM"
