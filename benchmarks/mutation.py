@@ -340,10 +340,11 @@ def main() -> None:
     slots = Slots([Copy(options.work / f"copy_{number}") for number in range(options.workers)])
     record = options.work / "faults.jsonl"
     record.touch()
-    broken = 0
+    broken, reached = 0, "none"
     try:
         for slow in (False,) if options.fast else (False, True):
             tests = measured(options.work, files, slots, slow)
+            reached = "all" if slow else "fast"
             unusable = sum(not of["passed"] for of in tests["tests"].values())
             broken += unusable
             print(f"{places} places; {len(tests['tests'])} tests, of which {unusable} do not pass and are not used")
@@ -351,7 +352,7 @@ def main() -> None:
     finally:
         slots.end()
         known = _read(record)
-        report([known[_key(fault)] for fault in faults if _key(fault) in known], options, places, broken)
+        report([known[_key(fault)] for fault in faults if _key(fault) in known], options, places, broken, reached)
 
 
 def _try_all(faults: list[Any], tests: Entry, slots: Slots, work: Path) -> None:
@@ -382,7 +383,7 @@ def _read(record: Path) -> dict[str, Entry]:
     return {entry["key"]: entry for entry in map(json.loads, record.read_text().splitlines())}
 
 
-def report(entries: list[Entry], options: argparse.Namespace, places: int, broken: int) -> None:
+def report(entries: list[Entry], options: argparse.Namespace, places: int, broken: int, reached: str) -> None:
     """Print what survived, and how many were found."""
     survivors = [entry for entry in entries if entry["result"] == "survived"]
     for entry in survivors:
@@ -400,7 +401,7 @@ def report(entries: list[Entry], options: argparse.Namespace, places: int, broke
     result = {
         **{
             "seed": options.seed,
-            "tests": "fast" if options.fast else "all",
+            "tests": reached,
             "places": places,
             "asked": options.faults,
             "faults": len(entries),

@@ -33,6 +33,7 @@ def test_guests_are_not_sampled_and_what_is_not_learned_is_not_trained():
     own, guest = Completion([1] * 3, [], "stop"), Completion([1] * 3, [], "stop", guest="g", learned=False)
     both, alone = (flops.stage_flops(rollout_of(*rows), COST) for rows in ((own, guest), (own,)))
     assert both == alone
+    assert flops.stage_flops(rollout_of(guest, guest), COST) == (0.0, 0.0, 0.0)
 
 
 def measured(monkeypatch, dtype: str, times: dict[str, float], peak: float | None = 1e6) -> dict[str, float]:

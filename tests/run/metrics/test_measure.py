@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
-from hybrid_grpo.run.metrics.measure import group_correlation, measure_health, measure_rewards
+from hybrid_grpo.run.metrics.measure import group_correlation, measure_health, measure_rewards, measure_sampling
 from hybrid_grpo.run.metrics.metrics import Meter
 
 NAN = math.nan
@@ -93,3 +93,13 @@ def test_the_numbers_do_not_depend_on_the_ranks():
     assert len(alone) == 4
     for ranks in (2, 3):
         assert measured(groups, ranks) == pytest.approx(alone, rel=1e-12)
+
+
+def test_the_times_of_sampling_are_those_of_its_stages_and_guests_are_not_sampled():
+    spans = [("gather", 1.0, 3.0), ("generate", 3.0, 8.0), ("release", 8.0, 9.0), ("wait", 9.0, 9.5)]
+    rows = [Completion([1] * 3, [], "stop"), Completion([1] * 4, [], "stop", guest="g")]
+    for captures in (None, 2):
+        numbers = measure_sampling(Rollout([Prompt(0, "p", [1], {})], rows, 2), spans, captures)
+        assert numbers["time/generate_s"] == (5.5, 1) and numbers["time/gather_s"] == (2.0, 1)
+        assert numbers["time/switch_s"] == (3.0, 1) and numbers["completion/sampled_tokens"] == (3, 1)
+        assert numbers.get("throughput/graph_captures") == (None if captures is None else (2, 1))

@@ -318,3 +318,18 @@ def test_progress_stops_at_its_time_and_at_stop_points_and_without_a_run_never(m
     unwatched._board.ask(signal.SIGTERM)
     unwatched.enter("update", 1)
     assert unwatched.asked() and not unwatched.stops() and unwatched.why() == "SIGTERM"
+
+
+@pytest.mark.parametrize("status, lives, found", [
+    (-1, True, None),
+    (0, False, None),
+    (7, True, (1, 7)),
+    (-1, False, (1, 137)),
+])  # fmt: skip
+def test_a_rank_is_dead_that_ended_badly_or_whose_watcher_is_gone(monkeypatch, status, lives, found):
+    monkeypatch.setattr(watcher, "_lives", lambda pid: lives)
+    board = Board(0, 2)
+    board.mine.started, board.entries[1].status = 5.0, status
+    assert watcher._dead_rank(board) is None, "what it says is of an earlier run"
+    board.entries[1].tick = 6.0
+    assert watcher._dead_rank(board) == found
