@@ -87,7 +87,7 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
         parts={},
         guests=SimpleNamespace(completions=lambda prompts, step, beat: ({}, {})),
         opened=lambda prompts, step: prompts,
-        tool_numbers=dict,
+        tool_numbers=lambda rollout: {},
         pretrain=lambda policy, beat: {},
     )
     return Trainer(config, batch_plan(config, 1), policy, None, task, torch.device("cpu"))

@@ -488,9 +488,10 @@ def test_a_function_that_is_no_tool_is_refused(name, message):
 def test_the_time_that_decoding_waits_is_counted_once():
     tokenizer = tool_tokenizer(next(iter(FAMILIES)))
     conversations = Conversations([], None, ROLLOUT, tokenizer, {}, (tokenizer.eos_token_id,))
-    assert conversations.answers(0.0) == [] and conversations.numbers()["time/tool_wait_s"] == (0.0, 1)
+    nothing = Rollout([], [], 1)
+    assert conversations.answers(0.0) == [] and conversations.numbers(nothing)["time/tool_wait_s"] == (0.0, 1)
     start = time.perf_counter()
     assert conversations.answers(0.1) == conversations.answers(0.1) == []
-    waited, count = conversations.numbers()["time/tool_wait_s"]
+    waited, count = conversations.numbers(nothing)["time/tool_wait_s"]
     assert 0.19 <= waited <= time.perf_counter() - start and count == 1
-    assert conversations.numbers()["time/tool_wait_s"] == (0.0, 1)
+    assert conversations.numbers(nothing)["time/tool_wait_s"] == (0.0, 1)

@@ -201,7 +201,8 @@ def test_sixty_four_of_a_hundred_coroutines_wait_together() -> None:
 )
 def test_a_coroutine_that_ends_or_blocks_its_process_costs_itself_only(monkeypatch, what: str, outcome: str) -> None:
     monkeypatch.setattr("hybrid_grpo.rewards.workers.pool._ASYNC_GRACE_SECONDS", 0.3)
-    rewards = isolated(acting("act_async", timeout_s=1.0), workers=4)
+    # The others wait for new processes where theirs have gone.
+    rewards = isolated(acting("act_async", timeout_s=1.0 if what == "hangs" else 10.0), workers=4)
     scores = rewards.score(*rows(*"12", what, *"3456789"))
     assert statuses(scores, "act_async") == ["scored"] * 2 + [outcome] + ["scored"] * 7
     assert scores.reward_B.nan_to_num(-1.0).tolist() == [1.0, 2.0, -1.0, *map(float, range(3, 10))]
