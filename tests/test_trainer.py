@@ -205,7 +205,7 @@ def test_a_guest_that_is_only_compared_with_has_a_part_in_no_loss(loss_type, sha
 
 
 def test_a_micro_batch_without_rows_has_all_fields_of_the_others_and_counts_for_nothing(monkeypatch):
-    """Another rank has more micro-batches. The dummy had no reference, so a KL in the loss ended the run; and its token
+    """Another rank has more micro-batches. The filler had no reference, so a KL in the loss ended the run; and its token
     was one of those whose entropies and ratios are counted for histograms."""
     monkeypatch.setattr("hybrid_grpo.data.packing.all_reduce", lambda value, op: value + 1)
     run = trainer(Sampler(), {"beta": 0.1, "kl_unbiased": True, "entropy_coef": 0.1, "num_iterations": 2})
@@ -213,13 +213,13 @@ def test_a_micro_batch_without_rows_has_all_fields_of_the_others_and_counts_for_
     rows = [replace(c, guest="seeds") if k % G else c for k, c in enumerate(rollout.completions)]
     rollout, other_BT = replace(rollout, completions=rows), torch.full((P * G, 2), -0.7)
     signals = Signals(rollout.logp_BT, other_BT, other_BT, torch.ones(P * G, 2))
-    for batch, dummy in run.optimizer_steps(rollout, signals):
-        assert batch.micro.rows and not dummy.micro.rows
-        assert [type(value) for value in vars(dummy).values()] == [type(value) for value in vars(batch).values()]
-        assert dummy.guests.keys() == batch.guests.keys() == {"seeds"}
+    for batch, filler in run.optimizer_steps(rollout, signals):
+        assert batch.micro.rows and not filler.micro.rows
+        assert [type(value) for value in vars(filler).values()] == [type(value) for value in vars(batch).values()]
+        assert filler.guests.keys() == batch.guests.keys() == {"seeds"}
         details = Details(LogConfig())
         details.begin(1)
-        for one, counts in ((batch, True), (dummy, False)):
+        for one, counts in ((batch, True), (filler, False)):
             logp_bT, entropy_bT = run.policy.forward(one.micro, 1.0)
             loss, numbers = micro_batch_loss(one, logp_bT, entropy_bT, run.config.grpo, run.kl.beta)
             loss.backward()

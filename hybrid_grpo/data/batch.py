@@ -322,7 +322,7 @@ class MicroBatch:
     """bool, True on the real tokens of each completion, those that were sampled."""
     place_N: Tensor
     """int64, where in the flattened [b, T] each completion token stands: the places where the mask is True, and that of
-    the one token of a dummy, which is not real."""
+    the one token of a filler, which is not real."""
     segments: Segments | None
     """Which tokens attend to which when packed; None for padded rows."""
 
@@ -332,7 +332,7 @@ class MicroBatch:
         return self.input_ids_bS, self.position_ids_bS, self.source, self.target_N, self.segments
 
     def of_rows(self, values_BT: Tensor) -> Tensor:
-        """[b, T], or [b, 1] of [B, 1]: the part of these rows in what a whole rollout has. A dummy, which has no rows,
+        """[b, T], or [b, 1] of [B, 1]: the part of these rows in what a whole rollout has. A filler, which has no rows,
         gets zeros of its shape [1, 1], so that it has the same fields as every other micro-batch of its step."""
         if not self.rows:
             return values_BT.new_zeros(self.mask_bT.shape)
