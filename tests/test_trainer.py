@@ -205,8 +205,8 @@ def test_a_guest_that_is_only_compared_with_has_a_part_in_no_loss(loss_type, sha
 
 
 def test_a_micro_batch_without_rows_has_all_fields_of_the_others_and_counts_for_nothing(monkeypatch):
-    """Another rank has more micro-batches. The filler had no reference, so a KL in the loss ended the run; and its token
-    was one of those whose entropies and ratios are counted for histograms."""
+    """Another rank has more micro-batches. The filler had no reference, so a KL in the loss ended the run; and its
+    token was one of those whose entropies and ratios are counted for histograms."""
     monkeypatch.setattr("hybrid_grpo.data.packing.all_reduce", lambda value, op: value + 1)
     run = trainer(Sampler(), {"beta": 0.1, "kl_unbiased": True, "entropy_coef": 0.1, "num_iterations": 2})
     rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
