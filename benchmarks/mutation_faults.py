@@ -1,8 +1,8 @@
 """The faults of benchmarks/mutation.py: mutmut's changes to a syntax tree, less those that cannot change what is done.
 
 Left out, because no test could find them or every one would: annotations, names of types, decorators, imports, strings
-(names and messages), what is only raised or asserted, what is printed, `strict` of a zip and `encoding` of a file, and
-on which device something is (the tests have one).
+(names and messages), what is only raised or asserted, what is printed, `strict` of a zip, `encoding` and `indent` of a
+file, `prefix` of a temporary one, and on which device something is (the tests have one).
 """
 
 import difflib
@@ -23,7 +23,7 @@ _WITHOUT_BEHAVIOUR = (
 _SAYING = {"print", "warn", "say", "UserError", "RunStopped", "cast", "TypeVar"}
 _ALWAYS_FOUND = {"len", "isinstance", "refuse"}
 """Functions that need every argument; those of `refuse` are a condition, which is changed, and a message."""
-_ARGUMENTS = {"strict", "encoding", "device", "non_blocking", "pin_memory"}
+_ARGUMENTS = {"strict", "encoding", "device", "non_blocking", "pin_memory", "indent", "prefix"}
 _TYPE = re.compile("_?[A-Z][a-z]")
 _COMPOUND = (cst.If, cst.For, cst.While, cst.With, cst.FunctionDef, cst.ClassDef, cst.ExceptHandler)
 
