@@ -1,7 +1,8 @@
 """The tests as benchmarks/mutation.py runs them: measured once, and those of a fault, in their order.
 
 A fixture of a module or a session runs in the first test that wants it, and is counted for all that do. Programs that
-tests fork (tests/support/forks.py) are measured too; those they start by other means, or that are killed, are not.
+tests fork (tests/support/forks.py) are measured too, with the ranks that they fork in turn; those that are started by
+other means, or are killed, are not.
 """
 
 import functools
@@ -11,6 +12,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +25,28 @@ SLOW = ("ranks", "process")
 
 def _coverage(data: Path, files: Sequence[str], context: str) -> coverage.Coverage:
     name = str(data / f"{os.getpid()}_{time.monotonic_ns()}")
-    return coverage.Coverage(data_file=name, include=list(files), config_file=False, context=context)
+    # The suffix is of the process, also of one that is forked while it is measured.
+    return coverage.Coverage(name, data_suffix=True, include=list(files), config_file=False, context=context)
 
 
 def _measured(data: Path, files: Sequence[str], context: str, *arguments: Any) -> None:
-    """A program of a test, in its fork: what is to be saved when it ends."""
+    """A program of a test, in its fork: what is to be saved when it ends, by itself or by `os._exit`, as ranks do."""
     import forks
 
-    measure = _coverage(data, files, context)
+    measure, leave = _coverage(data, files, context), os._exit
     measure.start()
 
     def save() -> None:
         measure.stop()
         measure.save()
 
+    def save_and_leave(status: int) -> None:
+        with suppress(Exception):
+            save()
+        leave(status)
+
     multiprocessing.util.Finalize(None, save, exitpriority=100)
+    os._exit = save_and_leave  # type: ignore[assignment]
     forks._main(*arguments)
 
 
