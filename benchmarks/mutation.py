@@ -266,7 +266,7 @@ def tried(fault: Any, tests: Entry, run: list[str], copy: Copy, work: Path) -> E
     start = time.monotonic()
     entry = {"file": fault.file, "line": fault.lines[0], "kind": fault.kind, "diff": fault.diff, "tests": len(run)}
     running, log = work / f"running_{os.getpid()}", work / f"log_{os.getpid()}"
-    seconds = {test: tests["tests"][test]["seconds"] for test in run}
+    seconds = {test: tests["tests"][test]["longest"] for test in run}
     least, times = (60.0, 5.0) if any(tests["tests"][test]["slow"] for test in run) else (15.0, 10.0)
     entry["result"], hung = "survived", list[str]()
     # One test may be slow because the machine is: a fault that hangs, hangs two.

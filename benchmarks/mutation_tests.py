@@ -111,7 +111,8 @@ def _name(fixturedef: Any) -> str:
 
 
 def merged(folders: Sequence[Path], files: Sequence[str]) -> dict[str, Any]:
-    """All measurements: `tests` by name, and `lines`: by file and line, the tests and fixtures that run it."""
+    """All measurements: `tests` by name, and `lines`: by file and line, the tests and fixtures that run it. `longest` of
+    a test are the seconds that it takes where it is the one to set up what it shares with others."""
     tests: dict[str, dict[str, Any]] = {}
     data = [path for folder in folders for path in folder.iterdir() if path.name != "done"]
     for path in data:
@@ -121,6 +122,9 @@ def merged(folders: Sequence[Path], files: Sequence[str]) -> dict[str, Any]:
     for test, known in tests.items():
         for fixture in known["fixtures"]:
             users[fixture].add(test)
+    longest = {fixture: max(tests[test]["seconds"] for test in of) for fixture, of in users.items()}
+    for known in tests.values():
+        known["longest"] = max([known["seconds"], *(longest[fixture] for fixture in known["fixtures"])])
     lines: dict[str, dict[int, set[str]]] = {file: defaultdict(set) for file in files}
     for path in data:
         if path.suffix == ".json":
