@@ -1,6 +1,6 @@
 """Train with combinations of settings that together have every pair of values, and see whether each keeps its promises.
 
-    python benchmarks/matrix.py                        all cases, about a quarter of an hour on two cores
+    python benchmarks/matrix.py                        all cases, two at a time: a quarter of an hour on two cores
     python benchmarks/matrix.py --cases 3,17           only these
     python benchmarks/matrix.py --only 5               five that are drawn by the commit
     python benchmarks/matrix.py --json [FILE]          numbers into a file, by default benchmarks/results/matrix.json
@@ -19,6 +19,7 @@ Pairs that cannot be combined are results too: each must be refused in one line 
 
 import argparse
 import json
+import queue
 import random
 import re
 import shutil
@@ -27,7 +28,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,8 @@ KILLS = (("scoring", 3), ("update", 2), ("saving", 2), ("logging", 2))
 """Points of fault_program.py where cases are killed in turn."""
 GONE_S = 15.0
 """Until all processes of a run are gone."""
+AT_ONCE = 2
+"""Cases; a rank waits most of its time."""
 
 Entry = dict[str, Any]
 
@@ -220,15 +224,24 @@ def main() -> int:
     chosen, some = list(range(len(cases))), bool(options.cases or options.only)
     if some:
         chosen = [int(n) for n in options.cases.split(",")] if options.cases else drawn(chosen, options.only)
-    entries, start = [], time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        matrix = Matrix(Path(folder).resolve())
-        todo = [(matrix.tried, number, cases[number]) for number in chosen]
-        todo += [] if some else [(matrix.refused, number, pair) for number, pair in enumerate(impossible)]
-        for try_it, number, what in todo:
-            entries.append(entry := try_it(number, what))
-            told = f"{entry['settings']} {entry['why']}" if "why" in entry else ""
-            print(f"{entry['outcome']:7} {entry['seconds']:6.1f} s  {number:3}  {told}", flush=True)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as threads:
+        free = queue.SimpleQueue[Matrix]()
+        for number in range(AT_ONCE):
+            (part := Path(folder, str(number)).resolve()).mkdir()
+            free.put(Matrix(part))
+
+        def told(try_it: Callable[[Matrix, int, Any], Entry], number: int, what: Any) -> Entry:
+            matrix = free.get()
+            entry = try_it(matrix, number, what)
+            free.put(matrix)
+            why = f"{entry['settings']} {entry['why']}" if "why" in entry else ""
+            print(f"{entry['outcome']:7} {entry['seconds']:6.1f} s  {number:3}  {why}", flush=True)
+            return entry
+
+        todo: list[tuple[Any, int, Any]] = [(Matrix.tried, number, cases[number]) for number in chosen]
+        todo += [] if some else [(Matrix.refused, number, pair) for number, pair in enumerate(impossible)]
+        entries = list(threads.map(lambda one: told(*one), todo))
     outcomes = Counter(entry["outcome"] for entry in entries)
     summary = {**outcomes, "pairs of values": len(pairs()), "seconds": round(time.monotonic() - start, 1)}
     print(", ".join(f"{name}: {value}" for name, value in summary.items()))

@@ -297,3 +297,17 @@ def test_retiring_moves_the_last_into_the_gaps(count, data):
     assert len(movers) == sum(slot < len(stay) for slot in gone)
     assert all(before[slot].pages == [] for slot in gone)
     assert_every_page_is_accounted_for(schedule)
+
+
+@pytest.mark.parametrize("budget, moved", [(1, 1), (5, 1), (6, 2), (8, 2), (9, 3), (99, 3)])
+def test_answers_are_read_together_as_far_as_the_budget_goes_and_a_long_one_alone(budget, moved):
+    """Three sequences wait and are given three tokens each."""
+    schedule = scheduler_of(group_of(0, 3, [9, 9, 9]))
+    schedule.to_read(99)
+    schedule.admit()
+    for sequence in list(schedule.active):
+        sequence.position = len(sequence.tokens) - 1
+        sequence.tokens += [7, 7, 7]
+        schedule.active.remove(sequence)
+        schedule.answered.append(sequence)
+    assert len(schedule.go_on(budget)) == moved

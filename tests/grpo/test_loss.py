@@ -9,7 +9,7 @@ import torch
 from objective_formulas import Batch, slopes, value
 
 from hybrid_grpo.config import GrpoConfig
-from hybrid_grpo.grpo.loss import LOG_RATIO_LIMIT, kl_penalty, policy_loss
+from hybrid_grpo.grpo.loss import LOG_RATIO_LIMIT, kl_penalty, policy_loss, sampler_correction
 
 LOSS_TYPES = ["dapo", "grpo", "dr_grpo"]
 SURROGATES = [
@@ -230,3 +230,15 @@ def test_a_term_without_its_tensor_is_our_mistake():
         batch.loss(unchecked(), 0.1, ref_logp_bT=None)
     with pytest.raises(AssertionError, match="entropy"):
         batch.loss(unchecked(entropy_coef=0.1), entropy_bT=None)
+
+
+def test_a_mean_ratio_at_the_bounds_of_the_correction_is_not_dropped():
+    """Of one token each, so that every row's mean ratio is its token's."""
+    log_ratio_bT = torch.tensor([[math.log(2.0)], [-math.log(2.0)], [0.8], [-0.8]])
+    assert log_ratio_bT[:2].exp().flatten().tolist() == [2.0, 0.5]
+    mask_bT, zero_bT = torch.ones(4, 1, dtype=torch.bool), torch.zeros(4, 1)
+    grpo = GrpoConfig(sampler_correction="mask", sampler_ratio_max=2.0)
+    factor_bT, stats = sampler_correction(log_ratio_bT, zero_bT, mask_bT, grpo)
+    assert factor_bT.flatten().tolist() == [1.0, 1.0, 0.0, 0.0] and stats.fraction == 0.5
+    _, alone = sampler_correction(log_ratio_bT[2:3], zero_bT[:1], mask_bT[:1], grpo)
+    assert alone.fraction == 1.0

@@ -18,7 +18,7 @@ from launching import make_task, ranks
 from tiny_models import build, tiny_config
 from tokenizers import decoders
 
-from hybrid_grpo.config import DataConfig, GuestConfig, PolicyConfig, RolloutConfig, TrainConfig
+from hybrid_grpo.config import DataConfig, GuestConfig, PolicyConfig, RolloutConfig, RunConfig, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
 from hybrid_grpo.generation.rollout import requests_of
@@ -57,7 +57,7 @@ def read(tmp_path: Path) -> Callable[..., Guests]:
 def given(guests: Guests, step: int = 1, prompts: list[Prompt] = PROMPTS) -> list[list[Completion | None]]:
     """What the groups of a step are given, slot by slot."""
     written, numbers = guests.completions(prompts, step, lambda: None)
-    assert list(numbers) == ["time/guests_s"]
+    assert list(numbers) == ["time/guests_s"] and 0 <= numbers["time/guests_s"][0] < 60
     groups = [
         [written.get(key) for key in request.keys]
         for request in requests_of(prompts, RolloutConfig(num_generations=5), 0, step)
@@ -130,6 +130,27 @@ def test_what_a_model_writes_beyond_the_vocabulary_of_the_policy_is_left_out(tmp
     guests.load(torch.device("cpu"))
     written, _ = guests.completions(PROMPTS[:1], 1, lambda: None)
     assert [completion.token_ids for completion in written.values()] == [[74, 74]] * has
+
+
+def test_what_a_model_writes_is_a_matter_of_the_seed(tmp_path: Path):
+    char_tokenizer().save_pretrained(tmp_path)
+    build(tiny_config("qwen2", vocab_size=80)).save_pretrained(tmp_path)
+
+    def written(seed: int) -> list[list[int]]:
+        config = TrainConfig(
+            policy=PolicyConfig(model=str(tmp_path), dtype="float32"),
+            rollout=RolloutConfig(
+                num_generations=3,
+                max_completion_tokens=8,
+                guests=[GuestConfig("large", "importance", model=str(tmp_path), per_group=2)],
+            ),
+            run=RunConfig(seed=seed),
+        )
+        guests = Guests(config, load_tokenizer(str(tmp_path)), PROMPTS[:1], (EOS,), 80)
+        guests.load(torch.device("cpu"))
+        return [completion.token_ids for completion in guests.completions(PROMPTS[:1], 1, lambda: None)[0].values()]
+
+    assert written(0) == written(0) != written(1)
 
 
 @pytest.mark.parametrize("changes, says", [

@@ -76,6 +76,8 @@ THOUGHT = '<tool_call>{"name": "look_up", "arguments": {"key": "a"}}</tool_call>
 TURNS = [
     ("hermes", '<tool_call>{"name": "Alice", "age": 3}</tool_call>', [FAULT]),
     ("llama3", '{"name": "Alice", "age": 3}', []),
+    ("llama3", '{"name": "Alice", "age": 3} {"name": "look_up", "parameters": {"key": "a"}}', [LOOK_UP]),
+    ("pythonic", "[f(a=True, b=False, c=None)]", [Call("f", {"a": True, "b": False, "c": None})]),
     ("hermes", '<tool_call>{"name": "look_up", "arguments": null}</tool_call>', [Call("look_up", {})]),
     ("hermes", f"<tool_call>[{THOUGHT[11:-12]}, {THOUGHT[11:-12]}]</tool_call>", [LOOK_UP, LOOK_UP]),
     (

@@ -255,13 +255,14 @@ def test_calls_of_tools_and_the_system_text_are_not_the_user_s_to_read():
     assert exchanged([*given, assistant_message("b", [])]) == [assistant_message("a", []), user_message("b")]
 
 
-def test_a_conversation_that_is_too_long_for_the_model_is_counted_as_a_failure(model_folder):
+@pytest.mark.parametrize("asked, fails", [(30, 0.0), (90, 1.0), (200, 1.0)])
+def test_a_conversation_that_is_too_long_for_the_model_is_counted_as_a_failure(model_folder, asked, fails):
     user = model_user(model_folder)
     user.load(torch.device("cpu"))
-    _, conversations = began(model_config(model_folder), user, "llama3", {"asked": "a" * 200, "goal": "tea"})
+    _, conversations = began(model_config(model_folder), user, "llama3", {"asked": "a" * asked, "goal": "tea"})
     assert conversations.ended(0, [3, 6], room=50) is None
-    assert answers(conversations, 1) == {0: "stop"}
-    assert numbers_of(conversations, 1)["user/failed_frac"] == (1.0, 1)
+    assert (answers(conversations, 1) == {0: "stop"}) is bool(fails)
+    assert numbers_of(conversations, 1)["user/failed_frac"] == (fails, 1)
 
 
 @pytest.mark.parametrize(

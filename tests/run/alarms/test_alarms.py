@@ -40,6 +40,8 @@ def test_a_training_reward_that_rises_while_accuracy_falls_is_an_alarm():
         "held_out: held-out accuracy is 0.500 after 0.600 at step 2, while the training reward rose from 0.300 to"
         " 0.750: "
     )
+    watching = Alarms()
+    assert [alarm.since for step, values in enumerate(steps) for alarm in watching.watch(step, values)] == [3]
     assert [s["health/alarm"] for s in steps if "health/alarm" in s] == [0.0, 0.0, 0.0, 1.0]
     assert steps[4]["health/heldout_gap"] == pytest.approx(0.35) and "health/heldout_gap" not in steps[0]
 
@@ -78,6 +80,12 @@ def test_the_reward_of_the_best_evaluation_is_that_of_the_steps_since_the_one_be
     for reward, raised in ((0.65, False), (0.75, True)):
         steps = [dict(step) for step in before] + [line(reward), line(reward, 0.5)]
         assert (played(steps)[-1] is not None) == raised
+
+
+def test_an_accuracy_that_is_as_good_again_is_the_one_to_compare_with():
+    steps = [line(None, 0.5), line(0.2), line(0.4, 0.6), line(0.5), line(0.6, 0.6), line(0.7), line(0.8, 0.5)]
+    said = played(steps)[-1]
+    assert said and "0.500 after 0.600 at step 4, while the training reward rose from 0.550 to 0.750" in said
 
 
 def test_accuracy_that_falls_below_that_of_the_start_is_an_alarm():
@@ -244,6 +252,15 @@ def test_a_resumed_run_knows_its_best_evaluation(tmp_path, capsys):
     assert run.restore(stage) == 1
     assert run.watched(2, line(0.6, 0.4))["health/alarm"] == 1.0
     assert "held-out accuracy is 0.400 after 0.500 at step 0" in capsys.readouterr().out
+
+
+def test_only_what_is_looked_at_is_remembered(tmp_path):
+    row = {"step": 1, "policy/kl": None, "policy/lr": 1e-5, "reward/mean": 0.5}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**row, "step": step}) + "\n" for step in (1, 2)))
+    going, seen = alarms(), []
+    going.remember = lambda step, values: seen.append((step, values))
+    going.recall(tmp_path, 1)
+    assert seen == [(1, {"reward/mean": 0.5})]
 
 
 def test_a_number_of_ones_own_that_is_no_metric_is_refused():

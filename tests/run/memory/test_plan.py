@@ -73,6 +73,9 @@ def test_states_of_qwen2_0_5b_by_stage():
     plain = parts(recipe(0, "float32"), 1)["optimizer step"]
     assert "float32 masters" not in plain
     assert (plain["weights"], plain["gradients"], plain["Adam's moments"]) == (4 * N, 4 * N, 8 * N)
+    # Gradients in one tensor, and on a GPU a temporary as large; stage 0 takes them by the bucket.
+    assert (plain["step"], parts(recipe(3, "float32"), 8)["optimizer step"]["step"]) == (8 * N, 8 * (N // 8))
+    assert parts(recipe(2), 8)["optimizer step"]["step"] == 4 * (N // 8)
 
 
 def test_gradients_are_a_shard_and_a_bucket():
@@ -82,6 +85,10 @@ def test_gradients_are_a_shard_and_a_bucket():
     small = recipe(3)
     small = replace(small, engine=EngineConfig(deepspeed={"zero_optimization": {"reduce_bucket_size": 5e7}}))
     assert parts(small, 8)["loss"]["gradients"] == 2 * 50_000_000 + 4 * N // 8
+    # Of a bucket that is reduced, stages 1 and 3 make a copy, and stage 3 keeps its shard in float32.
+    copies = {stage: parts(recipe(stage), 8)["reduction"].get("reduction") for stage in (1, 2, 3)}
+    assert copies == {1: 2 * N, 2: None, 3: 2 * N + 4 * N // 8}
+    assert parts(recipe(3, "float32"), 8)["reduction"]["reduction"] == 4 * N
     # A CPU gives memory to what is written to, and the bucket is larger than the model.
     assert parts(recipe(3), 1, CPU)["loss"]["gradients"] == 2 * N + 4 * N
 
@@ -89,6 +96,8 @@ def test_gradients_are_a_shard_and_a_bucket():
 def test_the_gather_is_free_on_one_rank_and_below_stage_3():
     assert "gathered weights" not in parts(recipe(3), 1)["generation"]
     assert "gathered weights" not in parts(recipe(2), 8)["generation"]
+    assert "fetched weights" not in parts(recipe(2), 8)["loss"]
+    assert parts(recipe(3), 8)["loss"]["fetched weights"] == 2 * N
     assert parts(recipe(3), 8)["generation"]["gathered weights"] == 2 * N
     adapted = recipe(2, lora=LoraConfig(rank=8))
     assert parts(adapted, 8)["generation"]["gathered weights"] == 2 * N
@@ -103,6 +112,10 @@ def test_the_cache_is_what_slots_or_settings_or_memory_allow():
     assert parts(recipe(rollout=few), 1)["generation"]["keys and values"] == (4 * 5 + 2) * 256 * token
     bound = replace(rollout, cache_gb=0.25)
     assert parts(recipe(rollout=bound), 1)["generation"]["keys and values"] == 1 << 28
+    # It can do with the pages of one sequence, and the share of the memory that they are.
+    given_back = recipe(rollout=replace(rollout, keep_cache="off"))
+    made = Plan(given_back, SIZES, batch_plan(given_back, 1), 512, GPU)
+    assert made.cache().least == int((4 + 3) * 256 * token / plans.GPU_SHARE)
     # Pages of 32 on a CPU.
     assert parts(recipe(rollout=rollout), 1, CPU)["generation"]["keys and values"] == (32 * 33 + 2) * 32 * token
 
@@ -180,6 +193,12 @@ def test_a_critic_is_a_second_model_with_an_engine_of_its_own():
     assert critic(zero_stage=2) == (2 * count + 2 * bucket + 4 * count // 8 + 12 * count // 8, 0)
     assert critic(offload_optimizer=True) == (2 * count // 8 + 2 * bucket, (12 + 8) * count // 8)
     assert "critic" not in parts(recipe(3), 8)["loss"]
+    config = recipe(3, grpo=GrpoConfig(baseline="critic"), critic=CriticConfig(offload_optimizer=True))
+    on_cpu = Plan(config, SIZES, batch_plan(config, 8), 512, CPU, critic=count).phases[0].parts
+    assert [part.bytes for part in on_cpu if part.name == "critic"] == [
+        2 * count // 8 + 2 * count,
+        (12 + 8) * count // 8,
+    ], "all of it is in the memory of the host"
 
 
 def test_a_teacher_is_sharded_on_the_host_or_the_device_and_what_it_says_is_on_the_host():

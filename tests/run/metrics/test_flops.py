@@ -1,6 +1,7 @@
 """The operations of a step, and what share of a device's peak they are."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -90,3 +91,15 @@ def test_groups_that_were_left_out_count_and_steps_that_were_not_made_do_not(mon
 )
 def test_the_peak_is_that_of_the_whole_device_by_its_name(name, tera):
     assert peak_flops(name) == (tera and tera * 1e12)
+
+
+def test_what_is_given_counts_for_the_completion_that_is_given_it():
+    """Two prompts of two completions: an answer to the last one is read behind its own prompt."""
+    plain = Completion([1] * 2, [], "stop")
+    rows = [plain, plain, plain, replace(plain, given=((1, [7] * 4),))]
+    both = flops.stage_flops(Rollout([Prompt(n, "?", [1] * (1 + 4 * n), {}) for n in range(2)], rows, 2), COST)
+    alone = [
+        flops.stage_flops(Rollout([Prompt(0, "?", [1] * (1 + 4 * n), {})], rows[2 * n : 2 * n + 2], 2), COST)
+        for n in range(2)
+    ]
+    assert both == pytest.approx([sum(stage) for stage in zip(*alone, strict=True)])

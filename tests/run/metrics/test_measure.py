@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
-from hybrid_grpo.run.metrics.measure import group_correlation, measure_health, measure_rewards, measure_sampling
+from hybrid_grpo.run.metrics.measure import (
+    group_correlation,
+    measure_health,
+    measure_lengths,
+    measure_memory,
+    measure_rewards,
+    measure_sampling,
+    measure_sources,
+)
 from hybrid_grpo.run.metrics.metrics import Meter
 
 NAN = math.nan
@@ -103,3 +111,22 @@ def test_the_times_of_sampling_are_those_of_its_stages_and_guests_are_not_sample
         assert numbers["time/generate_s"] == (5.5, 1) and numbers["time/gather_s"] == (2.0, 1)
         assert numbers["time/switch_s"] == (3.0, 1) and numbers["completion/sampled_tokens"] == (3, 1)
         assert numbers.get("throughput/graph_captures") == (None if captures is None else (2, 1))
+
+
+def test_sources_are_counted_by_prompt_and_right_at_the_threshold():
+    prompts = [Prompt(i, "p", [1], {}, source=source) for i, source in enumerate("aab")]
+    rollout = Rollout(prompts, [Completion([1], [0.0], "stop")] * 6, 2)
+    reward_B = torch.tensor([1.0, 2.0, NAN, 3.0, 5.0, 7.0], dtype=torch.float64)
+    outcome_B = torch.tensor([0.5, 0.4, 0.6, NAN, 0.5, 0.0], dtype=torch.float64)
+    meter = Meter(sources=["a", "b"])
+    meter.update(measure_sources(rollout, Scores(reward_B, {}, {}), outcome_B, 0.5))
+    assert meter.reduce() == {
+        **{"source/a/count": 2, "source/a/reward": 2.0, "source/a/accuracy": pytest.approx(2 / 3)},
+        **{"source/b/count": 1, "source/b/reward": 6.0, "source/b/accuracy": 0.5},
+    }
+
+
+def test_lengths_of_one_completion_and_memory_are_weighed_by_one():
+    one = measure_lengths("eval/a", [Completion([1] * 3, [0.0] * 3, "length")])
+    assert one == {"eval/a/length_mean": (3.0, 1), "eval/a/clipped_frac": (1.0, 1)}
+    assert measure_memory()["memory/rss_gb"][1] == 1

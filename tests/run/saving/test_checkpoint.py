@@ -201,7 +201,7 @@ def load(checkpoints, engine):
 
 def test_the_newest_are_kept(tmp_path):
     checkpoints, engine = Checkpoints(tmp_path / "checkpoints", keep=2), Engine()
-    assert found(checkpoints) == (None, [])
+    assert found(checkpoints) == (None, []) and checkpoints.rollbacks == 0
     for step in (5, 10, 999_990, 1_000_000):
         checkpoints.save(engine, step, {"loader": step})
         assert load(checkpoints, engine) == {"step": step, "loader": step}

@@ -29,8 +29,8 @@ class Calls:
         return call
 
 
-def show(name, folder, resumes=False):
-    tracker = make(name, folder, CONFIG, SETTINGS, resumes)
+def show(name, folder, resumes=False, settings=SETTINGS):
+    tracker = make(name, folder, CONFIG, settings, resumes)
     for entry in Entries(folder, -1, CONFIG.histograms_every).new():
         tracker.write(entry)
     tracker.close([folder / "report.html"], failed=True)
@@ -56,10 +56,12 @@ def test_trackio_is_told_every_step_with_its_samples_and_alarms(folder, monkeypa
 def test_mlflow_is_told_what_it_can_hold_and_goes_on_with_the_run_of_a_resumed_one(folder, monkeypatch):
     mlflow = Calls()
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    show("mlflow", folder)
+    show("mlflow", folder, settings=SETTINGS | {"run": {"name": "n" * 7000}})
     assert mlflow.made["set_experiment"] == [(("sorting",), {})]
     assert mlflow.made["start_run"] == [((), {"run_id": None, "run_name": "first", "description": "why"})]
-    assert mlflow.made["log_params"][0][0] == ({"policy.lr": "0.0001", "policy.betas": "[0.9, 0.99]", "data": "{}"},)
+    (((parameters,), _),) = mlflow.made["log_params"]
+    assert len(parameters.pop("run.name")) == 6000, "MLflow takes no more"
+    assert (parameters,) == ({"policy.lr": "0.0001", "policy.betas": "[0.9, 0.99]", "data": "{}"},)
     assert mlflow.made["set_tags"] == [(({"group": "seeds", "a": "true"},), {})]
     (((first,), at), ((second,), _)) = mlflow.made["log_metrics"]
     assert at == {"step": 1} and "policy/loss" not in first, "NaN"

@@ -1,0 +1,35 @@
+"""Boards of ranks, and whom a rank blames for an exchange that failed."""
+
+import pytest
+
+from hybrid_grpo.run.stopping import watcher
+from hybrid_grpo.run.stopping.board import Board, shared_board
+
+
+@pytest.mark.parametrize(
+    "rank, world, ranks", [("0", "1", 1), ("1", "2", 2), ("2", "2", 1), ("x", "2", 1), ("0", "", 1)]
+)
+def test_the_board_is_of_the_ranks_that_the_environment_describes(monkeypatch, rank, world, ranks):
+    for name, value in {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    board = shared_board()
+    assert (len(board.entries), board.rank) == (ranks, int(rank) if ranks > 1 else 0)
+
+
+@pytest.mark.parametrize("depth", [0, 20])
+@pytest.mark.parametrize("file, blames", [("lib/torch/distributed/c10d.py", True), ("lib/torch/nn/linear.py", False)])
+def test_an_exchange_that_fails_is_blamed_on_the_rank_that_is_dead(monkeypatch, capsys, depth, file, blames):
+    """However deep in the program it was begun."""
+    monkeypatch.setattr(watcher, "_dead_rank", lambda board: (1, 137))
+    inner = {}
+    exec(compile("def fail():\n    raise RuntimeError('no answer')", file, "exec"), inner)
+
+    def work(left: int = depth) -> int:
+        return work(left - 1) if left else inner["fail"]()
+
+    if not blames:
+        with pytest.raises(RuntimeError, match="no answer"):
+            watcher._outcome(work, Board())
+        return
+    assert watcher._outcome(work, Board()) == 137
+    assert "because rank 1 has ended with status 137" in capsys.readouterr().err
