@@ -235,7 +235,8 @@ def measured(work: Path, files: list[str], slots: Slots, slow: bool) -> Entry:
 
 
 def chosen(tests: Entry, file: str, lines: tuple[int, int]) -> list[str]:
-    """The tests that run the lines, or where none does those that run any of the file, that mirror it first.
+    """The tests that run the lines, or where none does those that run any of the file: those that mirror it first, and
+    then those that take least with what they share with others.
 
     Lines that run on import alone belong to no test.
     """
@@ -248,10 +249,12 @@ def chosen(tests: Entry, file: str, lines: tuple[int, int]) -> list[str]:
     )
     known = {test: tests["tests"][test] for test in found}
     usable = [test for test, of in known.items() if of["passed"] and not any(name in test for name in NOT_USED)]
-    usable.sort(key=lambda test: (not test.startswith(mirror), LAST in test, known[test]["seconds"], test))
-    seconds, taken = 0.0, []
+    usable.sort(key=lambda test: (not test.startswith(mirror), LAST in test, known[test]["longest"], test))
+    seconds, taken, begun = 0.0, list[str](), set[str]()
     for test in usable:
-        seconds += known[test]["seconds"]
+        of_file = test.split("::")[0]
+        seconds += known[test]["seconds" if of_file in begun else "longest"]
+        begun.add(of_file)
         if taken and seconds > (SLOW_NO_MORE_S if known[test]["slow"] else NO_MORE_S):
             break
         taken.append(test)
