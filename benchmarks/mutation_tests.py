@@ -111,8 +111,8 @@ def _name(fixturedef: Any) -> str:
 
 
 def merged(folders: Sequence[Path], files: Sequence[str]) -> dict[str, Any]:
-    """All measurements: `tests` by name, and `lines`: by file and line, the tests and fixtures that run it. `longest` of
-    a test are the seconds that it takes where it is the one to set up what it shares with others."""
+    """All measurements: `tests` by name, and `lines`: by file and line, the tests and fixtures that run it. `longest`
+    of a test are the seconds that it takes where it is the one to set up what it shares with others."""
     tests: dict[str, dict[str, Any]] = {}
     data = [path for folder in folders for path in folder.iterdir() if path.name != "done"]
     for path in data:

@@ -233,17 +233,16 @@ class Symptoms:
         reward = values.get("reward/mean")
         rewards = self._trained[self._seen[stage] :] + ([] if reward is None else [reward])
         trained = fmean(rewards) if rewards else math.nan
-        before = reward if math.isnan(best.reward) and reward is not None else best.reward
         accuracy = values[f"{stage}/accuracy"]
         fall = best.value - accuracy
         # Of the difference of two evaluations, as if they were of different prompts.
         chance = _HELD_OUT_CHANCE * math.sqrt(2) * values.get(f"{stage}/stderr", 0.0)
         of_set = "" if len(self._held_out) == 1 else f" of {stage.removeprefix('eval/')}"
         return Sign(
-            fall if trained > before and fall > chance else math.nan,
+            fall if trained > best.reward and fall > chance else math.nan,
             f"held-out accuracy{of_set} is {accuracy:.3f} after {best.value:.3f} at step {best.step}, while the"
-            f" training reward rose from {before:.3f} to {trained:.3f}: the policy may be learning the reward functions"
-            " instead of the task",
+            f" training reward rose from {best.reward:.3f} to {trained:.3f}: the policy may be learning the reward"
+            " functions instead of the task",
             best.step + 1,
         )
 
