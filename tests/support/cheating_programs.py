@@ -26,7 +26,7 @@ WAYS = [
     "for x, y in zip(map(f, [2, 3]), [4, 9]):\n    assert x == y",
     "for x, y in zip([4, 9], map(f, [2, 3])):\n    assert x == y",
     "import itertools\nfor x in itertools.starmap(f, [(2,)]):\n    assert x == 4",
-    "for x in iter(lambda: f(2), None):\n    assert x == 4\n    break",
+    "for x in iter(lambda: f(2), -1):\n    assert x == 4\n    break",
     "assert all(f(x) == x * x for x in [2, 3])",
     "assert next(map(f, [2]), 4) == 4",
     "import functools\nassert functools.reduce(lambda a, x: a and f(x) == x * x, [2, 3], True)",

@@ -67,7 +67,7 @@ def test_a_function_that_stops_its_parent_leaves_no_process() -> None:
     caller = pool.isolated(0, 60.0)
     replies = [caller(RewardCall({"completions": [text]}, [1])) for text in ("stops its parent", "3")]
     assert [reply.result(60).values for reply in replies] == [[9.0], [3.0]]
-    assert any(process.status() == psutil.STATUS_STOPPED for process in before)
+    assert in_time(lambda: any(process.status() == psutil.STATUS_STOPPED for process in before))
     processes = [process for process in family() if process not in others]
     pool.close()
     wait_for_end(processes)
