@@ -14,6 +14,7 @@ setup(
     packages=find_packages(include=["hybrid_grpo", "hybrid_grpo.*"]),
     package_data={
         "hybrid_grpo.data.tasks": ["*.yaml"],
+        "hybrid_grpo.features": ["*/*.yaml"],
         "hybrid_grpo.model.kernels": ["*.c", "*.h"],
         "hybrid_grpo.rewards.code": ["*.ini"],
         "hybrid_grpo.rewards.maths": ["*.yaml"],

@@ -187,7 +187,7 @@ CASES = [
     Case("failing_rewards", [_sick(raises_for_some)]),
     Case("quickstart", sick=False),
     Case("tools", sick=False),
-    Case("critic", settings={"grpo": {"baseline": "critic"}}, sick=False),
+    Case("critic", settings={"critic": {"enabled": True}}, sick=False),
     Case("lora", settings={"lora": {"rank": 8}, "policy": {"lr": 5e-4}}, sick=False),
     Case("guests", sick=False),
     Case("curriculum", settings={"curriculum": {"sampling": "difficulty"}}, sick=False),

@@ -58,7 +58,7 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
         "batch": {"grpo.scale_rewards": "batch"},
         "leave one out": {"grpo.baseline": "leave_one_out", "grpo.scale_rewards": "none"},
         "gdpo": {"grpo.combine_rewards": "normalize", "grpo.scale_rewards": "batch"},
-        "critic": {"grpo.baseline": "critic", "critic.lr": 1e-3, "critic.lam": 0.9},
+        "critic": {"critic.enabled": True, "critic.lr": 1e-3, "critic.lam": 0.9},
     },
     "old log-probabilities": {
         "sampler": {},

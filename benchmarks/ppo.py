@@ -3,7 +3,7 @@
     python benchmarks/ppo.py [--seeds 0,1,2] [--steps 250] [--critic '--critic.lr 1e-3'] [--json FILE]
 
 A seed makes the task and the weights behind the supervised warm-up, and is the seed of both runs, which have the
-recipe of the quickstart on one rank; the second has `--grpo.baseline critic` and the settings of --critic. Every run is
+recipe of the quickstart on one rank; the second has `--critic.enabled true` and the settings of --critic. Every run is
 a process of its own, one after the other. Accuracy is that of greedy completions of the held-out words; seconds are
 those of the steps, without evaluations and start; memory is the largest resident size of the process.
 """
@@ -73,7 +73,7 @@ def measure(seed: int, steps: int, critic: list[str], threads: int) -> dict[str,
         train += [*shared, "--data.path", task / "train.jsonl", "--data.eval_path", task / "heldout.jsonl"]
         train += ["--run.steps", str(steps), "--checkpoint.every", "0", "--checkpoint.every_minutes", "0"]
         found = {}
-        for name, settings in (("grpo", []), ("ppo", ["--grpo.baseline", "critic", *critic])):
+        for name, settings in (("grpo", []), ("ppo", ["--critic.enabled", "true", *critic])):
             run("-m", "hybrid_grpo", *train, "--run.name", name, *settings, threads=threads)
             found[name] = curve(Path(place, name))
             print(f"seed {seed} {name:4} {show(found[name])}", flush=True)

@@ -12,14 +12,13 @@ from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
-from hybrid_grpo.grpo.distillation import TeacherSignal
 from hybrid_grpo.grpo.kl import KlController
 from hybrid_grpo.grpo.loss import micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
 from hybrid_grpo.grpo.resampling import group_slots, resample
 from hybrid_grpo.policy import Policy, Reference
-from hybrid_grpo.run.critic import Critic
 from hybrid_grpo.run.evaluation import EvalSet
+from hybrid_grpo.run.feature import Feature, Features, Scored
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.metrics.measure import (
     measure_costs,
@@ -29,7 +28,6 @@ from hybrid_grpo.run.metrics.measure import (
     sampling_spans,
 )
 from hybrid_grpo.run.stage import Stage
-from hybrid_grpo.run.teacher import Teacher
 
 
 class Trainer(Stage):
@@ -39,8 +37,7 @@ class Trainer(Stage):
         config, plan, inputs: the run's settings, its batch equation, its prompts and rewards.
         policy, device: what is trained, and the device of this rank.
         reference: what the policy is held close to; None where beta is 0.
-        critic: what advantages are relative to, instead of the group, with grpo.baseline critic (PPO).
-        teacher: whom the policy is to come near, beside what it learns from rewards (on-policy distillation).
+        features: what is added to GRPO; their models are loaded.
     """
 
     def __init__(
@@ -51,13 +48,13 @@ class Trainer(Stage):
         reference: Reference | None,
         inputs: RunInputs,
         device: torch.device,
-        critic: Critic | None = None,
-        teacher: Teacher | None = None,
+        features: Sequence[Feature] = (),
     ) -> None:
         self.config, self.plan, self.device, self.reference, self.inputs = config, plan, device, reference, inputs
-        self.critic, self.teacher, self.loss = critic, teacher, micro_batch_loss
         self.policy: Policy = policy
+        self.loss = micro_batch_loss
         self.eval_sets, self.meter = inputs.eval_sets, inputs.meter(device, config.data.source_names)
+        self.features = Features(features, self.meter)
         self.loader = inputs.loader(config, plan, device)
         self.numbers_of = partial(
             measure_step, outcome=inputs.outcome, threshold=config.eval.threshold, guests=config.rollout.guests
@@ -65,7 +62,8 @@ class Trainer(Stage):
         self.kl = KlController(config.grpo, plan.rows, device)
         # The filtered distribution is not the policy's: with its log-probabilities no ratio is 1.
         self.starts_on_policy = config.recomputes_old_logp or config.rollout.logprobs == "softmax"
-        self.parts = {"loader": self.loader, "kl": self.kl, **inputs.parts}
+        self.parts = {"loader": self.loader, "kl": self.kl, **self.features.states}
+        self.others = self.features.models
         self.shards = reference if config.grpo.ref_every else None
 
     def step(self, step: int) -> None:
@@ -81,9 +79,8 @@ class Trainer(Stage):
         """Improve the policy by a rollout and its scores."""
         old_logp_BT = self.old_logprobs(rollout)
         ref_logp_BT = self.reference_logprobs(rollout)
-        taught = self.ask_teacher(rollout, old_logp_BT)
-        advantages_BT = taught.beside(self.advantages(rollout, scores, old_logp_BT, ref_logp_BT))
-        signals = Signals(rollout.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT, taught)
+        advantages_BT = self.advantages(rollout, scores, old_logp_BT, ref_logp_BT)
+        signals = Signals(rollout.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT)
         with self.meter.time("time/train_s"):
             self.improve(rollout, signals)
         self.last_rollout = (rollout, scores, mean_over_tokens(advantages_BT, rollout))
@@ -149,7 +146,7 @@ class Trainer(Stage):
         training forward before the first optimizer step; None where nothing asks for them."""
         if not self.config.recomputes_old_logp:
             return rollout.logp_BT.to(self.device)
-        if self.plan.optimizer_steps == 1 and not (self.kl.in_reward or self.teacher):
+        if self.plan.optimizer_steps == 1 and not (self.kl.in_reward or self.features.needs_old_logp):
             return None
         with self.meter.time("time/old_logp_s"):
             return self.scored(rollout, self.policy)
@@ -161,15 +158,6 @@ class Trainer(Stage):
         with self.meter.time("time/reference_s"):
             return self.scored(rollout, self.reference)
 
-    def ask_teacher(self, rollout: Rollout, old_logp_BT: Tensor | None) -> TeacherSignal:
-        """What the teacher says of the completions, once per rollout; nothing without a teacher."""
-        if self.teacher is None or old_logp_BT is None:
-            return TeacherSignal()
-        with self.meter.time("time/teacher_s"):
-            taught, numbers = self.teacher.read(rollout, old_logp_BT)
-        self.meter.update(numbers)
-        return taught
-
     def scored(self, rollout: Rollout, model: Policy | Reference) -> Tensor:
         """Log-probabilities [B, T] of all completions that are learned from, without gradients. Collective."""
         batches = self.micro_batches(rollout, rollout.learned, gradients=False)
@@ -178,35 +166,37 @@ class Trainer(Stage):
     def advantages(
         self, rollout: Rollout, scores: Scores, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None
     ) -> Tensor:
-        """How much better every token was than the other completions of its group, or than what the critic expected,
-        float32 [B, T]."""
+        """How much better every token was than the other completions of its group, or as features see it, float32
+        [B, T]. Collective."""
         kl_BT, beta = self.kl.of_reward(old_logp_BT, ref_logp_BT, rollout.mask_BT), self.kl.beta
-        if self.critic is None:
-            advantages_BT, numbers = token_advantages(rollout, scores, self.config, kl_BT, beta, self.device)
-        else:
-            with self.meter.time("time/critic_s"):
-                batches = self.micro_batches(rollout, range(len(rollout.completions)), gradients=False)
-                advantages_BT, numbers = self.critic.advantages(rollout, scores, batches, kl_BT, beta)
-        self.meter.update(numbers)
-        return advantages_BT.to(self.device)
+        scored = Scored(rollout, scores, old_logp_BT, kl_BT, beta)
+        bonuses, of_bonuses = self.features.bonus(scored)
+        split = partial(self.micro_batches, rollout, range(len(rollout.completions)), gradients=False)
+        advantages_BT, numbers = self.features.advantages(scored, split) or token_advantages(
+            rollout, scores, self.config, kl_BT, beta, self.device
+        )
+        self.meter.update(of_bonuses | numbers)
+        return sum(bonuses, start=advantages_BT.to(self.device))
 
     def improve(self, rollout: Rollout, signals: Signals) -> None:
         """`num_iterations` passes of `num_minibatches` optimizer steps; `old_logp` stays that of the sampler."""
         self.progress.enter("update")
         settings = self.config.grpo, self.kl.beta, self.inputs.objective
-        learns = self.critic is None or not self.critic.learns_alone
+        waits, beat = self.features.policy_waits, self.progress.beat
         for number, batches in enumerate(map(list, self.optimizer_steps(rollout, signals))):
-            if self.critic is not None:
-                with self.meter.time("time/critic_s"):
-                    for of_critic in self.critic.learn(batches, self.progress.beat):
-                        self.meter.update(of_critic)
-            for batch in batches if learns else ():
-                self.progress.beat()
-                head = signals.teacher.head(batch.micro)
-                logp_bT, entropy_bT, *kl = self.policy.forward(batch.micro, self.config.rollout.temperature, head)
+            for numbers in self.features.update(batches, beat):
+                self.meter.update(numbers)
+            if waits:
+                continue
+            for batch in batches:
+                beat()
+                term = self.features.term(batch.micro)
+                logp_bT, entropy_bT, *found = self.policy.forward(
+                    batch.micro, self.config.rollout.temperature, term.head
+                )
                 loss, numbers = self.loss(batch, logp_bT, entropy_bT, *settings)
-                of_teacher, more = signals.teacher.loss(kl, batch.weight_bT)
-                loss, numbers = loss + of_teacher, numbers | more
+                added, of_term = term.loss(batch, logp_bT, entropy_bT, found)
+                loss, numbers = loss + added, numbers | of_term
                 self.policy.engine.backward(loss)
                 self.kl.add(numbers)
                 self.meter.update(numbers)
@@ -214,10 +204,9 @@ class Trainer(Stage):
                 self.meter.add("policy/loss", loss / self.plan.optimizer_steps)
                 if number == 0:
                     self.meter.update(measure_parity(batch, logp_bT))
-            if learns:
-                self.meter.update(self.inputs.pretrain(self.policy, self.progress.beat))
-                self.meter.add("policy/lr", self.policy.lr)
-                self.meter.add("policy/grad_norm", self.policy.step().grad_norm)
+            self.meter.update(self.features.gradient(self.policy, beat))
+            self.meter.add("policy/lr", self.policy.lr)
+            self.meter.add("policy/grad_norm", self.policy.step().grad_norm)
         if self.reference is not None:
             self.meter.add("policy/kl_coef", self.kl.beta)
             self.kl.update()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from hybrid_grpo.config import EvaluateConfig, PtxConfig, TrainConfig
+from hybrid_grpo.config import EvaluateConfig, TrainConfig
 from hybrid_grpo.config.checks import check_eval, check_sets
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.parsing import parse
@@ -93,7 +93,7 @@ def measure(config: TrainConfig) -> Measured:
     device = engine.start()
     if rank() == 0:
         print(f"model: {config.policy.model}", file=sys.stderr, flush=True)
-    inputs = RunInputs.read(replace(config, ptx=PtxConfig(), rollout=replace(config.rollout, guests=[])))
+    inputs = RunInputs.read(replace(config, rollout=replace(config.rollout, guests=[])))
     inputs.load_models(engine.Frozen)
     inputs.load_user(device)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()

@@ -22,11 +22,13 @@ def run(arguments: list[str]) -> None:
 
     from hybrid_grpo import engine
     from hybrid_grpo.distributed import rank
+    from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.memory.hardware import of_device, of_table
     from hybrid_grpo.run.memory.plan import estimate, shortage
 
     device = engine.start()
     inputs = read_inputs(config)
+    make_features(config, batch, inputs)  # refuses what does not fit them
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
     held_out = inputs.held_out_rows, inputs.held_out_longest
     plan = estimate(config, batch, inputs.longest_prompt, hardware, inputs.reward_models, *held_out)
@@ -92,10 +94,5 @@ def step_seconds(plan: Plan) -> dict[str, float]:
     passes = (4 if plan.config.policy.gradient_checkpointing else 3) * plan.batch.num_iterations
     forward = plan.rows * plan.longest * product
     others = {"reference": forward} if plan.config.grpo.beta else {}
-    if plan.config.teacher.is_set:
-        own = plan.sizes.parameters
-        others["teacher"] = forward * (plan.teacher or own) / own
-    if plan.critic:
-        # Its values once, then its training.
-        others["critic"] = forward * (1 + passes) * plan.critic / plan.sizes.parameters
+    others |= {feature.name: feature.seconds(plan, forward, passes) for feature in plan.features}
     return {"generation": generation, "training": forward * passes, **others}

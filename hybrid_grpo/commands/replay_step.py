@@ -37,7 +37,7 @@ _TOLD = (
 """The numbers of a step that are set beside those of the run."""
 _DECIDE = ("policy/loss", "policy/grad_norm")
 """Those by which a step is told to be the same."""
-_SAMPLES = ("grpo.dynamic_sampling", "grpo.max_resamples", "grpo.baseline", "grpo.ref_every", "grpo.ref_mix")
+_SAMPLES = ("grpo.dynamic_sampling", "grpo.max_resamples", "grpo.ref_every", "grpo.ref_mix")
 """Settings of `grpo` that decide what was sampled, or what came before the step."""
 
 Logged = Mapping[int, Mapping[str, Any]]
@@ -71,8 +71,8 @@ def replay(folder: Path, step: int, base: ReplayConfig, config: ReplayConfig) ->
     refuse(step not in logged, f"{folder} has no step {step}: it has steps 1 to {max(logged, default=0)}")
     for settings in (base, config):
         check_train(settings, int(os.environ.get("WORLD_SIZE", "1")))
-    alone = base.critic.warmup_steps if base.grpo.baseline == "critic" else 0
-    refuse(step <= alone, f"step {step} is one of critic.warmup_steps {alone}, in which the policy does not learn")
+    waits = base.policy_waits
+    refuse(step <= waits, f"step {step} is one of the first {waits}, in which the policy does not learn yet")
     refuse(bool(logged[step].get("policy/skipped_update")), f"step {step} was skipped by an alarm: nothing was learned")
     refuse(
         base.rollout.environment is not None and config.replay.completions == "saved" != config.replay.rewards,
@@ -163,6 +163,7 @@ def _arrive(
     first one before `step` that was not as it had been. Collective."""
     from hybrid_grpo import engine
     from hybrid_grpo.distributed import world_size
+    from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.records.saved_rollouts import SavedCompletions, SavedRewards
     from hybrid_grpo.run.replay import LoggedSkips, same
     from hybrid_grpo.run.resuming import load_stage
@@ -185,7 +186,8 @@ def _arrive(
         inputs = replace(inputs, rewards=SavedRewards(inputs.rewards, saved))
         others = replace(others, rewards=SavedRewards(others.rewards, saved))
     plan = check_train(base, world_size())
-    trainer = make_trainer(base, plan, inputs, device, planned_memory(base, plan, inputs, device))
+    features = make_features(base, plan, inputs)
+    trainer = make_trainer(base, plan, inputs, features, device, planned_memory(base, plan, inputs, device))
     trainer.alarms = LoggedSkips(logged)
     if config.replay.completions == "saved":
         trainer.policy.journal = SavedCompletions(saved, base.run.seed)
@@ -240,10 +242,9 @@ def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, i
     inputs.load_models(engine.Frozen)
     policy, plan = trainer.policy, check_train(config, trainer.plan.world_size)
     reference = trainer.reference if config.grpo.beta and base.grpo.beta else make_reference(config, policy)
-    # What tools, guests and the pretraining loss have done so far is in the first one's.
+    # What tools and guests have done so far is in the first one's.
     inputs = replace(trainer.inputs, rewards=inputs.rewards, outcome=inputs.outcome, objective=inputs.objective)
-    models = policy, reference, inputs, trainer.device, trainer.critic, trainer.teacher
-    other = Trainer(config, plan, *models)
+    other = Trainer(config, plan, policy, reference, inputs, trainer.device, list(trainer.features))
     for name, part in other.parts.items():
         if name != "kl" or base.grpo.beta == config.grpo.beta:
             part.load_state_dict(trainer.parts[name].state_dict())

@@ -6,7 +6,7 @@ import os
 import resource
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.checks import check_train
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from hybrid_grpo.policy import Policy, Reference
+    from hybrid_grpo.run.feature import Feature
     from hybrid_grpo.run.inputs import RunInputs
     from hybrid_grpo.run.memory.plan import Plan
     from hybrid_grpo.trainer import Trainer
@@ -35,23 +36,29 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
 
     from hybrid_grpo import engine
     from hybrid_grpo.generation.attention import describe
+    from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.memory.plan import shortage
     from hybrid_grpo.run.run import Run
     from hybrid_grpo.watch.frozen import write_report
 
     device = engine.start(config.engine.timeout_minutes)
     inputs = read_inputs(config)
+    features = make_features(config, plan, inputs)
     memory = planned_memory(config, plan, inputs, device)
     warning = shortage(memory) if memory else None
     estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"
     attention = describe(config.policy, device, paged=config.rollout.decoder == "paged")
     facts = {"batch": str(plan), "memory": estimated, "attention": attention, **inputs.facts}
-    training = Run(parsed, facts, inputs.fingerprints(config))
+    rows: dict[str, Sequence[Any]] = {}
+    for feature in features:
+        facts |= feature.facts
+        rows |= feature.rows
+    training = Run(parsed, facts, inputs.fingerprints(config, rows))
     if training.finished:
         return training.folder
     if warning:
         training.say(f"WARNING: it may not fit: {warning}")
-    training.train(make_trainer(config, plan, inputs, device, memory), write_report)
+    training.train(make_trainer(config, plan, inputs, features, device, memory), write_report)
     training.say(summary(training.folder, held_out_sets(config), memory.measurable if memory else None))
     return training.folder
 
@@ -59,17 +66,10 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
 def read_inputs(config: TrainConfig) -> RunInputs:
     """All that a run reads before any model loads. Raises UserError where something is missing or does not fit."""
     from hybrid_grpo import engine
-    from hybrid_grpo.run.critic import check_critic
     from hybrid_grpo.run.inputs import RunInputs
-    from hybrid_grpo.run.teacher import check_teacher
 
     engine.check_config(config.policy, config.engine)
-    inputs = RunInputs.read(config)
-    if config.grpo.baseline == "critic":
-        check_critic(config, inputs.tokenizer, config.rollout.longest(inputs.longest_prompt))
-    if config.teacher.is_set:
-        check_teacher(config, inputs)
-    return inputs
+    return RunInputs.read(config)
 
 
 def planned_memory(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, device: torch.device) -> Plan | None:
@@ -83,13 +83,16 @@ def planned_memory(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, devi
 
 
 def make_trainer(
-    config: TrainConfig, plan: BatchPlan, inputs: RunInputs, device: torch.device, memory: Plan | None
+    config: TrainConfig,
+    plan: BatchPlan,
+    inputs: RunInputs,
+    features: Sequence[Feature],
+    device: torch.device,
+    memory: Plan | None,
 ) -> Trainer:
     """Load the models of a run, and put them together. Collective."""
     from hybrid_grpo import engine
     from hybrid_grpo.policy import Policy
-    from hybrid_grpo.run.critic import Critic
-    from hybrid_grpo.run.teacher import Teacher
     from hybrid_grpo.trainer import Trainer
 
     inputs.load_models(engine.Frozen)
@@ -99,8 +102,7 @@ def make_trainer(
         config.policy,
         config.engine,
         inputs.tokenizer,
-        # While the critic learns alone the policy makes no steps.
-        total_steps=(config.run.steps - config.critic.warmup_steps) * plan.optimizer_steps,
+        total_steps=(config.run.steps - config.policy_waits) * plan.optimizer_steps,
         decoder=config.rollout.decoder,
         lora=config.lora,
         seed=config.run.seed,
@@ -108,9 +110,9 @@ def make_trainer(
     )
     policy.turns = inputs.conversations
     reference = make_reference(config, policy)
-    critic = Critic(config, plan, inputs.tokenizer) if config.grpo.baseline == "critic" else None
-    teacher = Teacher(config, policy, inputs) if config.teacher.is_set else None
-    return Trainer(config, plan, policy, reference, inputs, device, critic, teacher)
+    for feature in features:
+        feature.load(policy)
+    return Trainer(config, plan, policy, reference, inputs, device, features)
 
 
 def make_reference(config: TrainConfig, policy: Policy) -> Reference | None:

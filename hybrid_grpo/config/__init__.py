@@ -25,8 +25,7 @@ from hybrid_grpo.config.commands import (
     SftConfig,
     WatchConfig,
 )
-from hybrid_grpo.config.critic import CriticConfig
-from hybrid_grpo.config.data import CurriculumConfig, DataConfig, MixtureConfig, PtxConfig
+from hybrid_grpo.config.data import CurriculumConfig, DataConfig, MixtureConfig
 from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
@@ -37,5 +36,4 @@ from hybrid_grpo.config.publishing import PublishOptionsConfig
 from hybrid_grpo.config.rewards import RewardConfig, ScoringConfig, ServeOptionsConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig, environment_rewards
 from hybrid_grpo.config.run import LogConfig, RunConfig
-from hybrid_grpo.config.teacher import TeacherConfig
 from hybrid_grpo.config.train import ModelRunConfig, TrainConfig

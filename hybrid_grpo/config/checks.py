@@ -23,10 +23,11 @@ from hybrid_grpo.config.commands import (
     ServeRewardConfig,
     SftConfig,
 )
-from hybrid_grpo.config.data import DataConfig, PtxConfig
+from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.held_out import check_best, held_out_sets
 from hybrid_grpo.config.network import bearer_token, is_loopback
+from hybrid_grpo.config.places import check_model_folder, check_source, refuse_indivisible
 from hybrid_grpo.config.publishing import PublishOptionsConfig
 from hybrid_grpo.config.rewards import RewardConfig
 from hybrid_grpo.config.train import ModelRunConfig, TrainConfig
@@ -75,7 +76,7 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
     """The batch equation. Raises UserError, with the nearest number that works, where prompts do not divide evenly."""
     rollout, grpo = config.rollout, config.grpo
     shards = world_size * grpo.num_minibatches
-    _refuse_indivisible("rollout.prompts_per_step", rollout.prompts_per_step, shards, "ranks x grpo.num_minibatches")
+    refuse_indivisible("rollout.prompts_per_step", rollout.prompts_per_step, shards, "ranks x grpo.num_minibatches")
     prompts = rollout.prompts_per_step // world_size
     refuse(
         prompts * rollout.num_generations > _MOST_ROWS,
@@ -94,29 +95,28 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
 
 def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     """Refuse a training run that cannot work here; return the batch equation."""
+    for feature in config.features:
+        feature.check_place(config, world_size)
+    return _check_run(config, world_size)
+
+
+def _check_run(config: TrainConfig, world_size: int) -> BatchPlan:
+    """Refuse what cannot work here of the core's own settings; return the batch equation."""
     _check_model(config)
     config.engine.check(world_size)
     _check_data(config.data)
-    refuse(
-        config.teacher.is_set and not config.reward_names,
-        "rewards is empty: to learn from the teacher alone give one that is only measured, as in --rewards"
-        " '[{function: repetition_penalty, weight: 0}]'",
-    )
     if not config.rollout.environment:
         _check_rewards(config.rewards)
     for guest in config.rollout.guests:
         if guest.model is None:
-            _check_source(f"rollout.guests {guest.name}: path", guest.path)
+            check_source(f"rollout.guests {guest.name}: path", guest.path)
         else:
-            _check_model_folder(f"rollout.guests {guest.name}: model", guest.model)
+            check_model_folder(f"rollout.guests {guest.name}: model", guest.model)
     sets = held_out_sets(config)
     check_best(config, sets)
     for held_out in sets:
         if held_out.rows is not None and (held_out.rows.path != "" or held_out.data.task is None):
-            _check_source(f"{held_out.setting}.path", held_out.rows.path)
-    if config.ptx.coef:
-        _check_source("ptx.path", config.ptx.path)
-        _refuse_indivisible("ptx.rows_per_step", config.ptx.rows_per_step, world_size, "ranks")
+            check_source(f"{held_out.setting}.path", held_out.rows.path)
     _check_resume(config.run.resume)
     return batch_plan(config, world_size)
 
@@ -132,9 +132,9 @@ def check_eval(config: EvaluateConfig, world_size: int) -> None:
 
 def check_sets(config: TrainConfig, world_size: int) -> None:
     """Refuse to evaluate where there is nothing to evaluate on."""
-    # The best of a run is none of one evaluation; what is learned beside the rewards, and guests, are not read.
+    # The best step belongs to a whole run; guests and features take no part in an evaluation.
     evaluation, rollout = replace(config.eval, best=None, patience=None), replace(config.rollout, guests=[])
-    check_train(replace(config, eval=evaluation, ptx=PtxConfig(), rollout=rollout), world_size)
+    _check_run(replace(config, eval=evaluation, rollout=rollout), world_size)
     refuse(
         not held_out_sets(config),
         "data.eval_path and data.eval_split are not set, and eval.sets is empty: name the prompts to evaluate on",
@@ -156,7 +156,7 @@ def _check_stage(config: ModelRunConfig, setting: str, batch_size: int, world_si
     config.engine.check(world_size)
     _check_data(config.data)
     _check_resume(config.run.resume)
-    _refuse_indivisible(setting, batch_size, world_size, "ranks")
+    refuse_indivisible(setting, batch_size, world_size, "ranks")
 
 
 def _check_resume(resume: str) -> None:
@@ -174,7 +174,7 @@ def check_generate(config: GenerateConfig, world_size: int) -> None:
     if config.reads_stdin:
         refuse(world_size > 1, f"data.path is standard input, which {world_size} ranks cannot share: give a source")
     elif config.data.path != "":
-        _check_source("data.path", config.data.path)
+        check_source("data.path", config.data.path)
     refuse(output == "-" and world_size > 1, f"generate.output -: {world_size} ranks write a file each: give its name")
     _check_output("generate.output", output, "the prompts of data.path", config.data.path)
 
@@ -207,7 +207,7 @@ def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
     if not is_run:
         refuse(score.steps is not None, f"score.steps {score.steps}: {source} is not the folder of a run: take it out")
         if source != "-":
-            _check_source("SOURCE", source)
+            check_source("SOURCE", source)
 
 
 def check_publish(options: PublishOptionsConfig) -> None:
@@ -263,15 +263,10 @@ def check_serve(config: ServeRewardConfig) -> None:
         refuse(path is not None and not Path(path).is_file(), f"serve.{name} {path}: there is no such file")
 
 
-def _refuse_indivisible(name: str, value: int, divisor: int, why: str) -> None:
-    nearest = max(divisor, round(value / divisor) * divisor)
-    refuse(value % divisor != 0, f"{name} {value} does not divide by {why} = {divisor}: the nearest value is {nearest}")
-
-
 def _check_model(config: ModelRunConfig) -> None:
     model, rank, folder = config.policy.model, config.lora.rank, config.run.dir
     refuse(not model, "policy.model is not set: give a model folder or a hub name")
-    _check_model_folder("policy.model", model)
+    check_model_folder("policy.model", model)
     refuse(
         rank > 0 and find_spec("peft") is None,
         f"lora.rank {rank} needs peft, which is not installed: pip install 'hybrid_grpo[lora]'",
@@ -301,47 +296,15 @@ def _is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _check_model_folder(setting: str, model: str) -> None:
-    """A folder with a model, or a hub name."""
-    if looks_like_path(model):
-        refuse(Path(model).is_file(), f"{setting} {model} is a file: give the folder of a model or a hub name")
-        refuse(not Path(model).is_dir(), f"{setting} {model}: there is no such folder")
-        refuse(
-            not (Path(model) / "config.json").is_file(),
-            f"{setting} {model} is not a model folder: it has no config.json",
-        )
-
-
 def _check_data(data: DataConfig) -> None:
     """The sources that are given; a task may make its rows itself."""
     for source in data.mixture:
         if source.task is None or source.path != "":
-            _check_source(f"data.mixture {source.name}: path", source.path)
+            check_source(f"data.mixture {source.name}: path", source.path)
     if (not data.mixture and data.task is None) or data.path != "":
-        _check_source("data.path", data.path)
+        check_source("data.path", data.path)
     if data.eval_path is not None:
-        _check_source("data.eval_path", data.eval_path)
-
-
-def _check_source(name: str, source: Any) -> None:
-    """Data in a file or folder, by a hub name, or given as an object."""
-    if not isinstance(source, str):
-        return
-    refuse(not source, f"{name} is not set: give a JSONL or parquet file, a dataset folder or a hub name")
-    if looks_like_path(source):
-        refuse(not Path(source).exists(), f"{name} {source}: there is no such file or folder")
-        is_special = not Path(source).is_file() and not Path(source).is_dir()
-        refuse(is_special, f"{name} {source} is neither a file nor a folder: give a file on disk")
-        refuse(Path(source).is_file() and Path(source).stat().st_size == 0, f"{name} {source} is empty")
-
-
-def looks_like_path(name: str) -> bool:
-    """A hub name is `name` or `owner/name`; anything that exists, or could not be one, is a path."""
-    return (
-        os.path.exists(name)
-        or not re.fullmatch(r"[\w\-][\w.\-]*(/[\w.\-]+)?", name)
-        or bool(re.search(r"\.(jsonl?|parquet|csv|txt|yaml)$", name))
-    )
+        check_source("data.eval_path", data.eval_path)
 
 
 def _check_output(setting: str, output: str, what: str, source: Any) -> None:

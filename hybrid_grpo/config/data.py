@@ -11,7 +11,7 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.config.fields import SECTION, Count, Name, NotNegative, Positive, Share, Source, Switch, Text
+from hybrid_grpo.config.fields import SECTION, Count, Name, Positive, Share, Source, Switch, Text
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -39,44 +39,6 @@ class MixtureConfig:
             name = re.sub(r"[^\w.\-]+", "_", Path(origin.rpartition(":")[2]).stem).lstrip("-")
             refuse(not name, "data.mixture: a source has neither a name, nor a path or task to be named by: set name")
             object.__setattr__(self, "name", name)
-
-
-@dataclass(frozen=True, config=SECTION)
-class PtxConfig:
-    """Text on which the next-token loss is added to the loss of the policy (InstructGPT, arXiv:2203.02155, equation 2:
-    PPO-ptx), so that it does not unlearn what it was pretrained on. Each optimizer step draws rows of its own."""
-
-    coef: NotNegative = 0.0
-    """Weight of the loss, the mean over the tokens of the rows (gamma); 0: none is computed."""
-    path: Source = ""
-    """JSONL or parquet file, folder of a saved dataset, or hub name."""
-    subset: Text | None = None
-    """Configuration name of a hub dataset."""
-    split: Text = "train"
-    """Split to read, where the source has splits."""
-    column: Text = "text"
-    """Column with the text; special tokens are added as the tokenizer does it, and end-of-sequence behind it."""
-    limit: Count | None = None
-    """Read only this many texts from the start."""
-    rows_per_step: Count = 32
-    """Rows of one optimizer step, over all ranks."""
-    max_tokens: Count = 512
-    """Longest row; longer texts are cut into several."""
-
-    @model_validator(mode="after")
-    def _check(self) -> PtxConfig:
-        if not self.coef:
-            default = PtxConfig.__dataclass_fields__
-            for name in default:
-                value = getattr(self, name)
-                refuse(
-                    value != default[name].default,
-                    f"ptx.{name} is set, but without ptx.coef there is no such loss: set ptx.coef, or take it out",
-                )
-        else:
-            refuse(self.path == "", f"ptx.coef {self.coef:g} needs texts: set ptx.path, or ptx.coef to 0")
-        refuse(self.max_tokens < 2, "ptx.max_tokens 1 leaves no token to predict: set it to 2 or more")
-        return self
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -148,17 +110,11 @@ class DataConfig:
         """Names of the sources of a mixture; none without one."""
         return [source.name for source in self.mixture]
 
-    def check_stream(self, *, follows: bool, teacher: bool) -> None:
-        """Refuse what other sections want of a stream and it does not have: success rates, which the curriculum
-        `follows`, and the longest of all texts, which a `teacher` must be able to read."""
+    def check_stream(self, *, follows: bool) -> None:
+        """Refuse a curriculum that `follows` success rates, which a stream does not keep."""
         refuse(
             self.streaming and follows,
             "data.streaming keeps no success rates, which the settings of curriculum follow: take out one of the two",
-        )
-        refuse(
-            self.streaming and teacher,
-            "teacher is checked with all prompts before the run, which data.streaming does not know: take out one of"
-            " the two",
         )
 
     def _check_streaming(self) -> None:

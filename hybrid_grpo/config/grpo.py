@@ -44,12 +44,11 @@ class GrpoConfig:
     dual_clip: Annotated[Number, Gt(1)] | None = None
     """With a negative advantage A the loss is at most -dual_clip * A, however large the ratio (arXiv:1912.09729; 3 is
     usual); for surrogate clip."""
-    baseline: Literal["mean", "leave_one_out", "critic"] = "mean"
-    """What rewards are compared with: the mean of their group, that of the others in it (RLOO, arXiv:2402.14740), or at
-    every token what a second model expects, which is trained too (PPO, arXiv:1707.06347; see the section critic)."""
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What rewards are compared with: the mean of their group, or that of the others in it (RLOO, arXiv:2402.14740)."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide the centred rewards by their standard deviation in the group, by that over all completions of the step
-    (REINFORCE++-baseline, arXiv:2501.03262), or do not (Dr. GRPO). A critic has critic.whiten instead."""
+    (REINFORCE++-baseline, arXiv:2501.03262), or do not (Dr. GRPO)."""
     combine_rewards: Literal["sum", "normalize"] = "sum"
     """Weighted sum of the reward functions as they are, or each first centred and scaled within the group (GDPO,
     arXiv:2601.05242, which is `normalize` with scale_rewards batch)."""
@@ -118,7 +117,7 @@ class GrpoConfig:
             " divides out again: set grpo.baseline to mean, or grpo.scale_rewards to none (RLOO)",
         )
         refuse(
-            self.combine_rewards == "normalize" and self.scale_rewards == "group" and self.baseline != "critic",
+            self.combine_rewards == "normalize" and self.scale_rewards == "group",
             "grpo.combine_rewards normalize and grpo.scale_rewards group divide by the deviation of the group twice:"
             " set grpo.scale_rewards to batch (GDPO) or none",
         )
@@ -153,10 +152,8 @@ class GrpoConfig:
         """Refuse settings that are changed and have no effect."""
         cispo, uncorrected = self.surrogate == "cispo", self.sampler_correction == "none"
         no_reference = "grpo.beta 0, which loads no reference: set grpo.beta"
-        no_group = "grpo.baseline critic, which compares within no group: set grpo.baseline to mean"
         for names, idle, because in (
             ("kl_estimator kl_in kl_unbiased ref_every", self.beta == 0, no_reference),
-            ("scale_rewards combine_rewards step_credit", self.baseline == "critic", no_group),
             ("ref_mix", self.ref_every == 0, "grpo.ref_every 0: set grpo.ref_every"),
             ("dual_clip", cispo, "grpo.surrogate cispo, which clips no gradient: set grpo.surrogate to clip"),
             ("epsilon_low", cispo, "grpo.surrogate cispo, which has no lower bound: set grpo.surrogate to clip"),

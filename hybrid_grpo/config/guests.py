@@ -66,16 +66,6 @@ def check_guests(config: TrainConfig) -> None:
         " rollout.max_total_tokens and rollout.max_turn_tokens",
     )
     refuse(
-        config.teacher.is_set,
-        f"a teacher judges the tokens that the policy sampled, and rollout.guests {names[0]} brings others: take"
-        " out teacher or rollout.guests",
-    )
-    refuse(
-        grpo.baseline == "critic",
-        f"grpo.baseline critic learns the values of the policy's own completions, and rollout.guests {names[0]}"
-        " brings others: set grpo.baseline to mean, or take out rollout.guests",
-    )
-    refuse(
         grpo.beta > 0 and grpo.kl_in == "reward",
         f"grpo.kl_in reward takes a KL from completions that the policy sampled, and rollout.guests {names[0]}"
         " brings others: set grpo.kl_in to loss, or grpo.beta to 0",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import TypeVar
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.alarms import AlarmsConfig
-from hybrid_grpo.config.critic import CriticConfig
-from hybrid_grpo.config.data import CurriculumConfig, DataConfig, PtxConfig
+from hybrid_grpo.config.data import CurriculumConfig, DataConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.evaluation import EvalConfig
+from hybrid_grpo.config.features import FeatureConfig, feature_sections, with_feature_sections
 from hybrid_grpo.config.fields import SECTION
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
@@ -20,7 +21,8 @@ from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.rewards import RewardList, ScoringConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig, environment_rewards
 from hybrid_grpo.config.run import CheckpointConfig, LogConfig, RunConfig
-from hybrid_grpo.config.teacher import TeacherConfig
+
+FeatureConfigT = TypeVar("FeatureConfigT", bound=FeatureConfig)
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -53,18 +55,36 @@ class ModelRunConfig:
 
 
 @dataclass(frozen=True, config=SECTION)
+@with_feature_sections
 class TrainConfig(ModelRunConfig):
-    """GRPO training."""
+    """GRPO training. Registered features add their sections (see config/features.py)."""
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rewards: RewardList = field(default_factory=list)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
-    ptx: PtxConfig = field(default_factory=PtxConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def feature_configs(self) -> list[FeatureConfig]:
+        """The sections of all features, on or off."""
+        return [getattr(self, name) for name in feature_sections()]
+
+    @property
+    def features(self) -> list[FeatureConfig]:
+        """The sections of the features that are on."""
+        return [section for section in self.feature_configs if section.is_on]
+
+    def of(self, kind: type[FeatureConfigT]) -> FeatureConfigT:
+        """The section of a feature, by its class."""
+        section: FeatureConfigT = getattr(self, kind.section)
+        return section
+
+    @property
+    def policy_waits(self) -> int:
+        """Steps at the beginning of the run in which the policy does not learn."""
+        return max((feature.policy_waits for feature in self.features), default=0)
 
     @property
     def recomputes_old_logp(self) -> bool:
@@ -82,13 +102,15 @@ class TrainConfig(ModelRunConfig):
         """What must agree between the sections. Commands that only read a recipe for training have checks of their
         own, by overriding this: they may replace its rewards or its lengths."""
         rollout, grpo, names = self.rollout, self.grpo, self.reward_names
+        ways = [f"or {section.replaces_groups}" for section in self.feature_configs if section.replaces_groups]
         refuse(
-            rollout.num_generations < 2 and grpo.baseline != "critic" and not self.teacher.is_set,
-            f"rollout.num_generations {rollout.num_generations} makes no group: advantages need 2 or more, or"
-            " grpo.baseline critic, or a teacher",
+            rollout.num_generations < 2 and not any(feature.replaces_groups for feature in self.features),
+            f"rollout.num_generations {rollout.num_generations} makes no group: advantages need"
+            f" {', '.join(['2 or more', *ways])}",
         )
-        self._check_critic()
-        self._check_teacher()
+        for section in self.feature_configs:
+            section.check(self)
+        self._check_no_groups()
         check_guests(self)
         refuse(
             rollout.temperature == 0,
@@ -126,7 +148,7 @@ class TrainConfig(ModelRunConfig):
             "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
             " the settings of curriculum",
         )
-        self.data.check_stream(follows=self.curriculum.follows, teacher=self.teacher.is_set)
+        self.data.check_stream(follows=self.curriculum.follows)
         for reward in self.rewards:
             for source in reward.sources:
                 refuse(
@@ -140,40 +162,15 @@ class TrainConfig(ModelRunConfig):
                 refuse(bool(value), f"{setting} {value} needs held-out prompts: set data.eval_path or data.eval_split")
         return self
 
-    def _check_critic(self) -> None:
-        grpo, critic = self.grpo, self.critic
-        if grpo.baseline != "critic":
-            name, value = next(iter(critic.changed.items()), ("", None))
-            shown = str(value).lower() if isinstance(value, bool) else value
-            refuse(
-                bool(name),
-                f"critic.{name} {shown} has no effect with grpo.baseline {grpo.baseline}: set grpo.baseline to critic,"
-                f" or take critic.{name} out",
-            )
+    def _check_no_groups(self) -> None:
+        """Refuse settings about groups where a group is one completion."""
+        if self.rollout.num_generations > 1 or any(feature.gives_advantages for feature in self.features):
             return
-        critic.check(self.policy, self.engine)
-        refuse(
-            grpo.dynamic_sampling and self.rollout.num_generations < 2,
-            "grpo.dynamic_sampling replaces groups of equal rewards, which all groups of rollout.num_generations 1 are:"
-            " set grpo.dynamic_sampling to false, or rollout.num_generations to 2 or more",
-        )
-        refuse(
-            critic.warmup_steps >= self.run.steps,
-            f"critic.warmup_steps {critic.warmup_steps} leaves the policy none of run.steps {self.run.steps}: lower it",
-        )
-
-    def _check_teacher(self) -> None:
-        self.teacher.check(self.data.prompt_column)
-        refuse(
-            self.teacher.prompt_column is not None and bool(self.rollout.environment),
-            f"teacher.prompt_column {self.teacher.prompt_column} is read in place of the prompt, at whose end"
-            " rollout.environment writes what the policy reads: take out one of them",
-        )
         compares = ("baseline", "scale_rewards", "combine_rewards", "step_credit", "overlong_buffer", "kl_in")
-        for name in (*compares, "dynamic_sampling") if self.rollout.num_generations < 2 else ():
+        for name in (*compares, "dynamic_sampling"):
             value, default = getattr(self.grpo, name), GrpoConfig.__dataclass_fields__[name].default
             refuse(
-                value != default and self.grpo.baseline != "critic",
+                value != default,
                 f"grpo.{name} {str(value).lower()} is about rewards in a group, and rollout.num_generations 1 makes"
                 f" none: set rollout.num_generations to 2 or more, or take grpo.{name} out",
             )

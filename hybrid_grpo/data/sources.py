@@ -13,7 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.config import DataConfig, MixtureConfig, PtxConfig
+from hybrid_grpo.config import DataConfig, MixtureConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.held_out import HeldOut
 from hybrid_grpo.data.tasks import Row, make_rows, map_rows
@@ -75,11 +75,6 @@ def mixture_source(config: MixtureConfig) -> Source:
     """The rows of one source of a mixture."""
     path, split = (f"data.mixture {config.name}: {name}" for name in ("path", "split"))
     return Source(config.path, config.split, config.subset, config.limit, path, split, task=config.task)
-
-
-def ptx_source(config: PtxConfig) -> Source:
-    """The texts of the pretraining loss."""
-    return Source(config.path, config.split, config.subset, config.limit, "ptx.path", "ptx.split")
 
 
 def evaluation_source(config: DataConfig) -> Source | None:

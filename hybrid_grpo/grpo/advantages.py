@@ -56,7 +56,6 @@ def token_advantages(
     scores_steps = bool(all_reduce(torch.tensor(int(scores.steps is not None), device=device), "max"))
     if scores_steps and grpo.combine_rewards == "normalize":
         raise RunStopped("grpo.combine_rewards normalize is not defined for rewards of steps: set it to sum")
-    assert grpo.baseline != "critic"
     reward_B, numbers = penalized_rewards(rollout, scores, config)
     if kl_BT is not None:
         reward_B = reward_B - beta * kl_BT.sum(1).double().cpu()

@@ -1,7 +1,7 @@
 """The optimizer steps on a rollout: which rows each one takes, in which micro-batches, and with which weights."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,7 +9,6 @@ from torch import Tensor
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import MicroBatch, Rollout, TrainBatch
 from hybrid_grpo.distributed import all_reduce
-from hybrid_grpo.grpo.distillation import TeacherSignal
 from hybrid_grpo.grpo.loss import token_weights
 from hybrid_grpo.model.upload import upload
 
@@ -24,7 +23,6 @@ class Signals:
     ref_logp_BT: Tensor | None
     """None without a reference."""
     advantages_BT: Tensor
-    teacher: TeacherSignal = field(default_factory=TeacherSignal)
 
     @property
     def device(self) -> torch.device:

@@ -66,8 +66,9 @@ def _models(config: ModelRunConfig) -> dict[str, str]:
     """The models that a run reads, by setting."""
     models: dict[str, str | None] = {"policy.model": config.policy.model}
     if isinstance(config, TrainConfig):
-        models |= {"critic.model": config.critic.model if config.grpo.baseline == "critic" else None}
-        models |= {"teacher.model": config.teacher.model, "rollout.user_model": config.rollout.user_model}
+        for feature in config.features:
+            models |= feature.models
+        models["rollout.user_model"] = config.rollout.user_model
         models |= {f"rollout.guests {guest.name}: model": guest.model for guest in config.rollout.guests}
         for index, reward in enumerate(config.rewards):
             if reward.function in BUILTINS and isinstance(model := reward.kwargs.get("model"), str):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,7 +16,6 @@ from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.data.batch import Numbers, Prompt, Rollout
 from hybrid_grpo.data.cleaning.overlap import count_equal
 from hybrid_grpo.data.curriculum import Curriculum
-from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.data.prompt_stream import PromptStream, StreamLoader
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import held_out_source
@@ -40,12 +39,8 @@ from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
 from hybrid_grpo.run.guests import Guests
 from hybrid_grpo.run.metrics.metrics import Meter
-from hybrid_grpo.run.pretraining import PretrainingLoss
 from hybrid_grpo.turns import Conversations, conversations_of, rewards_of, with_tools
 from hybrid_grpo.turns.tools import tool_names
-
-if TYPE_CHECKING:
-    from hybrid_grpo.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -66,8 +61,6 @@ class RunInputs:
     """The user's own loss; None where the built-in one is used."""
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
-    pretraining: PretrainingLoss | None
-    """Learned beside the rewards; None where `ptx.coef` is 0."""
     guests: Guests
     """Other writers of the groups; there may be none."""
     conversations: Conversations | None
@@ -107,25 +100,13 @@ class RunInputs:
         for rewards in self._all_rewards:
             rewards.load_models(shard)
 
-    def fingerprints(self, config: TrainConfig) -> Fingerprints:
-        """Those of all that was read; of a stream those of its first rows."""
+    def fingerprints(self, config: TrainConfig, more: Mapping[str, Sequence[Any]]) -> Fingerprints:
+        """Those of all that was read; of a stream those of its first rows. `more` are the rows of features."""
         default = config.data.eval_path, config.data.eval_split, config.data.eval_limit
         rows: dict[str, Sequence[Any]] = {"training rows": self.prompts}
         for held_out in self.eval_sets:
             rows[held_out_name(held_out.name, held_out.settings.rows or default)] = held_out.prompts
-        if self.pretraining is not None:
-            rows["texts of ptx"] = self.pretraining.rows
-        return of_inputs(config, self.tokenizer, rows)
-
-    @property
-    def parts(self) -> dict[str, PromptLoader[list[int]]]:
-        """What a checkpoint holds of these, by name: the position in the texts of `ptx`."""
-        return {} if self.pretraining is None else {"ptx": self.pretraining.loader}
-
-    def pretrain(self, policy: Policy, beat: Callable[[], None]) -> Numbers:
-        """Add the gradient of the pretraining loss, if there is one, to that of the coming optimizer step; returns its
-        numbers. `beat` is called before each micro-batch. Collective."""
-        return {} if self.pretraining is None else self.pretraining.add_gradient(policy, beat)
+        return of_inputs(config, self.tokenizer, rows | dict(more))
 
     def meter(self, device: torch.device, sources: Sequence[str] = ()) -> Meter:
         """A meter for the numbers of the run's rewards, held-out sets and `sources` of prompts."""
@@ -212,16 +193,6 @@ class RunInputs:
             if conversations is not None:
                 opened = partial(conversations.opened, step=f"eval {held_out.name}")
             eval_sets.append(EvalSet(held_out, read, used, ends, config.run.seed, opened))
-        positions, longest = getattr(model_config, "max_position_embeddings", None), config.ptx.max_tokens
-        refuse(
-            bool(config.ptx.coef) and positions is not None and longest > positions,
-            f"ptx.max_tokens {longest} is more than the {positions} positions of policy.model: set it to {positions} or"
-            " lower",
-        )
-        pretraining = PretrainingLoss(config.ptx, tokenizer, config.run.seed) if config.ptx.coef else None
-        if pretraining is not None:
-            facts["ptx"] = pretraining.fact
-            check_prompt_ids(pretraining.rows, model_config)
         guests = Guests(config, tokenizer, prompts, ends, model_config.get_text_config().vocab_size)
         facts |= guests.facts
         outcome = config.eval.outcome or config.reward_names[0]
@@ -232,7 +203,7 @@ class RunInputs:
             facts["tools"] = ", ".join(conversations.tool_names)
         if conversations is not None and conversations.user is not None:
             facts["user"] = config.rollout.user_model or function_text(config.rollout.user or "")
-        parts = (eval_sets, objective, ends, pretraining, guests, conversations)
+        parts = (eval_sets, objective, ends, guests, conversations)
         return cls(tokenizer, own, outcome, prompts, stream, *parts, facts)
 
 

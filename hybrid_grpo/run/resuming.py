@@ -12,6 +12,7 @@ from typing import Any
 
 from hybrid_grpo.config import ModelRunConfig, to_dict
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.features import feature_sections
 from hybrid_grpo.run.fingerprints import CODE, REWARDS
 from hybrid_grpo.run.saving.checkpoint import Checkpoint, Checkpoints
 from hybrid_grpo.run.saving.manifest import Damaged
@@ -25,7 +26,6 @@ FREE = (
     *("eval.max_completion_tokens", "eval.sets", "eval.best", "eval.patience"),
     *("data.eval_path", "data.eval_split", "data.eval_limit"),
     *("engine.zero_stage", "engine.offload_optimizer", "engine.adam", "engine.timeout_minutes", "engine.deepspeed.*"),
-    *("critic.zero_stage", "critic.offload_optimizer", "teacher.offload"),
     *("policy.attn_implementation", "policy.shared_prefix", "policy.gradient_checkpointing"),
     *("policy.micro_batch_tokens", "policy.pickled_weights"),
     *("rollout.max_slots", "rollout.prefill_tokens", "rollout.cache_gb", "rollout.keep_cache"),
@@ -138,9 +138,8 @@ def load_stage(stage: Stage, checkpoints: Checkpoints, checkpoint: Checkpoint) -
         refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: take its settings out")
         part.load_state_dict(state[name])
     if (lr_scale := checkpoint.manifest.lr_scale) is not None:
-        for model in (stage.policy, stage.critic):
-            if model is not None:
-                model.lr_scale = lr_scale
+        for model in (stage.policy, *stage.others):
+            model.lr_scale = lr_scale
     return state
 
 
@@ -228,7 +227,8 @@ def is_free(setting: str, config: ModelRunConfig, saved: dict[str, Any] | None =
         return False
     if setting == "engine.deepspeed.optimizer":
         return False
-    return any(fnmatch(setting, pattern) for pattern in FREE)
+    of_features = [pattern for feature in feature_sections().values() for pattern in feature.free]
+    return any(fnmatch(setting, pattern) for pattern in (*FREE, *of_features))
 
 
 def _acts(alarm: Any, actions: tuple[str, ...] = ("skip", "roll_back")) -> bool:

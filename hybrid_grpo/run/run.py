@@ -160,7 +160,7 @@ class Run:
         if stage.policy.adapters is not None:
             self.say(f"lora: {stage.policy.adapters}")
         size = check_space(
-            self.folder, self.config.checkpoint, stage.policy, stage.shards, self._best.models, critic=stage.critic
+            self.folder, self.config.checkpoint, stage.policy, stage.shards, self._best.models, stage.others
         )
         stage.progress.expect_saving(_SAVING_S_PER_GB * size / 1e9 / world_size())
         done = self.restore(stage)

@@ -6,9 +6,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hybrid_grpo.data.batch import Numbers, Rollout, Scores
+from hybrid_grpo.engine import Engine
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.run.alarms.alarms import Alarms
-from hybrid_grpo.run.critic import Critic
 from hybrid_grpo.run.metrics.metrics import Meter
 from hybrid_grpo.run.records.details import Details
 from hybrid_grpo.run.saving.checkpoint import Shards
@@ -21,6 +21,13 @@ class Stateful(Protocol):
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state: Any) -> None: ...
+
+
+class SavedModel(Shards, Protocol):
+    """A model that is trained beside the policy."""
+
+    lr_scale: float
+    engine: Engine
 
 
 class HeldOutSet(Protocol):
@@ -39,7 +46,7 @@ class Stage:
         meter: reduced and logged after every step.
         parts: what a checkpoint holds beside the policy, by name.
         shards: tensors beside the policy's that a checkpoint holds.
-        critic: a second model that is trained.
+        others: models that are trained beside the policy.
         last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
         last_advantages_BT: its advantages token by token, of a step that is finished.
         details: what is collected of a step beyond its numbers.
@@ -52,7 +59,7 @@ class Stage:
     meter: Meter
     parts: dict[str, Stateful]
     shards: Shards | None = None
-    critic: Critic | None = None
+    others: Sequence[SavedModel] = ()
     details = Details()
     progress = Progress()
     alarms = Alarms()
@@ -63,7 +70,7 @@ class Stage:
     @property
     def all_shards(self) -> list[Shards]:
         """Everything that a checkpoint holds in shards beside the weights and the state of their optimizer."""
-        return [part for part in (self.shards, self.critic, self.policy.average) if part is not None]
+        return [part for part in (self.shards, *self.others, self.policy.average) if part is not None]
 
     def step(self, step: int) -> None:
         """Make step k, counted from 1."""

@@ -35,12 +35,6 @@ REFUSED = [
     ({"ref_mix": 0.5, "beta": 0.1}, "grpo.ref_mix 0.5 has no effect with grpo.ref_every 0"),
     ({"ref_mix": 0.0, "ref_every": 1, "beta": 0.1}, "grpo.ref_mix 0.0 must be in (0, 1]"),
     ({"ref_mix": 1.5, "ref_every": 1, "beta": 0.1}, "grpo.ref_mix 1.5 must be in (0, 1]"),
-    (
-        {"baseline": "critic", "scale_rewards": "none"},
-        "grpo.scale_rewards none has no effect with grpo.baseline critic",
-    ),
-    ({"baseline": "critic", "combine_rewards": "normalize"}, "grpo.combine_rewards normalize has no effect with grpo."),
-    ({"baseline": "critic", "step_credit": "normalized"}, "grpo.step_credit normalized has no effect with grpo.baseli"),
 ]
 
 
@@ -59,29 +53,39 @@ def test_what_means_nothing_is_refused(settings, says):
     assert any(way in message for way in ("set ", "take ", "must be ")), "there is a way out"
 
 
-CRITIC = {"baseline": "critic"}
+CRITIC = {"enabled": True}
 REFUSED_CRITICS = [
-    ({"critic": {"lr": 1e-3}}, "critic.lr 0.001 has no effect with grpo.baseline mean: set grpo.baseline to critic"),
-    ({"critic": {"whiten": False}}, "critic.whiten false has no effect with grpo.baseline mean"),
-    ({"grpo": CRITIC, "critic": {"lam": 1.5}}, "critic.lam 1.5 must be in [0, 1]"),
-    ({"grpo": CRITIC, "critic": {"gamma": 0.0}}, "critic.gamma 0.0 must be in (0, 1]"),
-    ({"grpo": CRITIC, "critic": {"zero_stage": 0}}, "policy.dtype bfloat16 needs critic.zero_stage 1 or higher"),
-    ({"grpo": CRITIC, "critic": {"warmup_steps": 100}}, "critic.warmup_steps 100 leaves the policy none of run.steps"),
+    ({"critic": {"lr": 1e-3}}, "critic.lr 0.001 has no effect without critic.enabled: set critic.enabled to true"),
+    ({"critic": {"whiten": False}}, "critic.whiten false has no effect without critic.enabled"),
+    ({"critic": {**CRITIC, "lam": 1.5}}, "critic.lam 1.5 must be in [0, 1]"),
+    ({"critic": {**CRITIC, "gamma": 0.0}}, "critic.gamma 0.0 must be in (0, 1]"),
+    ({"critic": {**CRITIC, "zero_stage": 0}}, "policy.dtype bfloat16 needs critic.zero_stage 1 or higher"),
+    ({"critic": {**CRITIC, "warmup_steps": 100}}, "critic.warmup_steps 100 leaves the policy none of run.steps"),
     (
-        {"grpo": CRITIC, "critic": {"zero_stage": 0, "offload_optimizer": True}, "policy": {"dtype": "float32"}},
+        {"critic": {**CRITIC, "zero_stage": 0, "offload_optimizer": True}, "policy": {"dtype": "float32"}},
         "critic.offload_optimizer needs critic.zero_stage 1 or higher: set critic.zero_stage to 1",
     ),
     (
         {
-            **{"grpo": CRITIC, "critic": {"zero_stage": 2}},
+            **{"critic": {**CRITIC, "zero_stage": 2}},
             "engine": {"deepspeed": {"zero_optimization": {"offload_param": {"device": "cpu"}}}},
         },
         "engine.deepspeed.zero_optimization.offload_param is for sharded weights, which the critic has not",
     ),
     (
-        {"grpo": {**CRITIC, "dynamic_sampling": True}, "rollout": {"num_generations": 1}},
+        {"critic": CRITIC, "grpo": {"dynamic_sampling": True}, "rollout": {"num_generations": 1}},
         "grpo.dynamic_sampling replaces groups of equal rewards, which all groups of rollout.num_generations 1 are",
     ),
+    (
+        {"critic": CRITIC, "grpo": {"scale_rewards": "none"}},
+        "grpo.scale_rewards none has no effect with critic.enabled",
+    ),
+    (
+        {"critic": CRITIC, "grpo": {"combine_rewards": "normalize", "scale_rewards": "batch"}},
+        "grpo.scale_rewards batch has no effect with critic.enabled",
+    ),
+    ({"critic": CRITIC, "grpo": {"step_credit": "normalized"}}, "grpo.step_credit normalized has no effect with crit"),
+    ({"critic": CRITIC, "grpo": {"baseline": "leave_one_out"}}, "grpo.baseline leave_one_out has no effect with crit"),
     ({"rollout": {"num_generations": 1}}, "rollout.num_generations 1 makes no group: advantages need 2 or more, or"),
 ]
 
@@ -126,10 +130,10 @@ def test_teachers_that_mean_nothing_are_refused(settings, says):
 @pytest.mark.parametrize("settings", [
     ALONE,
     {"teacher": {"prompt_column": "solved", "into": "loss", "top_k": 64}},
-    {**ALONE, "grpo": {**CRITIC, "beta": 0.1, "kl_in": "reward"}},
+    {**ALONE, "critic": CRITIC, "grpo": {"beta": 0.1, "kl_in": "reward"}},
 ])  # fmt: skip
 def test_teachers_that_mean_something_are_not(settings):
-    assert build(TrainConfig, {**settings, "rewards": TWO}).teacher.is_set
+    assert build(TrainConfig, {**settings, "rewards": TWO}).teacher.is_on
 
 
 def test_a_critic_is_made_like_the_policy_but_for_its_own_settings():
@@ -137,8 +141,7 @@ def test_a_critic_is_made_like_the_policy_but_for_its_own_settings():
         "policy": {"model": "m", "lr": 1e-6, "warmup_steps": 5, "betas": [0.5, 0.6], "dtype": "float32"},
         "engine": {"zero_stage": 2, "deepspeed": {"comms_logger": {"enabled": True}}},
         "rollout": {"num_generations": 1},
-        "grpo": CRITIC,
-        "critic": {"lr": 1e-4, "offload_optimizer": True},
+        "critic": {**CRITIC, "lr": 1e-4, "offload_optimizer": True},
     }
     config = build(TrainConfig, settings)
     policy, engine = config.critic.as_policy(config.policy), config.critic.as_engine(config.engine)

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from workshop import REWARDS, Workshop
 
 from hybrid_grpo.config import TrainConfig, build
+from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.model import fingerprints
+from hybrid_grpo.run.feature import make_features
 from hybrid_grpo.run.fingerprints import source_file
 from hybrid_grpo.run.inputs import RunInputs
 
@@ -34,7 +36,10 @@ def workshop(tmp_path, monkeypatch):
 
 def taken() -> dict[str, str]:
     config = build(TrainConfig, SETTINGS)
-    return RunInputs.read(config).fingerprints(config)()
+    inputs = RunInputs.read(config)
+    features = make_features(config, check_train(config, 1), inputs)
+    rows = {name: of for feature in features for name, of in feature.rows.items()}
+    return inputs.fingerprints(config, rows)()
 
 
 def edited(path: str, change) -> None:

@@ -1,4 +1,4 @@
-"""Programs of tests/run/test_critic.py: steps with a critic, on one rank and on two; see rank_programs.py."""
+"""Programs of features/critic/test_critic.py: steps with a critic, on one rank and on two; see rank_programs.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from rank_programs import main
 import hybrid_grpo as hg
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import (
-    CriticConfig,
     DataConfig,
     EngineConfig,
     GrpoConfig,
@@ -23,8 +22,9 @@ from hybrid_grpo.config import (
 )
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.distributed import barrier, world_size
+from hybrid_grpo.features.critic.settings import Settings
 from hybrid_grpo.policy import Policy, Reference
-from hybrid_grpo.run.critic import Critic
+from hybrid_grpo.run.feature import make_features
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
 
@@ -44,19 +44,21 @@ def build(folder: Path, *, critic_stage: int) -> Trainer:
         data=DataConfig(path=str(folder / "train.jsonl"), limit=100),
         rollout=RolloutConfig(prompts_per_step=24, num_generations=1, max_completion_tokens=8),
         grpo=GrpoConfig(
-            **{"baseline": "critic", "beta": 0.1, "kl_in": "reward", "kl_estimator": "k1"},  # type: ignore[arg-type]
+            **{"beta": 0.1, "kl_in": "reward", "kl_estimator": "k1"},  # type: ignore[arg-type]
             num_minibatches=2,
             num_iterations=2,
         ),
-        critic=CriticConfig(zero_stage=critic_stage, lr=1e-3, warmup_steps=1, lam=0.9, gamma=0.99, clip=0.01),
+        critic=Settings(enabled=True, zero_stage=critic_stage, lr=1e-3, warmup_steps=1, lam=0.9, gamma=0.99, clip=0.01),
         rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
     )
     device = engines.start()
     plan = check_train(config, world_size())
     inputs = RunInputs.read(config)
     policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=100)
-    reference, critic = Reference(config.policy, config.engine), Critic(config, plan, inputs.tokenizer)
-    return Trainer(config, plan, policy, reference, inputs, device, critic)
+    reference, features = Reference(config.policy, config.engine), make_features(config, plan, inputs)
+    for feature in features:
+        feature.load(policy)
+    return Trainer(config, plan, policy, reference, inputs, device, features)
 
 
 def steps(trainer: Trainer, numbers: range) -> list[dict[str, Any]]:
@@ -65,9 +67,8 @@ def steps(trainer: Trainer, numbers: range) -> list[dict[str, Any]]:
     for step in numbers:
         trainer.step(step)
         metrics = trainer.meter.reduce()
-        assert trainer.critic is not None
         seen.append({name: metrics[name] for name in METRICS if name in metrics})
-        for model in (trainer.policy, trainer.critic):
+        for model in (trainer.policy, *trainer.others):
             named = {p: name for name, p in model.engine.engine.module.named_parameters() if p.requires_grad}
             whole = model.engine.whole(list(named))
             seen[-1][type(model).__name__] = {named[p]: weight.flatten()[::50].tolist() for p, weight in whole.items()}
@@ -126,8 +127,7 @@ def command(folder: Path) -> dict[str, Any]:
         policy={"dtype": "float32", "lr_schedule": "linear"},
         lora={"rank": 2},
         rollout={"prompts_per_step": 4, "num_generations": 2, "max_completion_tokens": 4},
-        grpo={"baseline": "critic"},
-        critic={"model": str(folder / "model"), "warmup_steps": 1},
+        critic={"enabled": True, "model": str(folder / "model"), "warmup_steps": 1},
         log={"wandb": "disabled"},
     )
     critic = run.folder / "checkpoints/step_000003/critic"

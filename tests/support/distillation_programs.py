@@ -1,4 +1,4 @@
-"""Programs of tests/run/test_teacher.py: steps with a teacher, on one rank and on two; see rank_programs.py."""
+"""Programs of features/teacher/test_teacher.py: steps with a teacher, on one rank and on two; see rank_programs.py."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hybrid_grpo.config import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
-    TeacherConfig,
     TrainConfig,
 )
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.distributed import world_size
+from hybrid_grpo.features.teacher.settings import Settings
 from hybrid_grpo.policy import Policy
+from hybrid_grpo.run.feature import make_features
 from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.run.teacher import Teacher, check_teacher
 from hybrid_grpo.trainer import Trainer
 
 METRICS = (
@@ -44,15 +44,16 @@ def steps(folder: Path, stage: int, generations: int, **teacher: Any) -> list[di
         data=DataConfig(path=str(folder / "train.jsonl"), limit=100),
         rollout=RolloutConfig(prompts_per_step=12, num_generations=generations, max_completion_tokens=8),
         grpo=GrpoConfig(num_minibatches=2),
-        teacher=TeacherConfig(**teacher),
+        teacher=Settings(**teacher),
         rewards=[RewardConfig("letters_in_place")],
     )
     device = engines.start()
     plan = check_train(config, world_size())
     inputs = RunInputs.read(config)
-    check_teacher(config, inputs)
+    (teaching,) = make_features(config, plan, inputs)
     policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=100)
-    trainer = Trainer(config, plan, policy, None, inputs, device, teacher=Teacher(config, policy, inputs))
+    teaching.load(policy)
+    trainer = Trainer(config, plan, policy, None, inputs, device, [teaching])
     seen = []
     for step in (1, 2):
         trainer.step(step)

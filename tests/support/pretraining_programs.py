@@ -1,9 +1,8 @@
-"""Programs of tests/run/test_pretraining.py; see rank_programs.py."""
+"""Programs of tests/features/pretraining/test_pretraining.py; see rank_programs.py."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,17 @@ from hybrid_grpo.config import (
     EngineConfig,
     GrpoConfig,
     PolicyConfig,
-    PtxConfig,
     RewardConfig,
     RolloutConfig,
     TrainConfig,
 )
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.engine import StepResult
+from hybrid_grpo.features.pretraining.pretraining import PretrainingLoss
+from hybrid_grpo.features.pretraining.settings import Settings
 from hybrid_grpo.grpo.minibatches import Signals
 from hybrid_grpo.policy import Policy
+from hybrid_grpo.run.feature import Features
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
 
@@ -43,7 +44,7 @@ def gradients(folder: Path) -> dict[str, Any]:
         policy=PolicyConfig(model=str(folder / "model"), dtype="float32", micro_batch_tokens=40),
         engine=EngineConfig(zero_stage=0, adam="torch"),
         data=DataConfig(path=[{"prompt": text, "answer": ""} for text in TEXTS]),
-        ptx=PtxConfig(coef=COEF, path=str(texts), rows_per_step=5, max_tokens=6),
+        ptx=Settings(coef=COEF, path=str(texts), rows_per_step=5, max_tokens=6),
         rollout=RolloutConfig(prompts_per_step=4, num_generations=4, max_completion_tokens=8),
         grpo=GrpoConfig(num_minibatches=2),
         rewards=[RewardConfig("exact_match")],
@@ -51,7 +52,8 @@ def gradients(folder: Path) -> dict[str, Any]:
     device = engines.start()
     plan, inputs = check_train(config, 1), RunInputs.read(config)
     policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=10)
-    trainer = Trainer(config, plan, policy, None, inputs, device)
+    pretraining = PretrainingLoss(config, plan, inputs)
+    trainer = Trainer(config, plan, policy, None, inputs, device, [pretraining])
     rollout = trainer.sample(trainer.draw_prompts(), 1)
     shape = (len(rollout.completions), max(rollout.lengths))
     advantages_BT = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -65,14 +67,14 @@ def gradients(folder: Path) -> dict[str, Any]:
         return StepResult(0.0, True)
 
     policy.step = step  # type: ignore[method-assign]
-    assert inputs.pretraining is not None and trainer.parts["ptx"] is inputs.pretraining.loader
+    assert trainer.parts["ptx"] is pretraining.state
     start = trainer.parts["ptx"].state_dict()
-    batches = [[row for row, _ in inputs.pretraining.loader.next_batch()] for _ in range(2)]
+    batches = [[row for row, _ in pretraining.state.next_batch()] for _ in range(2)]
     trainer.parts["ptx"].load_state_dict(start)
     signals = Signals(rollout.logp_BT, None, None, advantages_BT)
     trainer.improve(rollout, signals)
     loss = trainer.meter.reduce()["ptx/loss"]
-    trainer.inputs = replace(inputs, pretraining=None)
+    trainer.features = Features([], trainer.meter)
     trainer.improve(rollout, signals)
     both, alone = found[:2], found[2:]
     expected = [_by_transformers(config.policy.model, batch) for batch in batches]
@@ -89,8 +91,8 @@ def gradients(folder: Path) -> dict[str, Any]:
         "largest": [max(float(g.abs().max()) for g in gradient.values()) for gradient in (*of_ptx, *alone)],
         "loss": [loss, mean],
         "batches": batches,
-        "position": inputs.pretraining.loader.position,
-        "read": inputs.facts["ptx"],
+        "position": pretraining.state.position,
+        "read": pretraining.facts["ptx"],
     }
 
 

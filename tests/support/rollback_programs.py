@@ -20,7 +20,7 @@ def back(folder: Path) -> dict[str, Any]:
     was made before."""
     patient = {"reward/max": {"above": 5, "patience": 2, "action": "roll_back"}}
     at_once = {"reward/max": {"above": 5, "patience": 1, "action": "roll_back"}}
-    critic = {"grpo": {"baseline": "critic"}, "critic": {"lr": 1e-3}}
+    critic = {"critic": {"enabled": True, "lr": 1e-3}}
     return {
         "without end": run(folder, lambda step, _: step == 3, at_once, guard={"max_rollbacks": 2}),
         "in doubt": run(folder, lambda step, again: step in (3, 4) and not again, patient),

@@ -5,10 +5,12 @@ import math
 from hybrid_grpo.config import GuardConfig
 from hybrid_grpo.config.errors import RunStopped
 
-_FINITE = (
-    *("policy/loss", "policy/grad_norm", "sft/loss", "reward_model/loss", "critic/loss", "critic/grad_norm"),
-    *("policy/kl", "policy/ratio_max", "policy/entropy", "parity/logp_abs_diff_mean"),
-)
+_FINITE = ("policy/kl", "policy/ratio_max", "policy/entropy", "parity/logp_abs_diff_mean")
+_FINITE_ENDS = ("/loss", "/grad_norm")
+
+
+def _must_be_finite(name: str) -> bool:
+    return name in _FINITE or name.endswith(_FINITE_ENDS)
 
 
 class RollBack(Exception):
@@ -44,7 +46,7 @@ class Guard:
     def judge(self, step: int, values: dict[str, float]) -> list[str]:
         """Look at the numbers of a step; return what is to be said. Raises RunStopped or RollBack, on all ranks
         alike."""
-        broken = [name for name in _FINITE if not math.isfinite(values.get(name, 0.0))]
+        broken = [name for name, value in values.items() if _must_be_finite(name) and not math.isfinite(value)]
         self.doubts = bool(broken)
         self._bad = self._bad + 1 if broken else 0
         config = self._config

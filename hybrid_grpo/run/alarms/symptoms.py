@@ -111,9 +111,8 @@ class Symptoms:
         if not isinstance(config, TrainConfig):
             return cls()
         outcome = config.eval.outcome or next(iter(config.reward_names), "")
-        taught = config.teacher.is_set
-        groups = config.grpo.baseline != "critic" and config.rollout.num_generations > 1
-        return cls(outcome, groups=groups and not taught, rewarded=not taught)
+        groups = config.rollout.num_generations > 1 and not any(of.replaces_groups for of in config.features)
+        return cls(outcome, groups=groups, rewarded=not any(of.learns_without_rewards for of in config.features))
 
     def needs(self, name: str) -> bool:
         """Whether a metric is looked at."""

@@ -4,11 +4,10 @@ Every architecture keeps something else for backward, which no table would know.
 configuration on fake tensors, which have shapes and types but no data, and all allocations of a micro-batch are added.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,16 +15,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
-from hybrid_grpo.config import BatchPlan, LoraConfig, PolicyConfig, TeacherConfig, TrainConfig
+from hybrid_grpo.config import BatchPlan, LoraConfig, PolicyConfig, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.generation.cache import Geometry
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.divergence import NextTokens, reverse_kl
 from hybrid_grpo.model.ledger import Ledger
 from hybrid_grpo.model.loading import training_attention, without_dropout
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
+
+HeadOf = Callable[[int, int], HeadFunction | None]
+"""What the head computes in addition at a number of places, for a number of tokens of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,12 @@ class NeedsData(Exception):
 class DryRun:
     """A model of a transformers configuration on fake tensors, as the policy trains it.
 
-    With a `teacher` in the loss its training is compared with that. Its methods raise NeedsData where the model cannot
-    run without data.
+    `heads` give what the head computes in addition when the model is trained. Methods raise NeedsData where the model
+    cannot run without data.
     """
 
-    def __init__(
-        self, model_config: Any, policy: PolicyConfig, lora: LoraConfig, teacher: TeacherConfig | None = None
-    ) -> None:
-        self._teacher = teacher if teacher is not None and teacher.keeps_vocabulary else None
+    def __init__(self, model_config: Any, policy: PolicyConfig, lora: LoraConfig, heads: Sequence[HeadOf] = ()) -> None:
+        self._heads = heads
         config = without_dropout(deepcopy(model_config))
         attention = training_attention(policy, config)
         self.packs = attention == ATTENTION
@@ -87,7 +86,7 @@ class DryRun:
 
     def training(self, micro: MicroBatch) -> Footprint:
         """Forward and backward of a micro-batch."""
-        with self._forward(micro, self._teacher) as (ledger, marks, found):
+        with self._forward(micro, self._heads) as (ledger, marks, found):
             torch.stack([value_N.sum() for value_N in found]).sum().backward()
             kept, forward, head = (self._scale * mark for mark in marks)
             return Footprint(kept, head - kept, max(forward, self._scale * ledger.mark()) - kept)
@@ -123,9 +122,9 @@ class DryRun:
 
     @contextmanager
     def _forward(
-        self, micro: MicroBatch, teacher: TeacherConfig | None = None
+        self, micro: MicroBatch, heads: Sequence[HeadOf] = ()
     ) -> Iterator[tuple[Ledger, list[int], tuple[Tensor, ...]]]:
-        """A forward, with a comparison with the `teacher` if there is one, and what follows in the block.
+        """A forward, with what `heads` add to it, and what follows in the block.
 
         Gives the ledger, marks in bytes, and the model's outputs. The marks are what is alive when the LM head begins;
         the most that was alive until then; and, once there was a backward, the most from there to its end in the head.
@@ -144,17 +143,17 @@ class DryRun:
         hook = self.model.get_output_embeddings().register_forward_pre_hook(at_head)
         with hook, self._fake, Ledger([*self.model.parameters(), *self.model.buffers()]) as ledger:
             try:
-                more = None if teacher is None else self._comparison(len(micro.target_N), teacher.top_k)
-                yield ledger, marks, self._scored(ids_bS, positions_bS, *others, 1.0, more)
+                yield ledger, marks, self._scored(ids_bS, positions_bS, *others, 1.0, self._more(micro, heads))
             except (RuntimeError, NotImplementedError, AssertionError, LookupError) as error:
                 raise NeedsData(str(error)) from error
 
-    def _comparison(self, places: int, top_k: int) -> HeadFunction:
-        """What the head computes to compare the policy with a teacher at so many places."""
+    def _more(self, micro: MicroBatch, heads: Sequence[HeadOf]) -> HeadFunction | None:
+        """What the head computes in addition for a micro-batch, or None."""
         vocabulary = self.model.config.get_text_config().vocab_size
-        tokens = torch.empty(places, top_k, dtype=torch.int32) if top_k else None
-        told = torch.empty(places, top_k + 1 if top_k else vocabulary)
-        return partial(reverse_kl, teacher=NextTokens(told, tokens, vocabulary))
+        found = [more for head in heads if (more := head(len(micro.target_N), vocabulary)) is not None]
+        if not found:
+            return None
+        return lambda *given: tuple(tensor for more in found for tensor in more(*given))
 
 
 @dataclass(frozen=True)
@@ -178,9 +177,17 @@ class Sizes:
     """Of the logits of attention; see `attend`."""
 
 
-def measure(config: TrainConfig, model_config: Any, batch: BatchPlan, prompt: int, *, on_gpu: bool) -> Sizes:
-    """The sizes of a model, without its weights, from its transformers configuration."""
-    dry = DryRun(model_config, config.policy, config.lora, config.teacher)
+def measure(
+    config: TrainConfig,
+    model_config: Any,
+    batch: BatchPlan,
+    prompt: int,
+    heads: Sequence[HeadOf] = (),
+    *,
+    on_gpu: bool,
+) -> Sizes:
+    """The sizes of a model, without its weights, from its transformers configuration; `heads`: see `DryRun`."""
+    dry = DryRun(model_config, config.policy, config.lora, heads)
     parameters = list(dry.model.parameters())
     micro = largest_micro_batch(config, batch, prompt, packs=dry.packs, on_gpu=on_gpu)
     return Sizes(

@@ -8,9 +8,9 @@ The numbers are meant for GPUs; on a CPU, where freed memory stays with the proc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from hybrid_grpo.config import BatchPlan, CriticConfig, GrpoConfig, LoraConfig, TrainConfig
+from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import Workspace
 from hybrid_grpo.generation.attention import might_follow
@@ -18,7 +18,7 @@ from hybrid_grpo.generation.cache import GPU_SHARE, prefill_that_fits
 from hybrid_grpo.generation.graphs import bytes_of, reads_up_to
 from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.model.loading import load_config, parameters_of
-from hybrid_grpo.model.scalar import count_parameters
+from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.rewards.models.reward import RewardModel
 from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure
 from hybrid_grpo.run.memory.hardware import CUDA_CONTEXT_BYTES, Hardware
@@ -77,6 +77,25 @@ class Phase:
         return sum(part.bytes if part.least is None else part.least for part in self.parts)
 
 
+class FeatureMemory:
+    """A feature's share of the plan; see features/."""
+
+    name = ""
+
+    def part(self, plan: Plan, on_host: bool) -> Part:
+        """What it holds from step to step, on the host or on the device."""
+        raise NotImplementedError
+
+    def seconds(self, plan: Plan, forward: float, passes: int) -> float:
+        """What it adds to a step, where a forward of the policy over a whole rollout takes `forward` seconds, and
+        training on it `passes` forwards."""
+        raise NotImplementedError
+
+    def head(self, places: int, vocabulary: int) -> HeadFunction | None:
+        """What the policy's head computes in addition at this many places when it is trained, or None."""
+        return None
+
+
 def estimate(
     config: TrainConfig,
     batch: BatchPlan,
@@ -88,8 +107,10 @@ def estimate(
 ) -> Plan | None:
     """The plan of a run; None where the model cannot run without data. Raises UserError where the model has no
     configuration, or not the attention or adapters that are asked for."""
+    features = [share for feature in config.features if (share := feature.memory(config)) is not None]
+    heads = [feature.head for feature in features]
     try:
-        sizes = measure(config, load_config(config.policy.model), batch, prompt, on_gpu=hardware.on_gpu)
+        sizes = measure(config, load_config(config.policy.model), batch, prompt, heads, on_gpu=hardware.on_gpu)
     except NeedsData:
         if hardware.on_gpu and config.rollout.keep_cache == "on":
             raise UserError(
@@ -97,12 +118,9 @@ def estimate(
                 f" {config.policy.model} cannot run without data: set it to auto"
             ) from None
         return None
-    has_critic = config.grpo.baseline == "critic"
-    critic = count_parameters(config.critic.as_policy(config.policy).model) if has_critic else 0
-    teacher = parameters_of(config.teacher.model) if config.teacher.model else 0
     others = [*(guest.model for guest in config.rollout.guests), config.rollout.user_model]
     guests = sum(parameters_of(name) for name in others if name is not None)
-    return Plan(config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, critic, teacher, guests)
+    return Plan(config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, features, guests)
 
 
 @dataclass
@@ -122,11 +140,7 @@ class Plan:
     """Completions of an evaluation, over all ranks."""
     held_out_longest: int = 0
     """Tokens of the longest prompt of an evaluation with its completion."""
-    critic: int = 0
-    """Parameters of the critic. Its activations are not counted: it runs when those of the policy are gone, and without
-    an LM head."""
-    teacher: int = 0
-    """Parameters of a teacher that is a model of its own. Its forward keeps nothing, as that of the reference."""
+    features: Sequence[FeatureMemory] = ()
     guests: int = 0
     """Parameters of the models that are guests, or of the one that plays the user. What they need to decode is not
     counted: that of guests is gone before the policy decodes, and a user's is little beside the policy's."""
@@ -223,22 +237,21 @@ class Plan:
     def host(self) -> Phase:
         """Host memory of a rank with a GPU."""
         states = self.states() if self.offloads else []
-        critic = self.critic_part(on_host=True)
-        parts = [self.process, self.reward_models(on_host=True), self.reference(), self.average(), critic, *states]
-        parts += [self.teacher_part(on_host=True), self.export]
+        parts = [self.process, self.reward_models(on_host=True), self.reference(), self.average(), *states]
+        parts += [*self.feature_parts(on_host=True), self.export]
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
 
     def fixed(self) -> list[Part]:
         """What is on the device all the time."""
         shards = self.ranks if self.stage == 3 else 1
         parts = [Part("weights", self.dtype * self.n // shards, _SHARDS), self.reward_models(on_host=False)]
-        parts += [self.critic_part(on_host=False), self.teacher_part(on_host=False)]
+        parts += self.feature_parts(on_host=False)
         who = "user_model" if self.config.rollout.user_model else "guests"
         parts += [Part(who.removesuffix("_model"), self.dtype * self.guests, f"rollout.{who}")]
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]
-        on_host = [self.reward_models(on_host=True), self.critic_part(on_host=True), self.teacher_part(on_host=True)]
+        on_host = [self.reward_models(on_host=True), *self.feature_parts(on_host=True)]
         return [self.process, *parts, *on_host, *self.states(), self.reference(), self.average()]
 
     def held(self, parts: list[Part]) -> list[Part]:
@@ -294,35 +307,9 @@ class Plan:
         loaded = self.config.grpo.beta and not self.config.lora.rank
         return Part("reference", self.dtype * self.n // self.ranks if loaded else 0, "grpo.beta 0, more ranks")
 
-    def critic_part(self, on_host: bool) -> Part:
-        """What the critic holds from step to step: weights and gradients on the device, and where it offloads the
-        optimizer, that on the host."""
-        remedy = "critic.zero_stage, critic.offload_optimizer, more ranks"
-        if not self.critic:
-            return Part("critic", 0)
-        config = replace(
-            self.config,
-            policy=self.config.critic.as_policy(self.config.policy),
-            engine=self.config.critic.as_engine(self.config.engine),
-            lora=LoraConfig(),
-            # A plan of the critic as if it were a policy; none of its rollouts is looked at.
-            rollout=replace(self.config.rollout, num_generations=2, keep_cache="off"),
-            grpo=GrpoConfig(),
-            critic=CriticConfig(),
-        )
-        sizes = replace(self.sizes, parameters=self.critic, trained=self.critic)
-        own = Plan(config, sizes, self.batch, self.prompt, self.hardware)
-        states, shards = sum(part.bytes for part in own.states()), own.ranks if own.stage == 3 else 1
-        held = own.dtype * own.n // shards + own.gradients().bytes + (0 if own.offloads else states)
-        return Part("critic", (states if own.offloads else 0) if on_host else held, remedy)
-
-    def teacher_part(self, on_host: bool) -> Part:
-        """The teacher's weights, sharded; and on the host, where it is in the loss, what it says of the vocabulary at
-        every token of a rollout: float32, and with top_k also the tokens."""
-        settings, places = self.config.teacher, self.rows * self.config.rollout.max_completion_tokens
-        weights = self.dtype * self.teacher // self.ranks if settings.offload == on_host else 0
-        said = places * (8 * settings.top_k or 4 * self.sizes.vocabulary) if settings.keeps_vocabulary else 0
-        return Part("teacher", weights + (said if on_host else 0), "teacher.top_k, teacher.offload, more ranks")
+    def feature_parts(self, on_host: bool) -> list[Part]:
+        """What features hold on the host, or on the device."""
+        return [feature.part(self, on_host) for feature in self.features]
 
     def average(self) -> Part:
         """The moving average of the weights in host memory."""

@@ -8,9 +8,11 @@ import difflib
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
+
+from hybrid_grpo.config.features import feature_folders
 
 Reduction = Literal["mean", "sum", "max", "min", "same", "rank_mean"]
 """How the values added during a step become one number; metrics.yaml explains each."""
@@ -29,7 +31,13 @@ class Metric:
     """Which values are wanted; empty where neither is better as such."""
 
 
-_ENTRIES = yaml.safe_load(Path(__file__).with_name("metrics.yaml").read_text(encoding="utf-8"))
+def read_with_features(name: str) -> list[dict[str, Any]]:
+    """What a YAML file of this folder says, then those of that name in the folders of features."""
+    files = [Path(__file__).with_name(name), *(folder / name for folder in feature_folders())]
+    return [yaml.safe_load(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+
+
+_ENTRIES = {name: entry for entries in read_with_features("metrics.yaml") for name, entry in entries.items()}
 CATALOGUE = tuple(Metric(name, **entry) for name, entry in _ENTRIES.items())
 FIXED = {metric.name: metric for metric in CATALOGUE if "<" not in metric.name}
 PATTERNS = [(re.compile(re.sub(r"<\w+>", "[^/]+", metric.name)), metric) for metric in CATALOGUE if "<" in metric.name]

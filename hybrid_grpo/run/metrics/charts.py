@@ -6,15 +6,15 @@ The page of `watch`, which report.html is too, draws them, and so do pictures an
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import yaml
+from hybrid_grpo.run.metrics.catalogue import Metric, describe, read_with_features
 
-from hybrid_grpo.run.metrics.catalogue import Metric, describe
-
-CHARTS: dict[str, list[dict[str, Any]]] = yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text("utf-8"))
-"""The charts of each section, as charts.yaml describes them."""
+CHARTS: dict[str, list[dict[str, Any]]] = {}
+"""The charts of each section, as charts.yaml describes them and the features' own."""
+for _sections in read_with_features("charts.yaml"):
+    for _section, _charts in _sections.items():
+        CHARTS.setdefault(_section, []).extend(_charts)
 
 STEP_PARTS = ("generate", "reward_wait", "reference", "train", "switch")
 """What a step's time is spent on, by metric `time/<part>_s`."""

@@ -18,8 +18,9 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig, to_dict
-from hybrid_grpo.config.checks import looks_like_path
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.features import feature_sections
+from hybrid_grpo.config.places import looks_like_path
 from hybrid_grpo.config.recipes import Dumper, read_recipe
 from hybrid_grpo.config.secrets import publishable, publishable_text
 from hybrid_grpo.config.tasks import READY_MADE, ready_made_settings
@@ -101,8 +102,9 @@ class TrainedRun:
     @cached_property
     def stage(self) -> tuple[str, str, Any]:
         """Command, method and configuration."""
-        if self.settings.get("grpo", {}).get("baseline") == "critic":
-            return "train", "PPO", TrainConfig
+        for name, feature in feature_sections().items():
+            if feature.method and self.settings.get(name, {}).get("enabled"):
+                return "train", feature.method, TrainConfig
         for section, stage in _STAGES.items():
             if section in self.settings:
                 return stage

@@ -1,12 +1,14 @@
 """Room on the disk for what a run will keep, checked before its first step."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.run import CheckpointConfig
 from hybrid_grpo.policy import TrainedModel
+from hybrid_grpo.run.stage import SavedModel
 
 _STATE_BYTES = 12
 """Of a trained weight in a checkpoint: its float32 value and the two moments of Adam."""
@@ -20,20 +22,18 @@ def check_space(
     policy: TrainedModel,
     shards: Any,
     models: int = 1,
-    critic: TrainedModel | None = None,
+    others: Sequence[SavedModel] = (),
 ) -> int:
     """The bytes of a checkpoint, of all ranks. Raise UserError where the checkpoints that are kept, one more while it
     is written, and the models do not fit.
 
     `shards` are tensors as large as the policy that checkpoints hold beside it, or None; `models` is 2 where the best
-    model is kept as well; `critic` is another model that is trained. A moving average of the weights adds to both.
+    model is kept as well; `others` are trained beside the policy. A moving average of the weights adds to both.
     Rollouts and metrics, which are small beside these, are not counted.
     """
     model = sum(size * p.element_size() for p, size in _sizes(policy))
-    trained, of_critic = (
-        0 if of is None else sum(size for p, size in _sizes(of) if p.requires_grad) for of in (policy, critic)
-    )
-    checkpoint = _STATE_BYTES * (trained + of_critic) + (model if shards is not None else 0)
+    trained, *beside = (sum(size for p, size in _sizes(of) if p.requires_grad) for of in (policy, *others))
+    checkpoint = _STATE_BYTES * (trained + sum(beside)) + (model if shards is not None else 0)
     if policy.average is not None:
         checkpoint, models = checkpoint + _AVERAGE_BYTES * trained, models + 1
     count = config.keep + 1 if config.every or config.every_minutes else 0
@@ -50,6 +50,6 @@ def check_space(
     return checkpoint
 
 
-def _sizes(model: TrainedModel) -> list[tuple[Any, int]]:
+def _sizes(model: TrainedModel | SavedModel) -> list[tuple[Any, int]]:
     """The parameters of a model, each with its elements over all ranks."""
     return [(p, getattr(p, "ds_numel", p.numel())) for p in model.engine.engine.module.parameters()]

@@ -9,11 +9,11 @@ from hybrid_grpo.run.trackers.entries import STEP
 
 QUESTIONS = {
     "Is it learning?": ("Results", "Data", "Guests"),
-    "Is it healthy?": ("Health", "Policy", "Critic", "Sampler against trainer"),
+    "Is it healthy?": ("Health", "Policy", "Sampler against trainer"),
     "What does it write?": ("Completions",),
     "Where does time go?": ("Speed and memory",),
 }
-"""The sections of the view, and which sections of charts.yaml are in each."""
+"""The sections of the view, and which sections of charts.yaml are in each; those of features are in the second."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,10 @@ class Plot:
 
 def plots() -> dict[str, list[Plot]]:
     """The plots of every section of the view, in order."""
+    known = [section for sections in QUESTIONS.values() for section in sections]
+    of_features = {"Is it healthy?": tuple(section for section in CHARTS if section not in known)}
     found = {
-        question: [_plot(chart) for section in sections for chart in CHARTS[section]]
+        question: [_plot(chart) for section in (*sections, *of_features.get(question, ())) for chart in CHARTS[section]]
         for question, sections in QUESTIONS.items()
     }
     parts = Plot("Seconds of a step by part", [f"time/{part}_s" for part in STEP_PARTS], is_stacked=True)

@@ -7,57 +7,29 @@ import forks
 import pytest
 import torch
 from launching import make_task
+from memory_plans import CPU, GPU, SIZES, N, micro_batch, parts, recipe
 from tiny_models import tiny_config
 from transformers import Qwen2Config
 
 from hybrid_grpo.commands.plan import lines, step_seconds
 from hybrid_grpo.config import (
-    CriticConfig,
     EngineConfig,
     GrpoConfig,
     LoraConfig,
     PolicyConfig,
     RolloutConfig,
-    TeacherConfig,
     TrainConfig,
 )
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.commands import PlanOptionsConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.data.batch import MicroBatch
-from hybrid_grpo.data.packing import pack
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import TILE_COLUMNS, LogprobModel
 from hybrid_grpo.run.memory import hardware as hardware_module
 from hybrid_grpo.run.memory import plan as plans
-from hybrid_grpo.run.memory.dry_run import DryRun, Footprint, NeedsData, Sizes, largest_micro_batch, measure
-from hybrid_grpo.run.memory.hardware import CUDA_CONTEXT_BYTES, GPUS, Hardware, host_free_bytes, of_device, of_table
+from hybrid_grpo.run.memory.dry_run import DryRun, NeedsData, largest_micro_batch, measure
+from hybrid_grpo.run.memory.hardware import CUDA_CONTEXT_BYTES, GPUS, host_free_bytes, of_device, of_table
 from hybrid_grpo.run.memory.plan import NCCL_BYTES, Plan, shortage
-
-N = 494_032_768
-"""Parameters of Qwen2-0.5B: 151,936 x 896 of the tied embedding and 24 layers of 14,912,384, and the last norm."""
-SIZES = Sizes(
-    parameters=N,
-    trained=N,
-    largest=151_936 * 896,
-    active=N,
-    vocabulary=151_936,
-    token_bytes=24 * 2 * 128 * 2,
-    training=Footprint(kept=800, head=300, layers=200),
-    reading=0,
-)
-GPU = Hardware("gpu", True, 80 << 30, 256 << 30, 1 << 30, 1e14, 1e12)
-CPU = Hardware("cpu", False, 64 << 30, 64 << 30, 1 << 30, 1e11, 1e10)
-
-
-def parts(config: TrainConfig, ranks: int, hardware: Hardware = GPU, sizes: Sizes = SIZES) -> dict[str, dict[str, int]]:
-    """Bytes by phase and part, prompts of 512 tokens."""
-    made = Plan(config, sizes, batch_plan(config, ranks), 512, hardware)
-    return {phase.name: {part.name: part.bytes for part in phase.parts} for phase in made.phases}
-
-
-def recipe(stage: int = 3, dtype: str = "bfloat16", **sections) -> TrainConfig:
-    return TrainConfig(policy=PolicyConfig(dtype=dtype), engine=EngineConfig(zero_stage=stage), **sections)
 
 
 def test_states_of_qwen2_0_5b_by_stage():
@@ -175,53 +147,6 @@ def test_offloaded_states_and_the_reference_are_in_host_memory():
     assert "reference" not in {part.name for part in Plan(adapted, SIZES, batch_plan(adapted, 8), 512, GPU).host.parts}
 
 
-def test_a_critic_is_a_second_model_with_an_engine_of_its_own():
-    count, bucket = 400_000_000, 500_000_000
-
-    def critic(**settings) -> tuple[int, int]:
-        """Bytes on the device and on its host, with 8 ranks."""
-        config = recipe(3, grpo=GrpoConfig(baseline="critic"), critic=CriticConfig(**settings))
-        made = Plan(config, SIZES, batch_plan(config, 8), 512, GPU, critic=count)
-        on_device, on_host = (
-            sum(part.bytes for part in phase.parts if part.name == "critic") for phase in (made.phases[0], made.host)
-        )
-        assert step_seconds(made)["critic"] == pytest.approx(4 / 3 * count / N * step_seconds(made)["training"])
-        return on_device, on_host
-
-    # Weights, a bucket of gradients, a shard of them, masters and moments.
-    assert critic() == (2 * count // 8 + 2 * bucket + 4 * count // 8 + 12 * count // 8, 0)
-    assert critic(zero_stage=2) == (2 * count + 2 * bucket + 4 * count // 8 + 12 * count // 8, 0)
-    assert critic(offload_optimizer=True) == (2 * count // 8 + 2 * bucket, (12 + 8) * count // 8)
-    assert "critic" not in parts(recipe(3), 8)["loss"]
-    config = recipe(3, grpo=GrpoConfig(baseline="critic"), critic=CriticConfig(offload_optimizer=True))
-    on_cpu = Plan(config, SIZES, batch_plan(config, 8), 512, CPU, critic=count).phases[0].parts
-    assert [part.bytes for part in on_cpu if part.name == "critic"] == [
-        2 * count // 8 + 2 * count,
-        (12 + 8) * count // 8,
-    ], "all of it is in the memory of the host"
-
-
-def test_a_teacher_is_sharded_on_the_host_or_the_device_and_what_it_says_is_on_the_host():
-    count, rollout = 7_000_000_000, RolloutConfig(max_completion_tokens=1000)
-
-    def teacher(weights: int = count, **settings) -> tuple[int, int]:
-        """Bytes on the device and on its host, with 8 ranks of 32 completions."""
-        config = recipe(3, rollout=rollout, teacher=TeacherConfig(**settings))
-        made = Plan(config, SIZES, batch_plan(config, 8), 512, GPU, teacher=weights)
-        training = step_seconds(made)["training"]
-        assert step_seconds(made)["teacher"] == pytest.approx((weights or N) / N * training / 3)
-        on_device, on_host = (
-            sum(part.bytes for part in phase.parts if part.name == "teacher") for phase in (made.phases[0], made.host)
-        )
-        return on_device, on_host
-
-    assert teacher(model="m") == (0, 2 * count // 8)
-    assert teacher(model="m", offload=False) == (2 * count // 8, 0)
-    assert teacher(model="m", into="loss", top_k=64) == (0, 2 * count // 8 + 32 * 1000 * 64 * 8)
-    assert teacher(0, prompt_column="solved", into="loss") == (0, 32 * 1000 * SIZES.vocabulary * 4)
-    assert teacher(0, prompt_column="solved") == (0, 0)
-
-
 def test_every_rank_holds_a_guest_whole():
     made = Plan(recipe(3), SIZES, batch_plan(recipe(3), 8), 512, GPU, guests=400_000_000)
     for phase in made.phases:
@@ -283,13 +208,6 @@ def test_micro_batches_are_smaller_on_a_cpu_where_nothing_is_said(on_gpu, rows):
     assert micro.input_ids_bS.shape == (rows, 1023)
 
 
-def micro_batch(rows: int, tokens: int) -> MicroBatch:
-    """Rows of so many tokens, half of them the prompt's."""
-    prompts = [[row] * (tokens // 2) for row in range(rows)]
-    completions = [[0] * (tokens // 2 + 1)] * rows
-    return pack(prompts, completions, range(rows), 10**6, torch.device("cpu"), share="off")[0]
-
-
 def test_a_dry_run_counts_what_a_real_one_keeps():
     """Against the tensors that autograd saves in a real forward, each storage once."""
     config = tiny_config("llama", hidden=64, layers=3)
@@ -311,17 +229,6 @@ def test_a_dry_run_counts_what_a_real_one_keeps():
     checkpointed = DryRun(config, checkpointing, LoraConfig()).training(micro_batch(2, 48))
     assert checkpointed.kept < 0.4 * seen.kept < checkpointed.kept + checkpointed.layers + seen.kept
     assert dry.cache_bytes(paged=True) == dry.cache_bytes(paged=False) == 3 * 2 * 2 * 16 * 4
-
-
-@pytest.mark.parametrize("top_k", [0, 4])
-def test_a_comparison_with_a_teacher_is_counted(top_k):
-    """What is told at 98 places is there all the time; the head has some tiles, which are of all logits here."""
-    config, settings = tiny_config("llama", hidden=64), (PolicyConfig(dtype="float32"), LoraConfig())
-    plain = DryRun(config, *settings).training(micro_batch(2, 96))
-    taught = DryRun(config, *settings, TeacherConfig(model="m", into="loss", top_k=top_k)).training(micro_batch(2, 96))
-    logits = 98 * 4 * config.vocab_size
-    assert plain.head + logits < taught.head < plain.head + 12 * logits
-    assert taught.kept - plain.kept == (98 * (5 + 4) * 4 if top_k else logits)
 
 
 def test_only_adapters_are_trained_of_an_adapted_model():

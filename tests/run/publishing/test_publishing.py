@@ -73,7 +73,7 @@ LINES: list[dict[str, Any]] = [
 STAGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "sft": (SftConfig, {"policy": {"model": "some/base"}, "data": {"path": "some/pairs"}, "sft": {"batch_size": 2}}),
     "reward": (RewardStageConfig, {"policy": {"model": "some/base"}, "data": {"path": "pairs.jsonl"}}),
-    "ppo": (TrainConfig, {**TRAIN, "data": {"path": "mine.jsonl"}, "eval": {}, "grpo": {"baseline": "critic"}}),
+    "ppo": (TrainConfig, {**TRAIN, "data": {"path": "mine.jsonl"}, "eval": {}, "critic": {"enabled": True}}),
 }
 
 

@@ -1,7 +1,7 @@
 """The distribution of the next token in full: what a teacher says of it, and how far a model is from that.
 
 `reverse_kl` and `most_likely` are called by the head of `LogprobModel`, beside the log-probabilities. Both see a few
-rows of logits at a time. What a divergence is for is told in grpo/distillation.py.
+rows of logits at a time. What a divergence is for is told in distillation.py.
 """
 
 from __future__ import annotations

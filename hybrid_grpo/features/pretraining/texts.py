@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybrid_grpo.config import PtxConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.prompts import require_column
-from hybrid_grpo.data.sources import ptx_source, read_rows
+from hybrid_grpo.data.sources import Source, read_rows
+from hybrid_grpo.features.pretraining.settings import Settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def read_texts(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[list[int]], str]:
+def read_texts(config: Settings, tokenizer: PreTrainedTokenizerBase) -> tuple[list[list[int]], str]:
     """Rows of 2 to `max_tokens` tokens, of which the first is only read, and a line that says what was read.
 
     A text starts as the tokenizer starts texts, and ends with end-of-sequence where the tokenizer has that token; a
     longer one is cut into rows that follow each other. Raises UserError where a row has no text, or there is nothing
     to predict.
     """
-    source = ptx_source(config)
+    source = Source(config.path, config.split, config.subset, config.limit, "ptx.path", "ptx.split")
     rows = read_rows(source)
     require_column("ptx.column", config.column, rows, source)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -1,4 +1,4 @@
-"""What a model that reads along with the policy, a critic or a teacher, must have in common with it."""
+"""Checks that a second model fits the policy: it reads the same tokens, laid out in the same way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.loading import load_config, load_tokenizer, training_attention
 
 
-def check_companion(own: PolicyConfig, model_config: Any, policy: PolicyConfig, tokenizer: Any, role: str) -> None:
+def check_compatible(own: PolicyConfig, model_config: Any, policy: PolicyConfig, tokenizer: Any, role: str) -> None:
     """Refuse a model whose files, tokenizer or attention do not go with the policy's, before weights load.
 
     Args:

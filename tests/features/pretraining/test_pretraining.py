@@ -11,7 +11,7 @@ from char_tokenizer import char_tokenizer
 from launching import ranks
 from tiny_models import build, tiny_config
 
-from hybrid_grpo.run.pretraining import PretrainingLoss
+from hybrid_grpo.features.pretraining.pretraining import PretrainingLoss
 
 
 @pytest.mark.ranks
@@ -37,7 +37,7 @@ def test_every_token_but_the_first_is_learned_with_the_weight_and_the_loss_is_a_
     pretraining, beats = object.__new__(PretrainingLoss), list[None]()
     pretraining._coef = 0.3
     rows = [([1, 2, 3], 0), ([4, 5, 6, 7, 8], 1)]
-    pretraining.loader = SimpleNamespace(next_batch=lambda: rows)  # type: ignore[assignment]
+    pretraining._loader = SimpleNamespace(next_batch=lambda: rows)  # type: ignore[assignment]
     policy: Any = SimpleNamespace(learn=learn)
-    assert pretraining.add_gradient(policy, lambda: beats.append(None)) == {"ptx/loss": (1.0, 6)}
+    assert pretraining.gradient(policy, lambda: beats.append(None)) == {"ptx/loss": (1.0, 6)}
     assert len(beats) == 2

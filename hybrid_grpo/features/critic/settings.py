@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Le
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.features import FeatureConfig
 from hybrid_grpo.config.fields import SECTION, NotNegative, Positive, PositiveShare, Share, Switch, Text, Whole
+from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.model import EngineConfig, PolicyConfig
+
+if TYPE_CHECKING:
+    from hybrid_grpo.config.train import TrainConfig
+    from hybrid_grpo.run.feature import Feature
+    from hybrid_grpo.run.memory.plan import FeatureMemory
 
 _OF_POLICY = (
     *("dtype", "attn_implementation", "shared_prefix", "gradient_checkpointing", "lr_schedule", "weight_decay"),
@@ -22,10 +29,13 @@ _SHARDED = ("offload_param", "zero_hpz_partition_size")
 
 
 @dataclass(frozen=True, config=SECTION)
-class CriticConfig:
-    """The critic that grpo.baseline critic trains beside the policy (PPO), in a DeepSpeed engine of its own. What is
-    not set here, such as the type of its weights, is as in policy and engine; it has no adapters."""
+class Settings(FeatureConfig):
+    """A critic is trained beside the policy (PPO), in a DeepSpeed engine of its own, and advantages are relative to its
+    values instead of the group. What is not set here, such as the type of its weights, is as in policy and engine; it
+    has no adapters."""
 
+    enabled: Switch = False
+    """Train a critic. All other settings of this section need it."""
     model: Text | None = None
     """Folder or hub name of the model that it starts from: a causal language model, whose value head starts at 0, or a
     reward model. It must have the policy's tokenizer. Default: policy.model."""
@@ -48,11 +58,25 @@ class CriticConfig:
     offload_optimizer: Switch | None = None
     """Keep its optimizer state in host memory. Default: engine.offload_optimizer."""
 
+    section, method = "critic", "PPO"
+    replaces_groups = "critic.enabled"
+    gives_advantages = True
+    free = frozenset({"critic.zero_stage", "critic.offload_optimizer"})
+
     @property
-    def changed(self) -> dict[str, Any]:
-        """The settings that are not at their default."""
-        default = CriticConfig()
-        return {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+    def is_on(self) -> bool:
+        """Whether there is a critic."""
+        return self.enabled
+
+    @property
+    def policy_waits(self) -> int:
+        """See `warmup_steps`."""
+        return self.warmup_steps
+
+    @property
+    def models(self) -> dict[str, str | None]:
+        """The model that the critic starts from."""
+        return {"critic.model": self.model}
 
     def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
         """The critic's model and optimizer, beside this policy."""
@@ -65,8 +89,54 @@ class CriticConfig:
         offload = engine.offload_optimizer if self.offload_optimizer is None else self.offload_optimizer
         return replace(engine, zero_stage=stage, offload_optimizer=offload)
 
-    def check(self, policy: PolicyConfig, engine: EngineConfig) -> None:
-        """Refuse an engine that cannot be made beside the policy's."""
+    def check(self, config: TrainConfig) -> None:
+        """Refuse settings without effect, and an engine that cannot be made beside the policy's."""
+        if not self.enabled:
+            name, value = next(iter(self.changed.items()), ("", None))
+            shown = str(value).lower() if isinstance(value, bool) else value
+            refuse(
+                bool(name),
+                f"critic.{name} {shown} has no effect without critic.enabled: set critic.enabled to true, or take"
+                f" critic.{name} out",
+            )
+            return
+        self._check_engine(config.policy, config.engine)
+        grpo = config.grpo
+        for name in ("baseline", "scale_rewards", "combine_rewards", "step_credit"):
+            value = getattr(grpo, name)
+            refuse(
+                value != GrpoConfig.__dataclass_fields__[name].default,
+                f"grpo.{name} {value} has no effect with critic.enabled, which compares nothing within groups: set"
+                f" critic.enabled to false, or take grpo.{name} out",
+            )
+        refuse(
+            grpo.dynamic_sampling and config.rollout.num_generations < 2,
+            "grpo.dynamic_sampling replaces groups of equal rewards, which all groups of rollout.num_generations 1 are:"
+            " set grpo.dynamic_sampling to false, or rollout.num_generations to 2 or more",
+        )
+        refuse(
+            self.warmup_steps >= config.run.steps,
+            f"critic.warmup_steps {self.warmup_steps} leaves the policy none of run.steps {config.run.steps}: lower it",
+        )
+        refuse(
+            bool(config.rollout.guests),
+            "critic.enabled learns the values of the policy's own completions, and rollout.guests brings others: set"
+            " critic.enabled to false, or take out rollout.guests",
+        )
+
+    def memory(self, config: TrainConfig) -> FeatureMemory:
+        """The weights, gradients and optimizer of the critic."""
+        from hybrid_grpo.features.critic.memory import CriticMemory
+
+        return CriticMemory(config)
+
+    def load(self) -> type[Feature]:
+        """The critic itself."""
+        from hybrid_grpo.features.critic.critic import CriticFeature
+
+        return CriticFeature
+
+    def _check_engine(self, policy: PolicyConfig, engine: EngineConfig) -> None:
         stage = engine.zero_stage if self.zero_stage is None else self.zero_stage
         offload = engine.offload_optimizer if self.offload_optimizer is None else self.offload_optimizer
         refuse(

@@ -1,8 +1,8 @@
 """The mathematics of a critic: from rewards and values of tokens to advantages, and the loss of the values.
 
 `critic_advantages` is the whole way to advantages, as the settings say; the functions below it are its parts. As in
-`advantages.py`, arithmetic is float64 on the CPU, and where a number is of all ranks, the caller gives the sum over
-them as `total`.
+`grpo/advantages.py`, arithmetic is float64 on the CPU, and where a number is that of all ranks, the caller gives the
+sum over them as `total`.
 
 The value of a token is what the completion is expected to earn from that token on, seen before the token is drawn. A
 completion ends with its last token, whether by itself or at the length limit: what comes after it is worth 0, as in
@@ -15,8 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybrid_grpo.config import CriticConfig, TrainConfig
+from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.data.batch import Numbers, RewardStep, Rollout, Scores
+from hybrid_grpo.features.critic.settings import Settings
 from hybrid_grpo.grpo.advantages import Total, over_ranks, penalized_rewards
 
 _STD_EPSILON = 1e-4  # advantages that are nearly equal must not be blown up to size 1
@@ -55,7 +56,7 @@ def critic_advantages(
     Returns:
         Advantages, float32 [B, T] on the CPU, 0 on padding; the targets; and the numbers of the critic.
     """
-    settings, total = config.critic, partial(over_ranks, device=device)
+    settings, total = config.of(Settings), partial(over_ranks, device=device)
     whole_B, numbers = penalized_rewards(rollout, scores, config)
     reward_BT = token_rewards(whole_B, scores.steps, rollout.lengths)
     if kl_BT is not None:
@@ -132,7 +133,7 @@ def moments(values: tuple[Tensor, ...], mask_BT: Tensor, total: Total) -> tuple[
 
 
 def value_loss(
-    value_bT: Tensor, old_value_bT: Tensor, return_bT: Tensor, weight_bT: Tensor, critic: CriticConfig
+    value_bT: Tensor, old_value_bT: Tensor, return_bT: Tensor, weight_bT: Tensor, critic: Settings
 ) -> tuple[Tensor, Numbers]:
     """The clipped loss of values, weighted and summed, and its numbers.
 

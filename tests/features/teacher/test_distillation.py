@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
-from hybrid_grpo.grpo.distillation import TeacherSignal, measure_teacher, teacher_advantages, teacher_loss
+from hybrid_grpo.features.teacher.distillation import measure_teacher, teacher_advantages, teacher_loss
+from hybrid_grpo.features.teacher.divergence import NextTokens, reverse_kl
+from hybrid_grpo.features.teacher.settings import Settings
+from hybrid_grpo.features.teacher.teacher import Teacher
 from hybrid_grpo.grpo.loss import policy_loss
-from hybrid_grpo.model.divergence import NextTokens, reverse_kl
 from hybrid_grpo.model.logprobs import LogitShape
 
 V, T, COEF = 4, 3, 0.7
@@ -78,6 +80,13 @@ def test_the_loss_has_the_gradient_of_the_divergence_at_each_prefix(rows):
     assert (gradient - expected(student, teacher)).abs().max() < 1e-12
 
 
+def taught(next_tokens):
+    """A teacher that has read a rollout."""
+    teacher = Teacher.__new__(Teacher)
+    teacher._settings, teacher._next_tokens = Settings(model="m", into="loss", coef=0.5), next_tokens
+    return teacher
+
+
 def test_the_numbers_are_means_over_real_tokens():
     mask_BT = torch.tensor([[True, True, True], [True, False, False]])
     old_BT, teacher_BT = torch.tensor([[-1.0, -2, -3], [-4, 9, 9]]), torch.tensor([[-2.0, -2, -2], [-1, 7, 7]])
@@ -86,11 +95,11 @@ def test_the_numbers_are_means_over_real_tokens():
         "teacher/logp": (-7 / 4, 4),
         "teacher/kl": (-10 / 4 + 7 / 4, 4),
     }
-    signal = TeacherSignal(0.5, next_tokens=[NextTokens(torch.zeros(1, 1), None, 1)])
+    teacher = taught([NextTokens(torch.zeros(1, 1), None, 1)])
     kl_BT = torch.where(mask_BT, torch.tensor([[1.0, 2, 3], [6, 0, 0]]), torch.nan)
-    loss, seen = signal.loss([kl_BT], mask_BT / 4)
+    loss, seen = teacher.loss(SimpleNamespace(weight_bT=mask_BT / 4), kl_BT, kl_BT, [kl_BT])
     assert float(loss) == 0.5 * 12 / 4 and float(seen["teacher/loss"][0]) == 3.0
-    nothing, seen = signal.loss([kl_BT], torch.zeros(2, 3))
+    nothing, seen = teacher.loss(SimpleNamespace(weight_bT=torch.zeros(2, 3)), kl_BT, kl_BT, [kl_BT])
     assert float(nothing) == 0.0 and float(seen["teacher/loss"][1]) == 0
 
 
@@ -99,14 +108,10 @@ def test_a_micro_batch_is_given_its_own_rows_in_their_order():
     lengths, cpu = [2, 1, 3], torch.zeros(1, 1, dtype=torch.bool)
     places = torch.arange(6.0)[:, None].expand(6, 3)
     told = NextTokens(places.log_softmax(1), torch.arange(12, dtype=torch.int32).view(6, 2), 9).split(lengths)
-    signal = TeacherSignal(1.0, next_tokens=told)
+    teacher = taught(told)
     for rows, expected in (([2, 0], [3, 4, 5, 0, 1]), ([], [0])):
-        head: Any = signal.head(SimpleNamespace(rows=rows, mask_bT=cpu))  # type: ignore[arg-type]
+        head: Any = teacher.head(SimpleNamespace(rows=rows, mask_bT=cpu))  # type: ignore[arg-type]
         assert head.keywords["teacher"].token_NK[:, 0].tolist() == [2 * place for place in expected]
-    assert TeacherSignal().head(SimpleNamespace(rows=[0], mask_bT=cpu)) is None  # type: ignore[arg-type]
-
-
-def test_without_a_teacher_nothing_changes():
-    advantages_BT, nothing = torch.randn(2, 3), TeacherSignal()
-    assert nothing.beside(advantages_BT) is advantages_BT
-    assert nothing.loss([], torch.ones(2, 3)) == (0.0, {})
+    advantage = taught([])
+    assert advantage.head(SimpleNamespace(rows=[0], mask_bT=cpu)) is None  # type: ignore[arg-type]
+    assert advantage.loss(SimpleNamespace(), cpu, cpu, []) == (0.0, {})  # type: ignore[arg-type]

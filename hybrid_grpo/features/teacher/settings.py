@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.features import FeatureConfig
 from hybrid_grpo.config.fields import SECTION, Positive, Switch, Text, Whole
 from hybrid_grpo.config.model import PolicyConfig
+
+if TYPE_CHECKING:
+    from hybrid_grpo.config.train import TrainConfig
+    from hybrid_grpo.run.feature import Feature
+    from hybrid_grpo.run.memory.plan import FeatureMemory
 
 _OF_POLICY = ("dtype", "attn_implementation", "shared_prefix", "pickled_weights")
 """Settings of the policy that hold for the teacher too."""
 
 
 @dataclass(frozen=True, config=SECTION)
-class TeacherConfig:
+class Settings(FeatureConfig):
     """On-policy distillation (GKD, arXiv:2306.13649): a teacher, which is not trained, tells how probable it finds the
     tokens that the policy has sampled, and the policy learns to agree with it, beside its rewards. There is a teacher
     where `model` or `prompt_column` is set."""
@@ -41,33 +47,38 @@ class TeacherConfig:
     """Keep the weights of `model` in host memory, from where they are read once per rollout, as those of the reference;
     or (false) on the devices. Either way they are spread over the ranks."""
 
+    section = "teacher"
+    replaces_groups = "a teacher"
+    learns_without_rewards = True
+    free = frozenset({"teacher.offload"})
+
     @property
-    def is_set(self) -> bool:
+    def is_on(self) -> bool:
         """Whether there is a teacher."""
         return self.model is not None or self.prompt_column is not None
 
     @property
     def keeps_vocabulary(self) -> bool:
-        """Whether there is a teacher that is asked for more than the tokens that were sampled."""
-        return self.is_set and self.into == "loss"
+        """Whether the teacher is asked about all tokens of the vocabulary, not only those that were sampled."""
+        return self.is_on and self.into == "loss"
 
     @property
-    def changed(self) -> dict[str, Any]:
-        """The settings that are not at their default."""
-        default = TeacherConfig()
-        return {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+    def models(self) -> dict[str, str | None]:
+        """The teacher's model."""
+        return {"teacher.model": self.model}
 
     def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
         """The teacher's model, beside this policy."""
         shared = {name: getattr(policy, name) for name in _OF_POLICY}
         return PolicyConfig(model=self.model or policy.model, **shared)
 
-    def check(self, prompt_column: str) -> None:
-        """Refuse settings that have no effect; `prompt_column` is what the policy reads."""
+    def check(self, config: TrainConfig) -> None:
+        """Refuse settings without effect, and what a teacher cannot read or judge."""
+        prompt_column, rollout = config.data.prompt_column, config.rollout
         for name, idle, because in (
             (
                 next(iter(self.changed), ""),
-                not self.is_set,
+                not self.is_on,
                 "without a teacher: set teacher.model or teacher.prompt_column",
             ),
             ("top_k", self.into == "advantage", "with teacher.into advantage: set teacher.into to loss"),
@@ -84,3 +95,38 @@ class TeacherConfig:
             f"teacher.prompt_column {prompt_column} is data.prompt_column, which the policy reads: name another column,"
             " or take teacher.prompt_column out",
         )
+        refuse(
+            self.prompt_column is not None and bool(rollout.environment),
+            f"teacher.prompt_column {self.prompt_column} is read in place of the prompt, at whose end"
+            " rollout.environment writes what the policy reads: take out one of them",
+        )
+        refuse(
+            self.is_on and config.data.streaming,
+            "teacher is checked with all prompts before the run, which data.streaming does not know: take out one of"
+            " the two",
+        )
+        refuse(
+            self.is_on and bool(rollout.guests),
+            "a teacher judges the tokens that the policy sampled, and rollout.guests brings others: take out teacher or"
+            " rollout.guests",
+        )
+
+    def check_place(self, config: TrainConfig, world_size: int) -> None:
+        """Refuse a run without any reward function: its metrics and its report would be empty."""
+        refuse(
+            not config.reward_names,
+            "rewards is empty: to learn from the teacher alone give one that is only measured, as in --rewards"
+            " '[{function: repetition_penalty, weight: 0}]'",
+        )
+
+    def memory(self, config: TrainConfig) -> FeatureMemory:
+        """The teacher's weights, and what it says of the vocabulary."""
+        from hybrid_grpo.features.teacher.memory import TeacherMemory
+
+        return TeacherMemory(config)
+
+    def load(self) -> type[Feature]:
+        """The teacher itself."""
+        from hybrid_grpo.features.teacher.teacher import Teacher
+
+        return Teacher

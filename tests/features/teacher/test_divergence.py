@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_grpo.model.divergence import NextTokens, grouped, kl_divergence, most_likely, reverse_kl
+from hybrid_grpo.features.teacher.divergence import NextTokens, grouped, kl_divergence, most_likely, reverse_kl
 from hybrid_grpo.model.logprobs import LogitShape
 
 N, D, V, COMMON = 7, 5, 11, 9

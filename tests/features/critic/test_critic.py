@@ -13,9 +13,9 @@ from tiny_models import build, tiny_config
 
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.packing import pack, pad
+from hybrid_grpo.features.critic.critic import Critic
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.scalar import ScalarModel, load_scalar_model
-from hybrid_grpo.run.critic import Critic
 
 Seen = dict[str, Any]
 

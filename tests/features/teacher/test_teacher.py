@@ -14,14 +14,16 @@ from safetensors.torch import load_file, save_file
 from tiny_models import build, tiny_config
 
 from hybrid_grpo import engine as engines
-from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig, TeacherConfig, TrainConfig
+from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.data.packing import pack, pad
+from hybrid_grpo.features.teacher import teacher as teachers
+from hybrid_grpo.features.teacher.settings import Settings
+from hybrid_grpo.features.teacher.teacher import Teacher, check_teacher
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
-from hybrid_grpo.run import teacher as teachers
-from hybrid_grpo.run.teacher import Teacher, check_teacher
+from hybrid_grpo.run.feature import Scored
 
 Seen = dict[str, Any]
 TEMPERATURE = 0.8
@@ -65,9 +67,20 @@ def test_the_command_draws_adapters_back_to_the_model_under_them(runs: tuple[lis
     assert first["time/teacher_s"] > 0 and second["teacher/logp"] < 0
 
 
+def loaded(config: TrainConfig, policy: Any, inputs: Any, monkeypatch: pytest.MonkeyPatch) -> Teacher:
+    """The teacher of a run whose inputs were checked."""
+    monkeypatch.setattr(teachers, "check_teacher", lambda *_: None)
+    plan: Any = None
+    teacher = Teacher(config, plan, inputs)
+    teacher.load(policy)
+    return teacher
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("top_k", [0, 3])
-def test_it_tells_what_it_expects_after_its_own_prompt(tmp_path: Path, packed: bool, top_k: int) -> None:
+def test_it_tells_what_it_expects_after_its_own_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool, top_k: int
+) -> None:
     """Against transformers' own forward of each row, of a teacher with more to read than the policy."""
     tokenizer = char_tokenizer()
     model = build(tiny_config("qwen2", vocab_size=len(tokenizer)), ATTENTION if packed else "eager")
@@ -88,18 +101,21 @@ def test_it_tells_what_it_expects_after_its_own_prompt(tmp_path: Path, packed: b
         data=DataConfig(),
         rollout=RolloutConfig(temperature=TEMPERATURE),
         policy=PolicyConfig(model=str(tmp_path)),
-        teacher=TeacherConfig(prompt_column="solved", into="loss", top_k=top_k, coef=0.5),
+        teacher=Settings(prompt_column="solved", into="loss", top_k=top_k, coef=0.5),
     )
     policy: Any = SimpleNamespace(engine=LogprobModel(model), micro_batches=micro_batches)
     inputs: Any = SimpleNamespace(tokenizer=tokenizer, conversations=None)
-    signal, numbers = Teacher(config, policy, inputs).read(rollout, rollout.logp_BT)
-    assert signal.coef == 0.5 and len(signal.next_tokens) == 4
+    scores: Any = None
+    scored = Scored(rollout, scores, rollout.logp_BT, None, 0.0)
+    teacher = loaded(config, policy, inputs, monkeypatch)
+    bonus_BT, numbers = teacher.bonus(scored)
+    assert bonus_BT is None and len(teacher._next_tokens) == 4
     total = 0.0
     for row, completion in enumerate(rows):
         prompt = tokenizer(texts[row // 2])["input_ids"]
         logits_SV = plain(torch.tensor([[*prompt, *completion]])).logits[0]
         expected_TV = (logits_SV[len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(1)
-        told = signal.next_tokens[row]
+        told = teacher._next_tokens[row]
         if told.token_NK is None:
             assert (told.logp_NK - expected_TV).abs().max() < 1e-5
         else:
@@ -132,7 +148,7 @@ def test_a_teacher_of_another_size_speaks_of_the_tokens_that_both_know(
     monkeypatch.setattr(engines, "Frozen", Frozen)
     config = TrainConfig(
         policy=PolicyConfig(model=str(tmp_path / "policy"), dtype="float32", attn_implementation="eager"),
-        teacher=TeacherConfig(model=str(tmp_path / "teacher"), into="loss", offload=offload),
+        teacher=Settings(model=str(tmp_path / "teacher"), into="loss", offload=offload),
     )
 
     def micro_batches(prompts: Any, completions: Any, gradients: bool, places: Any) -> Any:
@@ -141,9 +157,9 @@ def test_a_teacher_of_another_size_speaks_of_the_tokens_that_both_know(
     policy: Any = SimpleNamespace(engine=None, micro_batches=micro_batches)
     inputs: Any = SimpleNamespace(tokenizer=tokenizer, conversations=None)
     rollout = Rollout([Prompt(0, "", [5, 6], {})], [Completion([7, 8, 9], [-1.0] * 3, "stop")], 1)
-    signal, _ = Teacher(config, policy, inputs).read(rollout, rollout.logp_BT)
+    _, next_tokens = loaded(config, policy, inputs, monkeypatch).read(rollout, rollout.logp_BT)
     assert kept == ["cpu" if offload else "none"]
-    (told,) = signal.next_tokens
+    (told,) = next_tokens
     plain = build(tiny_config("qwen2", vocab_size=of_teacher))
     expected_TV = plain(torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 1:-1, :30].log_softmax(1)
     assert told.vocabulary == 30 and (told.logp_NK - expected_TV).abs().max() < 1e-5
@@ -152,7 +168,7 @@ def test_a_teacher_of_another_size_speaks_of_the_tokens_that_both_know(
 @pytest.mark.parametrize("column", [None, "hint"])
 def test_the_longest_that_a_teacher_reads_is_as_long_as_it_can(monkeypatch: Any, column: str | None) -> None:
     """A prompt of 30 tokens, or a text of 40 that the teacher reads in its place, and a completion of 50."""
-    config = TrainConfig(rollout=RolloutConfig(max_completion_tokens=50), teacher=TeacherConfig(prompt_column=column))
+    config = TrainConfig(rollout=RolloutConfig(max_completion_tokens=50), teacher=Settings(prompt_column=column))
     prompts = [Prompt(0, "p", [1] * 20, {}), Prompt(1, "q", [1] * 30, {})]
     inputs: Any = SimpleNamespace(prompts=prompts, tokenizer=None, longest_prompt=30)
     given = (lambda p: [1] * (len(p.token_ids) + 10)) if column else (lambda p: p.token_ids)

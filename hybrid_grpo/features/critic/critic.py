@@ -1,9 +1,9 @@
 """The critic of a run: a value model beside the policy, in a DeepSpeed engine of its own, and what it learns.
 
-The formulas are in `grpo/gae.py`, and when they are called is told by the trainer.
+The formulas are in gae.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,13 @@ from hybrid_grpo import engine as engines
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import MicroBatch, Numbers, Rollout, Scores, TrainBatch
-from hybrid_grpo.grpo.gae import ValueTargets, critic_advantages, value_loss
-from hybrid_grpo.model.companions import check_companion
+from hybrid_grpo.features.critic.gae import ValueTargets, critic_advantages, value_loss
+from hybrid_grpo.features.critic.settings import Settings
+from hybrid_grpo.model.compatibility import check_compatible
 from hybrid_grpo.model.scalar import check_scalar
-from hybrid_grpo.policy import Scorer
+from hybrid_grpo.policy import Policy, Scorer
+from hybrid_grpo.run.feature import Feature, Scored
+from hybrid_grpo.run.inputs import RunInputs
 
 _FOLDER = "critic"
 """Its folder in a checkpoint."""
@@ -35,10 +38,10 @@ class Critic(Scorer):
     """
 
     def __init__(self, config: TrainConfig, plan: BatchPlan, tokenizer: Any) -> None:
-        self._run, self._plan = config, plan
+        self._run, self._plan, self._settings = config, plan, config.of(Settings)
         super().__init__(
-            config.critic.as_policy(config.policy),
-            config.critic.as_engine(config.engine),
+            self._settings.as_policy(config.policy),
+            self._settings.as_engine(config.engine),
             tokenizer,
             total_steps=config.run.steps * plan.optimizer_steps,
             padding=None,
@@ -50,7 +53,7 @@ class Critic(Scorer):
     @property
     def learns_alone(self) -> bool:
         """Whether the policy does not learn yet."""
-        return self.optimizer_steps < self._run.critic.warmup_steps * self._plan.optimizer_steps
+        return self.optimizer_steps < self._settings.warmup_steps * self._plan.optimizer_steps
 
     def advantages(
         self, rollout: Rollout, scores: Scores, batches: list[MicroBatch], kl_BT: Tensor | None, beta: float
@@ -73,7 +76,7 @@ class Critic(Scorer):
                 value_BT[micro.row_b, : micro.mask_bT.shape[1]] = micro.unflatten(value_N)
         return value_BT
 
-    def learn(self, batches: list[TrainBatch], beat: Callable[[], None]) -> Iterator[Numbers]:
+    def learn(self, batches: Sequence[TrainBatch], beat: Callable[[], None]) -> Iterator[Numbers]:
         """One optimizer step on rows of the rollout that `advantages` was last given; numbers of each micro-batch and
         of the step. `beat` is called before each micro-batch. Collective."""
         assert self._targets is not None
@@ -82,7 +85,7 @@ class Critic(Scorer):
             micro = batch.micro
             value_bT = micro.unflatten(self.forward(micro))
             old_value_bT, return_bT = map(micro.of_rows, (self._targets.old_value_BT, self._targets.return_BT))
-            loss, numbers = value_loss(value_bT, old_value_bT, return_bT, batch.weight_bT, self._run.critic)
+            loss, numbers = value_loss(value_bT, old_value_bT, return_bT, batch.weight_bT, self._settings)
             self.engine.backward(loss)
             yield {**numbers, "critic/loss": (loss / self._plan.optimizer_steps, 1)}
         yield {"critic/lr": (self.lr, 1), "critic/grad_norm": (self.step().grad_norm, 1)}
@@ -96,6 +99,40 @@ class Critic(Scorer):
         self.load_state_dict(self.engine.load(folder, _FOLDER))
 
 
+class CriticFeature(Feature):
+    """Advantages relative to a critic's values, and the critic's training."""
+
+    name = "critic"
+    is_timed = True
+    critic: Critic
+
+    def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
+        super().__init__(config, plan, inputs)
+        check_critic(config, inputs.tokenizer, config.rollout.longest(inputs.longest_prompt))
+
+    @property
+    def model(self) -> Critic:
+        """See `Feature`."""
+        return self.critic
+
+    @property
+    def policy_waits(self) -> bool:
+        """During the steps of `critic.warmup_steps`."""
+        return self.critic.learns_alone
+
+    def load(self, policy: Policy) -> None:
+        """Make the critic. Collective."""
+        self.critic = Critic(self.config, self.plan, self.inputs.tokenizer)
+
+    def advantages(self, scored: Scored, micro_batches: list[MicroBatch]) -> tuple[Tensor, Numbers]:
+        """See `Critic.advantages`. Collective."""
+        return self.critic.advantages(scored.rollout, scored.scores, micro_batches, scored.kl_BT, scored.beta)
+
+    def update(self, batches: Sequence[TrainBatch], beat: Callable[[], None]) -> Iterator[Numbers]:
+        """See `Critic.learn`. Collective."""
+        yield from self.critic.learn(batches, beat)
+
+
 def check_critic(config: TrainConfig, tokenizer: Any, longest: int) -> None:
     """Refuse a critic that cannot be made of its model, or cannot read what the policy reads, before weights load.
 
@@ -103,12 +140,13 @@ def check_critic(config: TrainConfig, tokenizer: Any, longest: int) -> None:
         tokenizer: the policy's.
         longest: tokens of the longest prompt and completion.
     """
-    policy, setting = config.critic.as_policy(config.policy), _setting(config)
-    engines.check_config(policy, config.critic.as_engine(config.engine))
+    settings = config.of(Settings)
+    policy, setting = settings.as_policy(config.policy), _setting(config)
+    engines.check_config(policy, settings.as_engine(config.engine))
     name, model_config = policy.model, check_scalar(policy.model, setting)
-    if config.critic.model is None:
+    if settings.model is None:
         return
-    check_companion(policy, model_config, config.policy, tokenizer, "critic")
+    check_compatible(policy, model_config, config.policy, tokenizer, "critic")
     limit = getattr(model_config, "max_position_embeddings", None)
     refuse(
         limit is not None and longest > limit,
@@ -119,4 +157,4 @@ def check_critic(config: TrainConfig, tokenizer: Any, longest: int) -> None:
 
 def _setting(config: TrainConfig) -> str:
     """The setting that names the critic's model."""
-    return "policy.model" if config.critic.model is None else "critic.model"
+    return "policy.model" if config.of(Settings).model is None else "critic.model"

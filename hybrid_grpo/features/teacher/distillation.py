@@ -9,52 +9,13 @@ the teacher q, which is
 - the expectation of (log p_v - log q_v) grad log p_v over tokens v that are drawn from p: an advantage of -(log p_v -
   log q_v) for the token that was sampled, constant, and of no other token ("On-Policy Distillation", Thinking Machines
   Lab, 2025);
-- or that of the divergence itself, which the head computes over the vocabulary (model/divergence.py).
+- or that of the divergence itself, which the head computes over the vocabulary (divergence.py).
 """
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from hybrid_grpo.data.batch import MicroBatch, Numbers
-from hybrid_grpo.model.divergence import NextTokens, reverse_kl
-from hybrid_grpo.model.logprobs import HeadFunction
-
-
-@dataclass(frozen=True)
-class TeacherSignal:
-    """What a teacher says of a rollout. By default there is no teacher, and nothing changes."""
-
-    coef: float = 0.0
-    """Weight of the divergence."""
-    advantages_BT: Tensor | None = None
-    """float32, what is added to the advantages; None where the teacher is in the loss."""
-    next_tokens: Sequence[NextTokens] = ()
-    """[B], in host memory: what it expects at every token of a completion, where it is in the loss."""
-
-    def beside(self, advantages_BT: Tensor) -> Tensor:
-        """The advantages with those of the teacher."""
-        return advantages_BT if self.advantages_BT is None else advantages_BT + self.advantages_BT
-
-    def head(self, micro: MicroBatch) -> HeadFunction | None:
-        """What the policy's head is to compute for the loss at the completion tokens of a micro-batch, or None. A
-        micro-batch without rows computes it too, of something."""
-        if not self.next_tokens:
-            return None
-        first, *others = [self.next_tokens[row] for row in micro.rows] or [self.next_tokens[0].first()]
-        return partial(reverse_kl, teacher=first.joined(others).to(micro.mask_bT.device))
-
-    def loss(self, found: Sequence[Tensor], weight_bT: Tensor) -> tuple[Tensor | float, Numbers]:
-        """What is added to the loss of a micro-batch, from what `head` has `found` there, and its numbers."""
-        if not self.next_tokens:
-            return 0.0, {}
-        real_bT = weight_bT > 0
-        kl_bT, tokens = torch.where(real_bT, found[0], 0.0), real_bT.sum()
-        mean = kl_bT.detach().sum() / tokens.clamp(min=1)
-        return teacher_loss(kl_bT, weight_bT, self.coef), {"teacher/loss": (mean, tokens)}
+from hybrid_grpo.data.batch import Numbers
 
 
 def measure_teacher(old_logp_BT: Tensor, teacher_logp_BT: Tensor, mask_BT: Tensor) -> Numbers:

@@ -1,0 +1,99 @@
+"""The settings of features: the base class of their sections, and the list of features that this package has.
+
+A feature is a folder of `hybrid_grpo/features/`. Its settings are read, checked and explained like those of the core,
+and `TrainConfig` gets a section for each. What a feature does in a step is a `Feature` (run/feature.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from hybrid_grpo.config.train import TrainConfig
+    from hybrid_grpo.run.feature import Feature
+    from hybrid_grpo.run.memory.plan import FeatureMemory
+
+REGISTERED = ("critic", "teacher", "pretraining")
+"""The folders of features, in the order in which they are asked."""
+FOLDER = "hybrid_grpo.features"
+ClassT = TypeVar("ClassT", bound=type)
+
+
+class FeatureConfig:
+    """The section of a feature. Subclasses are pydantic dataclasses, named `Settings` in the feature's `settings.py`.
+
+    Whatever a feature leaves out has a default here that changes nothing. Attributes without annotations are facts
+    about the feature, not settings.
+    """
+
+    section = ""
+    """Name of the section in a recipe."""
+    method = ""
+    """What papers call training with it, if that has another name than GRPO; needs a setting `enabled`."""
+    replaces_groups = ""
+    """The setting that lets a run learn from groups of one completion; empty if the feature needs groups too."""
+    gives_advantages = False
+    """Whether its advantages take the place of those within groups."""
+    learns_without_rewards = False
+    """Whether equal rewards, or none, still teach the policy something."""
+    free = frozenset[str]()
+    """Its settings that may change when a run resumes: they decide how it is computed, not what is learned."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the feature takes part in the run."""
+        raise NotImplementedError
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The settings that are not at their default."""
+        default = type(self)()
+        return {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+
+    @property
+    def policy_waits(self) -> int:
+        """Steps at the beginning of the run in which the policy does not learn."""
+        return 0
+
+    @property
+    def models(self) -> dict[str, str | None]:
+        """The models that the feature loads, by the setting that names each."""
+        return {}
+
+    def check(self, config: TrainConfig) -> None:
+        """Refuse what contradicts the other settings; called whether or not the feature is on. Raises UserError."""
+
+    def check_place(self, config: TrainConfig, world_size: int) -> None:
+        """Refuse what cannot work on this machine or number of ranks, if the feature is on. Raises UserError."""
+
+    def memory(self, config: TrainConfig) -> FeatureMemory | None:
+        """Its share of the memory plan, if the feature is on; None where it takes no memory worth planning."""
+        return None
+
+    def load(self) -> type[Feature]:
+        """The feature itself. Imports torch."""
+        raise NotImplementedError
+
+
+@functools.cache
+def feature_sections() -> dict[str, type[FeatureConfig]]:
+    """The settings of every registered feature, by the name of their section."""
+    found = [import_module(f"{FOLDER}.{folder}.settings").Settings for folder in REGISTERED]
+    return {settings.section: settings for settings in found}
+
+
+def feature_folders() -> list[Path]:
+    """The folders of the registered features."""
+    return [Path(__file__).parent.parent / "features" / folder for folder in REGISTERED]
+
+
+def with_feature_sections(cls: ClassT) -> ClassT:
+    """Class decorator, applied before `dataclass`: adds a field for the section of every registered feature."""
+    for name, settings in feature_sections().items():
+        cls.__annotations__[name] = settings
+        setattr(cls, name, field(default_factory=settings))
+    return cls

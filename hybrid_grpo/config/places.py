@@ -1,0 +1,46 @@
+"""Where settings point: files and folders on this machine, names on the hub, and shares of several ranks."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from hybrid_grpo.config.errors import refuse
+
+
+def looks_like_path(name: str) -> bool:
+    """A hub name is `name` or `owner/name`; anything that exists, or could not be one, is a path."""
+    return (
+        os.path.exists(name)
+        or not re.fullmatch(r"[\w\-][\w.\-]*(/[\w.\-]+)?", name)
+        or bool(re.search(r"\.(jsonl?|parquet|csv|txt|yaml)$", name))
+    )
+
+
+def check_source(name: str, source: Any) -> None:
+    """Refuse a source of rows that is not there: a file or folder, unless it is a hub name or an object."""
+    if not isinstance(source, str):
+        return
+    refuse(not source, f"{name} is not set: give a JSONL or parquet file, a dataset folder or a hub name")
+    if looks_like_path(source):
+        refuse(not Path(source).exists(), f"{name} {source}: there is no such file or folder")
+        is_special = not Path(source).is_file() and not Path(source).is_dir()
+        refuse(is_special, f"{name} {source} is neither a file nor a folder: give a file on disk")
+        refuse(Path(source).is_file() and Path(source).stat().st_size == 0, f"{name} {source} is empty")
+
+
+def check_model_folder(setting: str, model: str) -> None:
+    """Refuse a model folder that is not there or not one; hub names are looked up when the model is loaded."""
+    if looks_like_path(model):
+        refuse(Path(model).is_file(), f"{setting} {model} is a file: give the folder of a model or a hub name")
+        refuse(not Path(model).is_dir(), f"{setting} {model}: there is no such folder")
+        refuse(
+            not (Path(model) / "config.json").is_file(),
+            f"{setting} {model} is not a model folder: it has no config.json",
+        )
+
+
+def refuse_indivisible(name: str, value: int, divisor: int, why: str) -> None:
+    """Refuse a number that does not divide evenly, with the nearest one that does."""
+    nearest = max(divisor, round(value / divisor) * divisor)
+    refuse(value % divisor != 0, f"{name} {value} does not divide by {why} = {divisor}: the nearest value is {nearest}")

@@ -1,0 +1,45 @@
+"""The critic's share of the memory plan."""
+
+from dataclasses import replace
+
+from hybrid_grpo.config import GrpoConfig, LoraConfig, TrainConfig
+from hybrid_grpo.features.critic.settings import Settings
+from hybrid_grpo.model.scalar import count_parameters
+from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
+
+
+class CriticMemory(FeatureMemory):
+    """What a critic holds from step to step: weights and gradients on the device, and its optimizer there or, where it
+    is offloaded, on the host.
+
+    Its activations are not counted: it runs when those of the policy are gone, and without an LM head.
+    """
+
+    name = "critic"
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._parameters = count_parameters(config.of(Settings).as_policy(config.policy).model)
+
+    def part(self, plan: Plan, on_host: bool) -> Part:
+        """See `FeatureMemory`."""
+        settings = plan.config.of(Settings)
+        config = replace(
+            plan.config,
+            policy=settings.as_policy(plan.config.policy),
+            engine=settings.as_engine(plan.config.engine),
+            lora=LoraConfig(),
+            # A plan of the critic as if it were a policy; none of its rollouts is looked at.
+            rollout=replace(plan.config.rollout, num_generations=2, keep_cache="off"),
+            grpo=GrpoConfig(),
+            critic=Settings(),
+        )
+        sizes = replace(plan.sizes, parameters=self._parameters, trained=self._parameters)
+        own = Plan(config, sizes, plan.batch, plan.prompt, plan.hardware)
+        states, shards = sum(part.bytes for part in own.states()), own.ranks if own.stage == 3 else 1
+        held = own.dtype * own.n // shards + own.gradients().bytes + (0 if own.offloads else states)
+        remedy = "critic.zero_stage, critic.offload_optimizer, more ranks"
+        return Part("critic", (states if own.offloads else 0) if on_host else held, remedy)
+
+    def seconds(self, plan: Plan, forward: float, passes: int) -> float:
+        """Its values once, then its training."""
+        return forward * (1 + passes) * self._parameters / plan.sizes.parameters

@@ -1,0 +1,69 @@
+"""The pretraining loss of a run: next-token prediction on texts, beside what the policy learns from its rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hybrid_grpo.config import BatchPlan, TrainConfig
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.data.batch import Numbers
+from hybrid_grpo.data.loader import PromptLoader
+from hybrid_grpo.distributed import rank, world_size
+from hybrid_grpo.features.pretraining.settings import Settings
+from hybrid_grpo.features.pretraining.texts import read_texts
+from hybrid_grpo.model.loading import check_prompt_ids, load_config
+from hybrid_grpo.run.feature import Feature
+
+if TYPE_CHECKING:
+    from hybrid_grpo.policy import Policy
+    from hybrid_grpo.run.inputs import RunInputs
+
+
+class PretrainingLoss(Feature):
+    """`coef` times the mean cross-entropy of the tokens of a batch of texts (arXiv:2203.02155, equation 2).
+
+    Every optimizer step draws the next batch, in a seeded order that does not depend on the number of ranks. Raises
+    UserError as `read_texts` does.
+    """
+
+    name = "ptx"
+
+    def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
+        super().__init__(config, plan, inputs)
+        settings, model_config = config.of(Settings), load_config(config.policy.model)
+        positions, longest = getattr(model_config, "max_position_embeddings", None), settings.max_tokens
+        refuse(
+            positions is not None and longest > positions,
+            f"ptx.max_tokens {longest} is more than the {positions} positions of policy.model: set it to {positions} or"
+            " lower",
+        )
+        self._coef = settings.coef
+        self._rows, self._fact = read_texts(settings, inputs.tokenizer)
+        check_prompt_ids(self._rows, model_config)
+        self._loader = PromptLoader(
+            self._rows, settings.rows_per_step, rank(), world_size(), config.run.seed, section="ptx"
+        )
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """See `Feature`."""
+        return {"ptx": self._fact}
+
+    @property
+    def rows(self) -> Mapping[str, Sequence[Any]]:
+        """See `Feature`."""
+        return {"texts of ptx": self._rows}
+
+    @property
+    def state(self) -> PromptLoader[list[int]]:
+        """The position in the texts."""
+        return self._loader
+
+    def gradient(self, policy: Policy, beat: Callable[[], None]) -> Numbers:
+        """Add the gradient of the next batch to that of the coming optimizer step; returns the loss without its
+        coefficient. `beat` is called before each micro-batch. Collective."""
+        rows = [row for row, _ in self._loader.next_batch()]
+        parts = list(policy.learn([row[:1] for row in rows], [row[1:] for row in rows], beat, self._coef))
+        tokens = sum(count for _, count in parts)
+        return {"ptx/loss": (sum(loss * count for loss, count in parts) / tokens, tokens)}

@@ -1,0 +1,73 @@
+"""Settings of the pretraining loss: its weight and its texts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
+
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.features import FeatureConfig
+from hybrid_grpo.config.fields import SECTION, Count, NotNegative, Source, Text
+from hybrid_grpo.config.places import check_source, refuse_indivisible
+
+if TYPE_CHECKING:
+    from hybrid_grpo.config.train import TrainConfig
+    from hybrid_grpo.run.feature import Feature
+
+
+@dataclass(frozen=True, config=SECTION)
+class Settings(FeatureConfig):
+    """Text on which the next-token loss is added to the loss of the policy (InstructGPT, arXiv:2203.02155, equation 2:
+    PPO-ptx), so that it does not unlearn what it was pretrained on. Each optimizer step draws rows of its own."""
+
+    coef: NotNegative = 0.0
+    """Weight of the loss, the mean over the tokens of the rows (gamma); 0: none is computed."""
+    path: Source = ""
+    """JSONL or parquet file, folder of a saved dataset, or hub name."""
+    subset: Text | None = None
+    """Configuration name of a hub dataset."""
+    split: Text = "train"
+    """Split to read, where the source has splits."""
+    column: Text = "text"
+    """Column with the text; special tokens are added as the tokenizer does it, and end-of-sequence behind it."""
+    limit: Count | None = None
+    """Read only this many texts from the start."""
+    rows_per_step: Count = 32
+    """Rows of one optimizer step, over all ranks."""
+    max_tokens: Count = 512
+    """Longest row; longer texts are cut into several."""
+
+    section = "ptx"
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is such a loss."""
+        return self.coef > 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Settings:
+        if not self.coef:
+            default = type(self).__dataclass_fields__
+            for name in default:
+                value = getattr(self, name)
+                refuse(
+                    value != default[name].default,
+                    f"ptx.{name} is set, but without ptx.coef there is no such loss: set ptx.coef, or take it out",
+                )
+        else:
+            refuse(self.path == "", f"ptx.coef {self.coef:g} needs texts: set ptx.path, or ptx.coef to 0")
+        refuse(self.max_tokens < 2, "ptx.max_tokens 1 leaves no token to predict: set it to 2 or more")
+        return self
+
+    def check_place(self, config: TrainConfig, world_size: int) -> None:
+        """Refuse texts that are not there, and rows that do not divide evenly among the ranks."""
+        check_source("ptx.path", self.path)
+        refuse_indivisible("ptx.rows_per_step", self.rows_per_step, world_size, "ranks")
+
+    def load(self) -> type[Feature]:
+        """The feature itself."""
+        from hybrid_grpo.features.pretraining.pretraining import PretrainingLoss
+
+        return PretrainingLoss

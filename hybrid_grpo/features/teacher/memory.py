@@ -1,0 +1,45 @@
+"""The teacher's share of the memory plan."""
+
+from functools import partial
+
+import torch
+
+from hybrid_grpo.config import TrainConfig
+from hybrid_grpo.features.teacher.divergence import NextTokens, reverse_kl
+from hybrid_grpo.features.teacher.settings import Settings
+from hybrid_grpo.model.loading import parameters_of
+from hybrid_grpo.model.logprobs import HeadFunction
+from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
+
+
+class TeacherMemory(FeatureMemory):
+    """The teacher's weights, sharded; and on the host, where it is in the loss, what it says of the vocabulary at every
+    token of a rollout: float32, and with `top_k` also the tokens. Its forward keeps nothing, as that of the
+    reference."""
+
+    name = "teacher"
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._settings = config.of(Settings)
+        self._parameters = parameters_of(self._settings.model) if self._settings.model else 0
+
+    def part(self, plan: Plan, on_host: bool) -> Part:
+        """See `FeatureMemory`."""
+        settings, places = self._settings, plan.rows * plan.config.rollout.max_completion_tokens
+        weights = plan.dtype * self._parameters // plan.ranks if settings.offload == on_host else 0
+        kept = places * (8 * settings.top_k or 4 * plan.sizes.vocabulary) if settings.keeps_vocabulary else 0
+        return Part("teacher", weights + (kept if on_host else 0), "teacher.top_k, teacher.offload, more ranks")
+
+    def seconds(self, plan: Plan, forward: float, passes: int) -> float:
+        """One forward; of the policy itself where that is its own teacher."""
+        own = plan.sizes.parameters
+        return forward * (self._parameters or own) / own
+
+    def head(self, places: int, vocabulary: int) -> HeadFunction | None:
+        """The divergence from the policy, with `teacher.into` loss."""
+        if not self._settings.keeps_vocabulary:
+            return None
+        top_k = self._settings.top_k
+        tokens = torch.empty(places, top_k, dtype=torch.int32) if top_k else None
+        expected = torch.empty(places, top_k + 1 if top_k else vocabulary)
+        return partial(reverse_kl, teacher=NextTokens(expected, tokens, vocabulary))

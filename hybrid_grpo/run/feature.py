@@ -1,0 +1,231 @@
+"""When a feature is asked during a run, and how several features add up.
+
+A feature adds something to GRPO: an advantage, a term of the loss, a model that learns too. It is called at the moments
+that `Feature` names, in the order in which they occur, and every method does nothing by default. Users can bring their
+own. What a feature does not do is to reach into the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from hybrid_grpo.config import BatchPlan, TrainConfig
+from hybrid_grpo.data.batch import MicroBatch, Numbers, Rollout, Scores, TrainBatch
+from hybrid_grpo.model.logprobs import HeadFunction
+from hybrid_grpo.policy import Policy
+from hybrid_grpo.run.metrics.metrics import Meter
+from hybrid_grpo.run.stage import SavedModel, Stateful
+
+if TYPE_CHECKING:
+    from hybrid_grpo.run.inputs import RunInputs
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A rollout after scoring, before anything is learned from it; tensors are float32 [B, T], on the policy's
+    device."""
+
+    rollout: Rollout
+    scores: Scores
+    old_logp_BT: Tensor | None
+    """Of the policy that sampled; None where nothing asks for them (see `Feature.needs_old_logp`)."""
+    kl_BT: Tensor | None
+    """KL to the reference where it is part of the reward, else None."""
+    beta: float
+    """What a nat of it costs."""
+
+
+class Feature:
+    """One feature of a run on this rank. Made before any model loads; raises UserError where its settings do not fit
+    the inputs.
+
+    Args:
+        config, plan: the run's settings and batch equation.
+        inputs: its prompts, tokenizer and rewards.
+    """
+
+    name = ""
+    """Name of its metrics, and of its state in a checkpoint."""
+    is_timed = False
+    """Whether its advantages and its own learning are timed as `time/<name>_s`."""
+    needs_old_logp = False
+    """Whether it needs `Scored.old_logp_BT`."""
+
+    def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
+        self.config, self.plan, self.inputs = config, plan, inputs
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What it has read, in lines for the console and the run folder."""
+        return {}
+
+    @property
+    def rows(self) -> Mapping[str, Sequence[Any]]:
+        """The rows it learns from, by what they are: a run that resumes must find the same."""
+        return {}
+
+    @property
+    def state(self) -> Stateful | None:
+        """Its part of a checkpoint, saved under `name`."""
+        return None
+
+    @property
+    def model(self) -> SavedModel | None:
+        """A model that it trains; a checkpoint holds its shards."""
+        return None
+
+    @property
+    def policy_waits(self) -> bool:
+        """Whether the policy is not to learn yet."""
+        return False
+
+    def load(self, policy: Policy) -> None:
+        """Load its models. Collective."""
+
+    def advantages(self, scored: Scored, micro_batches: list[MicroBatch]) -> tuple[Tensor, Numbers] | None:
+        """Advantages [B, T] in place of those within groups, once per rollout; `micro_batches` are all its rows.
+        Collective."""
+        return None
+
+    def bonus(self, scored: Scored) -> tuple[Tensor | None, Numbers]:
+        """What is added to the advantages [B, T], once per rollout. Collective."""
+        return None, {}
+
+    def update(self, batches: Sequence[TrainBatch], beat: Callable[[], None]) -> Iterator[Numbers]:
+        """Learn from the micro-batches of an optimizer step, before the policy does; `beat` is called before each.
+        Collective."""
+        yield from ()
+
+    def head(self, micro: MicroBatch) -> HeadFunction | None:
+        """What the policy's head is to compute in addition for a micro-batch. The same on every rank, also for a
+        micro-batch without rows."""
+        return None
+
+    def loss(
+        self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, found: Sequence[Tensor]
+    ) -> tuple[Tensor | float, Numbers]:
+        """A term of the policy's loss on a micro-batch; `found` is what `head` computed, each [b, T]."""
+        return 0.0, {}
+
+    def gradient(self, policy: Policy, beat: Callable[[], None]) -> Numbers:
+        """Add a gradient of its own to the policy's, before the optimizer steps. Collective."""
+        return {}
+
+
+class Features:
+    """The features of a run, asked together. `meter` times those that want it."""
+
+    def __init__(self, features: Sequence[Feature], meter: Meter) -> None:
+        self._features, self._meter = features, meter
+
+    def __iter__(self) -> Iterator[Feature]:
+        return iter(self._features)
+
+    @property
+    def needs_old_logp(self) -> bool:
+        """Whether one of them needs the log-probabilities of the policy that sampled."""
+        return any(feature.needs_old_logp for feature in self._features)
+
+    @property
+    def policy_waits(self) -> bool:
+        """Whether the policy is not to learn yet."""
+        return any(feature.policy_waits for feature in self._features)
+
+    @property
+    def states(self) -> dict[str, Stateful]:
+        """Their parts of a checkpoint, by name."""
+        return {feature.name: feature.state for feature in self._features if feature.state is not None}
+
+    @property
+    def models(self) -> list[SavedModel]:
+        """The models that they train."""
+        return [feature.model for feature in self._features if feature.model is not None]
+
+    def advantages(self, scored: Scored, split: Callable[[], list[MicroBatch]]) -> tuple[Tensor, Numbers] | None:
+        """The advantages of the first feature that has some in place of those within groups; None without one. `split`
+        gives all rows in micro-batches. Collective."""
+        for feature in self._with("advantages"):
+            with self._timed(feature):
+                found = feature.advantages(scored, split())
+            if found is not None:
+                return found
+        return None
+
+    def bonus(self, scored: Scored) -> tuple[list[Tensor], Numbers]:
+        """What each of them adds to the advantages. Collective."""
+        tensors, numbers = [], Numbers()
+        for feature in self._with("bonus"):
+            with self._timed(feature):
+                bonus_BT, of_feature = feature.bonus(scored)
+            numbers |= of_feature
+            if bonus_BT is not None:
+                tensors.append(bonus_BT)
+        return tensors, numbers
+
+    def update(self, batches: Sequence[TrainBatch], beat: Callable[[], None]) -> Iterator[Numbers]:
+        """Let each learn from the micro-batches of an optimizer step. Collective."""
+        for feature in self._with("update"):
+            with self._timed(feature):
+                yield from feature.update(batches, beat)
+
+    def term(self, micro: MicroBatch) -> Term:
+        """What they add to the loss of a micro-batch."""
+        return Term(self._with("loss"), micro)
+
+    def gradient(self, policy: Policy, beat: Callable[[], None]) -> Numbers:
+        """Add their gradients to the policy's. Collective."""
+        numbers = Numbers()
+        for feature in self._with("gradient"):
+            numbers |= feature.gradient(policy, beat)
+        return numbers
+
+    def _with(self, method: str) -> list[Feature]:
+        """Those that have a method of their own."""
+        return [f for f in self._features if getattr(type(f), method) is not getattr(Feature, method)]
+
+    def _timed(self, feature: Feature) -> AbstractContextManager[None]:
+        return self._meter.time(f"time/{feature.name}_s") if feature.is_timed else nullcontext()
+
+
+class Term:
+    """What features add to the loss of a micro-batch: first to the forward's head, then to the loss."""
+
+    def __init__(self, features: Sequence[Feature], micro: MicroBatch) -> None:
+        self._heads = [(feature, feature.head(micro)) for feature in features]
+        self._counts: list[int] = []
+
+    @property
+    def head(self) -> HeadFunction | None:
+        """What the policy's head is to compute in addition; None for nothing."""
+        heads = [head for _, head in self._heads if head is not None]
+        if not heads:
+            return None
+
+        def all_heads(*given: Any) -> tuple[Tensor, ...]:
+            found = [head(*given) for head in heads]
+            self._counts = list(map(len, found))
+            return tuple(tensor for part in found for tensor in part)
+
+        return all_heads
+
+    def loss(
+        self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, found: Sequence[Tensor]
+    ) -> tuple[Tensor | float, Numbers]:
+        """The sum of the features' terms; `found` is what `head` computed, each [b, T]."""
+        total: Tensor | float = 0.0
+        numbers, counts, first = Numbers(), iter(self._counts), 0
+        for feature, head in self._heads:
+            count = next(counts) if head is not None else 0
+            term, of_feature = feature.loss(batch, logp_bT, entropy_bT, found[first : first + count])
+            total, numbers, first = total + term, numbers | of_feature, first + count
+        return total, numbers
+
+
+def make_features(config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> list[Feature]:
+    """The features of a run; raises UserError where one does not fit the inputs."""
+    return [feature.load()(config, plan, inputs) for feature in config.features]
