@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from hybrid_grpo.config.train import TrainConfig
-    from hybrid_grpo.run.feature import Feature
-    from hybrid_grpo.run.memory.plan import FeatureMemory
 
 REGISTERED = ("critic", "teacher", "pretraining")
 """The folders of features, in the order in which they are asked."""
@@ -70,12 +68,13 @@ class FeatureConfig:
     def check_place(self, config: TrainConfig, world_size: int) -> None:
         """Refuse what cannot work on this machine or number of ranks, if the feature is on. Raises UserError."""
 
-    def memory(self, config: TrainConfig) -> FeatureMemory | None:
-        """Its share of the memory plan, if the feature is on; None where it takes no memory worth planning."""
+    def memory(self, config: TrainConfig) -> Any:
+        """Its share of the memory plan (`run.memory.plan.FeatureMemory`), if the feature is on; None where it takes no
+        memory worth planning. Imports torch."""
         return None
 
-    def load(self) -> type[Feature]:
-        """The feature itself. Imports torch."""
+    def load(self) -> Any:
+        """The class of the feature itself, a `run.feature.Feature`. Imports torch."""
         raise NotImplementedError
 
 
