@@ -24,8 +24,8 @@ mypy &
 types=$!
 lint-imports || { wait; exit 1; }
 wait "$types"
-# One worker more than two cores: many tests wait for processes of theirs, or for a time to pass.
+# More workers than cores, if these are few: many tests wait for processes of theirs, or for a time to pass.
 cores=$(getconf _NPROCESSORS_ONLN)
-workers=$((cores < 4 ? cores + 1 : 4))
+workers=$((cores < 2 ? 2 : 4))
 # Files stay whole, as most that start processes share them among their tests; conftest.py says in which order.
 python -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder "${tests[@]}" "$@"

@@ -1,4 +1,4 @@
-"""Objectives on one, two and three ranks: the same groups, the same loss, the same gradient."""
+"""Objectives on one rank and on two: the same groups, the same loss, the same gradient."""
 
 import pytest
 from launching import make_task, ranks
@@ -8,17 +8,16 @@ from objective_programs import OBJECTIVES
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     folder = make_task(tmp_path_factory.mktemp("task"))
-    return {world: ranks(world, "objectives", folder, programs="objective_programs.py") for world in (1, 2, 3)}
+    return {world: ranks(world, "objectives", folder, programs="objective_programs.py") for world in (1, 2)}
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_step_does_not_depend_on_the_ranks(seen, name, world):
+def test_a_step_does_not_depend_on_the_ranks(seen, name):
     (alone,) = (one["objectives"][name] for one in seen[1])
-    ours = [one["objectives"][name] for one in seen[world]]
+    ours = [one["objectives"][name] for one in seen[2]]
     minibatches = OBJECTIVES[name].get("num_minibatches", 1)
-    share = len(alone["rows"]) // world // minibatches
+    share = len(alone["rows"]) // 2 // minibatches
     rows = [row for m in range(minibatches) for one in ours for row in one["rows"][m * share : (m + 1) * share]]
     assert [row[:3] for row in rows] == [row[:3] for row in alone["rows"]], "the same groups in the same places"
     for row, other in zip(rows, alone["rows"], strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -145,10 +146,13 @@ class Ranks:
 
 
 def free_port() -> str:
-    """A port that nothing listens at."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
+    """A port that nothing listens on. It is below those that the system gives to connections, and drawn: whatever asks
+    at the same time is given another one."""
+    while True:
+        port = random.SystemRandom().randint(20_000, 32_000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return str(port)
 
 
 def start(

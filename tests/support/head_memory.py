@@ -10,7 +10,7 @@ import torch
 
 from hybrid_grpo.model.logprobs import token_logprobs
 
-V, N, D = 151_936, 4096, 64
+V, N, D = 75_968, 4096, 64
 torch.set_num_threads(2)
 generator = torch.Generator().manual_seed(0)
 hidden = torch.randn(N, D, generator=generator).requires_grad_()

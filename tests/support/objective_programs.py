@@ -90,8 +90,6 @@ def objectives(folder: Path) -> dict[str, Any]:
             "beta": one.kl.beta,
             "drawn": one.loader.state_dict()["offset"],
         }
-    if world_size() > 2:
-        return {"objectives": seen}
     return {
         "objectives": seen,
         "refresh": {str(stage): refreshed(folder, stage) for stage in (3, 0)},

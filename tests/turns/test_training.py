@@ -13,8 +13,7 @@ USER = ["--rollout.user_model", "model", "--rollout.user_prompt", "you ask", "--
 SQUEEZED = ["--rollout.max_slots", "4", "--rollout.cache_gb", "0.00045"]
 RUNS = {
     "alone": (1, ENVIRONMENT),
-    "two ranks": (2, ENVIRONMENT),
-    "squeezed": (1, [*ENVIRONMENT, *SQUEEZED]),
+    "squeezed on two ranks": (2, [*ENVIRONMENT, *SQUEEZED]),
     "user": (1, USER),
     "user squeezed on two ranks": (2, [*USER, *SQUEEZED]),
 }
@@ -52,9 +51,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "one, other", [("alone", "two ranks"), ("alone", "squeezed"), ("user", "user squeezed on two ranks")]
-)
+@pytest.mark.parametrize("one, other", [("alone", "squeezed on two ranks"), ("user", "user squeezed on two ranks")])
 def test_neither_ranks_nor_memory_nor_delays_change_a_run(runs, one, other):
     (lines, metrics), (others, theirs) = runs[one], runs[other]
     same = ("prompt_id", "sample", "prompt", "messages", "length", "finish", "reward", "rewards", "steps", "advantage")

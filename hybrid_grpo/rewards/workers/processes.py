@@ -136,6 +136,8 @@ class ForkServer:
 
     def close(self) -> None:
         """End the fork server and all workers, with all that they have started."""
+        # Both, or the socket stays open, and the fork server does not see its end.
+        self._answers.close()
         self._control.close()
         try:
             self._process.wait(_END_SECONDS)

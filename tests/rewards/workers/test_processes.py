@@ -60,6 +60,16 @@ def wait_for_end(processes: list[psutil.Process]) -> None:
     assert in_time(lambda: not any(map(alive, processes))), [process for process in processes if alive(process)]
 
 
+def test_a_pool_that_is_closed_ends_by_itself() -> None:
+    """A second reference kept the socket open: every close took two seconds, and then a kill."""
+    pool = Pool([("rewards[0]", act())], 1, ScoringConfig())
+    (server,) = [process for process in family() if "serve_forks" in " ".join(process.cmdline())]
+    start = time.monotonic()
+    pool.close()
+    wait_for_end([server])
+    assert time.monotonic() - start < 1.5
+
+
 def test_a_function_that_stops_its_parent_leaves_no_process() -> None:
     others = family()
     pool = Pool([("rewards[0]", act())], 1, ScoringConfig())
