@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import TypeVar
+from dataclasses import field, replace
+from typing import Any, TypeVar
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
@@ -80,6 +80,11 @@ class TrainConfig(ModelRunConfig):
         """The section of a feature, by its class."""
         section: FeatureConfigT = getattr(self, kind.section)
         return section
+
+    def without(self, kind: type[FeatureConfig]) -> TrainConfig:
+        """The same run without a feature, by the class of its section."""
+        changes: dict[str, Any] = {kind.section: kind()}
+        return replace(self, **changes)
 
     @property
     def policy_waits(self) -> int:

@@ -138,7 +138,8 @@ def load_stage(stage: Stage, checkpoints: Checkpoints, checkpoint: Checkpoint) -
         refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: take its settings out")
         part.load_state_dict(state[name])
     if (lr_scale := checkpoint.manifest.lr_scale) is not None:
-        for model in (stage.policy, *stage.others):
+        stage.policy.lr_scale = lr_scale
+        for model in stage.others:
             model.lr_scale = lr_scale
     return state
 

@@ -24,14 +24,13 @@ class CriticMemory(FeatureMemory):
         """See `FeatureMemory`."""
         settings = plan.config.of(Settings)
         config = replace(
-            plan.config,
+            plan.config.without(Settings),
             policy=settings.as_policy(plan.config.policy),
             engine=settings.as_engine(plan.config.engine),
             lora=LoraConfig(),
             # A plan of the critic as if it were a policy; none of its rollouts is looked at.
             rollout=replace(plan.config.rollout, num_generations=2, keep_cache="off"),
             grpo=GrpoConfig(),
-            critic=Settings(),
         )
         sizes = replace(plan.sizes, parameters=self._parameters, trained=self._parameters)
         own = Plan(config, sizes, plan.batch, plan.prompt, plan.hardware)

@@ -32,8 +32,8 @@ def check_space(
     Rollouts and metrics, which are small beside these, are not counted.
     """
     model = sum(size * p.element_size() for p, size in _sizes(policy))
-    trained, *beside = (sum(size for p, size in _sizes(of) if p.requires_grad) for of in (policy, *others))
-    checkpoint = _STATE_BYTES * (trained + sum(beside)) + (model if shards is not None else 0)
+    trained, beside = _trained(policy), sum(map(_trained, others))
+    checkpoint = _STATE_BYTES * (trained + beside) + (model if shards is not None else 0)
     if policy.average is not None:
         checkpoint, models = checkpoint + _AVERAGE_BYTES * trained, models + 1
     count = config.keep + 1 if config.every or config.every_minutes else 0
@@ -48,6 +48,11 @@ def check_space(
         " lower checkpoint.keep, or take another run.dir",
     )
     return checkpoint
+
+
+def _trained(model: TrainedModel | SavedModel) -> int:
+    """Weights that are trained."""
+    return sum(size for p, size in _sizes(model) if p.requires_grad)
 
 
 def _sizes(model: TrainedModel | SavedModel) -> list[tuple[Any, int]]:
