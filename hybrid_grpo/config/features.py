@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from hybrid_grpo.config.train import TrainConfig
 
-REGISTERED = ("critic", "teacher", "pretraining")
-"""The folders of features, in the order in which they are asked."""
-FOLDER = "hybrid_grpo.features"
+REGISTERED = ("critic:CriticConfig", "teacher:TeacherConfig", "pretraining:PtxConfig")
+"""Folder and settings of each feature, in the order in which they are asked."""
 ClassT = TypeVar("ClassT", bound=type)
 
 
 class FeatureConfig:
-    """The section of a feature. Subclasses are pydantic dataclasses, named `Settings` in the feature's `settings.py`.
+    """The section of a feature. Subclasses are pydantic dataclasses in the feature's `settings.py`.
 
     Whatever a feature leaves out has a default here that changes nothing. Attributes without annotations are facts
     about the feature, not settings.
@@ -81,13 +80,14 @@ class FeatureConfig:
 @functools.cache
 def feature_sections() -> dict[str, type[FeatureConfig]]:
     """The settings of every registered feature, by the name of their section."""
-    found = [import_module(f"{FOLDER}.{folder}.settings").Settings for folder in REGISTERED]
+    names = [entry.split(":") for entry in REGISTERED]
+    found = [getattr(import_module(f"hybrid_grpo.features.{folder}.settings"), name) for folder, name in names]
     return {settings.section: settings for settings in found}
 
 
 def feature_folders() -> list[Path]:
     """The folders of the registered features."""
-    return [Path(__file__).parent.parent / "features" / folder for folder in REGISTERED]
+    return [Path(__file__).parent.parent / "features" / entry.partition(":")[0] for entry in REGISTERED]
 
 
 def with_feature_sections(cls: ClassT) -> ClassT:

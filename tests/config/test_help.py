@@ -86,7 +86,8 @@ def test_help_begins_with_the_command_s_own_and_the_usual_settings(capsys: pytes
 def documented_fields() -> dict[str, dict[str, str]]:
     """What stands below every field of every section in the source; a field without it is an error."""
     found: dict[str, dict[str, str]] = {}
-    sources = (ROOT / "hybrid_grpo/config").glob("*.py")
+    package = ROOT / "hybrid_grpo"
+    sources = [*package.glob("config/*.py"), *package.glob("features/*/settings.py")]
     for section in (node for source in sources for node in ast.parse(source.read_text()).body):
         if isinstance(section, ast.ClassDef) and section.name.endswith("Config"):
             for field, below in zip(section.body, [*section.body[1:], None], strict=True):

@@ -22,7 +22,7 @@ from hybrid_grpo.config import (
 )
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.distributed import barrier, world_size
-from hybrid_grpo.features.critic.settings import Settings
+from hybrid_grpo.features.critic.settings import CriticConfig
 from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.run.feature import make_features
 from hybrid_grpo.run.inputs import RunInputs
@@ -48,7 +48,9 @@ def build(folder: Path, *, critic_stage: int) -> Trainer:
             num_minibatches=2,
             num_iterations=2,
         ),
-        critic=Settings(enabled=True, zero_stage=critic_stage, lr=1e-3, warmup_steps=1, lam=0.9, gamma=0.99, clip=0.01),
+        critic=CriticConfig(
+            enabled=True, zero_stage=critic_stage, lr=1e-3, warmup_steps=1, lam=0.9, gamma=0.99, clip=0.01
+        ),
         rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
     )
     device = engines.start()

@@ -23,7 +23,7 @@ from hybrid_grpo.config import (
 )
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.distributed import world_size
-from hybrid_grpo.features.teacher.settings import Settings
+from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.feature import make_features
 from hybrid_grpo.run.inputs import RunInputs
@@ -44,7 +44,7 @@ def steps(folder: Path, stage: int, generations: int, **teacher: Any) -> list[di
         data=DataConfig(path=str(folder / "train.jsonl"), limit=100),
         rollout=RolloutConfig(prompts_per_step=12, num_generations=generations, max_completion_tokens=8),
         grpo=GrpoConfig(num_minibatches=2),
-        teacher=Settings(**teacher),
+        teacher=TeacherConfig(**teacher),
         rewards=[RewardConfig("letters_in_place")],
     )
     device = engines.start()

@@ -24,7 +24,7 @@ from hybrid_grpo.config import (
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.features.pretraining.pretraining import PretrainingLoss
-from hybrid_grpo.features.pretraining.settings import Settings
+from hybrid_grpo.features.pretraining.settings import PtxConfig
 from hybrid_grpo.grpo.minibatches import Signals
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.feature import Features
@@ -44,7 +44,7 @@ def gradients(folder: Path) -> dict[str, Any]:
         policy=PolicyConfig(model=str(folder / "model"), dtype="float32", micro_batch_tokens=40),
         engine=EngineConfig(zero_stage=0, adam="torch"),
         data=DataConfig(path=[{"prompt": text, "answer": ""} for text in TEXTS]),
-        ptx=Settings(coef=COEF, path=str(texts), rows_per_step=5, max_tokens=6),
+        ptx=PtxConfig(coef=COEF, path=str(texts), rows_per_step=5, max_tokens=6),
         rollout=RolloutConfig(prompts_per_step=4, num_generations=4, max_completion_tokens=8),
         grpo=GrpoConfig(num_minibatches=2),
         rewards=[RewardConfig("exact_match")],

@@ -15,7 +15,7 @@ from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import MicroBatch, Numbers, Rollout, Scores, TrainBatch
 from hybrid_grpo.features.critic.gae import ValueTargets, critic_advantages, value_loss
-from hybrid_grpo.features.critic.settings import Settings
+from hybrid_grpo.features.critic.settings import CriticConfig
 from hybrid_grpo.model.compatibility import check_compatible
 from hybrid_grpo.model.scalar import check_scalar
 from hybrid_grpo.policy import Policy, Scorer
@@ -38,7 +38,7 @@ class Critic(Scorer):
     """
 
     def __init__(self, config: TrainConfig, plan: BatchPlan, tokenizer: Any) -> None:
-        self._run, self._plan, self._settings = config, plan, config.of(Settings)
+        self._run, self._plan, self._settings = config, plan, config.of(CriticConfig)
         super().__init__(
             self._settings.as_policy(config.policy),
             self._settings.as_engine(config.engine),
@@ -140,7 +140,7 @@ def check_critic(config: TrainConfig, tokenizer: Any, longest: int) -> None:
         tokenizer: the policy's.
         longest: tokens of the longest prompt and completion.
     """
-    settings = config.of(Settings)
+    settings = config.of(CriticConfig)
     policy, setting = settings.as_policy(config.policy), _setting(config)
     engines.check_config(policy, settings.as_engine(config.engine))
     name, model_config = policy.model, check_scalar(policy.model, setting)
@@ -157,4 +157,4 @@ def check_critic(config: TrainConfig, tokenizer: Any, longest: int) -> None:
 
 def _setting(config: TrainConfig) -> str:
     """The setting that names the critic's model."""
-    return "policy.model" if config.of(Settings).model is None else "critic.model"
+    return "policy.model" if config.of(CriticConfig).model is None else "critic.model"

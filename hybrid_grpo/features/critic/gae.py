@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.data.batch import Numbers, RewardStep, Rollout, Scores
-from hybrid_grpo.features.critic.settings import Settings
+from hybrid_grpo.features.critic.settings import CriticConfig
 from hybrid_grpo.grpo.advantages import Total, over_ranks, penalized_rewards
 
 _STD_EPSILON = 1e-4  # advantages that are nearly equal must not be blown up to size 1
@@ -56,7 +56,7 @@ def critic_advantages(
     Returns:
         Advantages, float32 [B, T] on the CPU, 0 on padding; the targets; and the numbers of the critic.
     """
-    settings, total = config.of(Settings), partial(over_ranks, device=device)
+    settings, total = config.of(CriticConfig), partial(over_ranks, device=device)
     whole_B, numbers = penalized_rewards(rollout, scores, config)
     reward_BT = token_rewards(whole_B, scores.steps, rollout.lengths)
     if kl_BT is not None:
@@ -133,7 +133,7 @@ def moments(values: tuple[Tensor, ...], mask_BT: Tensor, total: Total) -> tuple[
 
 
 def value_loss(
-    value_bT: Tensor, old_value_bT: Tensor, return_bT: Tensor, weight_bT: Tensor, critic: Settings
+    value_bT: Tensor, old_value_bT: Tensor, return_bT: Tensor, weight_bT: Tensor, critic: CriticConfig
 ) -> tuple[Tensor, Numbers]:
     """The clipped loss of values, weighted and summed, and its numbers.
 

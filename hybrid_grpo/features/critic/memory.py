@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from hybrid_grpo.config import GrpoConfig, LoraConfig, TrainConfig
-from hybrid_grpo.features.critic.settings import Settings
+from hybrid_grpo.features.critic.settings import CriticConfig
 from hybrid_grpo.model.scalar import count_parameters
 from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
 
@@ -18,13 +18,13 @@ class CriticMemory(FeatureMemory):
     name = "critic"
 
     def __init__(self, config: TrainConfig) -> None:
-        self._parameters = count_parameters(config.of(Settings).as_policy(config.policy).model)
+        self._parameters = count_parameters(config.of(CriticConfig).as_policy(config.policy).model)
 
     def part(self, plan: Plan, on_host: bool) -> Part:
         """See `FeatureMemory`."""
-        settings = plan.config.of(Settings)
+        settings = plan.config.of(CriticConfig)
         config = replace(
-            plan.config.without(Settings),
+            plan.config.without(CriticConfig),
             policy=settings.as_policy(plan.config.policy),
             engine=settings.as_engine(plan.config.engine),
             lora=LoraConfig(),

@@ -29,7 +29,7 @@ _SHARDED = ("offload_param", "zero_hpz_partition_size")
 
 
 @dataclass(frozen=True, config=SECTION)
-class Settings(FeatureConfig):
+class CriticConfig(FeatureConfig):
     """A critic is trained beside the policy (PPO), in a DeepSpeed engine of its own, and advantages are relative to its
     values instead of the group. What is not set here, such as the type of its weights, is as in policy and engine; it
     has no adapters."""

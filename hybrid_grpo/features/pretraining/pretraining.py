@@ -10,7 +10,7 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Numbers
 from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.distributed import rank, world_size
-from hybrid_grpo.features.pretraining.settings import Settings
+from hybrid_grpo.features.pretraining.settings import PtxConfig
 from hybrid_grpo.features.pretraining.texts import read_texts
 from hybrid_grpo.model.loading import check_prompt_ids, load_config
 from hybrid_grpo.run.feature import Feature
@@ -31,7 +31,7 @@ class PretrainingLoss(Feature):
 
     def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
         super().__init__(config, plan, inputs)
-        settings, model_config = config.of(Settings), load_config(config.policy.model)
+        settings, model_config = config.of(PtxConfig), load_config(config.policy.model)
         positions, longest = getattr(model_config, "max_position_embeddings", None), settings.max_tokens
         refuse(
             positions is not None and longest > positions,

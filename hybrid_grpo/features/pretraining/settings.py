@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, config=SECTION)
-class Settings(FeatureConfig):
+class PtxConfig(FeatureConfig):
     """Text on which the next-token loss is added to the loss of the policy (InstructGPT, arXiv:2203.02155, equation 2:
     PPO-ptx), so that it does not unlearn what it was pretrained on. Each optimizer step draws rows of its own."""
 
@@ -47,7 +47,7 @@ class Settings(FeatureConfig):
         return self.coef > 0
 
     @model_validator(mode="after")
-    def _check(self) -> Settings:
+    def _check(self) -> PtxConfig:
         if not self.coef:
             default = type(self).__dataclass_fields__
             for name in default:

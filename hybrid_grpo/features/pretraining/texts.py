@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.prompts import require_column
 from hybrid_grpo.data.sources import Source, read_rows
-from hybrid_grpo.features.pretraining.settings import Settings
+from hybrid_grpo.features.pretraining.settings import PtxConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def read_texts(config: Settings, tokenizer: PreTrainedTokenizerBase) -> tuple[list[list[int]], str]:
+def read_texts(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[list[int]], str]:
     """Rows of 2 to `max_tokens` tokens, of which the first is only read, and a line that says what was read.
 
     A text starts as the tokenizer starts texts, and ends with end-of-sequence where the tokenizer has that token; a

@@ -6,7 +6,7 @@ import torch
 
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.features.teacher.divergence import NextTokens, reverse_kl
-from hybrid_grpo.features.teacher.settings import Settings
+from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.model.loading import parameters_of
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
@@ -20,7 +20,7 @@ class TeacherMemory(FeatureMemory):
     name = "teacher"
 
     def __init__(self, config: TrainConfig) -> None:
-        self._settings = config.of(Settings)
+        self._settings = config.of(TeacherConfig)
         self._parameters = parameters_of(self._settings.model) if self._settings.model else 0
 
     def part(self, plan: Plan, on_host: bool) -> Part:

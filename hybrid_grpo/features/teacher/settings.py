@@ -21,7 +21,7 @@ _OF_POLICY = ("dtype", "attn_implementation", "shared_prefix", "pickled_weights"
 
 
 @dataclass(frozen=True, config=SECTION)
-class Settings(FeatureConfig):
+class TeacherConfig(FeatureConfig):
     """On-policy distillation (GKD, arXiv:2306.13649): a teacher, which is not trained, tells how probable it finds the
     tokens that the policy has sampled, and the policy learns to agree with it, beside its rewards. There is a teacher
     where `model` or `prompt_column` is set."""

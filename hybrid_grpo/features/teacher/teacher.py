@@ -20,7 +20,7 @@ from hybrid_grpo.data.batch import MicroBatch, Numbers, Prompt, Rollout, TrainBa
 from hybrid_grpo.data.prompts import read_prompt
 from hybrid_grpo.features.teacher.distillation import measure_teacher, teacher_advantages, teacher_loss
 from hybrid_grpo.features.teacher.divergence import NextTokens, most_likely, reverse_kl
-from hybrid_grpo.features.teacher.settings import Settings
+from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.model.architectures import undecodable
 from hybrid_grpo.model.compatibility import check_compatible
 from hybrid_grpo.model.loading import check_prompt_ids, load_config, load_model, training_attention
@@ -47,7 +47,7 @@ class Teacher(Feature):
     def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
         super().__init__(config, plan, inputs)
         check_teacher(config, inputs)
-        self._settings, self._temperature = config.of(Settings), config.rollout.temperature
+        self._settings, self._temperature = config.of(TeacherConfig), config.rollout.temperature
         self._reads, self._vocabulary = _reader(config, inputs), _vocabulary(config)
         self._next_tokens: list[NextTokens] = []
 
@@ -126,7 +126,7 @@ class Teacher(Feature):
 def check_teacher(config: TrainConfig, inputs: RunInputs) -> None:
     """Refuse a teacher that cannot read what it is given, or cannot be compared with the policy, before weights
     load."""
-    settings = config.of(Settings)
+    settings = config.of(TeacherConfig)
     policy = settings.as_policy(config.policy)
     setting = "policy.model" if settings.model is None else "teacher.model"
     model_config = load_config(policy.model, setting)
@@ -151,7 +151,7 @@ def check_teacher(config: TrainConfig, inputs: RunInputs) -> None:
 
 
 def _check_model(config: TrainConfig, model_config: Any, tokenizer: Any) -> None:
-    own = config.of(Settings).as_policy(config.policy)
+    own = config.of(TeacherConfig).as_policy(config.policy)
     reason = undecodable(model_config)
     refuse(reason is not None, f"teacher.model {own.model}: {model_config.model_type}: {reason}: take another model")
     check_compatible(own, model_config, config.policy, tokenizer, "teacher")
@@ -159,13 +159,13 @@ def _check_model(config: TrainConfig, model_config: Any, tokenizer: Any) -> None
 
 def _vocabulary(config: TrainConfig) -> int:
     """Tokens that both heads have. Models of one family may have rows for tokens that no tokenizer gives."""
-    names = {config.policy.model, config.of(Settings).as_policy(config.policy).model}
+    names = {config.policy.model, config.of(TeacherConfig).as_policy(config.policy).model}
     return min(load_config(name).get_text_config().vocab_size for name in names)
 
 
 def _reader(config: TrainConfig, inputs: RunInputs) -> Callable[[Prompt], list[int]]:
     """Gives what the teacher reads in place of a prompt. Raises UserError where the row has nothing for it."""
-    column = config.of(Settings).prompt_column
+    column = config.of(TeacherConfig).prompt_column
     if column is None:
         return lambda prompt: prompt.token_ids
     data = replace(config.data, prompt_column=column, max_prompt_tokens=_LONGEST_PROMPT)

@@ -17,7 +17,7 @@ from hybrid_grpo.features.critic.gae import (
     token_rewards,
     value_loss,
 )
-from hybrid_grpo.features.critic.settings import Settings
+from hybrid_grpo.features.critic.settings import CriticConfig
 
 LENGTHS = [5, 1, 7, 3]
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def estimated(reward: list[float], values: Rows, kl: Rows | None = None, grpo: A
     config = TrainConfig(
         rollout=RolloutConfig(prompts_per_step=4, num_generations=1, max_completion_tokens=8),
         grpo=GrpoConfig(**(grpo or {})),
-        critic=Settings(enabled=True, **critic),
+        critic=CriticConfig(enabled=True, **critic),
         rewards=[RewardConfig("exact_match")],
     )
     kl_BT = None if kl is None else padded(kl, 0.0).float()
@@ -119,7 +119,7 @@ def test_a_completion_without_a_reward_teaches_nothing() -> None:
     assert targets.return_BT[2].isnan().all() and not targets.return_BT[0, :5].isnan().any()
     assert numbers["critic/return"][1] == 5 + 1 + 3
     value_BT = targets.old_value_BT.clone().requires_grad_()
-    loss, told = value_loss(value_BT, targets.old_value_BT, targets.return_BT, MASK_BT.float(), Settings())
+    loss, told = value_loss(value_BT, targets.old_value_BT, targets.return_BT, MASK_BT.float(), CriticConfig())
     loss.backward()
     assert value_BT.grad is not None and value_BT.grad[2].eq(0).all() and value_BT.grad[0, :5].ne(0).all()
     assert told["critic/clip_frac"][1] == 9
@@ -175,7 +175,7 @@ def test_the_loss_of_values_is_its_definition(clip: float) -> None:
         return total
 
     value_BT = padded(new).requires_grad_()
-    given = (padded(old), padded(returns), padded(weights, 0.0), Settings(clip=clip))
+    given = (padded(old), padded(returns), padded(weights, 0.0), CriticConfig(clip=clip))
     loss, numbers = value_loss(value_BT, *given)
     assert loss.item() == pytest.approx(loss_of(new), rel=1e-9)
     (gradient_BT,) = torch.autograd.grad(loss, value_BT)

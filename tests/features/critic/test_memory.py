@@ -6,7 +6,7 @@ from memory_plans import CPU, GPU, SIZES, N, parts, recipe
 from hybrid_grpo.commands.plan import step_seconds
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.features.critic import memory as memories
-from hybrid_grpo.features.critic.settings import Settings
+from hybrid_grpo.features.critic.settings import CriticConfig
 from hybrid_grpo.run.memory.plan import Plan
 
 
@@ -17,7 +17,7 @@ def test_a_critic_is_a_second_model_with_an_engine_of_its_own(monkeypatch):
 
     def critic(**settings) -> tuple[int, int]:
         """Bytes on the device and on its host, with 8 ranks."""
-        config = recipe(3, critic=Settings(enabled=True, **settings))
+        config = recipe(3, critic=CriticConfig(enabled=True, **settings))
         made = Plan(config, SIZES, batch_plan(config, 8), 512, GPU, features=[memory(config)])
         on_device, on_host = (
             sum(part.bytes for part in phase.parts if part.name == "critic") for phase in (made.phases[0], made.host)
@@ -30,7 +30,7 @@ def test_a_critic_is_a_second_model_with_an_engine_of_its_own(monkeypatch):
     assert critic(zero_stage=2) == (2 * count + 2 * bucket + 4 * count // 8 + 12 * count // 8, 0)
     assert critic(offload_optimizer=True) == (2 * count // 8 + 2 * bucket, (12 + 8) * count // 8)
     assert "critic" not in parts(recipe(3), 8)["loss"]
-    config = recipe(3, critic=Settings(enabled=True, offload_optimizer=True))
+    config = recipe(3, critic=CriticConfig(enabled=True, offload_optimizer=True))
     on_cpu = Plan(config, SIZES, batch_plan(config, 8), 512, CPU, features=[memory(config)]).phases[0].parts
     assert [part.bytes for part in on_cpu if part.name == "critic"] == [
         2 * count // 8 + 2 * count,

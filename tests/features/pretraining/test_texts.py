@@ -8,12 +8,12 @@ import pytest
 from char_tokenizer import char_tokenizer, ids
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.features.pretraining.settings import Settings
+from hybrid_grpo.features.pretraining.settings import PtxConfig
 from hybrid_grpo.features.pretraining.texts import read_texts
 
 
 def read(texts: list[Any], max_tokens: int, **tokenizer: Any) -> tuple[list[list[int]], str]:
-    config = Settings(coef=0.5, path=[{"text": text} for text in texts], max_tokens=max_tokens)
+    config = PtxConfig(coef=0.5, path=[{"text": text} for text in texts], max_tokens=max_tokens)
     return read_texts(config, char_tokenizer(**tokenizer))
 
 

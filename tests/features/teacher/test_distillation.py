@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.features.teacher.distillation import measure_teacher, teacher_advantages, teacher_loss
 from hybrid_grpo.features.teacher.divergence import NextTokens, reverse_kl
-from hybrid_grpo.features.teacher.settings import Settings
+from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.features.teacher.teacher import Teacher
 from hybrid_grpo.grpo.loss import policy_loss
 from hybrid_grpo.model.logprobs import LogitShape
@@ -83,7 +83,7 @@ def test_the_loss_has_the_gradient_of_the_divergence_at_each_prefix(rows):
 def taught(next_tokens):
     """A teacher that has read a rollout."""
     teacher = Teacher.__new__(Teacher)
-    teacher._settings, teacher._next_tokens = Settings(model="m", into="loss", coef=0.5), next_tokens
+    teacher._settings, teacher._next_tokens = TeacherConfig(model="m", into="loss", coef=0.5), next_tokens
     return teacher
 
 

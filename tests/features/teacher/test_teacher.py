@@ -19,7 +19,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.data.packing import pack, pad
 from hybrid_grpo.features.teacher import teacher as teachers
-from hybrid_grpo.features.teacher.settings import Settings
+from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.features.teacher.teacher import Teacher, check_teacher
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
@@ -101,7 +101,7 @@ def test_it_tells_what_it_expects_after_its_own_prompt(
         data=DataConfig(),
         rollout=RolloutConfig(temperature=TEMPERATURE),
         policy=PolicyConfig(model=str(tmp_path)),
-        teacher=Settings(prompt_column="solved", into="loss", top_k=top_k, coef=0.5),
+        teacher=TeacherConfig(prompt_column="solved", into="loss", top_k=top_k, coef=0.5),
     )
     policy: Any = SimpleNamespace(engine=LogprobModel(model), micro_batches=micro_batches)
     inputs: Any = SimpleNamespace(tokenizer=tokenizer, conversations=None)
@@ -148,7 +148,7 @@ def test_a_teacher_of_another_size_speaks_of_the_tokens_that_both_know(
     monkeypatch.setattr(engines, "Frozen", Frozen)
     config = TrainConfig(
         policy=PolicyConfig(model=str(tmp_path / "policy"), dtype="float32", attn_implementation="eager"),
-        teacher=Settings(model=str(tmp_path / "teacher"), into="loss", offload=offload),
+        teacher=TeacherConfig(model=str(tmp_path / "teacher"), into="loss", offload=offload),
     )
 
     def micro_batches(prompts: Any, completions: Any, gradients: bool, places: Any) -> Any:
@@ -168,7 +168,7 @@ def test_a_teacher_of_another_size_speaks_of_the_tokens_that_both_know(
 @pytest.mark.parametrize("column", [None, "hint"])
 def test_the_longest_that_a_teacher_reads_is_as_long_as_it_can(monkeypatch: Any, column: str | None) -> None:
     """A prompt of 30 tokens, or a text of 40 that the teacher reads in its place, and a completion of 50."""
-    config = TrainConfig(rollout=RolloutConfig(max_completion_tokens=50), teacher=Settings(prompt_column=column))
+    config = TrainConfig(rollout=RolloutConfig(max_completion_tokens=50), teacher=TeacherConfig(prompt_column=column))
     prompts = [Prompt(0, "p", [1] * 20, {}), Prompt(1, "q", [1] * 30, {})]
     inputs: Any = SimpleNamespace(prompts=prompts, tokenizer=None, longest_prompt=30)
     given = (lambda p: [1] * (len(p.token_ids) + 10)) if column else (lambda p: p.token_ids)

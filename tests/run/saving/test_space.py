@@ -36,7 +36,7 @@ def test_what_is_kept_must_fit(tmp_path, monkeypatch, config, shards, average, n
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
-def test_a_critic_is_kept_with_the_policy(tmp_path, monkeypatch):
+def test_a_model_that_is_trained_too_is_kept_with_the_policy(tmp_path, monkeypatch):
     """Its weights and moments are in every checkpoint, and no model of it is written."""
     policy, critic = (
         SimpleNamespace(engine=SimpleNamespace(engine=SimpleNamespace(module=module)), average=None)
@@ -44,7 +44,7 @@ def test_a_critic_is_kept_with_the_policy(tmp_path, monkeypatch):
     )
     free = SimpleNamespace(free=2 * 12 * 1500 + 4000)
     monkeypatch.setattr(space.shutil, "disk_usage", lambda folder: free)
-    assert space.check_space(tmp_path, CheckpointConfig(keep=1), policy, None, critic=critic) == 12 * 1500
+    assert space.check_space(tmp_path, CheckpointConfig(keep=1), policy, None, others=[critic]) == 12 * 1500
     free.free -= 1
     with pytest.raises(UserError, match="make room"):
-        space.check_space(tmp_path, CheckpointConfig(keep=1), policy, None, critic=critic)
+        space.check_space(tmp_path, CheckpointConfig(keep=1), policy, None, others=[critic])
