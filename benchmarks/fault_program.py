@@ -21,12 +21,12 @@ POINTS = {
     "scoring": ("hybrid_grpo.rewards.scoring", "Stream.scores"),
     "update": ("hybrid_grpo.policy", "Policy.step"),
     "evaluation": ("hybrid_grpo.policy", "Policy.complete"),
-    "logging": ("hybrid_grpo.run.records.sinks", "Log.write"),
+    "logging": ("hybrid_grpo.records.sinks", "Log.write"),
     "saving": ("hybrid_grpo.engine", "Engine.save"),
     "export": ("hybrid_grpo.policy", "Policy.export"),
     "fsync": ("os", "fsync"),
     "rename": ("os", "replace"),
-    "rollouts": ("hybrid_grpo.run.records.sinks", "Log.write_rollouts"),
+    "rollouts": ("hybrid_grpo.records.sinks", "Log.write_rollouts"),
 }
 """Where a run can break: a module and the function in it that is about to be called."""
 

@@ -21,8 +21,8 @@ from transformers import AutoConfig
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
+from hybrid_grpo.model.hardware import of_table
 from hybrid_grpo.run.memory.dry_run import measure
-from hybrid_grpo.run.memory.hardware import of_table
 from hybrid_grpo.run.memory.plan import Plan
 
 ROOT = Path(__file__).parent.parent

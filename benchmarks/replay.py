@@ -44,7 +44,7 @@ from transformers import AutoTokenizer  # noqa: E402
 
 from hybrid_grpo.config import LogConfig  # noqa: E402
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores  # noqa: E402
-from hybrid_grpo.run.records.sinks import Log  # noqa: E402
+from hybrid_grpo.records.sinks import Log  # noqa: E402
 
 STEPS = 30
 NUMBERS = {"loss": "policy/loss", "grad_norm": "policy/grad_norm"}

@@ -103,8 +103,8 @@ def is_on(block: int, is_second: bool) -> bool:
 def train(arguments: list[str], result: Path) -> None:
     """A run, in this process."""
     from hybrid_grpo.__main__ import main
-    from hybrid_grpo.run.records.details import Details
-    from hybrid_grpo.run.records.sinks import Log
+    from hybrid_grpo.records.details import Details
+    from hybrid_grpo.records.sinks import Log
     from hybrid_grpo.trainer import Trainer
 
     clock, step = Clock(is_second=result.stem == SECOND), Trainer.step

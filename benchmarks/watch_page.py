@@ -117,7 +117,7 @@ def served(*folders: Path) -> Iterator[tuple[str, psutil.Process]]:
 
 def write_run(folder: Path, steps: int) -> Path:
     """A run of METRICS metrics, those of the catalogue first."""
-    from hybrid_grpo.run.metrics.catalogue import CATALOGUE
+    from hybrid_grpo.records.metrics.catalogue import CATALOGUE
 
     names = [metric.name for metric in CATALOGUE if "<" not in metric.name]
     names += [f"source/s{number // 2}/{'reward' if number % 2 else 'count'}" for number in range(METRICS - len(names))]
@@ -210,7 +210,7 @@ def check(run: Path, browser: str) -> dict[str, Any]:
 
 def check_page(address: str, run: Path, browser: str, numbers: range) -> dict[str, Any]:
     """What `--check` counts on one page; `numbers` are the completions in its list whose tokens are compared."""
-    from hybrid_grpo.run.files import rollout_files
+    from hybrid_grpo.records.files import rollout_files
 
     step = max(step for step, path in rollout_files(run / "rollouts").items() if path.with_suffix(".parquet").exists())
     found: dict[str, Any] = {"charts": 0, "unreadable": [], "too_wide": [], "console": []}
@@ -287,7 +287,7 @@ def compare_tokens(tab: Any, run: Path, step: int) -> tuple[int, list[str]]:
 
 def picture(folder: Path, runs: list[Path], browser: str) -> None:
     """Pictures of the views, in light and dark, wide and on a phone."""
-    from hybrid_grpo.run.files import rollout_files
+    from hybrid_grpo.records.files import rollout_files
 
     folder.mkdir(parents=True, exist_ok=True)
     chosen, lone = "".join(f"&run={run.name}" for run in runs), f"&run={runs[-1].name}"

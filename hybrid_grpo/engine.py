@@ -37,7 +37,10 @@ from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_conf
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
-from hybrid_grpo.distributed import (
+from hybrid_grpo.model import shards
+from hybrid_grpo.model.kernels.compiling import compiling
+from hybrid_grpo.model.lora import Adapter
+from hybrid_grpo.model.ranks import (
     all_reduce,
     check_shared_memory,
     local_ranks,
@@ -46,9 +49,6 @@ from hybrid_grpo.distributed import (
     release_shared_memory,
     world_size,
 )
-from hybrid_grpo.model import shards
-from hybrid_grpo.model.kernels.compiling import compiling
-from hybrid_grpo.model.lora import Adapter
 from hybrid_grpo.model.view import View
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")

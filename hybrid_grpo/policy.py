@@ -17,7 +17,6 @@ from hybrid_grpo import engine as engines
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.packing import Places, pack, pack_pairs, pad, pad_pairs, token_budget
-from hybrid_grpo.distributed import all_reduce, rank
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling, Stats, Turns, Workspace, complete_rest
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
@@ -27,6 +26,7 @@ from hybrid_grpo.model.flops import Cost
 from hybrid_grpo.model.loading import load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
+from hybrid_grpo.model.ranks import all_reduce, rank
 from hybrid_grpo.model.scalar import ScalarModel, load_scalar_model, scalar_config
 from hybrid_grpo.model.view import meta_copy
 

@@ -17,16 +17,16 @@ from hybrid_grpo.grpo.loss import micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
 from hybrid_grpo.grpo.resampling import group_slots, resample
 from hybrid_grpo.policy import Policy, Reference
-from hybrid_grpo.run.evaluation import EvalSet
-from hybrid_grpo.run.feature import Feature, Features, Scored
-from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.run.metrics.measure import (
+from hybrid_grpo.records.metrics.measure import (
     measure_costs,
     measure_parity,
     measure_sampling,
     measure_step,
     sampling_spans,
 )
+from hybrid_grpo.run.evaluation import EvalSet
+from hybrid_grpo.run.feature import Feature, Features, Scored
+from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.stage import Stage
 
 

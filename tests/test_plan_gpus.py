@@ -11,8 +11,8 @@ from paths import ROOT
 from transformers import AutoModelForCausalLM
 
 from hybrid_grpo.config.checks import batch_plan
+from hybrid_grpo.model.hardware import GPUS, of_table
 from hybrid_grpo.run.memory.dry_run import Footprint, Sizes
-from hybrid_grpo.run.memory.hardware import GPUS, of_table
 from hybrid_grpo.run.memory.plan import Plan
 
 sys.path.append(str(ROOT / "benchmarks"))

@@ -24,7 +24,7 @@ from hybrid_grpo.config import (
 from hybrid_grpo.config.checks import batch_plan, check_generate, check_reward, check_sft, check_train
 from hybrid_grpo.config.held_out import held_out_sets
 from hybrid_grpo.config.parsing import parse
-from hybrid_grpo.run.lock import FolderLock
+from hybrid_grpo.records.lock import FolderLock
 
 SCRIPTS = ROOT / "training_scripts"
 RECIPES = sorted(path.name for path in SCRIPTS.glob("gsm8k_*.sh"))

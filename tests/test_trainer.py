@@ -26,9 +26,9 @@ from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
+from hybrid_grpo.records.details import Details
+from hybrid_grpo.records.metrics.metrics import Meter
 from hybrid_grpo.rewards.scoring import Rewards
-from hybrid_grpo.run.metrics.metrics import Meter
-from hybrid_grpo.run.records.details import Details
 from hybrid_grpo.trainer import Trainer
 
 P, G = 8, 2

@@ -90,7 +90,7 @@ set_aside() { # what is there is kept, under another name; nothing is moved wher
     local folder lock
     for folder in "$@"; do
         for lock in "$folder"/.lock "$folder"/*/.lock; do
-            if [ -e "$lock" ]; then python -m hybrid_grpo.run.lock "${lock%/.lock}"; fi
+            if [ -e "$lock" ]; then python -m hybrid_grpo.records.lock "${lock%/.lock}"; fi
         done
     done
     for folder in "$@"; do

@@ -20,7 +20,7 @@ from hybrid_grpo.config import ChatConfig
 from hybrid_grpo.config.checks import check_chat
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
-from hybrid_grpo.run.files import reader_may_leave
+from hybrid_grpo.records.files import reader_may_leave
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.conversation import Conversation

@@ -15,7 +15,7 @@ from rich.table import Table
 from hybrid_grpo.config import CheckDataConfig, CleanConfig
 from hybrid_grpo.config.checks import check_clean
 from hybrid_grpo.config.parsing import parse
-from hybrid_grpo.run.files import json_lines, reader_may_leave
+from hybrid_grpo.records.files import json_lines, reader_may_leave
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.cleaning.cleaner import Report

@@ -21,10 +21,10 @@ from hybrid_grpo.config import EvaluateConfig, TrainConfig
 from hybrid_grpo.config.checks import check_eval, check_sets
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.parsing import parse
-from hybrid_grpo.run.files import json_lines
+from hybrid_grpo.records.files import json_lines
 
 if TYPE_CHECKING:
-    from hybrid_grpo.run.metrics.statistics import Comparison, Floats
+    from hybrid_grpo.records.metrics.statistics import Comparison, Floats
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ def evaluate(config: TrainConfig) -> dict[str, float]:
 def measure(config: TrainConfig) -> Measured:
     """Complete and score the held-out sets with `policy.model`; single prompts are told on rank 0 only. Collective."""
     from hybrid_grpo import engine
-    from hybrid_grpo.distributed import gather_objects, rank
     from hybrid_grpo.generation.rollout import attention_of, complete
     from hybrid_grpo.model.loading import load_model
+    from hybrid_grpo.model.ranks import gather_objects, rank
     from hybrid_grpo.run.inputs import RunInputs
 
     device = engine.start()
@@ -138,7 +138,7 @@ def _facts(measured: Measured) -> dict[str, Any]:
 
 def _intervals(measured: Measured) -> dict[str, list[float] | None]:
     """Bounds at 95 % of the numbers that are means over prompts; None where no prompt has a number."""
-    from hybrid_grpo.run.metrics.statistics import interval, share_interval
+    from hybrid_grpo.records.metrics.statistics import interval, share_interval
 
     bounds: dict[str, list[float] | None] = {}
     for name, of_prompts in measured.by_prompt.items():
@@ -152,7 +152,7 @@ def _compared(one: Measured, other: Measured) -> dict[str, Comparison]:
     """The numbers of both models on the prompts that both have: where tokenizers differ, one may have dropped some."""
     import numpy as np
 
-    from hybrid_grpo.run.metrics.statistics import compare
+    from hybrid_grpo.records.metrics.statistics import compare
 
     def values(of_prompts: dict[int, float], ids: list[int]) -> Floats:
         return np.array([of_prompts[i] for i in ids])

@@ -19,7 +19,7 @@ from rich.progress import Progress
 from hybrid_grpo.config import GenerateConfig
 from hybrid_grpo.config.checks import check_generate
 from hybrid_grpo.config.parsing import parse
-from hybrid_grpo.run.files import json_lines, reader_may_leave
+from hybrid_grpo.records.files import json_lines, reader_may_leave
 
 if TYPE_CHECKING:
     import torch

@@ -21,9 +21,9 @@ def run(arguments: list[str]) -> None:
     batch = check_train(config, config.plan.world_size or int(os.environ.get("WORLD_SIZE", "1")))
 
     from hybrid_grpo import engine
-    from hybrid_grpo.distributed import rank
+    from hybrid_grpo.model.hardware import of_device, of_table
+    from hybrid_grpo.model.ranks import rank
     from hybrid_grpo.run.feature import make_features
-    from hybrid_grpo.run.memory.hardware import of_device, of_table
     from hybrid_grpo.run.memory.plan import estimate, shortage
 
     device = engine.start()
@@ -44,8 +44,8 @@ def run(arguments: list[str]) -> None:
 
 def lines(plan: Plan) -> list[str]:
     """The plan as text: a table of parts and phases in GiB, what is in host memory, tokens and time of a step."""
+    from hybrid_grpo.records.metrics.catalogue import duration
     from hybrid_grpo.run.memory.plan import gib
-    from hybrid_grpo.run.metrics.catalogue import duration
 
     hardware, sizes = plan.hardware, plan.sizes
     names = list(dict.fromkeys(part.name for phase in plan.phases for part in phase.parts))

@@ -19,13 +19,13 @@ from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.config.recipes import read_recipe
-from hybrid_grpo.run.files import json_safe, read_jsonl, replace_text
+from hybrid_grpo.records.files import json_safe, read_jsonl, replace_text
 
 if TYPE_CHECKING:
     import pyarrow
 
+    from hybrid_grpo.records.saved_rollouts import SavedRollouts
     from hybrid_grpo.run.inputs import RunInputs
-    from hybrid_grpo.run.records.saved_rollouts import SavedRollouts
     from hybrid_grpo.run.saving.checkpoint import Checkpoint, Checkpoints
     from hybrid_grpo.trainer import Trainer
 
@@ -81,7 +81,7 @@ def replay(folder: Path, step: int, base: ReplayConfig, config: ReplayConfig) ->
     )
     out = _out(folder, config)
 
-    from hybrid_grpo.run.records.saved_rollouts import SavedRollouts
+    from hybrid_grpo.records.saved_rollouts import SavedRollouts
     from hybrid_grpo.run.replay import compare, same
 
     changed, saved = _changes(base, config), SavedRollouts(folder / "rollouts")
@@ -162,9 +162,9 @@ def _arrive(
     """A trainer that is about to make the step, with the settings of `config`; the first step that was made, and the
     first one before `step` that was not as it had been. Collective."""
     from hybrid_grpo import engine
-    from hybrid_grpo.distributed import world_size
+    from hybrid_grpo.model.ranks import world_size
+    from hybrid_grpo.records.saved_rollouts import SavedCompletions, SavedRewards
     from hybrid_grpo.run.feature import make_features
-    from hybrid_grpo.run.records.saved_rollouts import SavedCompletions, SavedRewards
     from hybrid_grpo.run.replay import LoggedSkips, same
     from hybrid_grpo.run.resuming import load_stage
     from hybrid_grpo.run.saving.checkpoint import Checkpoints
@@ -253,8 +253,8 @@ def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, i
 
 def _make(trainer: Trainer, step: int, saved: SavedRollouts) -> tuple[pyarrow.Table | None, dict[str, float]]:
     """Make the step; on rank 0 what the loss saw of all completions, and the numbers of the step. Collective."""
-    from hybrid_grpo.distributed import gather_objects, rank
-    from hybrid_grpo.run.records.tokens import TokenText
+    from hybrid_grpo.model.ranks import gather_objects, rank
+    from hybrid_grpo.records.tokens import TokenText
     from hybrid_grpo.run.replay import LossRecorder, in_saved_order
 
     recorder = LossRecorder(trainer.policy, trainer.plan.num_minibatches)
@@ -271,7 +271,7 @@ def _make(trainer: Trainer, step: int, saved: SavedRollouts) -> tuple[pyarrow.Ta
 
 
 def _write(target: Path, table: pyarrow.Table, summary: dict[str, Any]) -> None:
-    from hybrid_grpo.run.records.tokens import write_table
+    from hybrid_grpo.records.tokens import write_table
 
     try:
         write_table(target, table)
@@ -281,7 +281,7 @@ def _write(target: Path, table: pyarrow.Table, summary: dict[str, Any]) -> None:
 
 
 def _say(message: str) -> None:
-    from hybrid_grpo.distributed import rank
+    from hybrid_grpo.model.ranks import rank
 
     if rank() == 0:
         print(message, flush=True)

@@ -23,13 +23,13 @@ from hybrid_grpo.config import ScoreConfig
 from hybrid_grpo.config.checks import check_score
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
-from hybrid_grpo.run.files import json_lines, reader_may_leave
+from hybrid_grpo.records.files import json_lines, reader_may_leave
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.batch import Rollout, Scores
     from hybrid_grpo.rewards.functions import Reply, RewardCall
     from hybrid_grpo.rewards.loading import Reward
-    from hybrid_grpo.rewards.workers.pool import Caller
+    from hybrid_grpo.workers.pool import Caller
 
 COMMAND = "score FILE_OR_RUN"
 _ROWS = 256
@@ -167,7 +167,7 @@ def _lines(rollout: Rollout, scores: Scores) -> list[Line]:
 def _summary(scores: Scores, name: str, calls: Sequence[Future[Reply]]) -> dict[str, float]:
     """What one function said about all completions, and how fast, by the labels that are shown."""
     from hybrid_grpo.data.batch import RewardStatus
-    from hybrid_grpo.rewards.workers.pool import busy_seconds
+    from hybrid_grpo.workers.pool import busy_seconds
 
     status_B, value_B = scores.status[name], scores.by_function[name]
     value_N = value_B[~value_B.isnan()]

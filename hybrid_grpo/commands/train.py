@@ -12,7 +12,7 @@ from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.config.parsing import Parsed, parse
-from hybrid_grpo.run.files import read_jsonl
+from hybrid_grpo.records.files import read_jsonl
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ def read_inputs(config: TrainConfig) -> RunInputs:
 
 def planned_memory(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, device: torch.device) -> Plan | None:
     """The plan of memory on this rank's device; see `estimate`."""
-    from hybrid_grpo.run.memory.hardware import of_device
+    from hybrid_grpo.model.hardware import of_device
     from hybrid_grpo.run.memory.plan import estimate
 
     hardware = of_device(device, config.policy.dtype)
@@ -166,7 +166,7 @@ def _existing(path: Path) -> str:
 
 def _best(model: Path) -> str:
     """The folder of the best model, where there is one, with its step and its number."""
-    from hybrid_grpo.run.saving.exporting import exported
+    from hybrid_grpo.records.exporting import exported
 
     facts = exported(model)
     number = ", ".join(f"{name} {value:.3f}" for name, value in facts.items() if name != "step")

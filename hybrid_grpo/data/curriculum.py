@@ -18,7 +18,7 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Numbers, Prompt
 from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.data.mixture import Mixture
-from hybrid_grpo.distributed import all_reduce
+from hybrid_grpo.model.ranks import all_reduce
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

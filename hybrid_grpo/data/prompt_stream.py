@@ -22,7 +22,7 @@ from hybrid_grpo.data.row_stream import Block, Place, RowStream, StreamedRow
 from hybrid_grpo.data.sources import training_source
 from hybrid_grpo.data.tasks import Row
 from hybrid_grpo.data.tasks.registry import row_reader
-from hybrid_grpo.distributed import from_first_rank, rank
+from hybrid_grpo.model.ranks import from_first_rank, rank
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

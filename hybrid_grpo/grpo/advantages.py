@@ -18,8 +18,8 @@ from torch import Tensor
 from hybrid_grpo.config import TrainConfig, reward_name
 from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.data.batch import Numbers, Rollout, Scores
-from hybrid_grpo.distributed import all_reduce
 from hybrid_grpo.grpo.length import overlong_penalty
+from hybrid_grpo.model.ranks import all_reduce
 
 _STD_EPSILON = 1e-4  # a group of nearly equal rewards must not blow its last digits up to advantages of size 1
 

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers
-from hybrid_grpo.distributed import all_reduce
 from hybrid_grpo.grpo.loss import reward_kl
+from hybrid_grpo.model.ranks import all_reduce
 
 _HORIZON = 10_000
 """Completions over which a KL that is 20 % or more off its target changes beta by a fifth."""

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import MicroBatch, Rollout, TrainBatch
-from hybrid_grpo.distributed import all_reduce
 from hybrid_grpo.grpo.loss import token_weights
+from hybrid_grpo.model.ranks import all_reduce
 from hybrid_grpo.model.upload import upload
 
 

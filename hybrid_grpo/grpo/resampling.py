@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.data.batch import Numbers, Prompt, Rollout, Scores
-from hybrid_grpo.distributed import all_reduce, rank, world_size
 from hybrid_grpo.grpo.advantages import informative
+from hybrid_grpo.model.ranks import all_reduce, rank, world_size
 
 
 def group_slots(prompts_per_rank: int, num_minibatches: int) -> list[int]:

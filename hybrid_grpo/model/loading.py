@@ -20,9 +20,9 @@ from transformers.integrations import deepspeed as integration
 
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.distributed import all_gather_objects, rank
 from hybrid_grpo.model.architectures import unsupported
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.ranks import all_gather_objects, rank
 
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()

@@ -24,13 +24,13 @@ import torch
 from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import RunStopped, UserError, did_you_mean
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
-from hybrid_grpo.distributed import all_reduce
+from hybrid_grpo.model.ranks import all_reduce
 from hybrid_grpo.rewards.environments import Carried
 from hybrid_grpo.rewards.functions import ENVIRONMENTS, INPUTS, Failure, Inputs, Reply, RewardCall, Value, failed
 from hybrid_grpo.rewards.loading import Reward
 from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
-from hybrid_grpo.rewards.workers.pool import busy_seconds
+from hybrid_grpo.workers.pool import busy_seconds
 
 EPISODES = "episodes/"
 """Input with what came of environments, for their own rewards; no column or parameter has such a name."""

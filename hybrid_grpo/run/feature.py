@@ -18,7 +18,7 @@ from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch, Numbers, Rollout, Scores, TrainBatch
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.run.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.metrics import Meter
 from hybrid_grpo.run.stage import SavedModel, Stateful
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from hybrid_grpo.data.curriculum import Curriculum
 from hybrid_grpo.data.prompt_stream import PromptStream, StreamLoader
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import held_out_source
-from hybrid_grpo.distributed import rank
 from hybrid_grpo.grpo.loss import Objective, load_objective
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.files import check_files
@@ -32,13 +31,14 @@ from hybrid_grpo.model.loading import (
     stop_ids,
 )
 from hybrid_grpo.model.lora import check_lora
+from hybrid_grpo.model.ranks import rank
+from hybrid_grpo.records.metrics.metrics import Meter
 from hybrid_grpo.rewards.loading import Reward, load_entries
 from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
 from hybrid_grpo.run.guests import Guests
-from hybrid_grpo.run.metrics.metrics import Meter
 from hybrid_grpo.turns import Conversations, conversations_of, rewards_of, with_tools
 from hybrid_grpo.turns.tools import tool_names
 

@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 
-from hybrid_grpo.distributed import world_size
+from hybrid_grpo.model.ranks import world_size
 
 
 def origin() -> dict[str, str]:

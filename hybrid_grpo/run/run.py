@@ -15,31 +15,31 @@ from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.config.secrets import masked_text
-from hybrid_grpo.distributed import all_gather_objects, all_reduce, barrier, from_first_rank, rank, world_size
 from hybrid_grpo.generation import Journal
+from hybrid_grpo.model.ranks import all_gather_objects, all_reduce, barrier, from_first_rank, rank, world_size
 from hybrid_grpo.policy import Policy
+from hybrid_grpo.records.alarms.alarms import Alarms
+from hybrid_grpo.records.alarms.divergence import Guard, RollBack
+from hybrid_grpo.records.alarms.symptoms import Symptoms
+from hybrid_grpo.records.details import Details
+from hybrid_grpo.records.exporting import export, exported
+from hybrid_grpo.records.files import replace_text, sync
+from hybrid_grpo.records.lock import FolderLock
+from hybrid_grpo.records.profiling import Profiler
+from hybrid_grpo.records.said import write_alarm
+from hybrid_grpo.records.sinks import Log
+from hybrid_grpo.records.writing import WriteFailed, one_line, why, write_prompts, write_together
 from hybrid_grpo.run import fingerprints
-from hybrid_grpo.run.alarms.alarms import Alarms
-from hybrid_grpo.run.alarms.divergence import Guard, RollBack
-from hybrid_grpo.run.alarms.symptoms import Symptoms
 from hybrid_grpo.run.collection import loaded_objects_kept
 from hybrid_grpo.run.damage import set_aside_damaged
-from hybrid_grpo.run.files import replace_text, sync
 from hybrid_grpo.run.fingerprints import CODE, Fingerprints
-from hybrid_grpo.run.lock import FolderLock
 from hybrid_grpo.run.origin import origin
-from hybrid_grpo.run.records.details import Details
-from hybrid_grpo.run.records.profiling import Profiler
-from hybrid_grpo.run.records.said import write_alarm
-from hybrid_grpo.run.records.sinks import Log
 from hybrid_grpo.run.resuming import find_start, identity, lines_before, load_stage, settings_of
 from hybrid_grpo.run.saving.best import Best
 from hybrid_grpo.run.saving.checkpoint import Checkpoint, Checkpoints
-from hybrid_grpo.run.saving.exporting import export, exported
 from hybrid_grpo.run.saving.space import check_space
 from hybrid_grpo.run.stage import Stage, Stateful
 from hybrid_grpo.run.stopping.stopping import Progress
-from hybrid_grpo.run.writing import WriteFailed, one_line, why, write_prompts, write_together
 
 _SAVING_S_PER_GB = 10.0
 """Of what a rank writes, on slow storage that ranks share."""

@@ -8,9 +8,9 @@ from torch import Tensor
 from hybrid_grpo.data.batch import Numbers, Rollout, Scores
 from hybrid_grpo.engine import Engine
 from hybrid_grpo.policy import TrainedModel
-from hybrid_grpo.run.alarms.alarms import Alarms
-from hybrid_grpo.run.metrics.metrics import Meter
-from hybrid_grpo.run.records.details import Details
+from hybrid_grpo.records.alarms.alarms import Alarms
+from hybrid_grpo.records.details import Details
+from hybrid_grpo.records.metrics.metrics import Meter
 from hybrid_grpo.run.saving.checkpoint import Shards
 from hybrid_grpo.run.stopping.stopping import Progress
 

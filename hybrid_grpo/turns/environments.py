@@ -16,13 +16,13 @@ from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.batch import Message, Numbers, Prompt, Rollout
 from hybrid_grpo.data.episodes import Episode, Opening
 from hybrid_grpo.rewards.functions import Failure, Reply
-from hybrid_grpo.rewards.workers.environments import EnvironmentEntry
-from hybrid_grpo.rewards.workers.pool import Pool
-from hybrid_grpo.rewards.workers.replies import RESULT
-from hybrid_grpo.rewards.workers.seats import Seat
 from hybrid_grpo.turns.calls import Call, Turn
 from hybrid_grpo.turns.conversation import Answer, Conversation, Finish, Seconds
 from hybrid_grpo.turns.template import user_message
+from hybrid_grpo.workers.environments import EnvironmentEntry
+from hybrid_grpo.workers.pool import Pool
+from hybrid_grpo.workers.replies import RESULT
+from hybrid_grpo.workers.seats import Seat
 
 _COLUMN = "environment"
 """Column that chooses among several."""

@@ -9,7 +9,7 @@ from hybrid_grpo.data.episodes import Episode
 from hybrid_grpo.rewards.functions import Failure, Interface, Reply, RewardCall, Value
 from hybrid_grpo.rewards.loading import Reward
 from hybrid_grpo.rewards.scoring import EPISODES
-from hybrid_grpo.rewards.workers.pool import call_inline
+from hybrid_grpo.workers.pool import call_inline
 
 
 def rewards_of(names: list[str], *, by_turn: bool) -> list[Reward]:

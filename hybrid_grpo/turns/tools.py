@@ -16,13 +16,13 @@ from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.data.batch import Message, Numbers, Rollout
 from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall
 from hybrid_grpo.rewards.loading import worker_count
-from hybrid_grpo.rewards.workers.pool import Caller, Pool
-from hybrid_grpo.rewards.workers.replies import RESULT
-from hybrid_grpo.rewards.workers.tools import ToolEntry
 from hybrid_grpo.turns.calls import Call, Turn
 from hybrid_grpo.turns.conversation import Answer, Conversation, Seconds, call_numbers
 from hybrid_grpo.turns.environments import Environments, Kind
 from hybrid_grpo.turns.template import tool_message
+from hybrid_grpo.workers.pool import Caller, Pool
+from hybrid_grpo.workers.replies import RESULT
+from hybrid_grpo.workers.tools import ToolEntry
 
 UNKNOWN = "unknown"
 """Stands for the tool, in counts and messages, where a call names none or cannot be read."""

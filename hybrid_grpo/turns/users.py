@@ -26,12 +26,12 @@ from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids
 from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall, failed
 from hybrid_grpo.rewards.loading import worker_count
-from hybrid_grpo.rewards.workers.pool import Pool
-from hybrid_grpo.rewards.workers.replies import RESULT
-from hybrid_grpo.rewards.workers.users import MESSAGES, UserEntry
 from hybrid_grpo.turns.calls import Turn
 from hybrid_grpo.turns.conversation import Answer, Conversation, Seconds, call_numbers
 from hybrid_grpo.turns.template import user_message
+from hybrid_grpo.workers.pool import Pool
+from hybrid_grpo.workers.replies import RESULT
+from hybrid_grpo.workers.users import MESSAGES, UserEntry
 
 _COLUMN = re.compile(r"\{(\w+)\}")
 

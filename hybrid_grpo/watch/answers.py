@@ -11,9 +11,9 @@ from typing import Any
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 
-from hybrid_grpo.run.files import json_safe
-from hybrid_grpo.run.metrics.catalogue import describe, find
-from hybrid_grpo.run.metrics.charts import Chart, Curve, charts_of, is_noisy
+from hybrid_grpo.records.files import json_safe
+from hybrid_grpo.records.metrics.catalogue import describe, find
+from hybrid_grpo.records.metrics.charts import Chart, Curve, charts_of, is_noisy
 from hybrid_grpo.watch.details_file import first_step, read_step
 from hybrid_grpo.watch.folder import AXES, Run, differing
 from hybrid_grpo.watch.folders import Folders

@@ -16,10 +16,10 @@ import numpy as np
 import yaml
 
 from hybrid_grpo.config.recipes import load_yaml
-from hybrid_grpo.run.files import as_json, rollout_files
-from hybrid_grpo.run.metrics.catalogue import find
-from hybrid_grpo.run.metrics.charts import is_noisy
-from hybrid_grpo.run.records.said import ALARMS_FILE
+from hybrid_grpo.records.files import as_json, rollout_files
+from hybrid_grpo.records.metrics.catalogue import find
+from hybrid_grpo.records.metrics.charts import is_noisy
+from hybrid_grpo.records.said import ALARMS_FILE
 from hybrid_grpo.watch.details_file import DetailsFile
 from hybrid_grpo.watch.metrics_file import MetricsFile, Row, last_row
 from hybrid_grpo.watch.records import last_lines, number, open_file, parse

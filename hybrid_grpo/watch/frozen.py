@@ -17,7 +17,7 @@ import numpy as np
 from starlette.datastructures import QueryParams
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.run.files import json_safe, replace_text
+from hybrid_grpo.records.files import json_safe, replace_text
 from hybrid_grpo.watch.answers import Answers
 from hybrid_grpo.watch.folder import AXES, Run
 from hybrid_grpo.watch.folders import Folders

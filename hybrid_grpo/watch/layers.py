@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_grpo.run.metrics.catalogue import describe
-from hybrid_grpo.run.metrics.charts import STEP_PARTS
+from hybrid_grpo.records.metrics.catalogue import describe
+from hybrid_grpo.records.metrics.charts import STEP_PARTS
 from hybrid_grpo.watch.table import Table
 
 

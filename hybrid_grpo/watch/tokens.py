@@ -4,7 +4,7 @@ completion at a time."""
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.run.files import json_safe
+from hybrid_grpo.records.files import json_safe
 from hybrid_grpo.watch.records import open_file
 
 _MOST_ROWS, _MOST_BYTES = 2**17, 2**28

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from workshop import Workshop
 
 from hybrid_grpo.__main__ import main
-from hybrid_grpo.run.metrics.catalogue import describe
-from hybrid_grpo.run.metrics.statistics import compare
+from hybrid_grpo.records.metrics.catalogue import describe
+from hybrid_grpo.records.metrics.statistics import compare
 
 pytestmark = pytest.mark.process
 

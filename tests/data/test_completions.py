@@ -15,7 +15,7 @@ from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
 from hybrid_grpo.data.completions import read_completions, read_step
-from hybrid_grpo.run.records.sinks import rollout_lines
+from hybrid_grpo.records.sinks import rollout_lines
 
 NAN = math.nan
 

@@ -18,7 +18,7 @@ from hybrid_grpo.config.importing import describe
 from hybrid_grpo.rewards.functions import BUILTINS, Function, load_function
 from hybrid_grpo.rewards.loading import load_rewards, worker_count
 from hybrid_grpo.rewards.rules import exact_match
-from hybrid_grpo.rewards.workers.pool import call_inline
+from hybrid_grpo.workers.pool import call_inline
 
 
 def load(function: str, **fields: Any) -> Function:

@@ -23,9 +23,9 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
 from hybrid_grpo.generation.rollout import requests_of
 from hybrid_grpo.model.loading import load_tokenizer
+from hybrid_grpo.records.metrics.measure import measure_step
+from hybrid_grpo.records.metrics.metrics import Meter
 from hybrid_grpo.run.guests import Guests
-from hybrid_grpo.run.metrics.measure import measure_step
-from hybrid_grpo.run.metrics.metrics import Meter
 
 Seen = dict[str, Any]
 EOS = ids("<eos>")[0]

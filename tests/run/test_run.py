@@ -8,6 +8,7 @@ from hybrid_grpo.config import RunConfig, TrainConfig
 from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.config.run import CheckpointConfig
+from hybrid_grpo.records.writing import WriteFailed
 from hybrid_grpo.run import run as runs
 from hybrid_grpo.run.resuming import settings_of
 from hybrid_grpo.run.run import Run
@@ -15,7 +16,6 @@ from hybrid_grpo.run.saving.manifest import Manifest
 from hybrid_grpo.run.stage import Stage
 from hybrid_grpo.run.stopping import board
 from hybrid_grpo.run.stopping.stopping import Progress
-from hybrid_grpo.run.writing import WriteFailed
 
 
 class Clock:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.data.batch import MicroBatch
-from hybrid_grpo.distributed import barrier
+from hybrid_grpo.model.ranks import barrier
 from hybrid_grpo.policy import Policy
 
 DECAY = 0.7

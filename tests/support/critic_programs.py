@@ -21,8 +21,8 @@ from hybrid_grpo.config import (
     TrainConfig,
 )
 from hybrid_grpo.config.checks import check_train
-from hybrid_grpo.distributed import barrier, world_size
 from hybrid_grpo.features.critic.settings import CriticConfig
+from hybrid_grpo.model.ranks import barrier, world_size
 from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.run.feature import make_features
 from hybrid_grpo.run.inputs import RunInputs

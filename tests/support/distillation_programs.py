@@ -22,8 +22,8 @@ from hybrid_grpo.config import (
     TrainConfig,
 )
 from hybrid_grpo.config.checks import check_train
-from hybrid_grpo.distributed import world_size
 from hybrid_grpo.features.teacher.settings import TeacherConfig
+from hybrid_grpo.model.ranks import world_size
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.feature import make_features
 from hybrid_grpo.run.inputs import RunInputs

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.__main__ import entry
-from hybrid_grpo.distributed import barrier, rank
 from hybrid_grpo.engine import Engine
+from hybrid_grpo.model.ranks import barrier, rank
 from hybrid_grpo.policy import Policy
 
 FAULTS: dict[str, str | int] = json.loads(sys.argv.pop(1))

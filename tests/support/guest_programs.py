@@ -24,7 +24,7 @@ from hybrid_grpo.config import (
     TrainConfig,
 )
 from hybrid_grpo.config.checks import batch_plan, check_train
-from hybrid_grpo.distributed import world_size
+from hybrid_grpo.model.ranks import world_size
 from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer

@@ -21,7 +21,7 @@ from hybrid_grpo.config import (
 )
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.data.batch import MicroBatch, Rollout
-from hybrid_grpo.distributed import all_reduce, world_size
+from hybrid_grpo.model.ranks import all_reduce, world_size
 from hybrid_grpo.policy import Policy, UnadaptedReference
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.saving.checkpoint import Checkpoints

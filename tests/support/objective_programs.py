@@ -13,7 +13,7 @@ from rank_programs import build, counted, main
 
 from hybrid_grpo.config import GrpoConfig, RewardConfig
 from hybrid_grpo.config.checks import batch_plan
-from hybrid_grpo.distributed import world_size
+from hybrid_grpo.model.ranks import world_size
 from hybrid_grpo.policy import Reference
 from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.scoring import Rewards

@@ -22,7 +22,7 @@ from hybrid_grpo.config import (
     TrainConfig,
 )
 from hybrid_grpo.config.checks import check_train
-from hybrid_grpo.distributed import barrier, rank, world_size
+from hybrid_grpo.model.ranks import barrier, rank, world_size
 from hybrid_grpo.policy import Policy, Reference, UnadaptedReference
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer

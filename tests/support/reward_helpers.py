@@ -15,7 +15,7 @@ from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
 from hybrid_grpo.rewards.functions import bind
 from hybrid_grpo.rewards.loading import Reward, load_rewards
 from hybrid_grpo.rewards.scoring import Rewards
-from hybrid_grpo.rewards.workers.pool import call_inline
+from hybrid_grpo.workers.pool import call_inline
 
 ALL = 1 << 20
 """A `batch_size` that gives a function all rows at once."""

@@ -14,7 +14,7 @@ from rank_programs import build, main
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.data.batch import Completion, Prompt
-from hybrid_grpo.distributed import rank, world_size
+from hybrid_grpo.model.ranks import rank, world_size
 from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.models.reward import reward_model
 from hybrid_grpo.rewards.scoring import Rewards

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hybrid_grpo import __main__ as program
 from hybrid_grpo.data import prompt_stream
-from hybrid_grpo.distributed import rank
+from hybrid_grpo.model.ranks import rank
 
 
 def main(commands: list[list[str]]) -> int:

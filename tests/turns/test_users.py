@@ -14,11 +14,11 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.generation import Request
 from hybrid_grpo.model.loading import load_tokenizer
-from hybrid_grpo.rewards.workers.users import UserEntry, load_user
 from hybrid_grpo.turns import Conversations
 from hybrid_grpo.turns.conversation import Answer
 from hybrid_grpo.turns.template import assistant_message, user_message
 from hybrid_grpo.turns.users import ModelUser, ScriptedUser, exchanged
+from hybrid_grpo.workers.users import UserEntry, load_user
 
 PLAYED = SUPPORT / "played_users.py"
 SCORING = ScoringConfig(workers=2)

@@ -4,7 +4,7 @@ import shutil
 import pytest
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.run.records.said import Said, write_alarm
+from hybrid_grpo.records.said import Said, write_alarm
 from hybrid_grpo.watch import growing_file, metrics_file
 from hybrid_grpo.watch.folder import Alarm, Run, differing
 from hybrid_grpo.watch.folders import Folders

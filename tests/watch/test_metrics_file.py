@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from hybrid_grpo.run.records.sinks import JsonlSink
+from hybrid_grpo.records.sinks import JsonlSink
 from hybrid_grpo.watch import growing_file, metrics_file
 from hybrid_grpo.watch.metrics_file import MetricsFile, last_row
 

@@ -18,7 +18,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import watch_page
 
-from hybrid_grpo.run.records.said import Said, write_alarm
+from hybrid_grpo.records.said import Said, write_alarm
 from hybrid_grpo.watch import server
 from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.frozen import write_report

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from paths import ROOT
 
-from hybrid_grpo.run.records.said import Said, write_alarm
+from hybrid_grpo.records.said import Said, write_alarm
 from hybrid_grpo.watch import server
 from hybrid_grpo.watch.folders import Folders
 

@@ -9,10 +9,10 @@ from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Numbers
 from hybrid_grpo.data.loader import PromptLoader
-from hybrid_grpo.distributed import rank, world_size
 from hybrid_grpo.features.pretraining.settings import PtxConfig
 from hybrid_grpo.features.pretraining.texts import read_texts
 from hybrid_grpo.model.loading import check_prompt_ids, load_config
+from hybrid_grpo.model.ranks import rank, world_size
 from hybrid_grpo.run.feature import Feature
 
 if TYPE_CHECKING:

@@ -167,7 +167,7 @@ class RewardModel:
         Returns:
             [B], see `reward_model`.
         """
-        from hybrid_grpo.distributed import all_reduce
+        from hybrid_grpo.model.ranks import all_reduce
 
         self.load()
         scores_B = [0.0] * len(ids_B)

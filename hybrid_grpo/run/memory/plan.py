@@ -17,11 +17,11 @@ from hybrid_grpo.generation.attention import might_follow
 from hybrid_grpo.generation.cache import GPU_SHARE, prefill_that_fits
 from hybrid_grpo.generation.graphs import bytes_of, reads_up_to
 from hybrid_grpo.generation.loop import PAGE
+from hybrid_grpo.model.hardware import CUDA_CONTEXT_BYTES, Hardware
 from hybrid_grpo.model.loading import load_config, parameters_of
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.rewards.models.reward import RewardModel
 from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure
-from hybrid_grpo.run.memory.hardware import CUDA_CONTEXT_BYTES, Hardware
 
 REFUSED_ABOVE = 1.15
 """A run that needs this many times the free memory is refused; from 1 up to this it is warned about."""

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hybrid_grpo.config import EvalConfig
-from hybrid_grpo.distributed import all_gather_objects
+from hybrid_grpo.model.ranks import all_gather_objects
 from hybrid_grpo.policy import TrainedModel
-from hybrid_grpo.run.saving.exporting import export, exported
-from hybrid_grpo.run.writing import WriteFailed
+from hybrid_grpo.records.exporting import export, exported
+from hybrid_grpo.records.writing import WriteFailed
 
 FOLDER = "model_best"
 

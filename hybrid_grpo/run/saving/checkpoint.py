@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybrid_grpo.distributed import all_gather_objects, barrier, rank, world_size
 from hybrid_grpo.engine import Engine
+from hybrid_grpo.model.ranks import all_gather_objects, barrier, rank, world_size
 from hybrid_grpo.model.tensor_files import foreign_types
-from hybrid_grpo.run.files import replace_text, sync
+from hybrid_grpo.records.files import replace_text, sync
+from hybrid_grpo.records.writing import WriteFailed, write_together
 from hybrid_grpo.run.saving.manifest import Damaged, Manifest, measure, owner
-from hybrid_grpo.run.writing import WriteFailed, write_together
 
 _TAG = re.compile(r"step_\d{6,}")
 _DRAFT = ".draft_"

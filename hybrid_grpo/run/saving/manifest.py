@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.run.files import replace_text
+from hybrid_grpo.records.files import replace_text
 
 NAME = "manifest.json"
 _OF_RANK = re.compile(r"_(\d+)_of_\d+\.")

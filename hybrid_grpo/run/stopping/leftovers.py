@@ -1,6 +1,6 @@
 """Files in shared memory that ranks leave which are killed while they start: 66 MiB each, until the next boot.
 
-A rank that has met the others unlinks its buffer (`distributed.release_shared_memory`). One that is killed before is
+A rank that has met the others unlinks its buffer (`model.ranks.release_shared_memory`). One that is killed before is
 cleaned up after by its watcher, or by that of another rank; where all are killed at once, by the next run that starts.
 Needs nothing that is slow to import.
 """

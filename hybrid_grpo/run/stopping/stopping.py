@@ -14,7 +14,7 @@ import torch
 from hybrid_grpo.config import RunConfig
 from hybrid_grpo.config.errors import RunInterrupted
 from hybrid_grpo.config.fields import duration_seconds
-from hybrid_grpo.distributed import all_reduce
+from hybrid_grpo.model.ranks import all_reduce
 from hybrid_grpo.run.stopping.board import LAUNCHER_GONE, TIME_OVER, Board, this_board
 
 _ABANDONED_AT = ("scoring", "old_logp", "update")

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from workshop import Workshop
 
 from hybrid_grpo.config import EvalConfig
+from hybrid_grpo.records.exporting import exported
 from hybrid_grpo.run.saving.best import Best
-from hybrid_grpo.run.saving.exporting import exported
 
 METRIC = "eval/heldout/accuracy"
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hybrid_grpo.model import tensor_files
+from hybrid_grpo.records.writing import WriteFailed
 from hybrid_grpo.run.saving.checkpoint import Checkpoints
 from hybrid_grpo.run.saving.manifest import Damaged, Manifest, measure, owner
-from hybrid_grpo.run.writing import WriteFailed
 
 KINDS = (
     "policy_00001_of_00002.pt",

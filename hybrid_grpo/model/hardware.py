@@ -1,0 +1,117 @@
+"""The device that a rank runs on: how much memory is free there and on its host, and how fast it is."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+from torch.utils.benchmark import Timer
+
+from hybrid_grpo.model.ranks import local_ranks
+
+_CGROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
+"""Limit and use of this container's memory, under cgroups version 2 and 1."""
+CUDA_CONTEXT_BYTES = 550 << 20
+"""CUDA's context and workspaces: what `nvidia-smi` shows of a process beyond what torch reserved. Not measured."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One rank's device and its share of the host."""
+
+    name: str
+    on_gpu: bool
+    device_bytes: int
+    """Free on the device, with what CUDA itself takes in this process; on a CPU, this rank's share of the host, with
+    what its process already has."""
+    host_bytes: int
+    """This rank's share of the host's free memory, with what its process already has."""
+    process_bytes: int
+    """Host memory that the process already has."""
+    flops: float
+    """Floating-point operations a second, of large matrix products in the type of the weights."""
+    bandwidth: float
+    """Bytes a second read from the device's memory."""
+
+
+GPUS = {
+    "rtx4090": (24, 165e12, 1.01e12),
+    "a100-40gb": (40, 312e12, 1.56e12),
+    "a100-80gb": (80, 312e12, 2.04e12),
+    "l40s": (48, 362e12, 0.86e12),
+    "h100": (80, 989e12, 3.35e12),
+    "h200": (141, 989e12, 4.8e12),
+    "b200": (180, 2250e12, 8.0e12),
+}
+"""Data sheets: memory in 10^9 bytes, dense bfloat16 operations a second, bytes a second."""
+_CALLED = {
+    r"RTX 4090$": "rtx4090",
+    r"A100\b": "a100-80gb",
+    r"L40S\b": "l40s",
+    # Those for a PCIe slot are slower.
+    r"\bH100\b(?!.*(PCIe|NVL))": "h100",
+    r"\bH200\b(?!.*NVL)": "h200",
+    r"\bB200\b": "b200",
+}
+"""The GPUs by what CUDA calls them."""
+
+
+def peak_flops(name: str) -> float | None:
+    """Dense bfloat16 operations a second of a whole GPU that CUDA calls by this name; None where the table lacks it."""
+    kind = next((kind for called, kind in _CALLED.items() if re.search(called, name)), None)
+    return None if kind is None or "MIG" in name else GPUS[kind][1]
+
+
+def of_table(name: str) -> Hardware:
+    """A GPU by its data sheet, empty, on a host with any amount of memory."""
+    gigabytes, flops, bandwidth = GPUS[name]
+    process = psutil.Process().memory_info().rss
+    return Hardware(name, True, int(gigabytes * 1e9), 1 << 62, process, flops, bandwidth)
+
+
+def of_device(device: torch.device, dtype: Literal["bfloat16", "float32"]) -> Hardware:
+    """The device as it is now; takes a fraction of a second to measure how fast it is."""
+    process = psutil.Process().memory_info().rss
+    host = process + host_free_bytes() // local_ranks()
+    flops, bandwidth = _speed(device, getattr(torch, dtype))
+    if device.type == "cpu":
+        return Hardware("cpu", False, host, host, process, flops, bandwidth)
+    # What measuring took is free again; what CUDA took when it started is a part of the plan.
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(device)[0] + CUDA_CONTEXT_BYTES
+    return Hardware(torch.cuda.get_device_name(device), True, free, host, process, flops, bandwidth)
+
+
+def host_free_bytes() -> int:
+    """Host memory that is still free, within the limit of this container."""
+    free = int(psutil.virtual_memory().available)
+    for limit, used in _CGROUPS:
+        if limit.is_file() and (most := limit.read_text().strip()) != "max":
+            # The cache of files read counts as used in a container, although the system could drop it.
+            free = min(free, max(0, int(most) - int(used.read_text()) + _file_cache(limit.parent)))
+    return free
+
+
+def _file_cache(cgroup: Path) -> int:
+    """Bytes of cached files that the system can drop: nobody maps them or has written to them."""
+    statistics = cgroup / "memory.stat"
+    lines = (line.split() for line in statistics.read_text().splitlines()) if statistics.is_file() else ()
+    return sum(int(value) for name, value in lines if name in ("inactive_file", "total_inactive_file"))
+
+
+def _speed(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Floating-point operations a second of a square matrix product, and bytes a second of a sum."""
+    size, mebibytes = (512, 32) if device.type == "cpu" else (8192, 1024)
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    long = torch.ones(mebibytes << 18, dtype=torch.float32, device=device)
+    # The timer waits for a GPU.
+    product_s, sum_s = (
+        Timer(work, globals={"x": x}, num_threads=torch.get_num_threads()).timeit(5).median
+        for work, x in (("x @ x", a), ("x.sum()", long))
+    )
+    return 2 * size**3 / product_s, long.nbytes / sum_s

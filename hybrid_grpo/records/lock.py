@@ -1,0 +1,116 @@
+"""The lock on a run's folder: at most one run writes there.
+
+On one machine, and on file systems that pass locks on to other machines, a POSIX lock on the file `.lock` decides. The
+kernel drops it when its process ends, however it ends. Elsewhere the owner's heartbeat decides: a counter in the file
+that rises while the owner lives. `python -m hybrid_grpo.records.lock FOLDER` ends with status 2 where a run holds it.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from hybrid_grpo.config.errors import UserError
+
+_BEAT_SECONDS = 5.0
+_SILENT_SECONDS = 20.0
+"""An owner on another machine whose counter stands still for so long is gone."""
+_LENGTH = 512
+
+
+class FolderLock:
+    """The lock of this process on a folder, which must exist.
+
+    Raises:
+        UserError: another process holds it, or it cannot be written; the message says which process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / ".lock"
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._owner: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "since": now, "beat": 0}
+        try:
+            self._file = _locked(folder)
+            self._write()
+        except OSError as error:
+            raise UserError(f"run.dir: {path} cannot be written: {error.strerror}") from error
+        self._ended = threading.Event()
+        threading.Thread(target=self._beat, name="lock", daemon=True).start()
+
+    def release(self) -> None:
+        """Give the folder free for runs on any machine."""
+        self._ended.set()
+        # Of a folder on another machine nothing but the file tells that this run has ended.
+        os.ftruncate(self._file, 0)
+        os.close(self._file)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_BEAT_SECONDS):
+            self._owner["beat"] += 1
+            try:
+                self._write()
+            except OSError:  # such as a full disk: the lock itself holds
+                continue
+
+    def _write(self) -> None:
+        # Always one write of one length: a reader never sees parts of two.
+        os.pwrite(self._file, json.dumps(self._owner).encode().ljust(_LENGTH), 0)
+
+
+def _locked(folder: Path) -> int:
+    """The descriptor of the locked file `.lock`; closing any descriptor of the file would give up the lock. Raises
+    UserError where another process holds it."""
+    path = folder / ".lock"
+    _refuse_other_machine(path)
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        os.close(file)
+        raise _refusal(folder, _read(path)) from None
+    return file
+
+
+def _refuse_other_machine(path: Path) -> None:
+    """Raise UserError where the owner is on another machine and its counter rises."""
+    owner = _read(path)
+    if owner.get("host", socket.gethostname()) == socket.gethostname():
+        return
+    deadline = time.monotonic() + _SILENT_SECONDS
+    while (later := _read(path)) == owner and time.monotonic() < deadline:
+        time.sleep(_SILENT_SECONDS / 20)
+    if later and later != owner:
+        raise _refusal(path.parent, later)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Who holds the folder; empty where nobody does. The file is opened anew: a network file system then asks for its
+    newest content."""
+    try:
+        owner = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _refusal(folder: Path, owner: dict[str, Any]) -> UserError:
+    who = f"process {owner['pid']} on {owner['host']} since {owner['since']}" if "pid" in owner else "another process"
+    return UserError(
+        f"run.name {folder.name}: {folder} belongs to a run that is under way ({who}): wait for it, stop it, or pass"
+        " another --run.name"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        if Path(sys.argv[1], ".lock").exists():
+            _locked(Path(sys.argv[1]))
+    except UserError as held:
+        print(f"hybrid-grpo: error: {held}", file=sys.stderr)
+        sys.exit(2)

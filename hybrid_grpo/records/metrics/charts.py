@@ -1,0 +1,74 @@
+"""The charts of a run: charts.yaml with the names of the run's own metrics put in.
+
+The page of `watch`, which report.html is too, draws them, and so do pictures and trackers. Needs no torch.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_grpo.records.metrics.catalogue import Metric, describe, read_with_features
+
+CHARTS: dict[str, list[dict[str, Any]]] = {}
+"""The charts of each section, as charts.yaml describes them and the features' own."""
+for _sections in read_with_features("charts.yaml"):
+    for _section, _charts in _sections.items():
+        CHARTS.setdefault(_section, []).extend(_charts)
+
+STEP_PARTS = ("generate", "reward_wait", "reference", "train", "switch")
+"""What a step's time is spent on, by metric `time/<part>_s`."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric in a chart."""
+
+    name: str
+    label: str
+    meaning: str
+    noisy: bool
+    """Whether neighbouring values may be averaged."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves that share a pair of axes."""
+
+    section: str
+    title: str
+    unit: str
+    top: float | None
+    """Upper end of the axis, where it has a natural one."""
+    curves: tuple[Curve, ...]
+    band: str | None
+    """Metric that is drawn as a band of this half-width around the first curve."""
+    compared: bool
+    """Whether every curve is drawn between its own lowest and highest value, whatever their units."""
+
+
+def charts_of(known: Sequence[str]) -> list[Chart]:
+    """The charts of charts.yaml that have a curve among these metrics."""
+    drawn = []
+    for section, members in CHARTS.items():
+        for chart in members:
+            curves = tuple(curve for pattern in chart["metrics"] for curve in _curves(pattern, known))
+            band = chart["band"] if chart.get("band") in known else None
+            unit, compared = describe(chart["metrics"][0]).unit, chart.get("compared", False)
+            if len(curves) > compared:
+                drawn.append(Chart(section, chart["title"], unit, chart.get("top"), curves, band, compared))
+    return drawn
+
+
+def is_noisy(metric: Metric) -> bool:
+    """Whether a metric scatters from step to step, so that its neighbours may be averaged."""
+    return metric.reduction != "same" and not metric.name.startswith("eval/")
+
+
+def _curves(pattern: str, known: Sequence[str]) -> Iterator[Curve]:
+    expression = re.compile(re.sub(r"<\w+>", "([^/]+)", pattern))
+    for match in filter(None, map(expression.fullmatch, known)):
+        metric = describe(match[0])
+        stage, what, *_ = metric.name.split("/")
+        label = " @".join(match.groups()) if match.groups() else (stage if what == "mean" else what).replace("_", " ")
+        yield Curve(metric.name, label, metric.meaning, is_noisy(metric))

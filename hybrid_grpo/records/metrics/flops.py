@@ -1,0 +1,70 @@
+"""How many floating-point operations the stages of a step take, and which share of what the device could do that is."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hybrid_grpo.data.batch import Numbers, Rollout
+from hybrid_grpo.model.flops import Cost
+from hybrid_grpo.model.hardware import peak_flops
+from hybrid_grpo.records.metrics.metrics import Meter
+
+if TYPE_CHECKING:
+    from hybrid_grpo.policy import Policy
+
+_TERA = 1e12
+
+
+def measure_flops(rollout: Rollout, passes: int, policy: Policy, meter: Meter) -> Numbers:
+    """Operations of a step on this rank, in so many passes of training over a rollout, and the model FLOPs utilization
+    where the peak of the device is known. `meter` has the other numbers of the step."""
+    generate, read, train = stage_flops(rollout, policy.cost)
+    # Dynamic sampling leaves out groups that were sampled: they are taken to be like those that are here.
+    kept = sum(len(completion.token_ids) for completion in rollout.completions if not completion.guest)
+    generate *= meter.total("completion/sampled_tokens") / max(kept, 1)
+    work = {"generate": generate}
+    if meter.total("time/reference_s"):
+        work["reference"] = read
+    # Without a learning rate the policy stood still: the step was skipped, or the critic learned alone.
+    if meter.total("policy/lr"):
+        work["train"] = train * passes
+    numbers: Numbers = {f"flops/{stage}": (flops / _TERA, 1) for stage, flops in work.items()}
+    peak = _peak(policy.engine.device) if policy.config.dtype == "bfloat16" else None
+    for stage in ("generate", "train"):
+        if peak is not None and stage in work:
+            numbers[f"throughput/mfu_{stage}"] = work[stage] / peak / meter.total(f"time/{stage}_s"), 1
+    return numbers
+
+
+def stage_flops(rollout: Rollout, cost: Cost) -> tuple[float, float, float]:
+    """Operations of sampling the policy's completions, of reading those that are learned from once without gradients,
+    and of a pass of training on them.
+
+    A prompt counts once for its group, since that is enough, whether or not training shares it. Where a sequence is
+    read at once, attention counts at its whole length, as in PaLM, though causal attention needs half of it; in
+    decoding it counts at what a token attends to.
+    """
+    prompt_P = np.array([len(prompt.token_ids) for prompt in rollout.prompts], float)
+    shape = len(rollout.prompts), rollout.num_generations
+    sampled_PG = np.array(rollout.lengths, float).reshape(shape)
+    given = [sum(len(ids) for _, ids in completion.given) for completion in rollout.completions]
+    read_PG = sampled_PG + np.array(given, float).reshape(shape)
+    own_PG = np.array([not completion.guest for completion in rollout.completions]).reshape(shape)
+    learned_PG = np.array([completion.learned for completion in rollout.completions]).reshape(shape)
+    whole_PG = prompt_P[:, None] + read_PG
+    prefill = cost.forward(prompt_P, prompt_P, 0) * own_PG.any(1)
+    decode = cost.forward(read_PG, prompt_P[:, None] + (read_PG + 1) / 2, sampled_PG) * own_PG
+    once, trained = (
+        of(prompt_P, prompt_P, 0) @ learned_PG.any(1) + (of(read_PG, whole_PG, sampled_PG) * learned_PG).sum()
+        for of in (cost.forward, cost.training)
+    )
+    return float(prefill.sum() + decode.sum()), float(once), float(trained)
+
+
+@functools.cache
+def _peak(device: torch.device) -> float | None:
+    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

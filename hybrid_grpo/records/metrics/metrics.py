@@ -1,0 +1,170 @@
+"""The meter that reduces the metrics of a step once, over micro-batches and ranks, as the catalogue says.
+
+Writing the numbers down is not done here (see `sinks.py`).
+"""
+
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from hybrid_grpo.model import ranks
+from hybrid_grpo.records.metrics.catalogue import FIXED, PATTERNS, Reduction, describe
+
+Span = tuple[str, float, float]
+"""A stage of a step: its name, and when it began and ended by `time.perf_counter`, in seconds."""
+
+
+class Meter:
+    """Collects the numbers of one step on this rank and reduces them over all ranks.
+
+    The layout of the reduction is fixed when the meter is made, from the catalogue and from the names of the
+    reward functions, evaluation sets, sources, guests and tools, which every rank has from the same configuration. So
+    a rank may leave out a metric that the others have, and no set of `add` calls can misalign or hang the collectives.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[str] = (),
+        evals: Sequence[str] = (),
+        device: torch.device | str = "cpu",
+        sources: Sequence[str] = (),
+        samples: int = 1,
+        guests: Sequence[str] = (),
+        tools: Sequence[str] = (),
+    ) -> None:
+        """`device` is where collectives take place: the rank's GPU with NCCL. `samples` are the most completions that
+        an evaluation set has of a prompt."""
+        ks = [str(k) for k in range(2, samples + 1)]
+        names = {
+            "<function>": rewards,
+            "<set>": evals,
+            "<source>": sources,
+            "<k>": ks,
+            "<guest>": guests,
+            "<tool>": tools,
+        }
+        self._reductions = {name: metric.reduction for name, metric in FIXED.items()}
+        for _, metric in PATTERNS:
+            spelled = [metric.name]
+            for placeholder in re.findall(r"<\w+>", metric.name):
+                spelled = [name.replace(placeholder, n) for name in spelled for n in names[placeholder]]
+            self._reductions |= dict.fromkeys(spelled, metric.reduction)
+        self._device = torch.device(device)
+        self.spans: list[Span] = []
+        """The stages of the step on this rank, in the order in which they ended."""
+        self._added: dict[str, list[tuple[float | Tensor, float | Tensor]]] = {}
+
+    def add(self, name: str, value: float | Tensor, count: float | Tensor = 1) -> None:
+        """Add a number or a 0-d tensor. Tensors are read only at `reduce`, so that nothing waits for the GPU here.
+
+        `count` is the weight of the value in a mean: how many items it averages. A value of count 0 is left
+        out whatever it is, so the mean of nothing (NaN) may be added.
+        """
+        if name not in self._reductions:
+            describe(name)
+            raise KeyError(f"{name} is of a reward, evaluation set, source or guest that this meter was not made for")
+        if isinstance(count, Tensor) or count:
+            kept = value.detach().clone() if isinstance(value, Tensor) else value
+            self._added.setdefault(name, []).append((kept, count))
+
+    def update(self, numbers: Mapping[str, tuple[float | Tensor, float | Tensor]]) -> None:
+        """Add what a stage measured: value and count by name."""
+        for name, (value, count) in numbers.items():
+            self.add(name, value, count)
+
+    def total(self, name: str) -> float:
+        """The sum of what was added under a name on this rank since the last `reduce`."""
+        return sum(float(value) for value, _ in self._added.get(name, ()))
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Add the seconds the block takes, and note it as a stage of the step; work still queued on the GPU is waited
+        for, before and after."""
+        stage = name.removeprefix("time/").removesuffix("_s")
+        self._synchronize()
+        start = time.perf_counter()
+        with record_function(f"stage/{stage}"):
+            yield
+        self._synchronize()
+        end = time.perf_counter()
+        self.add(name, end - start)
+        self.spans.append((stage, start, end))
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _read(self) -> dict[str, list[tuple[float, float]]]:
+        """Values and counts by name, those of count 0 left out; one copy from each device for all tensors together."""
+        tensors = [x for added in self._added.values() for pair in added for x in pair if isinstance(x, Tensor)]
+        numbers: dict[int, float] = {}
+        for device in {tensor.device for tensor in tensors}:
+            here = [tensor for tensor in tensors if tensor.device == device]
+            numbers.update(zip(map(id, here), torch.stack([x.double() for x in here]).tolist(), strict=True))
+        read = {
+            name: [(numbers.get(id(value), value), numbers.get(id(count), count)) for value, count in added]
+            for name, added in self._added.items()
+        }
+        return {name: [(float(value), float(count)) for value, count in added if count] for name, added in read.items()}
+
+    def reduced(self, numbers: Mapping[str, tuple[float | Tensor, float | Tensor]]) -> dict[str, float]:
+        """Numbers of a stage as `reduce` would give them, beside what was added, which stays. Collective."""
+        added, spans, self._added = self._added, self.spans, {}
+        self.update(numbers)
+        values = self.reduce()
+        self._added, self.spans = added, spans
+        return values
+
+    def reduce(self) -> dict[str, float]:
+        """The numbers of the step by name, the same on all ranks; the meter is empty afterwards.
+
+        A metric that no rank added is left out. All ranks must call it: two collectives.
+        """
+        sums = torch.zeros(len(self._reductions), 2, dtype=torch.float64)
+        highs = torch.full_like(sums, -math.inf)
+        read = self._read()
+        for row, (name, reduction) in enumerate(self._reductions.items()):
+            if added := read.get(name):
+                sums[row] = torch.tensor(_total(added, reduction), dtype=torch.float64)
+                highs[row] = torch.tensor(_extremes(added, reduction), dtype=torch.float64)
+        self._added, self.spans = {}, []
+        sums = ranks.all_reduce(sums.to(self._device), "sum").cpu()
+        highs = ranks.all_reduce(highs.to(self._device), "max").cpu()
+        values = {}
+        rows = zip(self._reductions.items(), sums.tolist(), highs.tolist(), strict=True)
+        for (name, reduction), (total, count), (high, minus_low) in rows:
+            if not count:
+                continue
+            if reduction in ("sum", "mean", "rank_mean"):
+                values[name] = total if reduction == "sum" else total / count
+            elif math.isnan(total):
+                values[name] = math.nan
+            else:
+                same = reduction != "same" or high == -minus_low
+                assert same, f"{name} differs between ranks: {-minus_low} to {high}"
+                values[name] = -minus_low if reduction == "min" else high
+        return values
+
+
+def _total(added: list[tuple[float, float]], reduction: Reduction) -> tuple[float, float]:
+    """What the sum over ranks takes in: total and count; for extremes only whether one of the values is NaN."""
+    if reduction == "mean":
+        return sum(value * count for value, count in added), sum(count for _, count in added)
+    if reduction in ("sum", "rank_mean"):
+        return sum(value for value, _ in added), 1
+    return (math.nan if any(math.isnan(value) for value, _ in added) else 0.0), 1
+
+
+def _extremes(added: list[tuple[float, float]], reduction: Reduction) -> tuple[float, float]:
+    """What the maximum over ranks takes in: the highest value, and minus the lowest one.
+
+    A comparison with NaN has no defined outcome in a collective: NaN is left out, and carried by the total.
+    """
+    values = [value for value, _ in (added[-1:] if reduction == "same" else added) if not math.isnan(value)]
+    return (max(values), -min(values)) if values else (-math.inf, -math.inf)

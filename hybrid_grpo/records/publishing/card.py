@@ -1,0 +1,303 @@
+"""The model card: what a reader of a published model asks, answered from the folder of its run.
+
+`card.md.j2` decides how the card looks, and huggingface_hub how its head for the hub does. No secrets and no local
+folders get into it: see `config/secrets.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig, to_dict
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.features import feature_sections
+from hybrid_grpo.config.places import looks_like_path
+from hybrid_grpo.config.recipes import Dumper, read_recipe
+from hybrid_grpo.config.secrets import publishable, publishable_text
+from hybrid_grpo.config.tasks import READY_MADE, ready_made_settings
+from hybrid_grpo.records.exporting import exported
+from hybrid_grpo.records.files import read_jsonl
+
+_STAGES: dict[str, tuple[str, str, Any]] = {
+    "grpo": ("train", "GRPO", TrainConfig),
+    "sft": ("sft", "supervised fine-tuning", SftConfig),
+    "reward": ("reward", "training a reward model on pairs of answers", RewardStageConfig),
+}
+"""Command, method and configuration of a stage, by the section that only this stage has."""
+_ACCURACY = re.compile(r"eval/[^/]+/(accuracy|(pass|maj)@\d+)|reward_model/heldout_accuracy")
+_MEASURED = re.compile(r"eval/[^/]+/(?!stderr)[^/]+|reward_model/heldout_\w+")
+_OF_THE_PLACE = {"checkpoint": None, "log": None, "run": ("name", "dir", "resume"), "policy": ("model",)}
+"""Settings that say nothing about what is learned, by section; None for all of a section."""
+_MOST_ROWS = 12
+"""Rows of the table of evaluations during the run."""
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Number:
+    """What was measured of the published model."""
+
+    name: str
+    value: float
+    before: float | None = None
+    """Of the starting model."""
+    interval: Interval | None = None
+    """Bounds at 95 %."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is known of how good the published model is."""
+
+    numbers: list[Number]
+    how: str
+    """How the numbers and their intervals were made, in a sentence or two."""
+    against: str = "starting model"
+    """The model that `Number.before` is of."""
+
+    def table(self) -> list[list[str]]:
+        """The head, and a row for each number; without the column of the other model where there is none."""
+        rows = [["number", self.against, "this model", "95 % interval"], *map(_row, self.numbers)]
+        return rows if any(row[1] for row in rows[1:]) else [[row[0], *row[2:]] for row in rows]
+
+    @staticmethod
+    def printed(said: Mapping[str, Any]) -> Evaluation:
+        """What `hybrid-grpo eval` has printed; raises the errors of Python where it is something else."""
+        bounds, against = said["intervals"], said.get("against", {})
+        numbers = [
+            Number(name, float(value), against.get(name), tuple(bounds[name]) if bounds.get(name) else None)
+            for name, value in said.items()
+            if _MEASURED.fullmatch(name)
+        ]
+        other = _spelled(against["model"], looks_like_path(against["model"])) if against else ""
+        return Evaluation(numbers, "Measured by `hybrid-grpo eval`; intervals by a bootstrap over prompts.", other)
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """The folder of a run, of which one model is published.
+
+    Raises UserError, where it is used, for a folder that is not that of a run.
+    """
+
+    folder: Path
+    model: Path
+    """Folder of the model, which the run has exported."""
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The run's settings, nested."""
+        return read_recipe(self.folder / "config.yaml")
+
+    @cached_property
+    def stage(self) -> tuple[str, str, Any]:
+        """Command, method and configuration."""
+        for name, feature in feature_sections().items():
+            if feature.method and self.settings.get(name, {}).get("enabled"):
+                return "train", feature.method, TrainConfig
+        for section, stage in _STAGES.items():
+            if section in self.settings:
+                return stage
+        raise UserError(f"{self.folder / 'config.yaml'} is of no stage of training: give the folder of a run")
+
+    @cached_property
+    def facts(self) -> dict[str, str]:
+        """What stands at the head of config.yaml, by name, as strangers may read it."""
+        text = (self.folder / "config.yaml").read_text(encoding="utf-8")
+        for was, shown in _changed(self.settings):
+            text = text.replace(was, shown)
+        return dict(re.findall(r"^# ([\w ]+): (.+)$", publishable_text(text), re.MULTILINE))
+
+    @property
+    def step(self) -> int:
+        """Step after which the model was exported."""
+        return int(exported(self.model)["step"])
+
+    @cached_property
+    def lines(self) -> list[dict[str, Any]]:
+        """metrics.jsonl up to the step of the model."""
+        return [line for line in read_jsonl(self.folder / "metrics.jsonl") if line["step"] <= self.step]
+
+    @property
+    def recipe(self) -> str:
+        """config.yaml as strangers may read it, with its head."""
+        head = "".join(f"# {name}: {fact}\n" for name, fact in self.facts.items())
+        return head + _as_yaml(publishable(self.settings))
+
+    @cached_property
+    def place(self) -> Path:
+        """The folder in which the run was started, which its paths are relative to, as far as its own path tells."""
+        run = self.settings.get("run", {})
+        own, here = Path(run.get("dir", "")) / run.get("name", ""), self.folder.resolve()
+        is_below = not own.is_absolute() and here.parts[-len(own.parts) :] == own.parts
+        return here.parents[len(own.parts) - 1] if is_below else Path()
+
+    def is_local(self, name: str) -> bool:
+        """Whether a model or a data set of the settings is one of this machine, and none of the hub."""
+        return looks_like_path(name) or (self.place / name).exists()
+
+    @cached_property
+    def ancestors(self) -> list[str]:
+        """The starting model; where another run has trained it, also the one that run started from, and so on."""
+        models = [str(self.settings["policy"]["model"])]
+        while (recipe := (self.place / models[-1]).parent / "config.yaml").is_file():
+            model = str(read_recipe(recipe).get("policy", {}).get("model", ""))
+            if not model or model in models:
+                break
+            models.append(model)
+        return models
+
+    @property
+    def data_sets(self) -> list[str]:
+        """The data sets to train on that are the hub's."""
+        data = self.settings.get("data", {})
+        paths = [data.get("path"), *(source.get("path") for source in data.get("mixture") or [])]
+        return list(dict.fromkeys(path for path in paths if path and not self.is_local(path)))
+
+    def source_of(self, held_out: str) -> str:
+        """Hub name of a held-out set; its own name where it is none of the hub's."""
+        data, given = self.settings.get("data", {}), self.settings.get("eval", {}).get("sets", {}).get(held_out)
+        if given is not None and given.get("task") in READY_MADE:
+            data = ready_made_settings(given["task"]).get("data", {})
+        source = (given or {}).get("path") or data.get("eval_path") or data.get("path")
+        return held_out if not source or self.is_local(source) else source
+
+    def evaluation(self) -> Evaluation:
+        """What the run has measured on held-out data, last at or before the step of the model."""
+        numbers = []
+        for name in dict.fromkeys(name for line in self.lines for name in line if _MEASURED.fullmatch(name)):
+            lines = [line for line in self.lines if line.get(name) is not None]
+            if lines:
+                before = lines[0][name] if lines[0]["step"] == 0 < lines[-1]["step"] else None
+                numbers.append(Number(name, lines[-1][name], before, _interval(name, lines[-1])))
+        return Evaluation(
+            numbers,
+            "Means over the held-out data, measured by the run. The interval of an accuracy of completions is 1.96"
+            " standard errors to both sides; where all prompts went alike it has none.",
+        )
+
+
+def write_card(path: Path, run: TrainedRun, evaluation: Evaluation, name: str, license: str | None) -> None:
+    """Write the model card of a run, beside its curves.svg where it has one. `name` is what the model loads by."""
+    command, method, cls = run.stage
+    is_reward_model = command == "reward"
+    head = ModelCardData(
+        base_model=None if run.is_local(run.ancestors[-1]) else run.ancestors[-1],
+        datasets=run.data_sets or None,
+        library_name="transformers",
+        license=license,
+        pipeline_tag="text-classification" if is_reward_model else "text-generation",
+        tags=["hybrid_grpo", {"train": method.lower(), "reward": "reward-model"}.get(command, command)],
+        model_name=run.folder.resolve().name,
+        eval_results=_results(run, evaluation.numbers) or None,
+    )
+    card = ModelCard.from_template(
+        head,
+        template_path=str(Path(__file__).with_name("card.md.j2")),
+        title=run.folder.resolve().name,
+        name=name,
+        command=command,
+        method=method,
+        step=run.step,
+        steps=run.settings.get("run", {}).get("steps"),
+        starts=[_spelled(model, run.is_local(model)) for model in run.ancestors],
+        is_reward_model=is_reward_model,
+        has_adapter=(run.model / "adapter").is_dir(),
+        numbers=evaluation.table() if evaluation.numbers else [],
+        measured=evaluation.how,
+        best=[(name, value) for name, value in exported(run.model).items() if name != "step"],
+        evaluations=_evaluations(run),
+        curves=(path.parent / "curves.svg").exists(),
+        facts=run.facts,
+        data={name: fact for name, fact in run.facts.items() if name == "data" or name.startswith("held out")},
+        mixture=publishable(run.settings.get("data", {}).get("mixture") or []),
+        changed=_as_yaml(publishable(_differing(run.settings, to_dict(cls())))),
+        ranks=int(run.facts.get("ranks", "1")),
+    )
+    path.write_text(f"{card}\n", encoding="utf-8")
+
+
+def _changed(value: Any) -> Iterator[tuple[str, str]]:
+    """The texts among settings that strangers are shown otherwise, each with what is shown; the longest first."""
+    texts = {text: publishable(text) for text in _texts(value)}
+    return iter(sorted(((a, b) for a, b in texts.items() if a != b), key=lambda pair: -len(pair[0])))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)
+
+
+def _as_yaml(settings: Any) -> str:
+    return yaml.dump(settings, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _interval(name: str, line: Mapping[str, float]) -> Interval | None:
+    """1.96 standard errors about an accuracy; None where the run has no standard error, or one of 0, which says that
+    all prompts went alike and not that the number is exact."""
+    stage, _, number = name.rpartition("/")
+    error = line.get(f"{stage}/stderr") if number == "accuracy" else None
+    return (max(0.0, line[name] - 1.96 * error), min(1.0, line[name] + 1.96 * error)) if error else None
+
+
+def _row(number: Number) -> list[str]:
+    name = number.name.removeprefix("eval/").removeprefix("reward_model/")
+    low_high = f"{number.interval[0]:.3f} to {number.interval[1]:.3f}" if number.interval else ""
+    return [name, "" if number.before is None else f"{number.before:.3f}", f"{number.value:.3f}", low_high]
+
+
+def _evaluations(run: TrainedRun) -> tuple[list[str], list[list[str]]]:
+    """Names of the accuracies, and a row for each step at which one was measured: first, last, and some between."""
+    names = list(dict.fromkeys(name for line in run.lines for name in line if _ACCURACY.fullmatch(name)))
+    lines = [line for line in run.lines if any(line.get(name) is not None for name in names)]
+    if len(lines) > _MOST_ROWS:
+        last = len(lines) - 1
+        lines = [lines[round(row * last / (_MOST_ROWS - 1))] for row in range(_MOST_ROWS)]
+    rows = [[f"{line['step']:,}", *("" if line.get(n) is None else f"{line[n]:.3f}" for n in names)] for line in lines]
+    return [name.removeprefix("eval/") for name in names], rows
+
+
+def _results(run: TrainedRun, numbers: list[Number]) -> list[EvalResult]:
+    """The accuracies as the hub keeps them."""
+    task = "text-classification" if run.stage[0] == "reward" else "text-generation"
+    results = []
+    for number in numbers:
+        if _ACCURACY.fullmatch(number.name) and math.isfinite(number.value):
+            held_out, _, metric = number.name.removeprefix("eval/").removeprefix("reward_model/").rpartition("/")
+            held_out, metric = held_out or "heldout", metric.removeprefix("heldout_")
+            results.append(EvalResult(task, run.source_of(held_out), held_out, metric, number.value))
+    return results
+
+
+def _differing(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are not the defaults, by section; without those of the place where the run was made."""
+    changed: dict[str, Any] = {}
+    for section, values in settings.items():
+        left_out, usual = _OF_THE_PLACE.get(section, ()), defaults.get(section, {})
+        if isinstance(values, Mapping) and left_out is not None:
+            own = {name: value for name, value in values.items() if name not in left_out and value != usual.get(name)}
+            changed |= {section: own} if own else {}
+        elif values and left_out is not None:
+            changed[section] = values
+    return changed
+
+
+def _spelled(model: str, is_local: bool) -> str:
+    """A model as strangers know it: its hub name, or the name of its run or folder."""
+    if not is_local:
+        return f"[{model}](https://huggingface.co/{model})"
+    path = Path(model)
+    return f"`{(path.parent if path.name.startswith('model') and path.parent.name else path).name}`"

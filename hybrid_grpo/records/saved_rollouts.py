@@ -1,0 +1,143 @@
+"""The rollouts that a run has saved with their tokens, in place of sampling and scoring them once more."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
+from hybrid_grpo.generation import Journal, OnFinish, Request, Stats, complete_rest, stream_key
+from hybrid_grpo.model.ranks import rank
+from hybrid_grpo.records.files import read_jsonl
+from hybrid_grpo.records.tokens import read_tokens
+from hybrid_grpo.rewards.scoring import Rewards, Stream
+
+Key = tuple[int, int, int]
+"""A completion of a step, on any number of ranks: its prompt's row in the source, its epoch, and its sample."""
+SavedRow = dict[str, Any]
+"""A row of the file of tokens; under `line`, what the other file has of the same completion."""
+
+
+class SavedRollouts:
+    """The folder `rollouts/` of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._step, self._rows = 0, dict[Key, SavedRow]()
+
+    def has(self, step: int) -> bool:
+        """Whether the tokens of a step were saved."""
+        return self._files(step)[0].is_file()
+
+    def rows(self, step: int) -> dict[Key, SavedRow]:
+        """The completions of a step. Raises UserError where they cannot be read."""
+        if step != self._step:
+            tokens, lines = self._files(step)
+            rows, told = read_tokens(tokens), read_jsonl(lines)
+            refuse(len(rows) != len(told), f"{tokens} and {lines} are not of the same completions: remove both")
+            self._step = step
+            self._rows = {key_of(row): {**row, "line": line} for row, line in zip(rows, told, strict=True)}
+        return self._rows
+
+    def _files(self, step: int) -> tuple[Path, Path]:
+        name = f"step_{step:06d}"
+        return self.folder / f"{name}.parquet", self.folder / f"{name}.jsonl"
+
+
+def key_of(row: Mapping[str, Any]) -> Key:
+    """What names the completion of a row of a file of tokens."""
+    return row["prompt_id"], row["epoch"], row["sample"]
+
+
+class SavedCompletions(Journal):
+    """Gives the completions that a run has saved; those that were not are sampled, and nothing is written.
+
+    `seed` is that of the run, which the random streams are of.
+    """
+
+    def __init__(self, saved: SavedRollouts, seed: int) -> None:
+        super().__init__(saved.folder, rank())
+        self._saved, self._seed = saved, seed
+
+    def complete(
+        self,
+        step: int,
+        requests: list[Request],
+        on_finish: OnFinish | None,
+        sample: Any,
+        given: Mapping[int, Completion] | None = None,
+    ) -> tuple[list[list[Completion]], Stats]:
+        """See `Journal.complete`."""
+        known = {
+            stream_key(self._seed, step, epoch, prompt, number): _completion(row)
+            for (prompt, epoch, number), row in self._saved.rows(step).items()
+            if row["guest"] is None
+        }
+        return complete_rest(requests, {**known, **(given or {})}, on_finish, sample)
+
+
+def _completion(row: SavedRow) -> Completion:
+    line, given = row["line"], tuple((part["before"], part["ids"]) for part in row["given"])
+    return Completion(
+        row["token_ids"], row["logp"], row["finish"], line["completion"], given, tuple(line.get("messages", ()))
+    )
+
+
+class SavedRewards(Rewards):
+    """Gives what reward functions said in the run, without calling them."""
+
+    def __init__(self, rewards: Rewards, saved: SavedRollouts) -> None:
+        super().__init__(rewards.functions, rewards.scoring)
+        self.inputs, self._saved = rewards.inputs, saved
+
+    def stream(self, prompts: list[Prompt], num_generations: int, step: int = 0) -> Stream:
+        """See `Rewards.stream`. Raises UserError where a completion was not saved."""
+        found = self._saved.rows(step)
+        keys = [(prompt.id, prompt.epoch, k) for prompt in prompts for k in range(num_generations)]
+        for prompt, _, sample in (key for key in keys if key not in found):
+            raise UserError(
+                f"replay.rewards saved: the run has not saved sample {sample} of prompt {prompt} in step {step}: set"
+                " replay.rewards to again"
+            )
+        return _SavedStream(self, prompts, num_generations, step, [found[key]["line"] for key in keys])
+
+
+class _SavedStream(Stream):
+    def __init__(
+        self, rewards: Rewards, prompts: list[Prompt], num_generations: int, step: int, lines: list[dict[str, Any]]
+    ) -> None:
+        super().__init__(rewards, prompts, num_generations, step)
+        self._lines, self._names = lines, rewards.names
+
+    def add(self, prompt: int, sample: int, completion: Completion) -> None:
+        """Nothing is called."""
+
+    def scores(self, gives_up: Callable[[], bool] = lambda: False) -> Scores:
+        """The scores as they were saved."""
+        reward_B = _numbers([line["reward"] for line in self._lines])
+        scores_steps = any("steps" in line for line in self._lines)
+        steps = [[(end, reward) for end, reward in line.get("steps", ())] for line in self._lines]
+        of_steps_B = _numbers([sum(reward for _, reward in of_row) for of_row in steps])
+        return Scores(
+            reward_B,
+            {name: _numbers([line["rewards"][name] for line in self._lines]) for name in self._names},
+            {
+                name: torch.tensor([_status(line, name) for line in self._lines], dtype=torch.int8)
+                for name in self._names
+            },
+            steps if scores_steps else None,
+            reward_B - of_steps_B if scores_steps else None,
+        )
+
+
+def _numbers(values: list[float | None]) -> torch.Tensor:
+    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
+
+
+def _status(line: dict[str, Any], name: str) -> RewardStatus:
+    if name in line["failed"]:
+        return RewardStatus.FAILED
+    return RewardStatus.NOT_APPLICABLE if line["rewards"][name] is None else RewardStatus.SCORED

@@ -1,0 +1,262 @@
+"""Where a run's numbers and rollouts go: metrics.jsonl, details.jsonl, rollouts/, the console, trackers such as wandb.
+
+Rank 0 writes everything; the other ranks only hand over their rollouts, so no shared file system is needed.
+What the numbers mean and how they are reduced is not decided here (see `metrics.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+from torch import Tensor
+
+from hybrid_grpo.config import LogConfig
+from hybrid_grpo.config.errors import RunInterrupted
+from hybrid_grpo.data.batch import Rollout, Scores
+from hybrid_grpo.model import ranks
+from hybrid_grpo.records.alarms.divergence import RollBack
+from hybrid_grpo.records.details import DETAILS_FILE, details_line
+from hybrid_grpo.records.files import as_json, cut_lines, read_jsonl, replace_text, rollout_files
+from hybrid_grpo.records.metrics.catalogue import describe
+from hybrid_grpo.records.said import forget_alarms
+from hybrid_grpo.records.tokens import TokenText, joined, token_table, write_table
+from hybrid_grpo.records.trackers.process import TrackerProcess, start_trackers
+from hybrid_grpo.records.writing import one_line
+
+_FINISH_SECONDS, _STOP_SECONDS = 60.0, 8.0
+"""How long the end of a run waits for its trackers, and a run that is asked to stop, which has little time."""
+
+
+class Sink(Protocol):
+    """Takes the reduced numbers of one step after another."""
+
+    def write(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Log:
+    """All outputs of a run. It is made and called on every rank, and writes on rank 0 only."""
+
+    def __init__(
+        self,
+        config: LogConfig,
+        run_dir: Path,
+        steps: int,
+        done: int = -1,
+        settings: dict[str, Any] | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        """
+        Args:
+            steps: the last step of the run.
+            done: last step to keep when a run resumes: whatever was written for later steps is removed. -1: a new run.
+            settings: the configuration of the run, for trackers.
+            tokenizer: makes the texts of tokens, with `log.tokens`; without one no tokens are written.
+        """
+        self._every, self._steps, self._rollouts = config.rollouts_every, steps, run_dir / "rollouts"
+        self._text = TokenText(tokenizer) if tokenizer is not None and config.tokens else None
+        self._details = run_dir / DETAILS_FILE
+        self._sinks: list[Sink] = []
+        self._trackers: list[TrackerProcess] = []
+        if ranks.rank() != 0:
+            return
+        with one_line(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            for kind in ("jsonl", "parquet"):
+                for step, path in rollout_files(self._rollouts, kind).items():
+                    if step > done:
+                        path.unlink()
+            forget_alarms(run_dir, done)
+            self._sinks = [JsonlSink(run_dir / "metrics.jsonl", done)]
+            if kept := cut_lines(self._details, done):
+                print(f"WARNING: {self._details}: a line cannot be read; the file as it was is kept as {kept.name}")
+        self._trackers = start_trackers(config, run_dir, settings or {}, done)
+        self._sinks += [ConsoleSink(steps, done)]
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        stopped = kind is not None and issubclass(kind, RunInterrupted)
+        goes_on = kind is None or issubclass(kind, RunInterrupted | RollBack)
+        self.close(_STOP_SECONDS if stopped else _FINISH_SECONDS, failed=not goes_on)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Write the numbers of a step, once per step; raises KeyError for a name that is not in the catalogue."""
+        for name in values:
+            describe(name)
+        with one_line(self._rollouts.parent):
+            for sink in self._sinks:
+                sink.write(step, values)
+        for tracker in self._trackers:
+            tracker.look()
+
+    def write_rollouts(
+        self,
+        step: int,
+        rollout: Rollout,
+        scores: Scores,
+        advantages_B: Tensor,
+        advantages_BT: Tensor | None = None,
+        always: bool = False,
+    ) -> None:
+        """Write the completions of all ranks after the first, the last and every n-th step, or `always`. Collective."""
+        due = self._every and (step % self._every == 0 or step in (1, self._steps))
+        if not (due or always):
+            return
+        tables: list[Any] | None = None
+        if self._text is not None:
+            first_group = ranks.rank() * len(rollout.prompts)
+            tables = ranks.gather_objects(token_table(rollout, first_group, advantages_BT, self._text))
+        parts = ranks.gather_objects(rollout_lines(step, rollout, scores, advantages_B))
+        if parts is None:
+            return
+        lines = [line for part in parts for line in part]
+        with one_line(self._rollouts.parent):
+            self._rollouts.mkdir(parents=True, exist_ok=True)
+            if tables is not None:
+                # Before the lines, by which readers find the step.
+                write_table(self._rollouts / f"step_{step:06d}.parquet", joined(tables))
+            replace_text(self._rollouts / f"step_{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
+
+    def write_details(self, step: int, own: dict[str, Any] | None) -> None:
+        """Write what all ranks have collected of a step; nothing where they collect nothing. Collective."""
+        parts = None if own is None else ranks.gather_objects(own)
+        if parts is not None:
+            line = as_json(details_line(step, parts), separators=(",", ":"))
+            with one_line(self._details.parent), self._details.open("a", encoding="utf-8") as file:
+                print(line, file=file)
+
+    def close(self, patience_s: float = _FINISH_SECONDS, failed: bool = False) -> None:
+        """End the outputs; the numbers on disk are complete already. Trackers have so many seconds in all to finish."""
+        sinks, trackers, self._sinks, self._trackers = self._sinks, self._trackers, [], []
+        with one_line(self._rollouts.parent):
+            for sink in sinks:
+                sink.close()
+        end = time.monotonic() + patience_s
+        for tracker in trackers:
+            tracker.ask(failed)
+        for tracker in trackers:
+            tracker.close(max(0.0, end - time.monotonic()))
+
+
+class JsonlSink:
+    """metrics.jsonl: one flat JSON object per step, readable at any moment. NaN and infinity become null."""
+
+    def __init__(self, path: Path, done: int = -1) -> None:
+        """Lines of steps after `done` are cut, and so is a line that a crash left incomplete."""
+        kept = [line for line in read_jsonl(path) if line["step"] <= done] if done >= 0 else []
+        replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._last = max((line["step"] for line in kept), default=-1)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        assert step > self._last, f"step {step} is written after step {self._last}"
+        self._last = step
+        print(as_json({"step": step, **values}), file=self._file, flush=True)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Tensor) -> list[str]:
+    """[B], one JSON object per completion of this rank; groups are numbered over all ranks."""
+    first_group = ranks.rank() * len(rollout.prompts)
+    rewards = {name: reward_B.tolist() for name, reward_B in scores.by_function.items()}
+    rows = zip(rollout.row_prompts, rollout.completions, scores.reward_B.tolist(), advantages_B.tolist(), strict=True)
+    return [
+        as_json(
+            {
+                "step": step,
+                "group": first_group + row // rollout.num_generations,
+                "sample": row % rollout.num_generations,
+                "prompt_id": prompt.id,
+                **({"source": prompt.source} if prompt.source else {}),
+                "prompt": prompt.text,
+                **({"guest": completion.guest} if completion.guest else {}),
+                "completion": completion.text,
+                **({"messages": completion.messages} if completion.messages else {}),
+                "reward": reward,
+                "rewards": {name: values[row] for name, values in rewards.items()},
+                "failed": {name: why[row] for name, why in scores.failures.items() if why[row] is not None},
+                **({} if scores.steps is None else {"steps": scores.steps[row]}),
+                "extra": {name: stored[row] for name, stored in scores.extra.items()},
+                "advantage": advantage,
+                "length": len(completion.token_ids),
+                "finish": completion.finish,
+                "columns": prompt.columns,
+            },
+            ensure_ascii=False,
+        )
+        for row, (prompt, completion, reward, advantage) in enumerate(rows)
+    ]
+
+
+_TELLING = (
+    ("reward/mean", "reward {:.3f}"),
+    ("accuracy", "accuracy {:.3f}"),
+    ("sft/loss", "loss {:.4f}"),
+    ("reward_model/loss", "loss {:.4f}"),
+    ("reward_model/train_accuracy", "accuracy {:.3f}"),
+    ("reward_model/heldout_accuracy", "held out {:.3f}"),
+    ("completion/length_mean", "length {:.1f}"),
+    ("policy/entropy", "entropy {:.3f}"),
+    ("policy/kl", "kl {:.4f}"),
+    ("policy/grad_norm", "grad {:.3f}"),
+    ("throughput/generated_tokens_per_s", "{:,.0f} tok/s"),
+    ("time/step_s", "{:.2f} s"),
+)
+"""The numbers of the console line, in order; `accuracy` is the latest one of the first held-out set."""
+
+
+class ConsoleSink:
+    """A progress bar with one live line of numbers; where there is no terminal, plain lines (at most about 200)."""
+
+    def __init__(self, steps: int, done: int = -1, stream: TextIO | None = None) -> None:
+        self._steps, self._stream = steps, stream or sys.stdout
+        self._set = ""
+        self._accuracy: dict[str, float] = {}
+        self._first, self._start = max(done, 0), time.monotonic()
+        self._live: Live | None = None
+        if self._stream.isatty() and os.environ.get("TERM") != "dumb":
+            columns = (MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+            self._progress = Progress(TextColumn("step"), *columns)
+            self._task = self._progress.add_task("", total=steps, completed=self._first)
+            self._live = Live(self._progress, console=Console(file=self._stream, force_terminal=True))
+            self._live.start()
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        evaluated = {name: value for name, value in values.items() if name.endswith("/accuracy")}
+        self._set = self._set or next(iter(evaluated), "")
+        self._accuracy = {"accuracy": evaluated[self._set]} if self._set in evaluated else self._accuracy
+        shown = {**values, **self._accuracy}
+        numbers = "  ".join(text.format(shown[name]) for name, text in _TELLING if name in shown)
+        if self._live:
+            self._progress.update(self._task, completed=step)
+            self._live.update(Group(self._progress, Text(numbers, overflow="ellipsis", no_wrap=True)))
+        elif step % max(1, self._steps // 200) == 0 or evaluated or step == self._steps:
+            line = f"step {step:{len(str(self._steps))}d}/{self._steps}  {numbers}{self._remaining(step)}"
+            with suppress(OSError):  # nobody reads it any more
+                print(line, file=self._stream, flush=True)
+
+    def _remaining(self, step: int) -> str:
+        if not self._first < step < self._steps:
+            return ""
+        seconds = (time.monotonic() - self._start) / (step - self._first) * (self._steps - step)
+        return f"  left {timedelta(seconds=int(seconds))}"
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()

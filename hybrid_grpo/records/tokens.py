@@ -1,0 +1,125 @@
+"""Tokens of completions in a file: rollouts/step_*.parquet, beside the texts and rewards of the .jsonl of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyarrow import parquet
+
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.records.files import replace_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hybrid_grpo.data.batch import Rollout
+
+_IDS, _NUMBERS = pa.list_(pa.int32()), pa.list_(pa.float32())
+_GIVEN = pa.list_(pa.struct([("before", pa.int32()), ("ids", _IDS), ("text", pa.string())]))
+SCHEMA = pa.schema(
+    [
+        *(("row", pa.int32()), ("prompt_index", pa.int32()), ("sample", pa.int32())),
+        *(("prompt_id", pa.int64()), ("epoch", pa.int64()), ("guest", pa.string())),
+        *(("prompt_ids", _IDS), ("token_ids", _IDS), ("pieces", pa.list_(pa.string()))),
+        *(("logp", _NUMBERS), ("advantage", _NUMBERS), ("given", _GIVEN), ("finish", pa.string())),
+    ]
+)
+"""Columns of the file, which docs/rollouts.md explains."""
+_LONGEST = 4
+"""Tokens of a character at most, one for each of its bytes in UTF-8."""
+
+
+class TokenText:
+    """The text of single tokens, by a tokenizer; put together, they are the text of all."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # Behind another token, since tokenizers drop the space before the first one.
+        self._before: list[int] = list(tokenizer("a", add_special_tokens=False)["input_ids"][:1])
+        self._begin = self._decode(self._before)
+        self._known: dict[int, str] = {}
+        """The text of single tokens that are no part of a character."""
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token, special tokens included. A character of several tokens is the text of its last."""
+        texts: list[str] = [self._known[token] for token in ids if token in self._known]
+        if len(texts) == len(ids):
+            return texts
+        texts = []
+        held: list[int] = []
+        for token in ids:
+            held.append(token)
+            text = self._known.get(token) if len(held) == 1 else None
+            text = self._of(held) if text is None else text
+            is_part = text.endswith("\ufffd") and len(held) < _LONGEST
+            if len(held) == 1 and not is_part:
+                self._known[token] = text
+            texts.append("" if is_part else text)
+            held = held if is_part else []
+        if held:
+            texts[-1] = self._of(held)
+        return texts
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return "".join(self.pieces(ids))
+
+    def _of(self, ids: list[int]) -> str:
+        text = self._decode([*self._before, *ids])
+        return text[len(self._begin) :] if text.startswith(self._begin) else self._decode(ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def token_table(rollout: Rollout, first_group: int, advantages_BT: Tensor | None, text: TokenText) -> pa.Table:
+    """The completions of one rank, whose first group has the number `first_group` over all ranks; a row is the number
+    among its own. Without advantages, [B, T], there were none yet."""
+    size, rows = rollout.num_generations, list(zip(rollout.row_prompts, rollout.completions, strict=True))
+    advantages = [None] * len(rows) if advantages_BT is None else advantages_BT.tolist()
+    columns = {
+        "row": range(len(rows)),
+        "prompt_index": [first_group + row // size for row in range(len(rows))],
+        "sample": [row % size for row in range(len(rows))],
+        "prompt_id": [prompt.id for prompt, _ in rows],
+        "epoch": [prompt.epoch for prompt, _ in rows],
+        "guest": [completion.guest or None for _, completion in rows],
+        "prompt_ids": [prompt.token_ids for prompt, _ in rows],
+        "token_ids": [completion.token_ids for _, completion in rows],
+        "pieces": [text.pieces(completion.token_ids) for _, completion in rows],
+        "logp": [completion.logp for _, completion in rows],
+        "advantage": [
+            value_T and value_T[: len(c.token_ids)] for value_T, (_, c) in zip(advantages, rows, strict=True)
+        ],
+        "given": [[{"before": n, "ids": ids, "text": text.text(ids)} for n, ids in c.given] for _, c in rows],
+        "finish": [completion.finish for _, completion in rows],
+    }
+    return pa.table({name: pa.array(columns[name], SCHEMA.field(name).type) for name in SCHEMA.names})
+
+
+def joined(tables: Sequence[pa.Table]) -> pa.Table:
+    """The completions of all ranks, in the order of ranks, with their rows numbered anew."""
+    table = pa.concat_tables(tables)
+    return table.set_column(0, SCHEMA.field("row"), pa.array(range(len(table)), pa.int32()))
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write a table as parquet, so that readers see the old file or the new one."""
+    out = pa.BufferOutputStream()
+    parquet.write_table(table, out, compression="zstd")
+    replace_bytes(path, out.getvalue())
+
+
+def read_tokens(path: Path) -> list[dict[str, Any]]:
+    """The completions of a file, in the order of its rows. Raises UserError where it cannot be read."""
+    try:
+        table = parquet.read_table(path)
+        missing = [name for name in SCHEMA.names if name not in table.column_names]
+        if missing:
+            raise UserError(f"{path} has no column {missing[0]} as a run writes it: remove the file")
+        return list(table.to_pylist())
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}): remove the file") from None

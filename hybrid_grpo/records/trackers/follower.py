@@ -1,0 +1,136 @@
+"""The process of one tracker: it follows the files of a run's folder and shows them there, until the run has ended.
+
+`process.py` starts it with the number of an open file, which has its arguments as JSON. A line on standard input asks
+it to finish: `ended` where the run has ended well, else `failed`, which the end of the input, or of rank 0, means too.
+Whatever fails or hangs in the tracker is told in one line and ends this process alone.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import psutil
+
+from hybrid_grpo.config import LogConfig
+from hybrid_grpo.records.trackers.entries import Entries, Entry
+
+LOOK_SECONDS = 0.5
+"""Between two looks into the folder."""
+LIMIT_SECONDS = 90.0
+"""For anything that a tracker does; after that it is taken to hang."""
+FAILED = 3
+"""Exit status where the failure has been told."""
+
+
+class Tracker(Protocol):
+    """Shows a run. It is made with the run's folder, the log settings, the configuration of the run, and whether the
+    run is resumed; it may raise anything."""
+
+    greeting: str
+    """Where the run is to be seen, in one line."""
+
+    def write(self, entry: Entry) -> None: ...
+
+    def close(self, files: list[Path], failed: bool) -> None: ...
+
+
+def make(name: str, folder: Path, config: LogConfig, settings: dict[str, Any], resumes: bool) -> Tracker:
+    """The tracker of that name, from the file of that name."""
+    module = importlib.import_module(f"hybrid_grpo.records.trackers.{name}")
+    tracker: Tracker = getattr(module, f"{name.capitalize()}Tracker")(folder, config, settings, resumes)
+    return tracker
+
+
+class _Follower:
+    def __init__(self, name: str, limit_s: float) -> None:
+        self._name, self._limit_s = name, limit_s
+        self._out, self._err = (os.fdopen(os.dup(number), "w") for number in (1, 2))
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        for number in (1, 2):  # trackers are talkative
+            os.dup2(nothing, number)
+
+    def follow(self, folder: Path, log: dict[str, Any], settings: dict[str, Any], done: int) -> NoReturn:
+        asked, words = threading.Event(), list[bytes]()
+        threading.Thread(target=_listen, args=[asked, words], daemon=True).start()
+        parent, config = os.getppid(), LogConfig(**log)
+        entries = Entries(folder, done, config.histograms_every)
+        try:
+            with self._within("starting"):
+                tracker = make(self._name, folder, config, settings, done >= 0)
+            self._say(self._out, tracker.greeting)
+            while not asked.wait(LOOK_SECONDS) and os.getppid() == parent:
+                self._show(tracker, entries.new())
+            self._show(tracker, entries.new())
+            self._show(tracker, entries.unfinished())
+            with self._within("finishing"):
+                files = [file for name in ("report.html", "config.yaml") if (file := folder / name).exists()]
+                tracker.close(files, failed=words != [b"ended\n"])
+        except BaseException as error:
+            reason = " ".join(str(error).split())
+            self._give_up(f"{type(error).__name__}: {reason[:300]}")
+        self._leave(0)
+
+    def _show(self, tracker: Tracker, entries: Iterator[Entry]) -> None:
+        for entry in entries:
+            with self._within(f"writing step {entry.step}"):
+                tracker.write(entry)
+
+    @contextmanager
+    def _within(self, doing: str) -> Iterator[None]:
+        """Give up where the block does not end in time."""
+        why = f"{doing} did not end within {self._limit_s:g} s"
+        timer = threading.Timer(self._limit_s, self._give_up, [why])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _give_up(self, why: str) -> NoReturn:
+        self._say(self._err, f"WARNING: {self._name} is off for the rest of this run: {why}")
+        self._leave(FAILED)
+
+    def _say(self, stream: Any, message: str) -> None:
+        with suppress(OSError):
+            print(message, file=stream, flush=True)
+
+    def _leave(self, status: int) -> NoReturn:
+        """End without the interpreter's shutdown, where trackers wait for what may hang."""
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+        os._exit(status)
+
+
+def _listen(asked: threading.Event, words: list[bytes]) -> None:
+    words.append(sys.stdin.buffer.readline())
+    asked.set()
+
+
+def main() -> NoReturn:
+    # The run decides when this ends, not who interrupts the run.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(5)
+    # Trackers leave a folder for each table to the interpreter's shutdown.
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hybrid_grpo_")
+    with open(int(sys.argv[1]), "rb") as file:
+        given = json.load(file)
+    _Follower(given["tracker"], given["limit_s"]).follow(
+        Path(given["folder"]), given["log"], given["settings"], given["done"]
+    )
+
+
+if __name__ == "__main__":
+    main()

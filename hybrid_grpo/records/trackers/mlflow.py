@@ -1,0 +1,61 @@
+"""A run in MLflow, where MLFLOW_TRACKING_URI says, else in MLflow's own default place."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from hybrid_grpo.config import LogConfig
+from hybrid_grpo.records.trackers.entries import Entry, table
+
+_LONGEST_PARAMETER = 6000
+"""Characters of a parameter that MLflow takes."""
+
+
+class MlflowTracker:
+    """A run of the experiment that log.wandb_project names; MLflow has no histograms."""
+
+    def __init__(self, folder: Path, config: LogConfig, settings: dict[str, Any], resumes: bool) -> None:
+        import mlflow
+
+        self._mlflow = mlflow
+        mlflow.set_experiment(config.wandb_project)
+        id_file = folder / "mlflow_run_id"
+        known = id_file.read_text() if resumes and id_file.exists() else None
+        run = mlflow.start_run(run_id=known, run_name=None if known else folder.name, description=config.notes)
+        if known is None:
+            id_file.write_text(run.info.run_id)
+            parameters = [(name, str(value)[:_LONGEST_PARAMETER]) for name, value in flat(settings)]
+            for start in range(0, len(parameters), 100):
+                mlflow.log_params(dict(parameters[start : start + 100]))
+            kinds = {"group": config.group, "job_type": config.job_type}
+            tags = {**{name: kind for name, kind in kinds.items() if kind}, **dict.fromkeys(config.tags, "true")}
+            mlflow.set_tags(tags)
+        self.greeting = f"mlflow: {mlflow.get_tracking_uri()}, experiment {config.wandb_project}"
+
+    def write(self, entry: Entry) -> None:
+        """Log the numbers of a step, now and then its samples as a table, and its alarms as tags."""
+        # MLflow's names have no @, and its server refuses what is not finite.
+        numbers = {name.replace("@", "_at_"): value for name, value in entry.values.items() if math.isfinite(value)}
+        self._mlflow.log_metrics(numbers, step=entry.step)
+        if entry.samples and (entry.distributions or entry.alarms):  # a file each
+            columns, cells = table(entry.samples)
+            data = {column: [row[place] for row in cells] for place, column in enumerate(columns)}
+            self._mlflow.log_dict(data, f"samples/step_{entry.step:06d}.json")
+        for number, message in enumerate(entry.alarms):
+            self._mlflow.set_tag(f"alarm_step_{entry.step}_{number}", message)
+
+    def close(self, files: list[Path], failed: bool) -> None:
+        """Keep files of the run as artifacts, and finish."""
+        for file in files:
+            self._mlflow.log_artifact(str(file))
+        self._mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+def flat(settings: dict[str, Any], above: str = "") -> list[tuple[str, Any]]:
+    """Nested settings as pairs of a dotted name and a value, with names that MLflow takes."""
+    found = []
+    for name, value in settings.items():
+        name = above + re.sub(r"[^\w.\- /]", "_", name)
+        found += flat(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
+    return found

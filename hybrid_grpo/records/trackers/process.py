@@ -1,0 +1,130 @@
+"""Starting and ending the process that shows a run on a tracker (`follower.py`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hybrid_grpo.config import LogConfig
+from hybrid_grpo.config.secrets import masked
+from hybrid_grpo.records.files import json_safe
+from hybrid_grpo.records.trackers.follower import FAILED, LIMIT_SECONDS
+from hybrid_grpo.records.trackers.wandb import resolve_wandb_mode
+
+
+def chosen_trackers(config: LogConfig) -> list[str]:
+    """The trackers of log.trackers, without wandb where it is disabled."""
+    disabled = "wandb" in config.trackers and resolve_wandb_mode(config.wandb) == "disabled"
+    return [name for name in config.trackers if not (disabled and name == "wandb")]
+
+
+def start_trackers(config: LogConfig, folder: Path, settings: dict[str, Any], done: int) -> list[TrackerProcess]:
+    """The processes of log.trackers; see `TrackerProcess`."""
+    started = []
+    for name in chosen_trackers(config):
+        try:
+            started.append(TrackerProcess(name, folder, config, settings, done))
+        except OSError as error:
+            _warn(f"{name} is off for the rest of this run: no process can be started: {error.strerror}")
+    return started
+
+
+class TrackerProcess:
+    """The process of a tracker, on rank 0. It reads what it shows from the run's folder; only `close`
+    waits for it."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        config: LogConfig,
+        settings: dict[str, Any],
+        done: int = -1,
+        limit_s: float = LIMIT_SECONDS,
+    ) -> None:
+        """
+        Args:
+            done: the last step that the tracker has of a run that is resumed; -1: a new run.
+            limit_s: seconds after which a tracker is taken to hang.
+        """
+        self._name, self._told = name, False
+        package = str(Path(__file__).parents[3])
+        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+        given = {
+            **{"tracker": name, "folder": str(folder.absolute()), "done": done, "limit_s": limit_s},
+            **{"log": masked(asdict(config)), "settings": json_safe(settings)},
+        }
+        with tempfile.TemporaryFile() as file:  # a pipe may be full before anybody reads it
+            file.write(json.dumps(given).encode())
+            file.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hybrid_grpo.records.trackers.follower", str(file.fileno())],
+                stdin=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": path},
+                pass_fds=[file.fileno()],
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None
+        self._input = self._process.stdin
+
+    def look(self) -> None:
+        """Say once where the tracker's process has ended without telling why."""
+        status = self._process.poll()
+        if status not in (None, 0, FAILED) and not self._told:
+            self._told = True
+            self._warn(f"is off for the rest of this run: its process ended with status {status}")
+
+    def ask(self, failed: bool = False) -> None:
+        """Ask the tracker to finish, and to say so where the run has failed."""
+        self.look()
+        with suppress(OSError):
+            self._input.write(b"failed\n" if failed else b"ended\n")
+            self._input.flush()
+
+    def close(self, patience_s: float) -> None:
+        """Wait for a tracker that was asked to finish, for so many seconds at most."""
+        try:
+            self._process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self._warn(f"did not finish within {patience_s:.0f} s of the end of the run, and is ended")
+            self._kill()
+        self.look()
+        with suppress(OSError):
+            self._input.close()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended, for whatever reason."""
+        return self._process.poll() is not None
+
+    def children(self) -> list[psutil.Process]:
+        """What the tracker has started, such as the service of wandb."""
+        try:
+            return list(psutil.Process(self._process.pid).children(recursive=True))
+        except psutil.NoSuchProcess:
+            return []
+
+    def _kill(self) -> None:
+        for process in self.children():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.kill()
+        self._told = True
+        self._process.wait()
+
+    def _warn(self, message: str) -> None:
+        _warn(f"{self._name} {message}")
+
+
+def _warn(message: str) -> None:
+    with suppress(OSError):
+        print(f"WARNING: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,123 @@
+"""A run on wandb: curves over step, tokens or hours with their best values, histograms, samples, alerts, the report."""
+
+import netrc
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+from hybrid_grpo.config import LogConfig
+from hybrid_grpo.records.files import json_safe
+from hybrid_grpo.records.metrics.catalogue import find
+from hybrid_grpo.records.trackers.entries import AXES, STEP, Entry, table
+from hybrid_grpo.records.trackers.view import save_view
+
+WandbMode = Literal["online", "offline", "disabled"]
+
+
+def resolve_wandb_mode(mode: Literal["auto"] | WandbMode) -> WandbMode:
+    """`auto` becomes what WANDB_MODE says, else online where an account is configured, else offline."""
+    if mode != "auto":
+        return mode
+    known: WandbMode
+    for known in ("online", "offline", "disabled"):
+        if os.environ.get("WANDB_MODE") == known:
+            return known
+    return "online" if os.environ.get("WANDB_API_KEY") or _logged_in() else "offline"
+
+
+def _logged_in() -> bool:
+    """Whether `wandb login` has left a key, which it does in the netrc file."""
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].strip("/")
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def run_id(folder: Path, resumes: bool) -> str:
+    """The id of the run on a tracker, kept in a file of `folder`, so that a run that is resumed goes on there."""
+    file = folder / "id"
+    if not (resumes and file.exists()):
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(secrets.token_hex(4))
+    return file.read_text()
+
+
+class WandbTracker:
+    """A run on wandb, or offline in the run's folder."""
+
+    def __init__(self, folder: Path, config: LogConfig, settings: dict[str, Any], resumes: bool) -> None:
+        import wandb
+
+        self._wandb, self._defined = wandb, set(AXES)
+        mode = resolve_wandb_mode(config.wandb)
+        # wandb makes a folder for each table, by default in the user's home, and leaves it there, emptied.
+        self._staging = folder / "wandb" / "staging"
+        os.environ["WANDB_DATA_DIR"] = str(self._staging)
+        self._run = wandb.init(
+            project=config.wandb_project,
+            entity=config.wandb_entity,
+            name=folder.name,
+            group=config.group,
+            tags=config.tags or None,
+            notes=config.notes,
+            job_type=config.job_type,
+            id=run_id(folder / "wandb", resumes),
+            resume="allow",
+            config=json_safe(settings),
+            mode=mode,
+            dir=str(folder),
+            # Processor time and memory are those of rank 0, which has started this process.
+            settings=wandb.Settings(
+                init_timeout=60, console="off", silent=True, program="hybrid_grpo", x_stats_pid=os.getppid()
+            ),
+        )
+        for axis in AXES:
+            self._run.define_metric(axis, hidden=True)
+        offline = f"offline, upload with: wandb sync {folder}/wandb/latest-run"
+        self.greeting = f"wandb: {self._run.url if mode == 'online' else offline}"
+        if config.wandb_view and not resumes:  # a resumed run has its view
+            self.greeting += self._saved_view() if mode == "online" else "; no view is saved offline"
+
+    def _saved_view(self) -> str:
+        """The end of the greeting that says where the view is, or why there is none."""
+        try:
+            run = self._run
+            return f"; view: {save_view(run.entity, run.project, run.name, run.id)}"
+        except Exception as error:
+            return f"; no view was saved: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+    def write(self, entry: Entry) -> None:
+        """Log a step as one row; every curve is drawn over the step, or over another of AXES."""
+        for name in entry.values.keys() | entry.distributions.keys():
+            self._define(name)
+        for message in entry.alarms:
+            self._run.alert(f"Alarm at step {entry.step}", message, level="WARN", wait_duration=0.001)
+        row: dict[str, Any] = dict(entry.values)
+        row |= {name: self._wandb.Histogram(values) for name, values in entry.distributions.items()}
+        if entry.samples:
+            columns, cells = table(entry.samples)
+            row["samples"] = self._wandb.Table(columns=columns, data=cells)
+        # wandb drops rows behind its own count, which a run that went back to a checkpoint has passed.
+        self._run.log(row, step=max(entry.step, self._run.step), commit=True)
+
+    def _define(self, name: str) -> None:
+        if name in self._defined:
+            return
+        self._defined.add(name)
+        metric = find(name)
+        best = {"higher": "max,last", "lower": "min,last"}.get(metric.better) if metric else None
+        self._run.define_metric(name, step_metric=STEP, summary=best)
+
+    def close(self, files: list[Path], failed: bool) -> None:
+        """Keep files of the run beside it, and finish."""
+        if files:
+            artifact = self._wandb.Artifact(f"run-{self._run.id}", type="run")
+            for file in files:
+                artifact.add_file(str(file))
+            self._run.log_artifact(artifact)
+        self._run.finish(exit_code=int(failed))
+        self._wandb.teardown()
+        shutil.rmtree(self._staging, ignore_errors=True)

@@ -1,0 +1,81 @@
+"""Writing that fails: on all ranks alike, and told in one line. A disk may be full or read-only at any moment."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.model.ranks import all_gather_objects, rank
+from hybrid_grpo.records.files import replace_text
+
+T = TypeVar("T")
+
+_ERRORS = (OSError, RuntimeError)
+"""What Python and torch raise where a file cannot be written."""
+_NO_SPACE = "No space left on device"
+
+
+class WriteFailed(UserError):
+    """Something could not be written on some rank; raised on all ranks."""
+
+
+def why(error: BaseException, folder: Path) -> str:
+    """The reason of a failed write into `folder` in words: that of the operating system, where it gave one."""
+    link: BaseException | None = error
+    while not folder.exists():
+        folder = folder.parent
+    while link is not None:
+        if isinstance(link, OSError) and link.errno == errno.ENOSPC and _has_no_inodes(folder):
+            return "the file system has no inodes left for new files (df -i)"
+        if isinstance(link, OSError) and link.strerror:
+            return f"{Path(link.filename).name}: {link.strerror}" if link.filename else link.strerror
+        link = link.__cause__ or link.__context__
+    # Messages such as "unexpected pos 768 vs 662" mean a full disk, and do not say so.
+    return _NO_SPACE if shutil.disk_usage(folder).free < 2**20 else " ".join(str(error).split())
+
+
+def _has_no_inodes(folder: Path) -> bool:
+    limits = os.statvfs(folder)
+    return limits.f_files > 0 and limits.f_favail == 0  # some file systems have no limit, and report 0 of 0
+
+
+def write_together(work: Callable[[], T], folder: Path, errors: tuple[type[Exception], ...] = _ERRORS) -> list[T]:
+    """Do `work`, which writes into `folder`, on every rank; return what it gave, by rank.
+
+    Raises WriteFailed on all ranks, with the reason of the first, where one of `errors` was raised on any of them.
+    Collective.
+    """
+    done: tuple[T | None, str | None]
+    try:
+        done = work(), None
+    except errors as error:
+        done = None, why(error, folder)
+    outcomes = all_gather_objects(done)
+    for of_rank, (_, failure) in enumerate(outcomes):
+        if failure is not None:
+            raise WriteFailed(failure + (f" (rank {of_rank})" if len(outcomes) > 1 else ""))
+    return [result for result, _ in outcomes]  # type: ignore[misc]  # no failure, so there is a result
+
+
+@contextmanager
+def one_line(folder: Path) -> Iterator[None]:
+    """Tells a write into a run's folder that fails in one line, as a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be written: {why(error, folder)}: make room or mend it, then go on with --run.resume auto"
+        ) from error
+
+
+def write_prompts(folder: Path, prompts: list[dict[str, Any]]) -> None:
+    """Write prompts.jsonl into a run's folder: how often each prompt was solved, one JSON object a line."""
+    if prompts and rank() == 0:
+        lines = (json.dumps(prompt, ensure_ascii=False, default=str) + "\n" for prompt in prompts)
+        with one_line(folder):
+            replace_text(folder / "prompts.jsonl", "".join(lines))

@@ -1,0 +1,277 @@
+"""Calling reward functions without ever waiting for them longer than they may take.
+
+    call_inline    at once, in the thread that asks: built-ins that are fast and cannot hang, and models that are
+                   sharded over the ranks, which all ranks call at the same time
+    Threads        in a thread of the rank, one call at a time: functions that hold a GPU
+    Workers        in worker processes, as many calls at the same time as there are processes
+    Tasks          `async def` functions: many calls at the same time in one worker process
+
+A call that takes too long is given up: its worker is replaced and killed with all that it has started, its thread is
+left to itself. An event loop in a thread of its own, the Pool's, drives all of this; a rank only waits for results.
+"""
+
+import asyncio
+import copy
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from hybrid_grpo.config import ScoringConfig
+from hybrid_grpo.config.importing import describe
+from hybrid_grpo.rewards.functions import Failure, Function, Reply, RewardCall, failed
+from hybrid_grpo.workers.processes import ForkServer, Worker
+from hybrid_grpo.workers.seats import Seats
+from hybrid_grpo.workers.worker import Entry, died, timed_out
+
+_ASYNC_CALLS = 64
+_ASYNC_GRACE_SECONDS = 2.0  # a worker cancels slow coroutines itself, unless one of them blocks its event loop
+
+Caller = Callable[[RewardCall], "Future[Reply]"]
+"""One way to call a function. It returns at once and never raises; only `call_inline` waits, and lets `score` raise."""
+Score = Callable[[RewardCall], Coroutine[Any, Any, Reply]]
+
+
+def call_inline(score: Callable[[RewardCall], Reply], call: RewardCall) -> Future[Reply]:
+    """Call at once, in the thread that asks, without a time limit; what `score` raises ends the run."""
+    start_s = time.perf_counter()
+    reply = score(call)
+    if reply.whole:
+        reply = joined([score(row) for row in _single_rows(call)])
+    done: Future[Reply] = Future()
+    done.set_result(replace(reply, spans=[(start_s, time.perf_counter())]))
+    return done
+
+
+class Pool:
+    """The event loop, and the processes of the functions that are isolated; raises UserError as `ForkServer` does.
+
+    Args:
+        entries: the isolated entries of `rewards`, or of `rollout.tools`, each with its name in messages.
+        workers: processes for functions that are not `async def`.
+        scoring: limits of a process.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[tuple[str, Entry]],
+        workers: int,
+        scoring: ScoringConfig,
+    ) -> None:
+        self._fork_server = ForkServer(entries, scoring) if entries else None
+        self.interfaces = self._fork_server.interfaces if self._fork_server else []
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=_serve, args=(self._loop, self._fork_server), name="rewards", daemon=True)
+        thread.start()
+        self._workers = Workers(self._fork_server, workers) if self._fork_server else None
+        self._finalizer = weakref.finalize(self, _close, self._loop, thread)
+
+    def isolated(self, index: int, timeout_s: float) -> Caller:
+        """The caller of the isolated function with this index."""
+        assert self._fork_server is not None and self._workers is not None
+        interface = self.interfaces[index]
+        workers: Workers | Tasks = Tasks(self._fork_server, self._workers) if interface.is_async else self._workers
+        return partial(self._start, partial(workers.score, index, timeout_s), interface.batch_size != "group")
+
+    def seats(self, timeout_s: float, most: int | None = None) -> Seats:
+        """Processes for objects of the isolated entries; see `Seats`."""
+        assert self._fork_server is not None
+        return Seats(self._fork_server, self._loop, timeout_s, most)
+
+    def threaded(self, function: Function, timeout_s: float, enter: Callable[[], None]) -> Caller:
+        """The caller of a function of this process; every thread begins with `enter`."""
+        score = partial(Threads(enter).score, function, timeout_s)
+        return partial(self._start, score, function.interface.batch_size != "group")
+
+    def _start(self, score: Score, splits: bool, call: RewardCall) -> Future[Reply]:
+        # The coroutine does not hold the pool, which ends when nothing but calls under way would need it.
+        return asyncio.run_coroutine_threadsafe(_replied(score, splits, call), self._loop)
+
+    def close(self) -> None:
+        """End the loop and all processes. This also happens by itself when the pool is no longer used."""
+        self._finalizer()
+
+
+def busy_seconds(replies: Iterable[Reply]) -> float:
+    """Seconds in which at least one call ran: calls overlap."""
+    total, until = 0.0, float("-inf")
+    for start_s, end_s in sorted(span for reply in replies for span in reply.spans):
+        total += max(0.0, end_s - max(start_s, until))
+        until = max(until, end_s)
+    return total
+
+
+def joined(replies: Sequence[Reply]) -> Reply:
+    """The replies to successive rows as one; `extra` has None where a reply stores nothing under a name."""
+    extra = {
+        name: [value for reply in replies for value in reply.extra.get(name, [None] * len(reply.values))]
+        for name in {name: None for reply in replies for name in reply.extra}
+    }
+    return Reply(
+        [value for reply in replies for value in reply.values],
+        [failure for reply in replies for failure in reply.failures],
+        extra,
+        spans=[span for reply in replies for span in reply.spans],
+    )
+
+
+def _single_rows(call: RewardCall) -> list[RewardCall]:
+    return [call.rows([row]) for row in range(len(call.lengths))]
+
+
+async def _replied(score: Score, splits: bool, call: RewardCall) -> Reply:
+    """The reply to a call. If `splits`, a call of several rows that fails as a whole is repeated row by row."""
+
+    async def timed(part: RewardCall) -> Reply:
+        start_s = time.perf_counter()
+        try:
+            reply = await score(part)
+        except Exception as error:  # such as inputs that cannot be pickled: no reason to end the rank
+            reply = failed(Failure("invalid", f"could not be called: {describe(error, None)}"), len(part.lengths))
+        return replace(reply, spans=[(start_s, time.perf_counter())])
+
+    reply = await timed(call)
+    if reply.whole and splits:
+        parts = joined(await asyncio.gather(*map(timed, _single_rows(call))))
+        reply = replace(parts, spans=reply.spans + parts.spans)
+    return reply
+
+
+class Workers:
+    """Processes that take one call at a time. They are started by the first calls, and each calls one function only:
+    whatever a function does to its process, others have their own."""
+
+    def __init__(self, fork_server: ForkServer, count: int) -> None:
+        self._fork_server = fork_server
+        self._count = count
+        self._slots = asyncio.Semaphore(count)
+        self._alone = asyncio.Lock()
+        self._idle: defaultdict[int, list[Worker]] = defaultdict(list)
+        """By the index of their function."""
+
+    async def score(self, index: int, timeout_s: float, call: RewardCall) -> Reply:
+        """Call the isolated function of this index; `timeout_s` counts from when a process is free."""
+        async with self._slots:
+            reply = await self._ask(index, timeout_s, call)
+        if reply is None:
+            # The fork server was killed, and every worker with it. Run one by one, to find the call that did it.
+            async with self._alone, AsyncExitStack() as slots:
+                for _ in range(self._count):
+                    await slots.enter_async_context(self._slots)
+                reply = await self._ask(index, timeout_s, call)
+        return reply or died(None, len(call.lengths))
+
+    async def _ask(self, index: int, timeout_s: float, call: RewardCall) -> Reply | None:
+        """The reply; None where the fork server has died together with the worker."""
+        rows = len(call.lengths)
+        worker = await self._free(index)
+        try:
+            reply = await asyncio.wait_for(worker.ask(index, call, timeout_s), timeout_s)
+        except asyncio.TimeoutError:
+            worker.end()
+            return timed_out(timeout_s, rows)
+        except (EOFError, OSError):
+            status = worker.end()
+            return None if status is None else died(status, rows)
+        except BaseException:
+            worker.end()
+            raise
+        if reply.spent:
+            worker.end()
+        else:
+            self._idle[index].append(worker)
+        return reply
+
+    async def _free(self, index: int) -> Worker:
+        while self._idle[index]:
+            worker = self._idle[index].pop()
+            if not worker.is_gone():
+                return worker
+            worker.end()
+        return await self._fork_server.start_worker("sync")
+
+
+class Tasks:
+    """One process for the many calls of an `async def` function. If it dies or its event loop is blocked, each call
+    under way is repeated by a process that runs nothing else meanwhile, so that one call cannot spoil the others."""
+
+    def __init__(self, fork_server: ForkServer, workers: Workers) -> None:
+        self._fork_server = fork_server
+        self._workers = workers
+        self._slots = asyncio.Semaphore(_ASYNC_CALLS)
+        self._starting = asyncio.Lock()
+        self._worker: Worker | None = None
+
+    async def score(self, index: int, timeout_s: float, call: RewardCall) -> Reply:
+        """Call the function; `timeout_s` counts from when fewer than 64 calls are under way."""
+        async with self._slots:
+            reply = await self._ask(index, timeout_s, call)
+        return reply or await self._workers.score(index, timeout_s, call)
+
+    async def _ask(self, index: int, timeout_s: float, call: RewardCall) -> Reply | None:
+        """The reply; None where the process is lost, and other calls with it."""
+        async with self._starting:
+            worker = self._worker = self._worker or await self._fork_server.start_worker("async")
+        try:
+            reply = await asyncio.wait_for(worker.ask(index, call, timeout_s), timeout_s + _ASYNC_GRACE_SECONDS)
+        except (asyncio.TimeoutError, EOFError, OSError):
+            self._lose(worker)
+            return None
+        if reply.spent:
+            self._lose(worker)
+        return reply
+
+    def _lose(self, worker: Worker) -> None:
+        if worker is self._worker:
+            self._worker = None
+            worker.end()
+
+
+class Threads:
+    """A thread for each call of one function, one call at a time; a thread that takes too long is left to itself."""
+
+    def __init__(self, enter: Callable[[], None]) -> None:
+        self._enter = enter
+        self._turn = asyncio.Lock()
+
+    async def score(self, function: Function, timeout_s: float, call: RewardCall) -> Reply:
+        """Call the function; `timeout_s` counts from the call's turn."""
+        async with self._turn:
+            answer: Future[Reply] = Future()
+            threading.Thread(target=self._run, args=(answer, function, call), name="reward", daemon=True).start()
+            try:
+                return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
+            except asyncio.TimeoutError:
+                return timed_out(timeout_s, len(call.lengths))
+
+    def _run(self, answer: Future[Reply], function: Function, call: RewardCall) -> None:
+        if not answer.set_running_or_notify_cancel():
+            return
+        try:
+            self._enter()
+            answer.set_result(function.score(copy.deepcopy(call)))  # the function may change its arguments
+        except Exception as error:  # arguments that cannot be copied
+            answer.set_exception(error)
+
+
+def _serve(loop: asyncio.AbstractEventLoop, fork_server: ForkServer | None) -> None:
+    loop.run_forever()
+    if fork_server is not None:
+        fork_server.close()
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+
+def _close(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    with suppress(RuntimeError):  # the loop is closed already
+        loop.call_soon_threadsafe(loop.stop)
+    if thread is not threading.current_thread():
+        thread.join(timeout=5)

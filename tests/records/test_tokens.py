@@ -1,0 +1,106 @@
+"""The tokens of saved rollouts: what is written is what was sampled, and every reader of parquet finds it."""
+
+import datasets
+import numpy as np
+import pandas
+import pytest
+import torch
+from pyarrow import parquet
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hybrid_grpo.config import LogConfig
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
+from hybrid_grpo.model import ranks as distributed
+from hybrid_grpo.records.sinks import Log
+from hybrid_grpo.records.tokens import SCHEMA, TokenText, read_tokens, token_table
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+LOGP = [-0.1, float(np.float32(-1e-7)), -20.0]
+
+
+def bytes_tokenizer():
+    """A token for each byte."""
+    raw = Tokenizer(models.BPE({letter: number for number, letter in enumerate(ALPHABET)}, []))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
+
+
+TOKENIZER = bytes_tokenizer()
+
+
+@pytest.mark.parametrize("text", ["two  words", " é of two, 🦊 of four bytes", "日本語", "<end>a<end>"])
+def test_pieces_are_a_text_for_each_token_and_together_the_whole(text):
+    ids = TOKENIZER(text)["input_ids"]
+    pieces = TokenText(TOKENIZER).pieces(ids)
+    assert len(pieces) == len(ids) and "".join(pieces) == text
+    assert [piece for piece in pieces if piece] == (["<end>", "a", "<end>"] if "<end>" in text else list(text))
+
+
+def test_pieces_of_a_character_that_was_cut_are_not_lost():
+    ids = TOKENIZER("a🦊")["input_ids"]
+    assert TokenText(TOKENIZER).pieces(ids[:-1]) == ["a", "", "", "\ufffd"]
+    assert TokenText(TOKENIZER).pieces([*ids[:3], *ids[:1]])[-1][-1] == "a", "what follows is read again"
+
+
+def saved(folder, **log):
+    """The file of a step of two ranks, as it was written."""
+    prompts = [Prompt(7, "p", [1, 2], {}, epoch=3), Prompt(9, "q", [4], {})]
+    given = ((2, TOKENIZER(" = 4. ")["input_ids"]),)
+    completions = [
+        Completion(TOKENIZER("aé")["input_ids"], LOGP, "stop", "aé", given),
+        Completion([5], [], "length", "x", guest="file", learned=False),
+        Completion([5, 6], LOGP[:2], "stop", "y"),
+        Completion([7], LOGP[2:], "length", "z"),
+    ]
+    rollout, reward_B = Rollout(prompts, completions, 2), torch.zeros(4, dtype=torch.float64)
+    scores, advantages_B = Scores(reward_B, {}, {}), torch.zeros(4)
+    advantages_BT = torch.tensor([[0.1, 0.1, 0.1], [-0.3, 0, 0], [1.0, 2.0, 0], [0, 0, 0]])
+    with Log(LogConfig(wandb="disabled", **log), folder, steps=9, tokenizer=TOKENIZER) as writer:
+        writer.write_rollouts(3, rollout, scores, advantages_B, advantages_BT)
+        writer.write_rollouts(4, rollout, scores, advantages_B)
+    return folder / "rollouts" / "step_000003.parquet"
+
+
+def test_every_reader_of_parquet_finds_what_was_sampled(tmp_path, monkeypatch):
+    gathered = distributed.gather_objects
+    monkeypatch.setattr(distributed, "gather_objects", lambda value: gathered(value) * 2)
+    path = saved(tmp_path)
+    rows = read_tokens(path)
+    assert [row["row"] for row in rows] == [*range(8)], "of both ranks, as the lines of the other file"
+    assert len((path.with_suffix(".jsonl")).read_text().splitlines()) == 8
+    told = rows[0]
+    assert (told["prompt_index"], told["sample"], told["prompt_id"], told["epoch"]) == (0, 0, 7, 3)
+    assert told["token_ids"] == TOKENIZER("aé")["input_ids"] and told["pieces"] == ["a", "", "é"]
+    assert told["given"] == [{"before": 2, "ids": TOKENIZER(" = 4. ")["input_ids"], "text": " = 4. "}]
+    assert torch.tensor(told["logp"]).equal(torch.tensor(LOGP)), "float32, as the loss is given them"
+    assert told["advantage"] == [float(np.float32(0.1))] * 3 and rows[2]["advantage"] == [1.0, 2.0]
+    assert (rows[1]["guest"], rows[1]["logp"], rows[0]["guest"]) == ("file", [], None)
+    assert read_tokens(path.with_name("step_000004.parquet"))[0]["advantage"] is None
+
+    frame, table = pandas.read_parquet(path), datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "c"))
+    assert list(frame.columns) == table.column_names == SCHEMA.names
+    assert [list(ids) for ids in frame["token_ids"]] == table["token_ids"][:] == [row["token_ids"] for row in rows]
+    assert [list(logp) for logp in frame["logp"]] == [row["logp"] for row in rows]
+    assert parquet.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
+
+
+def test_tokens_can_be_left_out_and_those_of_later_steps_are_removed_on_resume(tmp_path):
+    assert not saved(tmp_path / "without", tokens=False).exists()
+    path = saved(tmp_path)
+    Log(LogConfig(wandb="disabled"), tmp_path, steps=9, done=3).close()
+    assert sorted(p.name for p in path.parent.iterdir()) == ["step_000003.jsonl", "step_000003.parquet"]
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 and no more", None])
+def test_a_damaged_file_is_named(tmp_path, content):
+    path = tmp_path / "step_000001.parquet"
+    if content is None:
+        prompts, completions = [Prompt(0, "p", [1], {})], [Completion([1], [0.0], "stop")]
+        table = token_table(Rollout(prompts, completions, 1), 0, None, TokenText(TOKENIZER))
+        parquet.write_table(table.drop_columns("logp"), path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=r"step_000001.parquet .* remove the file"):
+        read_tokens(path)

@@ -1,0 +1,100 @@
+"""What a worker sends is read as the data of a stranger: as a reply to its own call, or as none."""
+
+import json
+import math
+import random
+
+import pytest
+
+from hybrid_grpo.rewards.functions import Failure, Reply
+from hybrid_grpo.workers.replies import RESULT, Expected, decode_reply, encode_reply
+
+CALLS = {7: Expected([3, 5], "rewards"), 8: Expected([0], "text")}
+CALLS |= {9 + k: Expected([0], "event", do) for k, do in enumerate(("begin", "call", "step", "end", "close"))}
+WRONG = [None, True, -1, 0.5, 1e400, -1e400, math.nan, 10**30, "1.0", "\udce9", [], [1], [[9, 1.0]], {}, {"a": 1}]
+FAILURE = {"kind": "raised", "message": "raised", "traceback": ""}
+STATE = {"place": "a", "class": "b", "attributes": {"x": "y"}, "missing": {}}
+
+
+def test_replies_come_back_as_they_were_sent():
+    for number, reply in (
+        (7, Reply([1.5, [(2, 1.0), (5, -1.0)]], [None, None], {"a": [1, "x"], "b": [None, 0.5]})),
+        (7, Reply([None, 2.0], [Failure("raised", "why", "trace"), None], whole=True)),
+        (8, Reply([0.0], [None], {RESULT: ["said"]})),
+        (8, Reply([None], [Failure("died", "why")], spent=True)),
+        (11, Reply([0.0], [None], {RESULT: [{"text": "a", "reward": None, "done": False}]})),
+        (12, Reply([0.0], [None], {RESULT: [{"reward": 1.0, "state": STATE}]})),
+    ):
+        assert decode_reply(encode_reply(number, reply), CALLS) == (number, reply)
+    assert decode_reply(encode_reply(6, Reply([1.0], [None])), CALLS) is None
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"[" * 100_000,
+        b"[7",
+        b"7",
+        b"[7, [1.0], {}, {}, false, false]",
+        b"[7, [1.0, 2.0, 3.0], {}, {}, false, false]",
+        b"[7, [1.0, Infinity], {}, {}, false, false]",
+        b'[7, [1.0, "1.0"], {}, {}, false, false]',
+        b"[7, [1.0, [[6, 1.0]]], {}, {}, false, false]",
+        b'[7, [1.0, 2.0], {"0": {"kind": "forged", "message": "", "traceback": ""}}, {}, false, false]',
+        b"[7, [1.0, 2.0], [[]], {}, false, false]",
+        b'[7, [1.0, 2.0], {}, {"a": 1}, false, false]',
+        b"[8, [0.0], {}, {}, false, false]",
+        b'[8, [0.0], {}, {"result": [5]}, false, false]',
+        b'[11, [0.0], {}, {"result": [{"text": "a", "reward": "1", "done": true}]}, false, false]',
+        b'[11, [0.0], {}, {"result": [{"text": "a"}]}, false, false]',
+        b'[12, [0.0], {}, {"result": [{"reward": 1.0, "state": []}]}, false, false]',
+    ],
+)
+def test_what_is_no_reply_is_refused_with_a_single_kind_of_error(message):
+    with pytest.raises(ValueError, match="no reply"):
+        decode_reply(message, CALLS)
+
+
+def test_forged_parts_in_all_places_become_plain_values_or_no_reply():
+    """Forged types, lengths, infinities and text reached the rank, and ended the run."""
+    draw, accepted = random.Random(0), 0
+    for _ in range(20_000):
+        event = {"text": "a", "reward": 1.0, "done": True, "end": {"reward": 1.0, "state": STATE}, "state": STATE}
+        reply = [draw.choice([*CALLS]), [1.0], {}, {RESULT: [event]}, False, False]
+        if draw.random() < 0.5:
+            reply = [7, [1.0, 2.0], {"1": dict(FAILURE)}, {"a": [1, "b"]}, False, False]
+        for _ in range(draw.randint(1, 2)):
+            at = reply
+            while isinstance(at, list | dict) and at:
+                key = draw.choice(list(at) if isinstance(at, dict) else range(len(at)))
+                if draw.random() < 0.4 or not isinstance(at[key], list | dict):
+                    at[key] = json.loads(json.dumps(draw.choice(WRONG)))
+                    break
+                at = at[key]
+        try:
+            decoded = decode_reply(json.dumps(reply).encode(), CALLS)
+        except ValueError:
+            continue
+        if decoded is None:
+            continue
+        accepted += 1
+        number, found = decoded
+        rows = len(CALLS[number].lengths)
+        assert len(found.values) == len(found.failures) == rows
+        for value in found.values:
+            assert value is None or isinstance(value, list) or (type(value) is float and math.isfinite(value))
+        assert all(len(column) == rows for column in found.extra.values())
+        json.dumps(found.extra, ensure_ascii=False).encode()
+        "".join(failure.message for failure in found.failures if failure).encode()
+        if CALLS[number].form == "event" and not any(found.failures):
+            text = found.extra[RESULT][0].get("text")
+            assert text is None or isinstance(text, str)
+    assert accepted > 1000
+
+
+def test_what_is_stored_with_completions_has_limits():
+    extra = {f"column {k}": ["x" * 100_000, "\ud800"] for k in range(100)}
+    _, reply = decode_reply(encode_reply(7, Reply([1.0, 2.0], [None, None], extra)), CALLS)
+    assert len(json.dumps(reply.extra)) < 1_000_000 and len(reply.extra) == 64
+    assert reply.extra["column 0"] == ["x" * 10_000, "?"]
