@@ -23,10 +23,10 @@ from hybrid_grpo.config import (
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.commands import PlanOptionsConfig
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.model import hardware as hardware_module
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.hardware import CUDA_CONTEXT_BYTES, GPUS, host_free_bytes, of_device, of_table
 from hybrid_grpo.model.logprobs import TILE_COLUMNS, LogprobModel
-from hybrid_grpo.run.memory import hardware as hardware_module
 from hybrid_grpo.run.memory import plan as plans
 from hybrid_grpo.run.memory.dry_run import DryRun, NeedsData, largest_micro_batch, measure
 from hybrid_grpo.run.memory.plan import NCCL_BYTES, Plan, shortage
