@@ -53,7 +53,12 @@ class Trainer(Stage):
         self.config, self.plan, self.device, self.reference, self.inputs = config, plan, device, reference, inputs
         self.policy: Policy = policy
         self.loss = micro_batch_loss
-        self.eval_sets, self.meter = inputs.eval_sets, inputs.meter(device, config.data.source_names)
+        self.eval_sets, self.meter = (
+            inputs.eval_sets,
+            inputs.meter(
+                device, config.data.source_names, [number for feature in features for number in feature.numbers]
+            ),
+        )
         self.features = Features(features, self.meter)
         self.loader = inputs.loader(config, plan, device)
         self.numbers_of = partial(

@@ -95,7 +95,7 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
 
 def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     """Refuse a training run that cannot work here; return the batch equation."""
-    for feature in config.features:
+    for feature in config.active_features:
         feature.check_place(config, world_size)
     return _check_run(config, world_size)
 

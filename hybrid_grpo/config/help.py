@@ -50,6 +50,8 @@ def _section(cls: Any, section: str) -> Iterator[str]:
         raise UserError(f"there is no section {section}: {did_you_mean(section, sections(cls))}")
     yield textwrap.fill(f"{section}: {_meaning(cls, section)}", 100) + "\n"
     default = getattr(cls(), section)
+    if section == "features":
+        return
     of: Any = type(default) if dataclasses.is_dataclass(default) else RewardConfig
     for key, hint in sections(of).items():
         value = getattr(default, key, of.__dataclass_fields__[key].default)

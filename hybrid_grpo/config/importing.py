@@ -11,8 +11,9 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 
 _LONGEST_MESSAGE = 2_000  # characters: functions put whole completions into theirs
 
@@ -38,12 +39,27 @@ def import_place(place: str, setting: str) -> ModuleType:
         raise UserError(f"{setting}: importing {place} raised {describe(error, str(path))}") from error
 
 
+def import_object(given: str, setting: str) -> Any:
+    """The object that `path/to/file.py:name` or `package.module:name` names. Raises UserError where it is not there or
+    cannot be called; `setting` begins the message."""
+    place, colon, name = given.rpartition(":")
+    refuse(not colon, f"{setting}: give path/to/file.py:name or package.module:name")
+    module = import_place(place, setting)
+    found = getattr(module, name, None)
+    refuse(
+        not callable(found), f"{setting}: {place} has no function {name}: {did_you_mean(name, functions_of(module))}"
+    )
+    return found
+
+
 def functions_of(module: ModuleType) -> list[str]:
-    """Names of the functions that it defines for others."""
+    """Names of the functions and classes that it defines for others."""
     return [
         name
         for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+        if (inspect.isfunction(value) or inspect.isclass(value))
+        and value.__module__ == module.__name__
+        and not name.startswith("_")
     ]
 
 

@@ -77,7 +77,7 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
             check_text(text, name)
         if name == "config":
             recipe = read_recipe(Path(text))
-            for section in sections(cls).keys() & recipe.keys() - {"rewards"}:
+            for section in sections(cls).keys() & recipe.keys() - {"rewards", "features"}:
                 has_settings = isinstance(recipe[section], dict)
                 refuse(not has_settings, f"--config {text}: {section} must have settings below it, or be taken out")
             given = overlay(given, recipe)

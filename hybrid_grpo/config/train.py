@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.alarms import AlarmsConfig
@@ -13,7 +13,7 @@ from hybrid_grpo.config.data import CurriculumConfig, DataConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.features import FeatureConfig, feature_sections, with_feature_sections
-from hybrid_grpo.config.fields import SECTION
+from hybrid_grpo.config.fields import SECTION, FunctionList
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
 from hybrid_grpo.config.guests import check_guests
@@ -65,6 +65,10 @@ class TrainConfig(ModelRunConfig):
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    features: Annotated[
+        FunctionList,
+        Field(description="Features of your own, as `mine.py:Feature`: subclasses of hybrid_grpo.run.feature.Feature."),
+    ] = field(default_factory=list)
 
     @property
     def feature_configs(self) -> list[FeatureConfig]:
@@ -72,7 +76,7 @@ class TrainConfig(ModelRunConfig):
         return [getattr(self, name) for name in feature_sections()]
 
     @property
-    def features(self) -> list[FeatureConfig]:
+    def active_features(self) -> list[FeatureConfig]:
         """The sections of the features that are on."""
         return [section for section in self.feature_configs if section.is_on]
 
@@ -89,7 +93,7 @@ class TrainConfig(ModelRunConfig):
     @property
     def policy_waits(self) -> int:
         """Steps at the beginning of the run in which the policy does not learn."""
-        return max((feature.policy_waits for feature in self.features), default=0)
+        return max((feature.policy_waits for feature in self.active_features), default=0)
 
     @property
     def recomputes_old_logp(self) -> bool:
@@ -109,7 +113,7 @@ class TrainConfig(ModelRunConfig):
         rollout, grpo, names = self.rollout, self.grpo, self.reward_names
         ways = [f"or {section.replaces_groups}" for section in self.feature_configs if section.replaces_groups]
         refuse(
-            rollout.num_generations < 2 and not any(feature.replaces_groups for feature in self.features),
+            rollout.num_generations < 2 and not any(feature.replaces_groups for feature in self.active_features),
             f"rollout.num_generations {rollout.num_generations} makes no group: advantages need"
             f" {', '.join(['2 or more', *ways])}",
         )
@@ -169,7 +173,7 @@ class TrainConfig(ModelRunConfig):
 
     def _check_no_groups(self) -> None:
         """Refuse settings about groups where a group is one completion."""
-        if self.rollout.num_generations > 1 or any(feature.gives_advantages for feature in self.features):
+        if self.rollout.num_generations > 1 or any(feature.gives_advantages for feature in self.active_features):
             return
         compares = ("baseline", "scale_rewards", "combine_rewards", "step_credit", "overlong_buffer", "kl_in")
         for name in (*compares, "dynamic_sampling"):

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
-from hybrid_grpo.config.errors import did_you_mean, refuse
-from hybrid_grpo.config.importing import functions_of, import_place
+from hybrid_grpo.config.importing import import_object
 from hybrid_grpo.data.batch import Numbers, TrainBatch
 
 LOG_RATIO_LIMIT = 20.0
@@ -86,13 +85,7 @@ def load_objective(given: str | Objective | None) -> Objective | None:
     """The loss that `grpo.objective` names or is, None for the built-in one; raises UserError for a wrong name."""
     if not isinstance(given, str):
         return given
-    setting, (place, colon, name) = f"grpo.objective {given}", given.rpartition(":")
-    refuse(not colon, f"{setting}: give path/to/file.py:name or package.module:name")
-    module = import_place(place, setting)
-    found: Objective | None = getattr(module, name, None)
-    refuse(
-        not callable(found), f"{setting}: {place} has no function {name}: {did_you_mean(name, functions_of(module))}"
-    )
+    found: Objective = import_object(given, f"grpo.objective {given}")
     return found
 
 

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.fields import function_text
+from hybrid_grpo.config.importing import import_object
 from hybrid_grpo.data.batch import MicroBatch, Numbers, Rollout, Scores, TrainBatch
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.policy import Policy
@@ -55,6 +58,8 @@ class Feature:
     """Whether its advantages and its own learning are timed as `time/<name>_s`."""
     needs_old_logp = False
     """Whether it needs `Scored.old_logp_BT`."""
+    numbers: Sequence[str] = ()
+    """Numbers that it returns which the catalogue of metrics does not have: `x` is logged as `feature/x`."""
 
     def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
         self.config, self.plan, self.inputs = config, plan, inputs
@@ -227,5 +232,24 @@ class Term:
 
 
 def make_features(config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> list[Feature]:
-    """The features of a run; raises UserError where one does not fit the inputs."""
-    return [feature.load()(config, plan, inputs) for feature in config.features]
+    """The features of a run, the user's own last; raises UserError where one does not fit."""
+    own = [(f"features {function_text(given)}", _own(given)) for given in config.features]
+    features = [feature.load()(config, plan, inputs) for feature in config.active_features]
+    for setting, make in own:
+        feature = make(config, plan, inputs)
+        refuse(
+            not isinstance(feature, Feature), f"{setting} is not a hybrid_grpo.run.feature.Feature: derive it from it"
+        )
+        refuse(not feature.name, f"{setting} has no name: set `name` in its class")
+        taken = {other.name for other in features} | _STATES
+        refuse(feature.name in taken, f"{setting}: the name {feature.name} is taken: set another `name` in its class")
+        features.append(feature)
+    return features
+
+
+_STATES = {"loader", "kl"}
+"""Names of the core's own parts of a checkpoint."""
+
+
+def _own(given: str | Callable[..., Any]) -> Callable[..., Any]:
+    return import_object(given, f"features {given}") if isinstance(given, str) else given

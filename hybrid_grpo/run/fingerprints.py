@@ -66,7 +66,7 @@ def _models(config: ModelRunConfig) -> dict[str, str]:
     """The models that a run reads, by setting."""
     models: dict[str, str | None] = {"policy.model": config.policy.model}
     if isinstance(config, TrainConfig):
-        for feature in config.features:
+        for feature in config.active_features:
             models |= feature.models
         models["rollout.user_model"] = config.rollout.user_model
         models |= {f"rollout.guests {guest.name}: model": guest.model for guest in config.rollout.guests}
@@ -89,6 +89,7 @@ def _files(config: ModelRunConfig) -> dict[str, str]:
         f"{CODE}rollout.environment": list(rollout.environments.values()),
         f"{CODE}rollout.user": [rollout.user] if rollout.user else [],
         f"{CODE}grpo.objective": [objective] if objective else [],
+        f"{CODE}features": config.features,
     }
     files = {f"{name}: {file}": file for name, of in functions.items() for file in filter(None, map(source_file, of))}
     guests = {f"rollout.guests {guest.name}: path": Path(guest.path) for guest in rollout.guests if guest.path}

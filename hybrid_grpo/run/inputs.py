@@ -108,12 +108,12 @@ class RunInputs:
             rows[held_out_name(held_out.name, held_out.settings.rows or default)] = held_out.prompts
         return of_inputs(config, self.tokenizer, rows | dict(more))
 
-    def meter(self, device: torch.device, sources: Sequence[str] = ()) -> Meter:
-        """A meter for the numbers of the run's rewards, held-out sets and `sources` of prompts."""
+    def meter(self, device: torch.device, sources: Sequence[str] = (), features: Sequence[str] = ()) -> Meter:
+        """A meter for the numbers of the run's rewards, held-out sets, `sources` of prompts and features."""
         samples = max((held_out.settings.rollout.num_generations for held_out in self.eval_sets), default=1)
         names = [held_out.name for held_out in self.eval_sets]
         tools = tool_names(self.conversations.tool_names) if self.conversations else []
-        return Meter(self.rewards.names, names, device, sources, samples, self.guests.names, tools)
+        return Meter(self.rewards.names, names, device, sources, samples, self.guests.names, tools, features)
 
     def opened(self, prompts: list[Prompt], step: int) -> list[Prompt]:
         """Prompts as they are completed in a step; see `Conversations.opened`."""

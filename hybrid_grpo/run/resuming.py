@@ -152,6 +152,8 @@ def settings_of(config: ModelRunConfig) -> dict[str, Any]:
             settings[section] = [
                 {name: value for name, value in reward.items() if name not in _FREE_OF_REWARD} for reward in values
             ]
+        elif isinstance(values, list):
+            settings[section] = values
         else:
             settings |= {f"{section}.{name}": value for name, value in values.items()}
     sections = settings.pop("engine.deepspeed")

@@ -111,8 +111,8 @@ class Symptoms:
         if not isinstance(config, TrainConfig):
             return cls()
         outcome = config.eval.outcome or next(iter(config.reward_names), "")
-        groups = config.rollout.num_generations > 1 and not any(of.replaces_groups for of in config.features)
-        return cls(outcome, groups=groups, rewarded=not any(of.learns_without_rewards for of in config.features))
+        groups = config.rollout.num_generations > 1 and not any(of.replaces_groups for of in config.active_features)
+        return cls(outcome, groups=groups, rewarded=not any(of.learns_without_rewards for of in config.active_features))
 
     def needs(self, name: str) -> bool:
         """Whether a metric is looked at."""

@@ -37,9 +37,10 @@ class Meter:
         samples: int = 1,
         guests: Sequence[str] = (),
         tools: Sequence[str] = (),
+        features: Sequence[str] = (),
     ) -> None:
         """`device` is where collectives take place: the rank's GPU with NCCL. `samples` are the most completions that
-        an evaluation set has of a prompt."""
+        an evaluation set has of a prompt; `features` are the numbers of features that the catalogue does not have."""
         ks = [str(k) for k in range(2, samples + 1)]
         names = {
             "<function>": rewards,
@@ -48,6 +49,7 @@ class Meter:
             "<k>": ks,
             "<guest>": guests,
             "<tool>": tools,
+            "<number>": features,
         }
         self._reductions = {name: metric.reduction for name, metric in FIXED.items()}
         for _, metric in PATTERNS:

@@ -107,7 +107,7 @@ def estimate(
 ) -> Plan | None:
     """The plan of a run; None where the model cannot run without data. Raises UserError where the model has no
     configuration, or not the attention or adapters that are asked for."""
-    features = [share for feature in config.features if (share := feature.memory(config)) is not None]
+    features = [share for feature in config.active_features if (share := feature.memory(config)) is not None]
     heads = [feature.head for feature in features]
     try:
         sizes = measure(config, load_config(config.policy.model), batch, prompt, heads, on_gpu=hardware.on_gpu)
