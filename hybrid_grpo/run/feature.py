@@ -237,9 +237,8 @@ def make_features(config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> li
     features = [feature.load()(config, plan, inputs) for feature in config.active_features]
     for setting, make in own:
         feature = make(config, plan, inputs)
-        refuse(
-            not isinstance(feature, Feature), f"{setting} is not a hybrid_grpo.run.feature.Feature: derive it from it"
-        )
+        what = "does not make a Feature: derive it from hybrid_grpo.run.feature.Feature"
+        refuse(not isinstance(feature, Feature), f"{setting} {what}")
         refuse(not feature.name, f"{setting} has no name: set `name` in its class")
         taken = {other.name for other in features} | _STATES
         refuse(feature.name in taken, f"{setting}: the name {feature.name} is taken: set another `name` in its class")
