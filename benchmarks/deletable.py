@@ -1,0 +1,96 @@
+"""Whether every feature can be taken out: deletes each in a copy of the tree, and checks and trains what is left.
+
+python benchmarks/deletable.py --json [FEATURE ...]
+
+In the copy the feature's folder, its tests, its page and its registered entry are missing. Lint, types, layers, the
+tests that start no processes and three steps of the quickstart must then pass. `left` names the files beyond these that
+failed, which would have to be touched: 0 where the feature is a folder.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+REGISTRATION = "hybrid_grpo/config/features.py"
+PAGES = {"critic": "docs/ppo.md", "teacher": "docs/distillation.md"}
+CHECKS = {
+    "lint": ["ruff", "check", "."],
+    "types": ["mypy"],
+    "layers": ["lint-imports"],
+    "tests": [
+        *(sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"),
+        *("-m", "not (ranks or process or gpu)"),
+    ],
+    "quickstart": ["bash", "training_scripts/quickstart.sh", "--run.steps", "3"],
+}
+
+
+def registered() -> dict[str, str]:
+    """The registered entry of every feature, by its folder."""
+    entries = re.search(r"^REGISTERED = \((.*?)\)$", (ROOT / REGISTRATION).read_text(), re.M | re.S)
+    assert entries is not None
+    return {entry.partition(":")[0]: entry for entry in re.findall(r'"([\w:]+)"', entries[1])}
+
+
+def copy_without(feature: str, entry: str, folder: Path) -> None:
+    """The tracked files of this tree without those of a feature."""
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    gone = (f"hybrid_grpo/features/{feature}/", f"tests/features/{feature}/", PAGES.get(feature, "-"))
+    for name in names:
+        if name and not name.startswith(gone) and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    registration = folder / REGISTRATION
+    text, count = re.subn(rf'"{entry}"(, )?', "", registration.read_text())
+    assert count == 1, f"{entry} is registered {count} times"
+    registration.write_text(text)
+
+
+def measure(feature: str, entry: str) -> dict[str, object]:
+    """Which checks pass without a feature, and which files the others name."""
+    found: dict[str, object] = {"feature": feature}
+    left: set[str] = set()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "tree"
+        copy_without(feature, entry, folder)
+        environment = {**os.environ, "PYTHONPATH": str(folder), "SKIP_SETUP": "1", "RUNS": f"{name}/runs"}
+        for check, command in CHECKS.items():
+            start = time.monotonic()
+            ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+            found[check], found[f"{check}_s"] = ran.returncode == 0, round(time.monotonic() - start, 1)
+            if ran.returncode:
+                lines = [
+                    line for line in ran.stdout.splitlines() if "->" in line or re.match("FAILED|ERROR|[^ ]+:", line)
+                ]
+                left |= set(re.findall(r"[\w/]+\.(?:py|md|yaml)", " ".join(lines)))
+                print(f"{feature}: {check}\n{ran.stdout[-2000:]}{ran.stderr[-1000:]}", file=sys.stderr)
+    found["left"] = sorted(left)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("features", nargs="*")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a feature")
+    given = parser.parse_args()
+    entries = registered()
+    results = [measure(name, entries[name]) for name in given.features or entries]
+    for result in results:
+        if given.json:
+            print(json.dumps(result))
+        else:
+            passed = [check for check in CHECKS if result[check]]
+            print(f"{result['feature']}: {', '.join(passed)} pass; other files: {result['left'] or 0}")
+    return 0 if all(result[check] for result in results for check in CHECKS) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
