@@ -13,6 +13,7 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["hybrid_grpo", "hybrid_grpo.*"]),
     package_data={
+        "hybrid_grpo.config": ["*.yaml"],
         "hybrid_grpo.data.tasks": ["*.yaml"],
         "hybrid_grpo.features": ["*/*.yaml"],
         "hybrid_grpo.model.kernels": ["*.c", "*.h"],

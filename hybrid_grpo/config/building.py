@@ -14,17 +14,12 @@ from pydantic import TypeAdapter, ValidationError
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.config.evaluation import EvalSetConfig
 from hybrid_grpo.config.fields import LIMITS
+from hybrid_grpo.config.foreign_names import foreign_name
 from hybrid_grpo.config.recipes import Dumper
 from hybrid_grpo.config.rewards import RewardConfig
 from hybrid_grpo.config.secrets import masked
 
 ConfigT = TypeVar("ConfigT")
-_MOVED = {
-    "log.parity_alarm": "alarms.parity.above",
-    "log.heldout_alarm": "alarms.held_out.above",
-    "guard.limits": "alarms.kl, alarms.ratio, alarms.entropy_collapse, alarms.parity, or alarms.numbers",
-}
-"""Settings of earlier versions, with what has taken their place."""
 
 
 def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
@@ -178,8 +173,9 @@ def _one_line(error: ValidationError, cls: Any) -> str:
         else:
             name = f"{name} {path[0]}"
     kind, value = first["type"], first["input"]
-    if hint is None and isinstance(value, Mapping) and value:  # a section that there is not, with its first setting
-        name = f"{name}.{next(iter(value))}"
+    while hint is None and isinstance(value, Mapping) and value:  # a section that there is not, with its first setting
+        key, value = next(iter(value.items()))
+        name = f"{name}.{key}"
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, UserError):
         return str(cause)
@@ -209,12 +205,12 @@ def unknown_setting(name: str, cls: Any) -> str:
     """The message for a name that is no setting. Most likely is the same name in another section, of several in the one
     that is called alike, then a similar one in this section."""
     section, _, last = name.rpartition(".")
-    moved = next((moved for moved in _MOVED if f"{name}.".startswith(f"{moved}.")), None)
-    if moved is not None:
-        return f"there is no setting {moved} any more: set {_MOVED[moved]}"
     if section.startswith("rewards["):
         return f"there is no setting {name}: {did_you_mean(last, sections(RewardConfig))}"
     names = setting_names(cls)
+    foreign = foreign_name(name, names)
+    if foreign is not None:
+        return f"there is no setting {name}: {foreign}"
     same = [known for known in names if known.rpartition(".")[2] == last]
     alike = get_close_matches(section, [known.rpartition(".")[0] for known in same], n=1)
     same = [f"{alike[0]}.{last}"] if alike else same

@@ -9,7 +9,6 @@ from transformers import Qwen2Config
 
 import hybrid_grpo.commands.sft
 import hybrid_grpo.commands.train
-import hybrid_grpo.features.critic.critic
 import hybrid_grpo.run.inputs
 import hybrid_grpo.run.run
 import hybrid_grpo.stages.reward

@@ -1,0 +1,36 @@
+"""What other frameworks call a setting, so that people who come from them are answered in our words."""
+
+import functools
+from collections.abc import Collection
+from pathlib import Path
+
+import yaml
+
+from hybrid_grpo.config.features import feature_folders
+
+
+@functools.cache
+def foreign_names() -> dict[str, dict[str, str]]:
+    """By framework, from its name of a setting to ours, or to what to do instead (foreign_names.yaml)."""
+    folders = [Path(__file__).parent, *feature_folders()]
+    found: dict[str, dict[str, str]] = {}
+    for file in (folder / "foreign_names.yaml" for folder in folders):
+        if file.exists():
+            for framework, names in yaml.safe_load(file.read_text(encoding="utf-8")).items():
+                found.setdefault(framework, {}).update(names)
+    return found
+
+
+def foreign_name(name: str, known: Collection[str]) -> str | None:
+    """Whose name this is and what it is called here: `TRL's num_generations is rollout.num_generations`. None where no
+    framework has it, or the command has no such setting; `known` are the command's settings."""
+    for spelled in dict.fromkeys([name, name.rpartition(".")[2]]):
+        for framework, names in foreign_names().items():
+            ours = names.get(spelled)
+            if ours is None:
+                continue
+            if ours.startswith("nothing"):
+                return f"{framework}'s {spelled} has {ours}"
+            if "`" in ours or ours.split(" ")[0] in known:
+                return f"{framework}'s {spelled} is {ours}"
+    return None

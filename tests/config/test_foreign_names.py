@@ -1,0 +1,53 @@
+"""Names of other frameworks: each is answered with a setting that exists, and the page says the same."""
+
+import re
+
+import pytest
+from paths import ROOT
+
+from hybrid_grpo.config import TrainConfig
+from hybrid_grpo.config.building import build, setting_names
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.foreign_names import foreign_name, foreign_names
+from hybrid_grpo.records.metrics.catalogue import CATALOGUE
+
+PAGE = (ROOT / "docs/coming-from.md").read_text()
+NAMES = setting_names(TrainConfig)
+
+
+def test_every_name_leads_to_a_setting_that_exists_and_is_not_one_of_ours():
+    for framework, names in foreign_names().items():
+        for theirs, ours in names.items():
+            assert theirs not in NAMES, theirs
+            known = ours.startswith("nothing") or "`" in ours or ours.split(" ")[0] in NAMES
+            assert known, f"{framework}: {theirs} is said to be {ours}"
+
+
+def test_the_page_has_the_same_settings_and_metrics_that_exist():
+    for framework, section in zip(foreign_names(), PAGE.split("\n## From ")[1:], strict=True):
+        assert section.startswith(framework)
+        settings, _, metrics = section.partition("| metric there")
+        rows = dict(re.findall(r"^\| `(\S+)` \| (.+) \|$", settings, re.M))
+        assert {theirs: ours.strip("`") if " " not in ours else ours for theirs, ours in rows.items()} == (
+            foreign_names()[framework]
+        )
+        assert set(re.findall(r"\| `([^`]+)` \|$", metrics, re.M)) <= {metric.name for metric in CATALOGUE}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "answer"),
+    [
+        ({"num_generations": 8}, "TRL's num_generations is rollout.num_generations"),
+        ({"grpo": {"kl_coef": 0.1}}, "verl's kl_coef is grpo.beta"),
+        ({"actor_rollout_ref": {"rollout": {"n": 8}}}, "verl's actor_rollout_ref.rollout.n is rollout.num_generations"),
+        ({"data": {"max_response_length": 8}}, "verl's data.max_response_length is rollout.max_completion_tokens"),
+    ],
+)
+def test_a_recipe_of_another_framework_is_answered_in_our_words(recipe, answer):
+    with pytest.raises(UserError, match=re.escape(answer)):
+        build(TrainConfig, recipe)
+
+
+def test_a_command_without_the_setting_does_not_suggest_it():
+    assert foreign_name("num_generations", ["policy.lr"]) is None
+    assert foreign_name("grpo.temperature", NAMES) is None
