@@ -81,7 +81,7 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
             [Prompt(i, f"p{i}", [1], {}) for i in range(P)], plan, 0, config.curriculum, 0, config.data, device
         ),
         eval_sets=[],
-        meter=lambda device, sources: Meter(["slow"], device=device),
+        meter=lambda device, sources, features: Meter(["slow"], device=device),
         stop_ids=(),
         objective=None,
         parts={},

@@ -10,13 +10,22 @@ import functools
 from dataclasses import field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, Field
+
+from hybrid_grpo.config.fields import Function
 
 if TYPE_CHECKING:
     from hybrid_grpo.config.train import TrainConfig
 
 REGISTERED = ("critic:CriticConfig", "teacher:TeacherConfig", "pretraining:PtxConfig")
 """Folder and settings of each feature, in the order in which they are asked."""
+FeatureList = Annotated[
+    list[Function],
+    BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given or []),
+    Field(description="Features of your own, as `mine.py:Feature`: subclasses of hybrid_grpo.run.feature.Feature."),
+]
 ClassT = TypeVar("ClassT", bound=type)
 
 

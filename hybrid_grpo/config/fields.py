@@ -84,8 +84,6 @@ Name = Annotated[str, AfterValidator(_check_name)]
 """Name of a file, folder or metric."""
 Function = Annotated[Text | Callable[..., Any], PlainSerializer(function_text)]
 """`path/to/file.py:name`, `package.module:name` or the name of a built-in; from Python also the function itself."""
-FunctionList = Annotated[list[Function], BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)]
-"""Functions or classes of the user's; on a command line separated by commas."""
 Source = Annotated[Any, AfterValidator(_check_source), PlainSerializer(_source_text)]
 """File, folder or hub name; from Python also a `datasets.Dataset` or a list of rows."""
 

@@ -5,7 +5,7 @@ import inspect
 import sys
 import traceback
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -46,20 +46,17 @@ def import_object(given: str, setting: str) -> Any:
     refuse(not colon, f"{setting}: give path/to/file.py:name or package.module:name")
     module = import_place(place, setting)
     found = getattr(module, name, None)
-    refuse(
-        not callable(found), f"{setting}: {place} has no function {name}: {did_you_mean(name, functions_of(module))}"
-    )
+    known = functions_of(module, lambda value: inspect.isfunction(value) or inspect.isclass(value))
+    refuse(not callable(found), f"{setting}: {place} has no function {name}: {did_you_mean(name, known)}")
     return found
 
 
-def functions_of(module: ModuleType) -> list[str]:
-    """Names of the functions and classes that it defines for others."""
+def functions_of(module: ModuleType, kinds: Callable[[Any], bool] = inspect.isfunction) -> list[str]:
+    """Names of the functions, or of what is of other `kinds`, that it defines for others."""
     return [
         name
         for name, value in vars(module).items()
-        if (inspect.isfunction(value) or inspect.isclass(value))
-        and value.__module__ == module.__name__
-        and not name.startswith("_")
+        if kinds(value) and value.__module__ == module.__name__ and not name.startswith("_")
     ]
 
 

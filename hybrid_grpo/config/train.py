@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.alarms import AlarmsConfig
 from hybrid_grpo.config.data import CurriculumConfig, DataConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.evaluation import EvalConfig
-from hybrid_grpo.config.features import FeatureConfig, feature_sections, with_feature_sections
-from hybrid_grpo.config.fields import SECTION, FunctionList
+from hybrid_grpo.config.features import FeatureConfig, FeatureList, feature_sections, with_feature_sections
+from hybrid_grpo.config.fields import SECTION
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
 from hybrid_grpo.config.guests import check_guests
@@ -65,10 +65,7 @@ class TrainConfig(ModelRunConfig):
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    features: Annotated[
-        FunctionList,
-        Field(description="Features of your own, as `mine.py:Feature`: subclasses of hybrid_grpo.run.feature.Feature."),
-    ] = field(default_factory=list)
+    features: FeatureList = field(default_factory=list)
 
     @property
     def feature_configs(self) -> list[FeatureConfig]:

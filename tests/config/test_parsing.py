@@ -68,6 +68,9 @@ def test_null_is_a_value_of_optional_settings_only(user: User, setting: str) -> 
     if setting == "rewards":
         assert "rewards is empty" in user.refused(yaml="rewards: null")
         return
+    if setting == "features":
+        assert user.parse(yaml="features: null").features == []
+        return
     section, name = setting.split(".")
     hint = get_type_hints(get_type_hints(TrainConfig)[section])[name]
     recipe = f"{section}: {{{name}: null}}"
@@ -111,7 +114,7 @@ def test_wrong_types_name_the_setting_and_what_it_takes(user: User, wrong: str, 
     ("unknown", "hint"),
     [
         ("polcy: {lr: 1}", "there is no setting polcy.lr: did you mean policy.lr?"),
-        ("policy: {learning_rate: 1}", "there is no setting policy.learning_rate: did you mean policy.lr?"),
+        ("policy: {learning_rate: 1}", "there is no setting policy.learning_rate: TRL's learning_rate is policy.lr"),
         ("policy: {temperature: 1}", "there is no setting policy.temperature: did you mean rollout.temp"),
         ("lr: 1", "there is no setting lr: did you mean policy.lr or critic.lr?"),
         ("1: {lr: 1}", "there is no setting 1.lr: did you mean policy.lr or critic.lr?"),
@@ -313,7 +316,10 @@ def test_python_gives_objects() -> None:
 def test_python_is_told_its_mistakes_in_the_same_line() -> None:
     for given, says in (
         ({"policy": {"lr": -1}}, "policy.lr -1 must be greater than 0"),
-        ({"policy": {"learning_rate": 1}}, "there is no setting policy.learning_rate: did you mean policy.lr?"),
+        (
+            {"policy": {"learning_rate": 1}},
+            "there is no setting policy.learning_rate: TRL's learning_rate is policy.lr",
+        ),
         ({"data": {"path": 3}}, "data.path: expected text, got 3"),
         ({"policy": 3}, "policy 3 must be settings, as in {model: ...}"),
         ({"rewards": [own_reward, own_reward]}, "rewards: two are named own_reward: set `name`"),
