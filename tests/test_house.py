@@ -1,0 +1,85 @@
+"""The shape of the package: limits that last.
+
+Where today's tree is above a limit, what is above it is listed by name. The lists may only become shorter: an entry
+that is no longer needed fails the test too.
+"""
+
+import ast
+import re
+from functools import cache
+
+from paths import ROOT
+
+from hybrid_grpo.config.features import feature_folders
+
+PACKAGE = ROOT / "hybrid_grpo"
+MOST_ENTRIES, MOST_LINES, MOST_FILE, MOST_FUNCTION = 17, 39_900, 400, 60
+LONG_FILES = {"engine.py", "rewards/functions.py", "run/run.py"}
+LONG_FUNCTIONS = {
+    *("config/building.py:_one_line", "config/rollout.py:_check", "config/train.py:_check_sections"),
+    *("generation/fallback.py:generate", "generation/loop.py:generate", "run/inputs.py:read"),
+    *("run/resuming.py:find_start", "run/run.py:_advance", "run/saving/checkpoint.py:save"),
+    *("model/kernels/gpu/sampling.py:_sample", "rewards/remote/client.py:remote"),
+}
+FEATURES = re.compile("critic|teacher|guest|ptx|curriculum", re.IGNORECASE)
+REGISTRATION = "config/features.py"
+NAMING = {
+    *("config/__init__.py", "config/alarms.py", "config/checks.py", "config/commands.py", "config/data.py"),
+    *("config/guests.py", "config/model.py", "config/rollout.py", "config/train.py", "data/__init__.py"),
+    *("data/batch.py", "data/curriculum.py", "data/prompt_stream.py", "grpo/advantages.py", "grpo/loss.py"),
+    *("grpo/minibatches.py", "model/scalar.py", "records/details.py", "records/metrics/flops.py"),
+    *("records/metrics/measure.py", "records/metrics/metrics.py", "records/saved_rollouts.py"),
+    *("records/sinks.py", "records/tokens.py", "records/trackers/entries.py", "records/trackers/view.py"),
+    *("run/fingerprints.py", "run/guests.py", "run/inputs.py", "run/memory/plan.py", "trainer.py"),
+}
+"""Modules of the core that still name a feature."""
+
+
+@cache
+def sources() -> dict[str, str]:
+    """The Python files of the package, by their path in it."""
+    return {str(file.relative_to(PACKAGE)): file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py")}
+
+
+def test_the_top_has_few_entries():
+    entries = [p.name for p in PACKAGE.iterdir() if not p.name.startswith("__")]
+    assert len(entries) <= MOST_ENTRIES, sorted(entries)
+
+
+def test_the_package_does_not_grow_unnoticed():
+    assert sum(text.count("\n") for text in sources().values()) <= MOST_LINES
+
+
+def test_files_fit_in_a_head():
+    assert {name for name, text in sources().items() if text.count("\n") > MOST_FILE} == LONG_FILES
+
+
+def test_functions_fit_on_a_screen():
+    functions = (
+        (name, node)
+        for name, text in sources().items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    long = {f"{name}:{f.name}" for name, f in functions if (f.end_lineno or 0) - f.lineno + 1 > MOST_FUNCTION}
+    assert long == LONG_FUNCTIONS
+
+
+def test_the_core_learns_the_name_of_no_further_feature():
+    rest = ("features/", "watch/", "commands/", REGISTRATION)
+    naming = {name for name, text in sources().items() if FEATURES.search(text) and not name.startswith(rest)}
+    assert naming == NAMING
+
+
+def test_features_are_folders_with_settings_and_tests():
+    for folder in feature_folders():
+        assert (folder / "settings.py").exists()
+        assert list((ROOT / "tests/features" / folder.name).glob("test_*.py")), folder.name
+
+
+def test_contributing_names_files_that_exist():
+    table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## How the code should be")[0]
+    names = [name for row in re.findall(r"^\|.*$", table, re.M) for name in re.findall(r"`([\w./]+/[\w./]*)`", row)]
+    assert len(names) > 10
+    absent = [name for name in names if not ((PACKAGE / name).exists() or (ROOT / name).exists())]
+    assert not absent
