@@ -68,7 +68,7 @@ def measure(feature: str, entry: str) -> dict[str, object]:
             found[check], found[f"{check}_s"] = ran.returncode == 0, round(time.monotonic() - start, 1)
             if ran.returncode:
                 lines = [
-                    line for line in ran.stdout.splitlines() if "->" in line or re.match("FAILED|ERROR|[^ ]+:", line)
+                    line for line in ran.stdout.splitlines() if re.match(r"\s*-->|FAILED|ERROR|\S+:\d+: error", line)
                 ]
                 left |= set(re.findall(r"[\w/]+\.(?:py|md|yaml)", " ".join(lines)))
                 print(f"{feature}: {check}\n{ran.stdout[-2000:]}{ran.stderr[-1000:]}", file=sys.stderr)

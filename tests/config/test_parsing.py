@@ -52,7 +52,7 @@ def test_later_rewards_replace_earlier_ones_whole(user: User) -> None:
 
 
 @pytest.mark.parametrize("value", ["nan", ".nan", "NaN", "inf", ".inf", "-.inf", "Infinity", "1e400"])
-@pytest.mark.parametrize("setting", ["policy.lr", "grpo.beta", "eval.threshold", "ptx.coef"])
+@pytest.mark.parametrize("setting", ["policy.lr", "grpo.beta", "eval.threshold", "grpo.entropy_coef"])
 def test_not_finite_is_refused(user: User, setting: str, value: str) -> None:
     section, name = setting.split(".")
     for message in (user.refused(f"--{setting}={value}"), user.refused(yaml=f"{section}: {{{name}: {value}}}")):

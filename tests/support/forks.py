@@ -218,5 +218,7 @@ def _main(
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
-        sys.path.insert(0, str(Path(arguments[0]).parent))
+        folder = Path(arguments[0]).parent
+        # Programs beside a feature's tests use those of this folder.
+        sys.path[:0] = [str(folder), *([str(SUPPORT)] if ROOT / "tests/features" in folder.parents else [])]
         runpy.run_path(arguments[0], run_name="__main__")

@@ -1,4 +1,4 @@
-"""Programs of tests/features/pretraining/test_pretraining.py; see rank_programs.py."""
+"""Programs of test_pretraining.py; see rank_programs.py."""
 
 from __future__ import annotations
 
