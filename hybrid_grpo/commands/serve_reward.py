@@ -35,7 +35,7 @@ def run(arguments: list[str]) -> None:
         listener = server.listen(serve.host, serve.port)
     except OSError as error:
         where = f"serve.host {serve.host}, serve.port {serve.port}"
-        raise UserError(f"{where} cannot be listened at: {error.strerror or error}") from None
+        raise UserError(f"cannot listen on {where}: {error.strerror or error}") from None
     host = f"[{serve.host}]" if ":" in serve.host else serve.host
     url = f"http{'s' if tls else ''}://{host}:{listener.getsockname()[1]}{PATH}"
 

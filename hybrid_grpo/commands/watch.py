@@ -27,7 +27,7 @@ def run(arguments: list[str]) -> None:
         listener = server.listen(port)
     except OSError as error:
         raise UserError(
-            f"watch.port {port} cannot be listened at: {error.strerror or error}: give another, or 0 for a free one"
+            f"cannot listen on watch.port {port}: {error.strerror or error}: give another, or 0 for a free one"
         ) from None
     url = f"http://{server.HOST}:{listener.getsockname()[1]}"
     server.serve(

@@ -49,7 +49,7 @@ class ModelRunConfig:
         last = max(self.log.profiled, default=0)
         refuse(
             last > self.run.steps,
-            f"log.profile {last} is behind the last step, run.steps {self.run.steps}: name an earlier one",
+            f"log.profile {last} is after the last step, run.steps {self.run.steps}: name an earlier one",
         )
         return self
 

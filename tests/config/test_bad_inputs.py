@@ -121,7 +121,7 @@ SETTINGS = [
     ("--log.profile=0", "log.profile 0 must be 1 or greater"),
     ("--log.profile=[3,3]", "log.profile [3, 3] names a step twice: take one out"),
     ("--log.profile=soon", "log.profile: expected a whole number or a list, got soon"),
-    ("--run.steps=9 --log.profile=[3,10]", "log.profile 10 is behind the last step, run.steps 9: name an earlier one"),
+    ("--run.steps=9 --log.profile=[3,10]", "log.profile 10 is after the last step, run.steps 9: name an earlier one"),
     ("--curriculum.skip_above=2", "curriculum.skip_above 2 must be in [0, 1]"),
     ("--checkpoint.keep=0", "checkpoint.keep 0 must be 1 or greater"),
     ("--lora.rank=-1", "lora.rank -1 must be 0 or greater"),

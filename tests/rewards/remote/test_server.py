@@ -378,4 +378,4 @@ def test_a_port_in_use_is_one_line_and_status_2(folder, server):
     port = urlsplit(server.url).port
     again = Running(folder, "--rewards", "[{function: exact_match}]", f"--serve.port={port}")
     assert again.process.wait(30) == 2
-    assert again.line.startswith(f"hybrid-grpo: error: serve.host 127.0.0.1, serve.port {port} cannot be listened at")
+    assert again.line.startswith(f"hybrid-grpo: error: cannot listen on serve.host 127.0.0.1, serve.port {port}")

@@ -1,5 +1,7 @@
 """Boards of ranks, and whom a rank blames for an exchange that failed."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from hybrid_grpo.run.stopping import watcher
@@ -33,3 +35,15 @@ def test_an_exchange_that_fails_is_blamed_on_the_rank_that_is_dead(monkeypatch, 
         return
     assert watcher._outcome(work, Board()) == 137
     assert "because rank 1 has ended with status 137" in capsys.readouterr().err
+
+
+def test_a_run_at_the_same_port_that_ends_this_rank_s_entry_ends_no_watcher():
+    """Two runs had been started at one port: the entry said that the rank had ended, and its watcher died of
+    max() of nothing."""
+    mine, other, older = (
+        SimpleNamespace(status=status, tick=tick, started=10.0)
+        for status, tick in ((1, 12.0), (watcher.RUNNING, 11.0), (watcher.RUNNING, 9.0))
+    )
+    watching = watcher._Watcher.__new__(watcher._Watcher)
+    watching.board, watching.mine = SimpleNamespace(rank=0, entries=[mine, other, older]), mine
+    assert watching.running() == [0, 1]
