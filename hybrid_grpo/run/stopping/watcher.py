@@ -214,8 +214,8 @@ class _Watcher:
             self.tell_stall(min(stalled))
 
     def running(self) -> list[int]:
-        """The ranks of this machine that have not ended, this one among them. An older entry is of a run that met at the
-        same port, and one that runs there now may have written to this rank's."""
+        """The ranks of this machine that have not ended, this one among them. An older entry is of a run that met at
+        the same port, and one that runs there now may have written to this rank's."""
         entries = enumerate(self.board.entries)
         mine = self.board.rank
         return [r for r, e in entries if r == mine or (e.status == RUNNING and e.tick > self.mine.started)]
