@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         refuse(
             bool(launched),
-            f"the deepspeed launcher added {launched}, which is no setting: start it with --no_local_rank, as in"
+            f"the deepspeed launcher added {launched}, which is not a setting: start it with --no_local_rank, as in"
             " deepspeed --no_local_rank --module hybrid_grpo train ...",
         )
         if command not in COMMANDS:

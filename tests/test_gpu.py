@@ -98,7 +98,7 @@ def test_steps_in_float32_agree_with_the_cpu(folder, capsys):
     assert gpu["metrics"][0]["policy/grad_norm"] == pytest.approx(cpu["metrics"][0]["policy/grad_norm"], rel=1e-3)
     assert gpu["metrics"][0]["parity/logp_abs_diff_max"] < 1e-3
     assert gpu["metrics"][0]["memory/peak_gb"] > 0
-    # Of a task this small the switch is no small part: a number to look at, not to hold to.
+    # Of a task this small the switch is not a small part: a number to look at, not to hold to.
     with capsys.disabled():
         for name in ("time/gather_s", "time/switch_s", "time/generate_s", "time/step_s"):
             print(f"\n{name} {gpu['metrics'][1][name]:.4f}", end="")

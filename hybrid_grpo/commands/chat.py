@@ -226,7 +226,7 @@ class _Terminal:
             case _:
                 raise UserError(
                     f"{command} {rest}".rstrip()
-                    + f" is no command: known are {', '.join(_COMMANDS)}; a message may begin with a space"
+                    + f" is not a command: known are {', '.join(_COMMANDS)}; a message may begin with a space"
                 )
 
     def _reply(self, message: str) -> None:

@@ -77,7 +77,7 @@ class AlarmsConfig:
     """Share of the groups that teach nothing and are not all right: group/zero_std_frac minus group/all_right_frac. Not
     with a critic or a teacher, which do not need groups."""
     constant_reward: AlarmConfig | None = _default("constant_reward")
-    """reward/max minus reward/min. A task that was learned is no alarm: all are right, and were not in the first
+    """reward/max minus reward/min. A task that was learned is not an alarm: all are right, and were not in the first
     steps. Not with a teacher."""
     reward_hacking: AlarmConfig | None = _default("reward_hacking")
     """How far the function that tells right from wrong (eval.outcome) is below its best in training, both averaged over

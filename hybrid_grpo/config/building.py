@@ -202,7 +202,7 @@ def _one_line(error: ValidationError, cls: Any) -> str:
 
 
 def unknown_setting(name: str, cls: Any) -> str:
-    """The message for a name that is no setting. Most likely is the same name in another section, of several in the one
+    """The message for an unknown setting. Most likely is the same name in another section, of several in the one
     that is called alike, then a similar one in this section."""
     section, _, last = name.rpartition(".")
     if section.startswith("rewards["):

@@ -196,7 +196,7 @@ def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
     score = config.score
     refuse(
         score.steps is not None and not re.fullmatch(r"\d+|\d+-\d*|-\d+", score.steps),
-        f"score.steps {score.steps!r} is no range of steps: give one as in 100-200, 100-, -200 or 100",
+        f"score.steps {score.steps!r} is not a range of steps: give one as in 100-200, 100-, -200 or 100",
     )
     _check_output("score.output", score.output, "the completions that are scored", source)
     output = Path(score.output)

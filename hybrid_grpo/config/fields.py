@@ -35,7 +35,7 @@ def duration_seconds(text: str) -> float:
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
     total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if not total:
-        raise ValueError(f"{text!r} is no time: write 90m, 11h30m or 1-00:00:00 (days-hours:minutes:seconds)")
+        raise ValueError(f"{text!r} is not a time: write 90m, 11h30m or 1-00:00:00 (days-hours:minutes:seconds)")
     return float(total)
 
 

@@ -191,7 +191,7 @@ class EngineConfig:
         for name in self.deepspeed:
             refuse(
                 name not in _KNOWN,
-                f"engine.deepspeed.{name} is no setting of DeepSpeed: {did_you_mean(name, _KNOWN)}",
+                f"engine.deepspeed.{name} is not a setting of DeepSpeed: {did_you_mean(name, _KNOWN)}",
             )
         name = "zero_optimization.zero_hpz_partition_size"
         for size in self._given(name):

@@ -65,7 +65,7 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
         if argument in ("-h", "--help"):
             _print(help_text(cls, command, rest[0] if rest and not rest[0].startswith("-") else None) + "\n")
             sys.exit(0)
-        refuse(not argument.startswith("--"), f"{argument} is no option: a setting is given as --section.name value")
+        refuse(not argument.startswith("--"), f"{argument} is not an option: give settings as --section.name value")
         name, equals, text = argument[2:].partition("=")
         if name == "print_config":
             print_config = True

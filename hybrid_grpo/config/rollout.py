@@ -46,7 +46,7 @@ def _places(environment: Any) -> Any:
 def _check_environment(value: Any) -> Any:
     for place in value.values() if isinstance(value, dict) else [value]:
         if not callable(place) and not (isinstance(place, str) and place):
-            raise ValueError(f"{place!r:.40} is no class: give its place, path/to/file.py:Class, or places by names")
+            raise ValueError(f"{place!r:.40} is not a class: give its place, path/to/file.py:Class, or places by names")
     return value
 
 
@@ -255,7 +255,7 @@ class RolloutConfig:
         for token in self.logit_bias:
             refuse(
                 not re.fullmatch(r"0|[1-9][0-9]*", token),
-                f"rollout.logit_bias {token!r} is no token id: give a whole number, 0 or greater",
+                f"rollout.logit_bias {token!r} is not a token id: give a whole number, 0 or greater",
             )
         for name in ("stop_ids", "stop_strings"):
             refuse(

@@ -115,7 +115,7 @@ class LogConfig:
     @model_validator(mode="after")
     def _check(self) -> LogConfig:
         unknown = next((name for name in self.trackers if name not in TRACKERS), "")
-        refuse(unknown != "", f"log.trackers {unknown} is no tracker: {did_you_mean(unknown, TRACKERS)}")
+        refuse(unknown != "", f"log.trackers {unknown} is not a tracker: {did_you_mean(unknown, TRACKERS)}")
         refuse(
             self.wandb_view and ("wandb" not in self.trackers or self.wandb in ("offline", "disabled")),
             f"log.wandb_view needs wandb online, and log.trackers is {self.trackers} with log.wandb {self.wandb}:"

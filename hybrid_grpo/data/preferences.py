@@ -45,7 +45,7 @@ def read_preferences(
 ) -> tuple[list[Preference], str]:
     """The pairs of a source, by default of the rows to train on, and a line that says what was read and dropped.
 
-    Raises UserError as `read_rows` does, and where a row is no pair or has a text without a token, or all pairs are
+    Raises UserError as `read_rows` does, and where a row is not a pair or has a text without a token, or all pairs are
     over-long (with `over_long: refuse` already where one is).
     """
     source = source or training_source(config)
@@ -121,8 +121,8 @@ def _parts(row: Row, name: str, value: Any, where: str, config: DataConfig) -> t
         case str(answer) if prompt is None:
             refuse(
                 config.system_prompt is not None or config.chat_template == "always",
-                f"{name}: {where} has no prompt, so it is no chat: give a data.prompt_column, or chat messages, or take"
-                " out data.system_prompt and data.chat_template",
+                f"{name}: {where} has no prompt, so it is not a chat: give a data.prompt_column, or chat messages, or"
+                " take out data.system_prompt and data.chat_template",
             )
             return "", answer
         case str(answer):
@@ -131,8 +131,8 @@ def _parts(row: Row, name: str, value: Any, where: str, config: DataConfig) -> t
             if not before or (isinstance(before[0], dict) and before[0].get("role") == "assistant"):
                 refuse(
                     not isinstance(prompt, list),
-                    f"{name}: {where} begins with the assistant's message, and its prompt is no chat: give messages in"
-                    f" data.prompt_column {config.prompt_column}",
+                    f"{name}: {where} begins with the assistant's message, and its prompt is not a chat: give messages"
+                    f" in data.prompt_column {config.prompt_column}",
                 )
                 before = [*(prompt or []), *before]
             return prompt_text({config.prompt_column: before}, where, config), answer

@@ -96,7 +96,7 @@ class PromptStream:
 
     def take(self, position: Position, count: int) -> tuple[list[Prompt], Position]:
         """The next prompts from a position on, each with its epoch, and the position behind them. Raises RunStopped
-        where a row is no prompt, or cannot be read."""
+        where a row is not a prompt, or cannot be read."""
         return self._on_first_rank(lambda: self._take(position, count), RunStopped)
 
     def _on_first_rank(self, work: Callable[[], T], refusal: type[UserError]) -> T:

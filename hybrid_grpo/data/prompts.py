@@ -96,8 +96,8 @@ def prompts_of(
     """The prompts of the rows, numbered by row, without those of more than `max_prompt_tokens`; `where` names the row
     of a number in messages, by default by that number.
 
-    Raises UserError where there is no prompt column, a row is no prompt, a chat template is needed and missing, or all
-    prompts are over-long (with `over_long: refuse` already where one is).
+    Raises UserError where there is no prompt column, a row is not a prompt, a chat template is needed and missing, or
+    all prompts are over-long (with `over_long: refuse` already where one is).
     """
     require_column("data.prompt_column", config.prompt_column, rows, source)
     refuse(

@@ -29,5 +29,5 @@ def text_tokens(tokenizer: Any, prompt: str | list[Message], answer: str) -> lis
 
 def _line(message: Message) -> str:
     if not isinstance(message["content"], str):
-        raise ValueError(f"a message has content {message['content']!r:.40}, which is no text: set template to chat")
+        raise ValueError(f"a message has content {message['content']!r:.40}, which is not a text: set template to chat")
     return str(message["content"]) + "\n"

@@ -175,7 +175,7 @@ class RowStream:
 
 
 def open_shards(source: Source) -> list[Shard]:
-    """The shards of a source. Raises UserError where it cannot be opened, has no such split, or is no stream."""
+    """The shards of a source. Raises UserError where it cannot be opened, has no such split, or is not a stream."""
     import datasets
 
     with readable(source):

@@ -236,8 +236,8 @@ def _split_rows(source: Source, splits: Mapping[str, Iterable[Row]]) -> Iterable
         instruction = ReadInstruction.from_spec(split)
     except ValueError as error:
         raise UserError(
-            f"{source.split_setting} {split} is no slice of a split ({one_line(error)}): write one as in train[:90%],"
-            " train[90%:] or train[100:200]"
+            f"{source.split_setting} {split} is not a slice of a split ({one_line(error)}): write one as in train[:90%]"
+            ", train[90%:] or train[100:200]"
         ) from error
     names = [re.sub(r"[\[(].*", "", part.strip()) for part in split.split("+")]
     tables = {name: list(splits[split_name(source, name, list(splits))]) for name in dict.fromkeys(names)}

@@ -109,7 +109,7 @@ def _shapes(file: Path, start: str) -> dict[str, list[int]]:
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
-            refuse(length > min(size, _LARGEST_HEADER), f"{start}: {file.name} is no safetensors file, or cut short")
+            refuse(length > min(size, _LARGEST_HEADER), f"{start}: {file.name} is not a safetensors file, or cut short")
             header = json.loads(opened.read(length))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
@@ -117,7 +117,7 @@ def _shapes(file: Path, start: str) -> dict[str, list[int]]:
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        raise UserError(f"{start}: {file.name} is no safetensors file: {_one_line(error)}: copy it anew") from error
+        raise UserError(f"{start}: {file.name} is not a safetensors file: {_one_line(error)}: copy it anew") from error
     refuse(
         8 + length + end != size,
         f"{start}: {file.name} has {size} bytes, and its header describes {8 + length + end}: it is cut short, copy it"

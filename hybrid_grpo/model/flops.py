@@ -35,7 +35,7 @@ class Cost:
     body_trained: float
     """Those of them that have a gradient."""
     head: float
-    """Parameters of the output head. Looking up an embedding is no product."""
+    """Parameters of the output head. Looking up an embedding is not a product."""
     head_trained: float
     width: int
     """Numbers of a query and of a value, over all heads of a layer."""

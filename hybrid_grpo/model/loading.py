@@ -85,7 +85,7 @@ def check_token_ids(rollout: RolloutConfig, config: Any) -> None:
     for setting, ids in (("stop_ids", rollout.stop_ids), ("logit_bias", map(int, rollout.logit_bias))):
         for token in ids:
             if token >= size:
-                raise UserError(f"rollout.{setting} {token} is no token of policy.model: its ids end at {size - 1}")
+                raise UserError(f"rollout.{setting} {token} is not a token of policy.model: its ids end at {size - 1}")
 
 
 def check_prompt_ids(longest: Sequence[list[int]], config: Any) -> None:
@@ -291,7 +291,7 @@ def draw_normal(parameter: Any, std: float, seed: int) -> None:
 
 def stop_ids(name: str, tokenizer: Any, more: list[int], config: Any, setting: str = "policy.model") -> tuple[int, ...]:
     """All tokens that end a completion: the tokenizer's EOS, those in the model's generation config, and `more`. Raises
-    UserError where one is no token of the model."""
+    UserError where one is not a token of the model."""
     ids = {*more, tokenizer.eos_token_id}
     generation = Path(name) / "generation_config.json"
     if generation.is_file() or not Path(name).exists():
@@ -308,7 +308,7 @@ def stop_ids(name: str, tokenizer: Any, more: list[int], config: Any, setting: s
     for token in [*ids, *(own if isinstance(own, list) else [] if own is None else [own])]:
         if not isinstance(token, int) or not 0 <= token < vocab_size:
             raise UserError(
-                f"{setting} {name}: its end-of-sequence token {token!r} (eos_token_id) is no id below vocab_size"
+                f"{setting} {name}: its end-of-sequence token {token!r} (eos_token_id) is not an id below vocab_size"
                 f" {vocab_size}: no completion would end: correct its generation_config.json, config.json or tokenizer"
             )
     return tuple(sorted(ids))

@@ -101,8 +101,8 @@ class Adapters:
             # Experts were separate layers once; peft applies their old names to the module that now holds them all.
             if not isinstance(adapter.linear, _LINEAR):
                 raise UserError(
-                    f"lora.target_modules: peft would adapt {path} too, which is no linear layer: leave out the names"
-                    " of its experts' layers"
+                    f"lora.target_modules: peft would adapt {path} too, which is not a linear layer: leave out the"
+                    " names of its experts' layers"
                 )
 
     def __str__(self) -> str:
@@ -161,7 +161,7 @@ def read_adapter(folder: str, setting: str) -> dict[str, Any]:
         kind = config.get("task_type")
     except (OSError, ValueError, AttributeError) as error:
         why = "there is no such file" if isinstance(error, FileNotFoundError) else first_line(error)
-        raise UserError(f"{setting} {folder} is no adapter: {path.name}: {why}") from None
+        raise UserError(f"{setting} {folder} is not an adapter: {path.name}: {why}") from None
     if kind not in ("CAUSAL_LM", None):
         raise UserError(f"{setting} {folder} is an adapter for {kind}: give one of a causal language model")
     return dict(config)
@@ -209,6 +209,6 @@ def _targets(model: Any, lora: LoraConfig) -> list[str]:
                 " take it out"
             )
         if not found or not set(linear).issuperset(found):
-            what = "is no linear layer" if found else "is no layer"
+            what = "is not a linear layer" if found else "is not a layer"
             raise UserError(f"lora.target_modules {target} {what} of policy.model: {did_you_mean(target, known)}")
     return list(lora.target_modules)

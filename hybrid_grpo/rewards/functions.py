@@ -228,7 +228,7 @@ def _context(call: RewardCall, extra: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def _checked_reply(result: Any, call: RewardCall, extra: dict[str, list[Any]]) -> Reply:
-    """What a function returned as a reply; a row whose value is no reward has failed."""
+    """What a function returned as a reply; a row whose value is not a reward has failed."""
     rows = len(call.lengths)
     result = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(result, list | tuple):
@@ -408,7 +408,7 @@ def _find(spec: str, setting: str) -> Callable[..., Any]:
     if not colon:
         if spec not in BUILTINS:
             raise UserError(
-                f"{setting} is no built-in: {did_you_mean(spec, BUILTINS)}; one of your own is given as"
+                f"{setting} is not a built-in: {did_you_mean(spec, BUILTINS)}; one of your own is given as"
                 " path/to/file.py:function or package.module:function"
             )
         place, attribute = f"hybrid_grpo.rewards.{BUILTINS[spec].module}", spec

@@ -4,7 +4,7 @@ functions.py says what a function may be and return, workers/ how it is called. 
 still being sampled: a function gets each one as soon as it is finished, or as many at once as it asks for, or all
 completions of a prompt.
 
-A completion on which a function fails (it raises, hangs, dies, or returns something that is no reward) has no reward
+A completion on which a function fails (it raises, hangs, dies, or returns something that is not a reward) has no reward
 and takes no part in its group. Where too many fail, the caller ends the run.
 """
 

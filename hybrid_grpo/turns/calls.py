@@ -38,7 +38,7 @@ class Turn:
 
 def checked(call: Call) -> Call:
     """A call as anything may handle it: text that can be encoded, finite numbers, and lists and dictionaries that are
-    not nested too deeply. Raises ValueError where it is no call, or holds something else."""
+    not nested too deeply. Raises ValueError where it is not a call, or holds something else."""
     if not isinstance(call.name, str) or not call.name or len(call.name) > _LONGEST_NAME:
         raise ValueError(f"a call has a name of 1 to {_LONGEST_NAME} characters")
     if not isinstance(call.arguments, dict):
@@ -59,4 +59,4 @@ def _plain(value: Any, depth: int) -> Any:
     fits = isinstance(value, int) and value.bit_length() <= _LONGEST_NUMBER
     if value is None or fits or (isinstance(value, float) and math.isfinite(value)):
         return value
-    raise ValueError(f"an argument is no value of JSON, but of type {type(value).__name__}, or too large")
+    raise ValueError(f"an argument is not a value of JSON, but of type {type(value).__name__}, or too large")

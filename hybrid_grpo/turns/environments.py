@@ -82,7 +82,7 @@ class Environments:
     """The classes of `rollout.environment`; has the form of `Partner`, and takes the turns that are steps. Methods that
     are tools are called by `Tools`.
 
-    Creating it raises UserError where one cannot be imported, or is no environment.
+    Creating it raises UserError where one cannot be imported, or is not an environment.
 
     Attributes:
         kinds: by the name that the column `environment` has; one without a name where there is only one.

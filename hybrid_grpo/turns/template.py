@@ -37,7 +37,7 @@ def tool_message(number: int, name: str, content: str, id: str | None = None) ->
 
 
 def user_message(content: str) -> Message:
-    """An answer to a turn that is no result of a call."""
+    """An answer to a turn that is not a result of a call."""
     return {"role": "user", "content": clean(content)}
 
 

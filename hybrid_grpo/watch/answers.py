@@ -280,7 +280,7 @@ def _number(given: QueryParams, name: str) -> float | None:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise HTTPException(400, f"{name} {text} is no number")
+        raise HTTPException(400, f"{name} {text} is not a number")
     return value
 
 

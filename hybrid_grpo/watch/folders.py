@@ -16,10 +16,10 @@ class Folders:
     """All runs under the folders that were named."""
 
     def __init__(self, named: Sequence[Path]) -> None:
-        """Raises UserError for what is no folder."""
+        """Raises UserError for what is not a folder."""
         for folder in named:
             if not folder.is_dir():
-                raise UserError(f"{folder} is no folder: give the folder of a run, or one that holds some")
+                raise UserError(f"{folder} is not a folder: give the folder of a run, or one that holds some")
         self._named = [folder.resolve() for folder in named]
         self._runs: dict[Path, Run] = {}
         self._looking = threading.Lock()

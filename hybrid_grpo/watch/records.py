@@ -20,7 +20,7 @@ Record = dict[str, Any]
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file to read it. Raises OSError also for what is no plain file: a pipe would wait for its writer."""
+    """Open a file to read it. Raises OSError also for what is not a plain file: a pipe would wait for its writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

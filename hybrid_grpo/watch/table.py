@@ -32,8 +32,8 @@ class Table:
         return list(self._index)
 
     def append(self, row: dict[str, float | None]) -> None:
-        """Add a row; None is NaN. Raises ValueError or TypeError for what is no number, OverflowError for one that no
-        float holds, ValueError for names or rows beyond what a run has; the table is as before then."""
+        """Add a row; None is NaN. Raises ValueError or TypeError for what is not a number, OverflowError for one that
+        no float holds, ValueError for names or rows beyond what a run has; the table is as before then."""
         values = np.array(list(row.values()), dtype=np.float64)
         names = list(row)
         if names != self._order:

@@ -208,7 +208,7 @@ def _stepped(result: Any) -> tuple[str, Any, bool]:
 def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess:
     """Find the class of an entry, and which methods it has; `entry` names the entry in messages.
 
-    Raises UserError where there is no such class, or where it is no environment.
+    Raises UserError where there is no such class, or where it is not an environment.
     """
     place, colon, name = config.factory.rpartition(":")
     setting = f"{entry} {config.factory}"

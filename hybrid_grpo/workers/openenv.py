@@ -104,7 +104,7 @@ class OpenenvActions(OpenenvRollout):
         self._read = read
 
     def step(self, text: str) -> Any:
-        """Carry out a turn. What is no action earns 0, and the model is told."""
+        """Carry out a turn. What is not an action earns 0, and the model is told."""
         try:
             action = self._read(text)
         except ValueError as error:
@@ -240,7 +240,7 @@ def _fields(action: Any) -> dict[str, Any]:
 
 
 def _what_is_wrong(error: ValueError) -> str:
-    """Why a text is no action."""
+    """Why a text is not an action."""
     if not isinstance(error, ValidationError):
         return str(error)
     found = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()]

@@ -196,7 +196,7 @@ class Worker:
     async def ask(self, index: int, call: RewardCall, timeout_s: float) -> Reply:
         """Send a call, and wait for its reply. Several calls can be under way if the worker is `async`.
 
-        Raises EOFError or OSError where the process is gone, or where what it sends is no reply.
+        Raises EOFError or OSError where the process is gone, or where what it sends is not a reply.
         """
         if self._listener.done():
             raise EOFError

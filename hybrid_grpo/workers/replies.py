@@ -45,7 +45,7 @@ def new_number() -> int:
 
 def decode_reply(message: bytes, calls: Mapping[int, Expected]) -> tuple[int, Reply] | None:
     """The number of a call under way, and the reply to it; None where the message is about another call. Raises
-    ValueError where it is no reply.
+    ValueError where it is not a reply.
 
     Args:
         calls: under way, by number.

@@ -134,7 +134,7 @@ class _Process:
             message = unframed(self._received)
             if part and message is None:
                 return
-            # No message: the process has ended. One that is no reply: a function may write to whatever descriptor it
+            # No message: the process has ended. One that is not a reply: a function may write to whatever descriptor it
             # finds.
             decoded = decode_reply(message or b"", self.orders[0].expected if self.orders else {})
             if decoded is None:

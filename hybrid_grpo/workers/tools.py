@@ -176,7 +176,7 @@ def find_function(spec: str, setting: str) -> Callable[..., Any]:
     if not colon:
         if spec not in BUILTINS:
             raise UserError(
-                f"{setting} is no built-in: {did_you_mean(spec, BUILTINS)}; one of your own is given as"
+                f"{setting} is not a built-in: {did_you_mean(spec, BUILTINS)}; one of your own is given as"
                 " path/to/file.py:function or package.module:function"
             )
         place, name = "hybrid_grpo.workers.ready_made", spec

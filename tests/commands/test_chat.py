@@ -94,7 +94,7 @@ def test_without_a_template_the_model_continues_the_text(talk: Talk, tmp_path: P
     saved = tmp_path / "said.jsonl"
     talk("plain", "--rollout.temperature=0", lines=["ab", "cd", f"/save {saved}", "/quit", "e"])
     first, second = talk.answers
-    # The line end between them is no letter of this tokenizer, which leaves it out.
+    # The line end between them is not a letter of this tokenizer, which leaves it out.
     assert talk.prompts == [ids("ab"), ids("ab", first, "cd")]
     assert json.loads(saved.read_text()) == {"prompt": f"ab{first}\ncd", "completion": second}
 
@@ -113,12 +113,12 @@ def test_the_oldest_turns_make_room(talk: Talk) -> None:
     [
         (["plain"], ["a" * 59], "has room for 58 tokens: shorten it, or lower rollout.max_completion_tokens"),
         (["plain"], ["/undo"], "there is nothing to take back"),
-        (["plain"], ["/sing"], "/sing is no command: known are /reset, /system TEXT"),
+        (["plain"], ["/sing"], "/sing is not a command: known are /reset, /system TEXT"),
         (["plain"], ["/system x"], "(chat.system) needs a chat template"),
         (["plain", "--chat.system=x"], [], "(chat.system) needs a chat template"),
         (["plain", "--rollout.max_completion_tokens=64"], [], "policy.model has 64 positions: set it to 32 or lower"),
         (["templated", "--data.chat_template_kwargs={thinking: true}"], [], "reads no such variable"),
-        (["plain", "--chat.adapter=plain"], [], "chat.adapter plain is no adapter: adapter_config.json: there is no"),
+        (["plain", "--chat.adapter=plain"], [], "chat.adapter plain is not an adapter: adapter_config.json: there is"),
         (["nowhere/"], [], "policy.model nowhere/"),
     ],
 )

@@ -278,7 +278,7 @@ def test_rewards_of_steps_add_up_to_those_of_the_run(run_there: Path, capsys: py
     (["--score.steps=3"], "usage: hybrid-grpo score FILE_OR_RUN"),
     (["runs/run", "more"], "usage: hybrid-grpo score FILE_OR_RUN"),
     (["empty"], "empty has no rollouts: they are written by a training run with log.rollouts_every above 0"),
-    (["runs/run", "--score.steps=two"], "score.steps 'two' is no range of steps"),
+    (["runs/run", "--score.steps=two"], "score.steps 'two' is not a range of steps"),
     (["runs/run", "--score.steps=7-9"], "score.steps 7-9 has no rollouts: the run has those of steps 1 to 3"),
     (["runs/run", "--score.output=a/b"], "score.output a/b: there is no folder a"),
     (["train.jsonl", "--rewards=[{function: exact_match}]", "--score.steps=3"], "is not the folder of a run"),

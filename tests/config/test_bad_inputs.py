@@ -33,8 +33,8 @@ SETTINGS = [
     ("report", "usage: hybrid-grpo report RUN_FOLDER"),
     ("report nomodel", "nomodel is not the folder of a run"),
     *[(f"report {name}", f"{name} has no metrics.jsonl with a step") for name in ("emptyrun", "binaryrun", "listrun")],
-    ("train --local_rank=0", "--local_rank=0, which is no setting: start it with --no_local_rank"),
-    ("train policy.lr 1", "policy.lr is no option: a setting is given as --section.name value"),
+    ("train --local_rank=0", "--local_rank=0, which is not a setting: start it with --no_local_rank"),
+    ("train policy.lr 1", "policy.lr is not an option: give settings as --section.name value"),
     ("--run.steps", "run.steps: expected one argument"),
     ("--polcy.lr=1", "there is no setting polcy.lr: did you mean policy.lr?"),
     ("--policy.learning_rate=1", "there is no setting policy.learning_rate"),
@@ -80,7 +80,7 @@ SETTINGS = [
         ("user=f.py:g --rollout.ignore_eos=true", "rollout.user speaks between turns", "take out one"),
     ]],
     ("--rollout.max_completion_tokens=9999999999999999999", "must be 9007199254740992 or less"),
-    ("--rollout.logit_bias='{\"-1\": 1}'", "rollout.logit_bias '-1' is no token id"),
+    ("--rollout.logit_bias='{\"-1\": 1}'", "rollout.logit_bias '-1' is not a token id"),
     *[(f"--rollout.guests='[{{name: g, {guest}}}]' {others}", *says) for guest, others, *says in [
         ("weight: baseline", "", "rollout.guests g: path and model are not set: give one of them"),
         ("weight: baseline, path: train.jsonl, model: model", "", "path and model are both set: give one of them"),
@@ -103,7 +103,7 @@ SETTINGS = [
     ("--run.seed=-1", "run.seed -1 must be 0 or greater"),
     ("--run.seed=99999999999999999999", "run.seed 99999999999999999999 must be 9007199254740992 or less"),
     ("--eval.threshold=nan", "eval.threshold: expected a finite number, got nan"),
-    ("--log.trackers=[wandb,tensorbord]", "log.trackers tensorbord is no tracker: did you mean tensorboard?"),
+    ("--log.trackers=[wandb,tensorbord]", "log.trackers tensorbord is not a tracker: did you mean tensorboard?"),
     ("--log.trackers=[wandb,wandb]", "log.trackers names wandb twice: take one out"),
     ("--log.wandb_view=true --log.wandb=offline", "log.wandb_view needs wandb online, and log.trackers is ['wandb']"),
     ("--log.histograms_every=-1", "log.histograms_every -1 must be 0 or greater"),
@@ -133,7 +133,7 @@ SETTINGS = [
     ("serve-reward --rewards exact_match --serve.port=99999", "serve.port 99999 must be in [0, 65535]"),
     ("watch listrun --watch.port=99999", "watch.port 99999 must be in [0, 65535]"),
     ("watch --watch.port=0", "usage: hybrid-grpo watch RUNS..."),
-    ("watch listrun no/such", "no/such is no folder: give the folder of a run"),
+    ("watch listrun no/such", "no/such is not a folder: give the folder of a run"),
     ("replay-step oldrun", "usage: hybrid-grpo replay-step RUN STEP"),
     ("replay-step oldrun 0", "STEP is the number of a step, from 1"),
     ("replay-step nomodel 1", "nomodel is not the folder of a run: it has no config.yaml"),
@@ -143,7 +143,7 @@ SETTINGS = [
     ("replay-step oldrun 1 --replay.rewards=new", "replay.rewards: expected again or saved, got new"),
     ("replay-step oldrun 1 --replay.out=oldrun/rollouts", "replay.out oldrun/rollouts has the files of the run"),
     ("replay-step oldrun 1 --replay.out=train.jsonl", "replay.out train.jsonl is a file: give a folder"),
-    ("watch train.jsonl", "train.jsonl is no folder"),
+    ("watch train.jsonl", "train.jsonl is not a folder"),
     # Rewards
     ("--rewards=[", "rewards [ cannot be read as YAML"),
     ("--rewards=3", "rewards: expected a list such as [{function: exact_match}], got 3"),
@@ -157,7 +157,7 @@ SETTINGS = [
     # DeepSpeed
     ("--engine.zero_stage=4", "engine.zero_stage 4 must be in [0, 3]"),
     ("--engine.deepspeed=abc", "engine.deepspeed: expected a mapping, got abc"),
-    ("--engine.deepspeed.zero_optimisation.stage=3", "zero_optimisation is no setting", "mean zero_optimization?"),
+    ("--engine.deepspeed.zero_optimisation.stage=3", "zero_optimisation is not a setting", "mean zero_optimization?"),
     ("--engine.deepspeed.zero_optimization=3", "engine.deepspeed.zero_optimization 3 must be a section"),
     ("--engine.deepspeed.bf16.enabled=true", "engine.deepspeed.bf16.enabled is set by policy.dtype"),
     # Recipes
@@ -305,7 +305,7 @@ LOADED = [
     # DeepSpeed
     ("--engine.deepspeed.zero_optimization.typo=1", "DeepSpeedZeroConfig typo Extra inputs"),
     ("--engine.deepspeed.zero_optimization.reduce_bucket_size=-1", "reduce_bucket_size Input should be greater"),
-    ("--engine.deepspeed.optimizer.type=nope", "engine.deepspeed.optimizer.type nope is no optimizer"),
+    ("--engine.deepspeed.optimizer.type=nope", "engine.deepspeed.optimizer.type nope is not one of DeepSpeed"),
     ("--engine.deepspeed.flops_profiler=3", "engine.deepspeed: DeepSpeed refuses the configuration"),
     # Configurations of models
     *[(f"--policy.model={name}", f"policy.model {name}", *says) for name, *says in [
@@ -335,10 +335,10 @@ LOADED = [
         ("noweights", "has no weights", "model.safetensors"),
         ("pickled", "pickled weights (pytorch_model.bin)", "set policy.pickled_weights to true"),
         ("cut", "is cut short"),
-        ("empty_file", "model.safetensors is no safetensors file"),
-        ("noise", "model.safetensors is no safetensors file"),
-        ("long_header", "model.safetensors is no safetensors file"),
-        ("list_header", "model.safetensors is no safetensors file"),
+        ("empty_file", "model.safetensors is not a safetensors file"),
+        ("noise", "model.safetensors is not a safetensors file"),
+        ("long_header", "model.safetensors is not a safetensors file"),
+        ("list_header", "model.safetensors is not a safetensors file"),
         ("no_part", "names gone.safetensors, which is missing"),
         ("bad_index", "model.safetensors.index.json cannot be read"),
         # Tokenizers

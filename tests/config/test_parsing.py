@@ -136,7 +136,7 @@ def test_unknown_names_are_answered_with_the_nearest(user: User, unknown: str, h
         (["--policy.l", "1"], "there is no setting policy.l"),
         (["--lr", "1"], "did you mean policy.lr or critic.lr?"),
         (["--policy.lr"], "policy.lr: expected one argument"),
-        (["stray"], "stray is no option: a setting is given as --section.name value"),
+        (["stray"], "stray is not an option: give settings as --section.name value"),
     ],
 )
 def test_options_are_spelled_out(user: User, arguments: list[str], hint: str) -> None:
@@ -243,7 +243,7 @@ def test_token_ids_need_no_quotes(user: User) -> None:
     parsed = parse(TrainConfig, arguments, "train")
     assert parsed.config.rollout.logit_bias == {"5": -1.0, "0": 1.5}
     assert user.parse(yaml=parsed.yaml) == parsed.config
-    assert "rollout.logit_bias '-5' is no token id" in user.refused(yaml="rollout: {logit_bias: {-5: 1.0}}")
+    assert "rollout.logit_bias '-5' is not a token id" in user.refused(yaml="rollout: {logit_bias: {-5: 1.0}}")
     assert user.refused(yaml="rollout: {logit_bias: {true: 1.0}}").startswith("rollout.logit_bias")
     assert "line 1: 5 is given twice" in user.refused(yaml="rollout: {logit_bias: {5: 1.0, '5': 2.0}}")
 
@@ -251,7 +251,7 @@ def test_token_ids_need_no_quotes(user: User) -> None:
 @pytest.mark.parametrize("token", ["-1", "1.5", "yes", "", "05", " 5"])
 def test_a_logit_bias_of_what_is_no_token_id(user: User, token: str) -> None:
     message = user.refused("--rollout.logit_bias", f'{{"{token}": 1.0}}')
-    assert message == f"rollout.logit_bias {token!r} is no token id: give a whole number, 0 or greater"
+    assert message == f"rollout.logit_bias {token!r} is not a token id: give a whole number, 0 or greater"
 
 
 def test_a_logit_bias_is_a_finite_number(user: User) -> None:

@@ -208,9 +208,9 @@ def test_one_file_may_hold_the_training_and_the_held_out_rows(tmp_path):
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        ("train[:a]", r"^data.split train\[:a\] is no slice of a split \(.*\): write one as in train\[:90%\]"),
-        ("train[:200%]", r"^data.split train\[:200%\] is no slice of a split \(Percent slice boundaries must be"),
-        ("train[90%]", r"^data.split train\[90%\] is no slice"),
+        ("train[:a]", r"^data.split train\[:a\] is not a slice of a split \(.*\): write one as in train\[:90%\]"),
+        ("train[:200%]", r"^data.split train\[:200%\] is not a slice of a split \(Percent slice boundaries must be"),
+        ("train[90%]", r"^data.split train\[90%\] is not a slice"),
         ("test[:50%]", r"^data.split test\[:50%\]: there is no such split, data.path .* has train: set data.split to"),
         ("train[9:]", r"^data.path .*rows.jsonl \[train\[9:\]\] is empty: it has no rows$"),
     ],

@@ -131,10 +131,10 @@ def test_the_head_and_what_is_not_linear_have_no_adapters():
 
 
 @pytest.mark.parametrize(("targets", "message"), [
-    (["q_prj"], "lora.target_modules q_prj is no layer of policy.model: did you mean q_proj?"),
-    (["proj"], "lora.target_modules proj is no layer of policy.model: did you mean v_proj?"),
+    (["q_prj"], "lora.target_modules q_prj is not a layer of policy.model: did you mean q_proj?"),
+    (["proj"], "lora.target_modules proj is not a layer of policy.model: did you mean v_proj?"),
     (["q_proj", "lm_head"], "lora.target_modules lm_head is the output head"),
-    (["embed_tokens"], "lora.target_modules embed_tokens is no linear layer of policy.model: known are down_proj"),
+    (["embed_tokens"], "lora.target_modules embed_tokens is not a linear layer of policy.model: known are down_proj"),
 ])  # fmt: skip
 def test_layers_that_cannot_have_one_are_refused_from_the_configuration_alone(targets, message):
     with pytest.raises(UserError) as caught:

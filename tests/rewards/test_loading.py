@@ -108,7 +108,7 @@ def test_a_module_of_a_package() -> None:
 
 
 def test_no_such_builtin() -> None:
-    assert "exact_mach is no built-in: did you mean exact_match?" in refusal("exact_mach")
+    assert "exact_mach is not a built-in: did you mean exact_match?" in refusal("exact_mach")
     assert "path/to/file.py:function" in refusal("rules.py")
     assert "known are exact_match, numeric_answer" in refusal("zzz")
 

@@ -305,7 +305,7 @@ BOXED: dict[str, list[Pair]] = {
         (r"0.\overline{142857}", r"\frac17", True), ("x=1,-2", "1,-2", True),
         (r"x = 1 \text{ and } x = -2", "1,-2", True), (r"r = 5 \text{ cm}", "5", True),
         (r"5 \text{ cm}^2", r"5\text{ cm}", False), ("1.0", "1", True), (r"\text{56}", "56", True),
-        (r"56\text{ (approx.)}", "56", True, "A remark in brackets behind a number is no unit."),
+        (r"56\text{ (approx.)}", "56", True, "A remark in brackets behind a number is not a unit."),
         (r"\sqrt{-1}", "i", True), (r"\frac{1+\sqrt{5}}{2}", r"\frac{2}{\sqrt5-1}", True),
         (r"\frac{1+\sqrt{5}}{2}", "1.6180339887", False), ("e^2", "7.389", False), ("10^{100}", "10^{101}", False),
         (r"\frac{n!}{(n-1)!}", "n", False), ("4!", "24", True), (r"\{(1,2),(3,4)\}", "(1,2), (3,4)", True),

@@ -111,5 +111,5 @@ def test_runs_are_found_under_the_folders_that_were_named(make_run, tmp_path):
     assert runs["one"] is run
     shutil.rmtree(one)
     assert "one" not in folders.look()
-    with pytest.raises(UserError, match="nothing is no folder"):
+    with pytest.raises(UserError, match="nothing is not a folder"):
         Folders([tmp_path / "nothing"])

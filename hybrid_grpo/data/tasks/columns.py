@@ -14,7 +14,7 @@ def column(row: Row, *names: str) -> Any:
 
 
 def text(row: Row, *names: str) -> str:
-    """The first of these columns that the row has a value in; raises ValueError where that is no text."""
+    """The first of these columns that the row has a value in; raises ValueError where that is not a text."""
     value = column(row, *names)
     if not isinstance(value, str):
         raise ValueError(f"has {' or '.join(names)} {value!r:.40}, where text is expected")

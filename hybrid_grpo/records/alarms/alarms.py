@@ -36,7 +36,7 @@ class Alarms:
         self._limits = {**self._config.named, **self._config.numbers}
         for name in self._config.numbers:
             known = [metric.name for metric in CATALOGUE]
-            refuse(find(name) is None, f"alarms.numbers {name} is no metric: {did_you_mean(name, known)}")
+            refuse(find(name) is None, f"alarms.numbers {name} is not a metric: {did_you_mean(name, known)}")
         self._bad: dict[str, int] = {}
         """Bad steps in a row, by alarm."""
         self._since: dict[str, int] = {}

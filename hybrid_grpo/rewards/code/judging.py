@@ -81,7 +81,7 @@ class Remote:
 
     def __getattr__(self, name: str) -> Any:
         if name in _PREDICATES:
-            raise AttributeError(f"{name}: this is no text or set, but an object of the program")
+            raise AttributeError(f"{name}: this is not a text or set, but an object of the program")
         return self._ask("get", name)
 
     def __eq__(self, other: object) -> bool:
@@ -268,7 +268,7 @@ def _copied(value: Any, made: dict[int, Any]) -> Any:
     elif kind is Fraction and type(value.numerator) is type(value.denominator) is int:
         copy = Fraction(value.numerator, value.denominator)
     else:
-        raise pickle.UnpicklingError(f"{kind.__name__} is no plain data")
+        raise pickle.UnpicklingError(f"{kind.__name__} is not plain data")
     return copy
 
 

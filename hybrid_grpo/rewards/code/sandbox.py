@@ -120,7 +120,7 @@ class Sandbox:
         """Raise ValueError unless these PROTECTIONS exist and are in force on this machine."""
         for name in names:
             if name not in PROTECTIONS:
-                raise ValueError(f"require {name!r} is no protection: there are {', '.join(PROTECTIONS)}")
+                raise ValueError(f"require {name!r} is not a protection: there are {', '.join(PROTECTIONS)}")
             if name not in self.protections:
                 raise ValueError(
                     f"require {name}: this machine cannot promise that {PROTECTIONS[name]}: it needs a kernel with"

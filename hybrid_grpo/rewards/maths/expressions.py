@@ -2,7 +2,7 @@ r"""Expressions in LaTeX or plain notation: their values, and whether two are th
 
 Two expressions are compared by their values where variables are replaced by fixed pseudo-random rationals, positive and
 negative (the identity test of Schwartz and Zippel). None is rewritten, so the time follows the length of the text.
-This is no computer algebra: it solves nothing, and it does not read sums, integrals and limits.
+This is not computer algebra: it solves nothing, and it does not read sums, integrals and limits.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class _Parser:
                 return left
 
     def starts_factor(self) -> bool:
-        """Whether a factor without a sign in front can begin here: 2 3 is no product."""
+        """Whether a factor without a sign in front can begin here: 2 3 is not a product."""
         starts = self.kind == "name" or self.token in _WORDS | {"(", "[", "{", "|", "π", "∞"}
         return starts and self.token != self.closing[-1]
 

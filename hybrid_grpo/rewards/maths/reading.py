@@ -291,7 +291,7 @@ def _relation(sign: str, left: str, right: str) -> Relation | None:
 
 
 def _either(strict: Relation | None, loose: Answer) -> Answer:
-    """Both ways to read a relation; without variables it is no relation."""
+    """Both ways to read a relation; without variables it is not a relation."""
     return Either((strict, loose)) if strict is not None and strict.difference.names else loose
 
 

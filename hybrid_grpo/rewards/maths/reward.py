@@ -69,7 +69,7 @@ def numeric_answer(
     understood; the comparison is exact.
 
     `answer` is a number, the text of one, or a worked solution that itself ends in `####` or `\boxed{}`. The function
-    does not apply where it is None, and raises ValueError where it is no number.
+    does not apply where it is None, and raises ValueError where it is not a number.
     """
     golds = [None if gold is None else _gold_number(gold) for gold in answer]
     stated = [stated_number(text, last_number) for text in completion_texts(completions)]
@@ -117,7 +117,7 @@ _LONGEST_JOINT, _MOST_JOINED, _MOST_HEADINGS = 60, 20, 20
 
 
 def _marked(text: str, is_answer: Callable[[str], bool] = is_mathematical) -> str | None:
-    """The answer in a box, or after a `####` that stands behind all boxes; a line that is no answer is a heading."""
+    """The answer in a box, or after a `####` after all boxes; a line that is not an answer is a heading."""
     end = max((box.end() for box in _BOX.finditer(text)), default=0)
     lines = _after_hashes(text[end:])[-_MOST_HEADINGS:]
     return next((line for line in reversed(lines) if is_answer(line)), None) or _boxed(text)

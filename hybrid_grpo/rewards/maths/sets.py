@@ -35,7 +35,7 @@ def has_operation(answer: Answer) -> bool:
 
 
 def real_set(answer: Answer) -> RealSet | None:
-    """The set that an answer stands for; None where it is no set of real numbers."""
+    """The set that an answer stands for; None where it is not a set of real numbers."""
     match answer:
         case Either(parts=(strict, loose)):
             found = real_set(loose)

@@ -25,7 +25,7 @@ context.dps = _DIGITS
 
 
 class Unreadable(ValueError):
-    """The text is no expression in the notation that is understood, or its value is out of all bounds."""
+    """The text is not an expression in the notation that is understood, or its value is out of all bounds."""
 
 
 def wide(value: Value) -> Value:

@@ -56,7 +56,7 @@ class Settings:
 class RewardModel:
     """A reward model and its tokenizer. `load` reads its weights; its configuration is checked here.
 
-    Raises ValueError where there is no such model, where it is no sequence classifier of one or two labels, where it
+    Raises ValueError where there is no such model, where it is not a sequence classifier of one or two labels, where it
     has no tokenizer, or where the settings do not suit it.
     """
 
@@ -293,7 +293,7 @@ def forwards(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
 
 
 def _find_config(name: str) -> Any:
-    """The configuration of a folder or hub name; ValueError where it is no sequence classifier of 1 or 2 labels."""
+    """The configuration of a folder or hub name; ValueError where it is not a sequence classifier of 1 or 2 labels."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     from hybrid_grpo.model.loading import load_config
@@ -303,7 +303,9 @@ def _find_config(name: str) -> Any:
     config = load_config(name, "model")
     classes = config.architectures or []
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or config.is_encoder_decoder:
-        raise ValueError(f"model {name} is a {config.model_type}: take a ...{_CLASSIFIER} that is no encoder-decoder")
+        raise ValueError(
+            f"model {name} is an encoder-decoder, {config.model_type}: take a ...{_CLASSIFIER} that is not"
+        )
     if classes and not any(_CLASSIFIER in each for each in classes):
         raise ValueError(f"model {name} is a {classes[0]}: take one that was trained as a ...{_CLASSIFIER}")
     if config.num_labels > 2:

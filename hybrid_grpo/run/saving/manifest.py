@@ -64,7 +64,7 @@ class Manifest:
         except OSError as error:
             raise Damaged(f"{NAME} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise Damaged(f"{NAME} is damaged: it is no manifest") from error
+            raise Damaged(f"{NAME} is damaged: it is not a manifest") from error
         if folder.name != (tag := f"step_{manifest.step:06d}"):
             raise Damaged(f"{NAME} is that of {tag}")
         return manifest

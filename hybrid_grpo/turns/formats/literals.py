@@ -66,7 +66,7 @@ class _Reader:
         """The next call, whose arguments all have names."""
         kind, name = self._next()
         if kind != "name":
-            raise ValueError(f"{name!r} is no name of a tool")
+            raise ValueError(f"{name!r} is not a name of a tool")
         self.expect("(")
         arguments: dict[str, Any] = {}
         while not self.follows(")"):
@@ -90,7 +90,7 @@ class _Reader:
         if token in _NAMED:
             return _NAMED[token]
         if token not in _PAIRS:
-            raise ValueError(f"{token!r} is no value")
+            raise ValueError(f"{token!r} is not a value")
         return self._many(token, depth + 1)
 
     def _many(self, begin: str, depth: int) -> Any:

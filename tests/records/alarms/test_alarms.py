@@ -264,5 +264,5 @@ def test_only_what_is_looked_at_is_remembered(tmp_path):
 
 
 def test_a_number_of_ones_own_that_is_no_metric_is_refused():
-    with pytest.raises(UserError, match=r"alarms\.numbers policy/kul is no metric: did you mean policy/kl\?"):
+    with pytest.raises(UserError, match=r"alarms\.numbers policy/kul is not a metric: did you mean policy/kl\?"):
         Alarms(AlarmsConfig(numbers={"policy/kul": AlarmConfig(above=1.0)}))

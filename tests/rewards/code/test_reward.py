@@ -268,7 +268,7 @@ def test_the_program_in_a_completion() -> None:
     "settings, message",
     [
         ({"score": "most"}, "score 'most' must be"), ({"timeout_s": 0}, "timeout_s 0 must be"),
-        ({"memory_mb": 1}, "memory_mb 1 must be"), ({"require": ["files"]}, "'files' is no protection"),
+        ({"memory_mb": 1}, "memory_mb 1 must be"), ({"require": ["files"]}, "'files' is not a protection"),
     ],
 )  # fmt: skip
 def test_settings_are_checked_before_rows(settings: dict, message: str) -> None:

@@ -208,7 +208,9 @@ def test_folders_that_hold_no_reward_model_are_refused(tmp_path):
     build(tiny_config("qwen2")).save_pretrained(language_model)
     assert "is a Qwen2ForCausalLM: take one" in refusal(model=str(language_model))
     T5Config(d_model=8, num_layers=1).save_pretrained(tmp_path / "t5")
-    assert "is a t5: take a ...ForSequenceClassification that is no" in refusal(model=str(tmp_path / "t5"))
+    assert "is an encoder-decoder, t5: take a ...ForSequenceClassification that is not" in refusal(
+        model=str(tmp_path / "t5")
+    )
     without_tokenizer = make_reward_model(tmp_path / "bare")
     for file in without_tokenizer.glob("token*"):
         file.unlink()

@@ -288,7 +288,7 @@ def test_times(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "soon", "0", "-5m", "1h 30m", "1.5h"])
 def test_what_is_no_time(text):
-    with pytest.raises(ValueError, match="is no time: write 90m"):
+    with pytest.raises(ValueError, match="is not a time: write 90m"):
         duration_seconds(text)
 
 
