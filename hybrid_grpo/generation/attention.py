@@ -1,6 +1,6 @@
 """Attention over the paged cache: `Prefill` for the tokens of prompts, `DecodeStep` for one token of every sequence.
 
-Both are a `Batch` of `routed_attention` and the `past_key_values` of their forward: a layer passes its new keys and
+Both are a `Batch` of `routed_attention` and the cache of their forward: a layer passes its new keys and
 values to `update`, then its queries to `attend`.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from hybrid_grpo.config import PolicyConfig
-from hybrid_grpo.generation.cache import Geometry, PagedCache
+from hybrid_grpo.generation.cache import Geometry, PagedCache, cached_forward
 from hybrid_grpo.model.attention import (
     ATTENTION,
     PAGED_OPTIONS,
@@ -248,14 +248,7 @@ def decode_step(
 ) -> Tensor:
     """logits_nV of a model after each sequence was fed its token (int64 [n]); see `DecodeStep`."""
     batch = DecodeStep(cache, table_nw, position_n, read)
-    out = model(
-        input_ids=token_n[:, None],
-        position_ids=position_n[:, None],
-        past_key_values=batch,
-        use_cache=True,
-        batch=batch,
-    )
-    logits_nV: Tensor = out.logits[:, -1]
+    logits_nV: Tensor = cached_forward(model, token_n[:, None], position_n[:, None], batch).logits[:, -1]
     return logits_nV
 
 

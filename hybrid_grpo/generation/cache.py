@@ -6,6 +6,8 @@ sequences with common entries share pages. No sequence owns page 0: padding poin
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,8 +57,22 @@ class Geometry:
         seen = _Seen(type(model).__name__)
         ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
         with torch.no_grad(), Ledger((*model.parameters(), *model.buffers(), ids)) as ledger:
-            model.base_model(input_ids=ids, position_ids=ids, past_key_values=seen, use_cache=True, batch=seen)
+            cached_forward(model.base_model, ids, ids, seen)
         return cls(tuple(seen.shapes), seen.dtype, tuple(seen.asked), -(-ledger.peak // _PROBE_TOKENS))
+
+
+def cached_forward(model: Any, ids: Tensor, positions: Tensor, batch: Any) -> Any:
+    """The output of a transformers model for new tokens (int64 [rows, n], like their positions), whose keys and values
+    go to `batch`: the cache of this forward, and the `Batch` of `routed_attention`."""
+    kind: Any = type(model)
+    given = {"batch": batch, cache_keyword(kind): batch}
+    return model(input_ids=ids, position_ids=positions, use_cache=True, **given)
+
+
+@functools.cache
+def cache_keyword(model: Any) -> str:
+    """What the forward of a model's class calls its cache: transformers 5.24 renamed it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class _Seen:

@@ -16,7 +16,7 @@ import torch
 
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation.attention import Prefill, all_follow
-from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for
+from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for, cached_forward
 from hybrid_grpo.generation.course import Course
 from hybrid_grpo.generation.decoder import Decoder
 from hybrid_grpo.generation.fused import fused
@@ -174,9 +174,7 @@ class _Loop:
             ids = upload([[token for part in parts for token in part]], self.schedule.cache.device)
             begins, lengths = [start + done for _, _, start in rows], list(map(len, parts))
             batch = Prefill(self.schedule.cache, [own for own, _, _ in rows], begins, lengths)
-            self.model.base_model(
-                input_ids=ids, position_ids=batch.position_1N, past_key_values=batch, use_cache=True, batch=batch
-            )
+            cached_forward(self.model.base_model, ids, batch.position_1N, batch)
 
     def _step(self) -> None:
         """Start sampling one token for every active sequence; a later `_collect` reads the outcome."""

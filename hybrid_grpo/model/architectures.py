@@ -36,6 +36,7 @@ _ATTENTION_OPTIONS = {"attention_mask", "dropout", "position_ids", "scaling", "s
 """Keywords of an attention call that `ATTENTION` honours or may ignore: masks are causal, dropout is off, and only
 flash attention looks at positions."""
 _CACHE_METHODS = {"update", "get_seq_length", "is_sliding"}
+_CACHE_NAMES = {"past_key_value", "past_key_values", "cache"}
 _CROSS_ATTENTION_METHODS = {"cross_attention_cache", "is_updated", "layers", "self_attention_cache"}
 """Used by classes that can also attend to an encoder; without an encoder they do not."""
 
@@ -101,14 +102,12 @@ def _reasons_in_source(text: str, has_windows: bool) -> Iterator[str]:
     ]
     options = {word for attention in attentions for word in attention.options}
     methods = {
-        node.attr
-        for node in nodes
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("past_key_value", "past_key_values")
+        node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in _CACHE_NAMES
     }
     keeps_keywords = any(
         isinstance(node, ast.Call)
         and ast.unparse(node.func) == "self.self_attn"
-        and {"past_key_values", None} & {word.arg for word in node.keywords} == {"past_key_values"}
+        and _hands_over_the_cache_alone({word.arg for word in node.keywords})
         for node in nodes
     )
     if has_windows and "sliding_window" not in options:
@@ -127,6 +126,11 @@ def _reasons_in_source(text: str, has_windows: bool) -> Iterator[str]:
         yield "its attention is over other keys and values than it caches"
     if keeps_keywords:
         yield "its layers pass no keywords to their attention"
+
+
+def _hands_over_the_cache_alone(keywords: set[str | None]) -> bool:
+    """Whether a call has the cache among its keywords, and no `**kwargs`."""
+    return bool(keywords & _CACHE_NAMES) and None not in keywords
 
 
 class _Attention:

@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import cache as cache_module
-from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for
+from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for, cache_keyword
 from hybrid_grpo.model.attention import ATTENTION, Segments
 from hybrid_grpo.model.ledger import Ledger
 
@@ -16,7 +16,8 @@ from hybrid_grpo.model.ledger import Ledger
 def test_the_geometry_is_that_of_what_a_forward_of_transformers_caches(architecture):
     config = tiny_config(architecture)
     with torch.no_grad():
-        kept = build(config)(torch.zeros(1, 1, dtype=torch.int64), use_cache=True).past_key_values
+        model = build(config)
+        kept = model(torch.zeros(1, 1, dtype=torch.int64), use_cache=True)[cache_keyword(type(model))]
     seen = Geometry.of(build(config, ATTENTION))
     assert len(seen.shapes) == len(kept.layers) == 2
     for (key, value), layer in zip(seen.shapes, kept.layers, strict=True):
