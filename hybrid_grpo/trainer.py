@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
-from hybrid_grpo.data.batch import MicroBatch, Prompt, Rollout, Scores, TrainBatch
+from hybrid_grpo.data.batch import MicroBatch, Numbers, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
 from hybrid_grpo.grpo.kl import KlController
@@ -25,7 +25,7 @@ from hybrid_grpo.records.metrics.measure import (
     sampling_spans,
 )
 from hybrid_grpo.run.evaluation import EvalSet
-from hybrid_grpo.run.feature import Feature, Features, Scored
+from hybrid_grpo.run.feature import Feature, Features, Scored, metric_names
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.stage import Stage
 
@@ -55,15 +55,10 @@ class Trainer(Stage):
         self.loss = micro_batch_loss
         self.eval_sets, self.meter = (
             inputs.eval_sets,
-            inputs.meter(
-                device, config.data.source_names, [number for feature in features for number in feature.numbers]
-            ),
+            inputs.meter(device, config.data.source_names, metric_names(features)),
         )
         self.features = Features(features, self.meter)
         self.loader = inputs.loader(config, plan, device)
-        self.numbers_of = partial(
-            measure_step, outcome=inputs.outcome, threshold=config.eval.threshold, guests=config.rollout.guests
-        )
         self.kl = KlController(config.grpo, plan.rows, device)
         # The filtered distribution is not the policy's: with its log-probabilities no ratio is 1.
         self.starts_on_policy = config.recomputes_old_logp or config.rollout.logprobs == "softmax"
@@ -75,10 +70,16 @@ class Trainer(Stage):
         """One GRPO step (DeepSeekMath, arXiv:2402.03300, algorithm 1, inner loop)."""
         with self.meter.time("time/step_s"):
             rollout, scores = self.collect(step)
-            if not self.skips(step, partial(self.numbers_of, rollout, scores)):
+            if not self.skips(step, lambda: self.numbers_of(rollout, scores)):
                 self.learn(rollout, scores)
             self.refresh_reference(step)
         self.measure(rollout, scores)
+
+    def numbers_of(self, rollout: Rollout, scores: Scores) -> Numbers:
+        """What a rollout and its scores are like."""
+        own, inputs, threshold = self.plan.own_generations, self.inputs, self.config.eval.threshold
+        measured = measure_step(rollout, scores, inputs.outcome, threshold, own)
+        return measured | self.features.measure(rollout, scores)
 
     def learn(self, rollout: Rollout, scores: Scores) -> None:
         """Improve the policy by a rollout and its scores."""
@@ -132,9 +133,8 @@ class Trainer(Stage):
         return self.loader.next_prompts(self.plan.num_minibatches)
 
     def sample(self, prompts: list[Prompt], step: int, on_finish: OnFinish | None = None) -> Rollout:
-        """Complete every prompt `num_generations` times, with the policy as it is and with guests."""
-        given, numbers = self.inputs.guests.completions(prompts, step, self.progress.beat)
-        self.meter.update(numbers)
+        """Complete every prompt `num_generations` times, with the policy as it is; features may give some of them."""
+        given = self.features.write(prompts, step, self.progress.beat)
         start, seed, look = time.perf_counter(), self.config.run.seed, self.progress.look
         settings = self.config.rollout, self.inputs.stop_ids
         rollout, stats = self.policy.rollout(

@@ -85,7 +85,6 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
         stop_ids=(),
         objective=None,
         parts={},
-        guests=SimpleNamespace(completions=lambda prompts, step, beat: ({}, {})),
         opened=lambda prompts, step: prompts,
         tool_numbers=lambda rollout: {},
         pretrain=lambda policy, beat: {},
@@ -192,11 +191,11 @@ def test_a_guest_that_is_only_compared_with_has_a_part_in_no_loss(loss_type, sha
     run = trainer(Sampler(), {"loss_type": loss_type})
     rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
     rows = [
-        replace(c, guest="seeds", learned=False, logp=[]) if k % G else c for k, c in enumerate(rollout.completions)
+        replace(c, writer="seeds", learned=False, logp=[]) if k % G else c for k, c in enumerate(rollout.completions)
     ]
     rollout = replace(rollout, completions=rows)
     (batch,) = first_step(run, rollout)
-    assert sorted(batch.micro.rows) == list(range(0, P * G, G)) and not batch.guests
+    assert sorted(batch.micro.rows) == list(range(0, P * G, G)) and not batch.writers
     assert batch.weight_bT.unique().tolist() == pytest.approx([share])
     reward_B = torch.arange(P * G, dtype=torch.float64) ** 2
     advantages_BT = run.advantages(rollout, Scores(reward_B, {}, {}), None, None)
@@ -210,13 +209,13 @@ def test_a_micro_batch_without_rows_has_all_fields_of_the_others_and_counts_for_
     monkeypatch.setattr("hybrid_grpo.data.packing.all_reduce", lambda value, op: value + 1)
     run = trainer(Sampler(), {"beta": 0.1, "kl_unbiased": True, "entropy_coef": 0.1, "num_iterations": 2})
     rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
-    rows = [replace(c, guest="seeds") if k % G else c for k, c in enumerate(rollout.completions)]
+    rows = [replace(c, writer="seeds") if k % G else c for k, c in enumerate(rollout.completions)]
     rollout, other_BT = replace(rollout, completions=rows), torch.full((P * G, 2), -0.7)
     signals = Signals(rollout.logp_BT, other_BT, other_BT, torch.ones(P * G, 2))
     for batch, filler in run.optimizer_steps(rollout, signals):
         assert batch.micro.rows and not filler.micro.rows
         assert [type(value) for value in vars(filler).values()] == [type(value) for value in vars(batch).values()]
-        assert filler.guests.keys() == batch.guests.keys() == {"seeds"}
+        assert filler.writers.keys() == batch.writers.keys() == {"seeds"}
         details = Details(LogConfig())
         details.begin(1)
         for one, counts in ((batch, True), (filler, False)):

@@ -93,7 +93,7 @@ def measure(config: TrainConfig) -> Measured:
     device = engine.start()
     if rank() == 0:
         print(f"model: {config.policy.model}", file=sys.stderr, flush=True)
-    inputs = RunInputs.read(replace(config, rollout=replace(config.rollout, guests=[])))
+    inputs = RunInputs.read(config)
     inputs.load_models(engine.Frozen)
     inputs.load_user(device)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()

@@ -242,7 +242,7 @@ def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, i
     inputs.load_models(engine.Frozen)
     policy, plan = trainer.policy, check_train(config, trainer.plan.world_size)
     reference = trainer.reference if config.grpo.beta and base.grpo.beta else make_reference(config, policy)
-    # What tools and guests have done so far is in the first one's.
+    # What tools have done so far is in the first one's.
     inputs = replace(trainer.inputs, rewards=inputs.rewards, outcome=inputs.outcome, objective=inputs.objective)
     other = Trainer(config, plan, policy, reference, inputs, trainer.device, list(trainer.features))
     for name, part in other.parts.items():

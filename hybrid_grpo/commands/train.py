@@ -96,7 +96,6 @@ def make_trainer(
     from hybrid_grpo.trainer import Trainer
 
     inputs.load_models(engine.Frozen)
-    inputs.guests.load(device)
     inputs.load_user(device)
     policy = Policy(
         config.policy,

@@ -29,7 +29,6 @@ from hybrid_grpo.config.data import CurriculumConfig, DataConfig, MixtureConfig
 from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
-from hybrid_grpo.config.guests import GuestConfig
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.preferences import RewardLoopConfig
 from hybrid_grpo.config.publishing import PublishOptionsConfig

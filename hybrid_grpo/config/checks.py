@@ -45,13 +45,13 @@ class BatchPlan:
     num_generations: int
     num_minibatches: int
     num_iterations: int
-    guest_rows: int = 0
+    given_rows: int = 0
     """Completions of a prompt that the policy does not sample."""
 
     @property
     def own_generations(self) -> int:
         """Completions of a prompt that the policy samples."""
-        return self.num_generations - self.guest_rows
+        return self.num_generations - self.given_rows
 
     @property
     def rows(self) -> int:
@@ -64,9 +64,9 @@ class BatchPlan:
         return self.num_iterations * self.num_minibatches
 
     def __str__(self) -> str:
-        guests = f" ({self.guest_rows} of guests)" if self.guest_rows else ""
+        given = f" ({self.given_rows} given)" if self.given_rows else ""
         return (
-            f"{self.world_size} ranks x {self.prompts_per_rank} prompts x {self.num_generations} completions{guests}"
+            f"{self.world_size} ranks x {self.prompts_per_rank} prompts x {self.num_generations} completions{given}"
             f" = {self.rows} rows a rollout; {self.num_iterations} iterations x {self.num_minibatches} minibatches"
             f" = {self.optimizer_steps} optimizer steps of {self.rows // self.num_minibatches} rows"
         )
@@ -89,7 +89,7 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
         num_generations=rollout.num_generations,
         num_minibatches=grpo.num_minibatches,
         num_iterations=grpo.num_iterations,
-        guest_rows=rollout.guest_rows,
+        given_rows=config.given_rows,
     )
 
 
@@ -97,6 +97,8 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     """Refuse a training run that cannot work here; return the batch equation."""
     for feature in config.active_features:
         feature.check_place(config, world_size)
+        for setting, file in feature.files.items():
+            check_source(setting, file)
     return _check_run(config, world_size)
 
 
@@ -107,11 +109,6 @@ def _check_run(config: TrainConfig, world_size: int) -> BatchPlan:
     _check_data(config.data)
     if not config.rollout.environment:
         _check_rewards(config.rewards)
-    for guest in config.rollout.guests:
-        if guest.model is None:
-            check_source(f"rollout.guests {guest.name}: path", guest.path)
-        else:
-            check_model_folder(f"rollout.guests {guest.name}: model", guest.model)
     sets = held_out_sets(config)
     check_best(config, sets)
     for held_out in sets:
@@ -132,9 +129,8 @@ def check_eval(config: EvaluateConfig, world_size: int) -> None:
 
 def check_sets(config: TrainConfig, world_size: int) -> None:
     """Refuse to evaluate where there is nothing to evaluate on."""
-    # The best step belongs to a whole run; guests and features take no part in an evaluation.
-    evaluation, rollout = replace(config.eval, best=None, patience=None), replace(config.rollout, guests=[])
-    _check_run(replace(config, eval=evaluation, rollout=rollout), world_size)
+    # The best step belongs to a whole run, and features take no part in an evaluation.
+    _check_run(replace(config, eval=replace(config.eval, best=None, patience=None)), world_size)
     refuse(
         not held_out_sets(config),
         "data.eval_path and data.eval_split are not set, and eval.sets is empty: name the prompts to evaluate on",

@@ -117,7 +117,7 @@ class OutputConfig:
     """File of JSON lines, written anew; `-` is standard output. Several ranks write a file each: out.0.jsonl, ..."""
     token_logp: Switch = False
     """Also write the tokens of each completion and their log-probabilities, `token_ids` and `token_logp`, which a run
-    needs that is to learn from them as a guest's (rollout.guests)."""
+    needs that is to learn from them in training needs that."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -129,7 +129,7 @@ class GenerateConfig(TrainConfig):
     """The prompts are those of `path` and `split`. Without a path and a task, or with `-`, they come from standard
     input: one a line, as text or as a JSON object with the columns of a data set."""
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(num_generations=1))
-    """All but `prompts_per_step` and `guests` counts; temperature 0 takes the most probable tokens."""
+    """All but `prompts_per_step` counts; temperature 0 takes the most probable tokens."""
     generate: OutputConfig = field(default_factory=OutputConfig)
 
     @property

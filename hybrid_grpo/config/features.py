@@ -19,7 +19,7 @@ from hybrid_grpo.config.fields import Function
 if TYPE_CHECKING:
     from hybrid_grpo.config.train import TrainConfig
 
-REGISTERED = ("critic:CriticConfig", "teacher:TeacherConfig", "pretraining:PtxConfig")
+REGISTERED = ("critic:CriticConfig", "teacher:TeacherConfig", "pretraining:PtxConfig", "guests:GuestsConfig")
 """Folder and settings of each feature, in the order in which they are asked."""
 FeatureList = Annotated[
     list[Function],
@@ -69,6 +69,16 @@ class FeatureConfig:
     def models(self) -> dict[str, str | None]:
         """The models that the feature loads, by the setting that names each."""
         return {}
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The files of data that the feature reads, by the setting that names each."""
+        return {}
+
+    @property
+    def rows_per_group(self) -> int:
+        """Completions of a group that the feature gives, so that the policy does not sample them."""
+        return 0
 
     def check(self, config: TrainConfig) -> None:
         """Refuse what contradicts the other settings; called whether or not the feature is on. Raises UserError."""

@@ -28,7 +28,6 @@ from hybrid_grpo.config.fields import (
     Whole,
     function_text,
 )
-from hybrid_grpo.config.guests import GuestConfig
 from hybrid_grpo.config.tools import ToolConfig
 
 
@@ -86,10 +85,6 @@ class RolloutConfig:
     """Prompts of one rollout, over all ranks (P)."""
     num_generations: Count = 8
     """Completions per prompt (G), the group that advantages are relative to."""
-    guests: list[GuestConfig] = field(default_factory=list)
-    """Other writers, a part of whose completions every group has, in training only: a file, as in `[{name: seeds, path:
-    answers.jsonl, weight: baseline}]`, or a model, as in `[{name: large, model: NAME, per_group: 2, weight:
-    importance}]`. The policy samples the rest of num_generations. See docs/guests.md."""
     max_completion_tokens: Count = 512
     """Longest completion."""
     min_completion_tokens: Whole = 0
@@ -213,11 +208,6 @@ class RolloutConfig:
         environment says at the beginning."""
         longest = prompt + self.max_read_tokens - (self.max_tool_tokens if opened else 0)
         return longest if self.max_total_tokens is None else min(longest, self.max_total_tokens)
-
-    @property
-    def guest_rows(self) -> int:
-        """Completions of a group that the policy does not sample."""
-        return sum(guest.per_group for guest in self.guests)
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:

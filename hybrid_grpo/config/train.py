@@ -16,7 +16,6 @@ from hybrid_grpo.config.features import FeatureConfig, FeatureList, feature_sect
 from hybrid_grpo.config.fields import SECTION
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
-from hybrid_grpo.config.guests import check_guests
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.rewards import RewardList, ScoringConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig, environment_rewards
@@ -93,6 +92,16 @@ class TrainConfig(ModelRunConfig):
         return max((feature.policy_waits for feature in self.active_features), default=0)
 
     @property
+    def given_rows(self) -> int:
+        """Completions of a group that the policy does not sample."""
+        return sum(feature.rows_per_group for feature in self.active_features)
+
+    @property
+    def giver(self) -> str:
+        """The section of the feature that gives completions of a group; empty where the policy samples them all."""
+        return next((feature.section for feature in self.active_features if feature.rows_per_group), "")
+
+    @property
     def recomputes_old_logp(self) -> bool:
         """Whether a pass of the training forward gives the log-probabilities that ratios are relative to."""
         auto = self.rollout.logprobs == "sampling" or self.grpo.sampler_correction != "none"
@@ -117,7 +126,6 @@ class TrainConfig(ModelRunConfig):
         for section in self.feature_configs:
             section.check(self)
         self._check_no_groups()
-        check_guests(self)
         refuse(
             rollout.temperature == 0,
             "rollout.temperature 0 samples the same completion for a whole group: give a value above 0",

@@ -70,7 +70,7 @@ Called = tuple[str, bool]
 
 @dataclass(frozen=True)
 class Completion:
-    """One continuation, sampled by the policy or written by a guest: one turn, or several with what tools answered
+    """One continuation, sampled by the policy or given by another writer: one turn, or several with what tools answered
     between them.
 
     What counts are the sampled tokens: T, lengths, log-probabilities and all that is made of them are theirs alone.
@@ -80,8 +80,8 @@ class Completion:
     token_ids: list[int]
     """Sampled tokens, those of all turns. The end-of-sequence or stop token is the last, where there was one."""
     logp: list[float]
-    """Log-probability of each token under the softmax at the sampling temperature, recorded while sampling. Empty for a
-    guest's that is not learned."""
+    """Log-probability of each token under the softmax at the sampling temperature, recorded while sampling. Empty for
+    one that was given and is not learned."""
     finish: Literal["stop", "length"]
     """`stop`: the completion ended by itself. `length`: it was cut at the limit."""
     text: str = ""
@@ -90,8 +90,8 @@ class Completion:
     """What stands between the turns, in order; empty where there is one turn."""
     messages: tuple[Message, ...] = ()
     """The turns and the answers to them as a chat, what the prompt is continued with; empty without tools."""
-    guest: str = ""
-    """Name of the one of `rollout.guests` that wrote it; empty for the policy."""
+    writer: str = ""
+    """Who wrote it; empty for the policy."""
     learned: bool = True
     """Whether it takes part in the loss, and not only in the comparison with its group."""
     episode: Episode | None = None
@@ -361,14 +361,14 @@ class TrainBatch:
     """float32"""
     weight_bT: Tensor
     """float32, weight of each token's loss: the mask over the global denominator, 0 on tokens that do not count."""
-    guests: dict[str, Tensor] = field(default_factory=dict)
-    """bool [b, 1], by the name of each guest that is learned from, the rows that it wrote: the log-probabilities that
+    writers: dict[str, Tensor] = field(default_factory=dict)
+    """bool [b, 1], by the name of each other writer that is learned from, its rows: the log-probabilities that
     their ratios are relative to are the recorded ones, `sampler_logp_bT`."""
 
     @property
     def own_bT(self) -> Tensor:
         """bool, True on the real tokens that the policy sampled."""
         own_bT = self.micro.mask_bT
-        for rows_b1 in self.guests.values():
+        for rows_b1 in self.writers.values():
             own_bT = own_bT & ~rows_b1
         return own_bT

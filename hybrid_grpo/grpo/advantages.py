@@ -79,7 +79,7 @@ def penalized_rewards(rollout: Rollout, scores: Scores, config: TrainConfig) -> 
     limit = config.rollout.max_completion_tokens
     penalties = overlong_penalty(rollout.lengths, limit, grpo.overlong_buffer, grpo.overlong_penalty)
     penalty_B = torch.tensor(penalties, dtype=torch.float64)
-    own_B = penalty_B[[row for row, completion in enumerate(rollout.completions) if not completion.guest]]
+    own_B = penalty_B[[row for row, completion in enumerate(rollout.completions) if not completion.writer]]
     numbers: Numbers = {"reward/overlong_penalty": (own_B.mean(), len(own_B))} if grpo.overlong_buffer else {}
     if grpo.combine_rewards == "sum":
         return scores.outcome_B + penalty_B, numbers

@@ -46,15 +46,6 @@ class LossStats:
             "policy/kl": (self.kl / divisor, self.tokens),
         }
 
-    def of_guest(self, name: str) -> Numbers:
-        """The statistics of tokens that a guest wrote, as they are logged."""
-        divisor = self.tokens.clamp(min=1)
-        return {
-            f"guests/{name}/ratio_mean": (self.ratio / divisor, self.tokens),
-            f"guests/{name}/ratio_max": (self.ratio_max, self.tokens.clamp(max=1)),
-            f"guests/{name}/clip_frac": ((self.clipped_low + self.clipped_high) / divisor, self.tokens),
-        }
-
 
 @dataclass(frozen=True)
 class CorrectionStats:
@@ -102,8 +93,8 @@ def micro_batch_loss(
     Before the first optimizer step on a rollout the policy is the one that sampled, so its ratio is 1 by construction;
     recorded log-probabilities would add their rounding and nothing else (`old_logp_bT` of the batch is None there).
 
-    Tokens of guests have the surrogate alone, with the ratio of the policy to the guest. The KL, the entropy, the
-    sampler's correction and all `policy/` statistics are expectations under the policy, and of its own tokens.
+    Tokens that another writer gave have no part in it. The KL, the entropy, the sampler's correction and all `policy/`
+    statistics are expectations under the policy, and of its own tokens.
 
     Args:
         logp_bT, entropy_bT: float32, of the policy now; they carry the gradient.
@@ -111,7 +102,7 @@ def micro_batch_loss(
         objective: the user's own loss in place of `policy_loss`, whose statistics are measured all the same.
     """
     old_logp_bT = logp_bT.detach() if batch.old_logp_bT is None else batch.old_logp_bT
-    weight_bT = torch.where(batch.own_bT, batch.weight_bT, 0.0) if batch.guests else batch.weight_bT
+    weight_bT = torch.where(batch.own_bT, batch.weight_bT, 0.0) if batch.writers else batch.weight_bT
     real_bT = weight_bT > 0
     correction_bT: Tensor | None = None
     numbers: Numbers = {}
@@ -119,21 +110,16 @@ def micro_batch_loss(
         correction_bT, correction = sampler_correction(old_logp_bT, batch.sampler_logp_bT, real_bT, grpo)
         numbers |= correction.numbers()
 
-    def by(old_logp_bT: Tensor, weight_bT: Tensor, **others: Any) -> tuple[Tensor, LossStats]:
-        """The loss of the tokens of weight above 0, and their statistics."""
-        tensors = logp_bT, old_logp_bT, batch.advantages_bT, weight_bT
-        loss, stats = policy_loss(*tensors, grpo, **others)
-        return (loss if objective is None else objective(*tensors, grpo, **others)), stats
-
-    others = {"ref_logp_bT": batch.ref_logp_bT, "entropy_bT": entropy_bT, "correction_bT": correction_bT}
-    loss, stats = by(old_logp_bT, weight_bT, beta=beta, **others)
+    tensors = logp_bT, old_logp_bT, batch.advantages_bT, weight_bT
+    others: dict[str, Any] = {
+        "ref_logp_bT": batch.ref_logp_bT,
+        "entropy_bT": entropy_bT,
+        "correction_bT": correction_bT,
+    }
+    loss, stats = policy_loss(*tensors, grpo, beta=beta, **others)
+    if objective is not None:
+        loss = objective(*tensors, grpo, beta=beta, **others)
     numbers |= stats.numbers()
-    surrogate_alone = {"ref_logp_bT": None, "entropy_bT": torch.zeros_like(entropy_bT), "correction_bT": None}
-    for name, rows_b1 in batch.guests.items():
-        weight_bT = torch.where(rows_b1, batch.weight_bT, 0.0)
-        added, of_guest = by(batch.sampler_logp_bT, weight_bT, beta=0.0, **surrogate_alone)
-        loss = loss + added
-        numbers |= of_guest.of_guest(name)
     if batch.ref_logp_bT is None:
         numbers.pop("policy/kl", None)
     entropy = _real(entropy_bT.detach(), real_bT).sum() / stats.tokens.clamp(min=1)

@@ -42,7 +42,7 @@ def optimizer_steps(
     """`num_iterations` passes of `num_minibatches` optimizer steps, each as its micro-batches. Collective.
 
     `old_logp` stays that of the policy that sampled through all passes (DeepSeekMath, arXiv:2402.03300, algorithm 1).
-    Completions of guests that are not learned from are left out.
+    Given completions that are not learned from are left out.
 
     Args:
         split: from rows to micro-batches, as many on every rank; called once for each minibatch.
@@ -53,8 +53,8 @@ def optimizer_steps(
     rows, device = rollout.completions, signals.device
     counts = [c.learned and not (grpo.mask_truncated and c.finish == "length") for c in rows]
     counts_B = upload(counts, device)
-    guests = dict.fromkeys(c.guest for c in rows if c.guest and c.learned)
-    guests_B = {name: upload([c.guest == name for c in rows], device) for name in guests}
+    writers = dict.fromkeys(c.writer for c in rows if c.writer and c.learned)
+    writers_B = {name: upload([c.writer == name for c in rows], device) for name in writers}
     share = len(counts) // grpo.num_minibatches
     parts = [range(first, first + share) for first in range(0, len(counts), share)]
     minibatches = [[row for row in part if rows[row].learned] for part in parts]
@@ -65,7 +65,7 @@ def optimizer_steps(
         minibatch = number % grpo.num_minibatches
         given = replace(signals, old_logp_BT=None) if number == 0 and starts_on_policy else signals
         counted = counts_B, sums[minibatch]
-        yield train_batches(micro_batches[minibatch], given, *counted, grpo, max_completion_tokens, guests_B)
+        yield train_batches(micro_batches[minibatch], given, *counted, grpo, max_completion_tokens, writers_B)
 
 
 def train_batches(
@@ -75,7 +75,7 @@ def train_batches(
     totals: tuple[int, int],
     grpo: GrpoConfig,
     max_completion_tokens: int,
-    guests_B: Mapping[str, Tensor],
+    writers_B: Mapping[str, Tensor],
 ) -> Iterator[TrainBatch]:
     """The micro-batches of one optimizer step with their signals, weighted by its counts over all ranks.
 
@@ -83,7 +83,7 @@ def train_batches(
         counts_B: bool [B], the completions that take part in the loss: all, or those that ended by themselves.
         totals: tokens and rows that take part, see `totals`.
         max_completion_tokens: see `token_weights`.
-        guests_B: bool [B], by the name of each guest that is learned from, the completions that it wrote.
+        writers_B: bool [B], by the name of each other writer that is learned from, its completions.
     """
     for micro in micro_batches:
         weight_bT = token_weights(
@@ -100,7 +100,7 @@ def train_batches(
             None if signals.ref_logp_BT is None else micro.of_rows(signals.ref_logp_BT),
             micro.of_rows(signals.advantages_BT),
             weight_bT,
-            {name: micro.of_rows(rows_B[:, None]) for name, rows_B in guests_B.items()},
+            {name: micro.of_rows(rows_B[:, None]) for name, rows_B in writers_B.items()},
         )
 
 

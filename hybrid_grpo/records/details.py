@@ -149,7 +149,7 @@ def of_counts(count_K: NDArray[Any], top: float) -> dict[str, list[Any]] | None:
 
 def _groups(rollout: Rollout, scores: Scores) -> list[list[Any]]:
     """Row number, mean and standard deviation of the policy's rewards of each group, and the source of a mixture."""
-    sampled_B = np.array([not completion.guest for completion in rollout.completions])
+    sampled_B = np.array([not completion.writer for completion in rollout.completions])
     reward_PG = np.where(sampled_B, scores.reward_B.numpy(), np.nan).reshape(-1, rollout.num_generations)
     count_P = (~np.isnan(reward_PG)).sum(1)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -74,7 +74,7 @@ class SavedCompletions(Journal):
         known = {
             stream_key(self._seed, step, epoch, prompt, number): _completion(row)
             for (prompt, epoch, number), row in self._saved.rows(step).items()
-            if row["guest"] is None
+            if row["writer"] is None
         }
         return complete_rest(requests, {**known, **(given or {})}, on_finish, sample)
 

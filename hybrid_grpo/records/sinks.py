@@ -185,7 +185,7 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
                 "prompt_id": prompt.id,
                 **({"source": prompt.source} if prompt.source else {}),
                 "prompt": prompt.text,
-                **({"guest": completion.guest} if completion.guest else {}),
+                **({"writer": completion.writer} if completion.writer else {}),
                 "completion": completion.text,
                 **({"messages": completion.messages} if completion.messages else {}),
                 "reward": reward,

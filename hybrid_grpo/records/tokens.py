@@ -22,7 +22,7 @@ _GIVEN = pa.list_(pa.struct([("before", pa.int32()), ("ids", _IDS), ("text", pa.
 SCHEMA = pa.schema(
     [
         *(("row", pa.int32()), ("prompt_index", pa.int32()), ("sample", pa.int32())),
-        *(("prompt_id", pa.int64()), ("epoch", pa.int64()), ("guest", pa.string())),
+        *(("prompt_id", pa.int64()), ("epoch", pa.int64()), ("writer", pa.string())),
         *(("prompt_ids", _IDS), ("token_ids", _IDS), ("pieces", pa.list_(pa.string()))),
         *(("logp", _NUMBERS), ("advantage", _NUMBERS), ("given", _GIVEN), ("finish", pa.string())),
     ]
@@ -86,7 +86,7 @@ def token_table(rollout: Rollout, first_group: int, advantages_BT: Tensor | None
         "sample": [row % size for row in range(len(rows))],
         "prompt_id": [prompt.id for prompt, _ in rows],
         "epoch": [prompt.epoch for prompt, _ in rows],
-        "guest": [completion.guest or None for _, completion in rows],
+        "writer": [completion.writer or None for _, completion in rows],
         "prompt_ids": [prompt.token_ids for prompt, _ in rows],
         "token_ids": [completion.token_ids for _, completion in rows],
         "pieces": [text.pieces(completion.token_ids) for _, completion in rows],

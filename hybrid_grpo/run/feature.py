@@ -18,7 +18,7 @@ from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.importing import import_object
-from hybrid_grpo.data.batch import MicroBatch, Numbers, Rollout, Scores, TrainBatch
+from hybrid_grpo.data.batch import Completion, MicroBatch, Numbers, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.metrics import Meter
@@ -70,6 +70,11 @@ class Feature:
         return {}
 
     @property
+    def names(self) -> Mapping[str, Sequence[str]]:
+        """What stands for the placeholders in the names of its metrics, as in `{"<guest>": ["seeds"]}`."""
+        return {}
+
+    @property
     def rows(self) -> Mapping[str, Sequence[Any]]:
         """The rows it learns from, by what they are: a run that resumes must find the same."""
         return {}
@@ -91,6 +96,15 @@ class Feature:
 
     def load(self, policy: Policy) -> None:
         """Load its models. Collective."""
+
+    def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> dict[int, Completion]:
+        """Completions, `rows_per_group` of each group or fewer, in place of those that the policy would sample: by the
+        keys of the random streams that these would have. `beat` is called now and then."""
+        return {}
+
+    def measure(self, rollout: Rollout, scores: Scores) -> Numbers:
+        """Numbers of a rollout and its scores, beside the core's or in their place."""
+        return {}
 
     def advantages(self, scored: Scored, micro_batches: list[MicroBatch]) -> tuple[Tensor, Numbers] | None:
         """Advantages [B, T] in place of those within groups, once per rollout; `micro_batches` are all its rows.
@@ -151,6 +165,21 @@ class Features:
         """The models that they train."""
         return [feature.model for feature in self._features if feature.model is not None]
 
+    def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> dict[int, Completion]:
+        """The completions that they give, by the keys of their random streams."""
+        given: dict[int, Completion] = {}
+        for feature in self._with("write"):
+            with self._timed(feature):
+                given |= feature.write(prompts, step, beat)
+        return given
+
+    def measure(self, rollout: Rollout, scores: Scores) -> Numbers:
+        """What they say of a rollout and its scores."""
+        numbers = Numbers()
+        for feature in self._with("measure"):
+            numbers |= feature.measure(rollout, scores)
+        return numbers
+
     def advantages(self, scored: Scored, split: Callable[[], list[MicroBatch]]) -> tuple[Tensor, Numbers] | None:
         """The advantages of the first feature that has some in place of those within groups; None without one. `split`
         gives all rows in micro-batches. Collective."""
@@ -195,6 +224,14 @@ class Features:
 
     def _timed(self, feature: Feature) -> AbstractContextManager[None]:
         return self._meter.time(f"time/{feature.name}_s") if feature.is_timed else nullcontext()
+
+
+def metric_names(features: Sequence[Feature]) -> dict[str, Sequence[str]]:
+    """What stands for the placeholders in the names of their metrics."""
+    names: dict[str, Sequence[str]] = {"<number>": [number for feature in features for number in feature.numbers]}
+    for feature in features:
+        names |= feature.names
+    return names
 
 
 class Term:

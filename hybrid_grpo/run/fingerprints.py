@@ -69,7 +69,6 @@ def _models(config: ModelRunConfig) -> dict[str, str]:
         for feature in config.active_features:
             models |= feature.models
         models["rollout.user_model"] = config.rollout.user_model
-        models |= {f"rollout.guests {guest.name}: model": guest.model for guest in config.rollout.guests}
         for index, reward in enumerate(config.rewards):
             if reward.function in BUILTINS and isinstance(model := reward.kwargs.get("model"), str):
                 models[f"rewards[{index}].kwargs model"] = model
@@ -77,7 +76,7 @@ def _models(config: ModelRunConfig) -> dict[str, str]:
 
 
 def _files(config: ModelRunConfig) -> dict[str, str]:
-    """The files of guests, and of the run's own functions, by what they are for."""
+    """The files that features read, and those of the run's own functions, by what they are for."""
     if not isinstance(config, TrainConfig):
         return {}
     rewards = [reward.function for reward in config.rewards]
@@ -92,8 +91,9 @@ def _files(config: ModelRunConfig) -> dict[str, str]:
         f"{CODE}features": config.features,
     }
     files = {f"{name}: {file}": file for name, of in functions.items() for file in filter(None, map(source_file, of))}
-    guests = {f"rollout.guests {guest.name}: path": Path(guest.path) for guest in rollout.guests if guest.path}
-    return {name: of_file(file) for name, file in {**files, **guests}.items()}
+    for feature in config.active_features:
+        files |= {setting: Path(file) for setting, file in feature.files.items()}
+    return {name: of_file(file) for name, file in files.items()}
 
 
 def source_file(function: str | Callable[..., Any]) -> Path | None:

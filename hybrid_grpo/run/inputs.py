@@ -38,7 +38,6 @@ from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
-from hybrid_grpo.run.guests import Guests
 from hybrid_grpo.turns import Conversations, conversations_of, rewards_of, with_tools
 from hybrid_grpo.turns.tools import tool_names
 
@@ -61,8 +60,6 @@ class RunInputs:
     """The user's own loss; None where the built-in one is used."""
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
-    guests: Guests
-    """Other writers of the groups; there may be none."""
     conversations: Conversations | None
     """Answer the turns of completions; None without `rollout.tools`."""
     facts: dict[str, str]
@@ -108,12 +105,14 @@ class RunInputs:
             rows[held_out_name(held_out.name, held_out.settings.rows or default)] = held_out.prompts
         return of_inputs(config, self.tokenizer, rows | dict(more))
 
-    def meter(self, device: torch.device, sources: Sequence[str] = (), features: Sequence[str] = ()) -> Meter:
-        """A meter for the numbers of the run's rewards, held-out sets, `sources` of prompts and features."""
+    def meter(
+        self, device: torch.device, sources: Sequence[str] = (), features: Mapping[str, Sequence[str]] | None = None
+    ) -> Meter:
+        """A meter for the numbers of the run's rewards, held-out sets, `sources` of prompts and `features` (see `metric_names`)."""
         samples = max((held_out.settings.rollout.num_generations for held_out in self.eval_sets), default=1)
         names = [held_out.name for held_out in self.eval_sets]
         tools = tool_names(self.conversations.tool_names) if self.conversations else []
-        return Meter(self.rewards.names, names, device, sources, samples, self.guests.names, tools, features)
+        return Meter(self.rewards.names, names, device, sources, samples, tools, features)
 
     def opened(self, prompts: list[Prompt], step: int) -> list[Prompt]:
         """Prompts as they are completed in a step; see `Conversations.opened`."""
@@ -193,8 +192,6 @@ class RunInputs:
             if conversations is not None:
                 opened = partial(conversations.opened, step=f"eval {held_out.name}")
             eval_sets.append(EvalSet(held_out, read, used, ends, config.run.seed, opened))
-        guests = Guests(config, tokenizer, prompts, ends, model_config.get_text_config().vocab_size)
-        facts |= guests.facts
         outcome = config.eval.outcome or config.reward_names[0]
         facts["sampling"] = sampling_line(config.rollout, ends, tokenizer)
         weights = {reward_name(reward): reward.weight for reward in config.rewards}
@@ -203,7 +200,7 @@ class RunInputs:
             facts["tools"] = ", ".join(conversations.tool_names)
         if conversations is not None and conversations.user is not None:
             facts["user"] = config.rollout.user_model or function_text(config.rollout.user or "")
-        parts = (eval_sets, objective, ends, guests, conversations)
+        parts = (eval_sets, objective, ends, conversations)
         return cls(tokenizer, own, outcome, prompts, stream, *parts, facts)
 
 

@@ -81,18 +81,18 @@ SETTINGS = [
     ]],
     ("--rollout.max_completion_tokens=9999999999999999999", "must be 9007199254740992 or less"),
     ("--rollout.logit_bias='{\"-1\": 1}'", "rollout.logit_bias '-1' is not a token id"),
-    *[(f"--rollout.guests='[{{name: g, {guest}}}]' {others}", *says) for guest, others, *says in [
-        ("weight: baseline", "", "rollout.guests g: path and model are not set: give one of them"),
+    *[(f"--guests.writers='[{{name: g, {guest}}}]' {others}", *says) for guest, others, *says in [
+        ("weight: baseline", "", "guests.writers g: path and model are not set: give one of them"),
         ("weight: baseline, path: train.jsonl, model: model", "", "path and model are both set: give one of them"),
-        ("weight: half, path: train.jsonl", "", "rollout.guests[0].weight: expected importance or baseline"),
-        ("path: train.jsonl", "", "rollout.guests[0].weight"),
+        ("weight: half, path: train.jsonl", "", "guests.writers[0].weight: expected importance or baseline"),
+        ("path: train.jsonl", "", "guests.writers[0].weight"),
         ("weight: baseline, path: train.jsonl, per_group: 4", "", "leaves the policy none: raise it to 6"),
-        ("weight: baseline, path: no.jsonl", "", "rollout.guests g: path no.jsonl: there is no such file or folder"),
-        ("weight: baseline, model: nomodel", "", "rollout.guests g: model nomodel is not a model folder"),
-        ("weight: baseline, path: train.jsonl", "--critic.enabled=true", "take out rollout.guests"),
+        ("weight: baseline, path: no.jsonl", "", "guests.writers g: path no.jsonl: there is no such file or folder"),
+        ("weight: baseline, model: nomodel", "", "guests.writers g: model nomodel is not a model folder"),
+        ("weight: baseline, path: train.jsonl", "--critic.enabled=true", "take out guests"),
         ("weight: baseline, path: train.jsonl", "--data.streaming=true", "take out one of the two"),
         ("weight: baseline, path: train.jsonl", "--rollout.max_total_tokens=90", "take out rollout.max_total_tokens"),
-        ("weight: baseline, path: train.jsonl", "--teacher.model=model", "take out teacher or rollout.guests"),
+        ("weight: baseline, path: train.jsonl", "--teacher.model=model", "take out teacher or guests"),
         ("weight: baseline, path: train.jsonl", "--rollout.user=f.py:g", "rollout.user makes completions"),
         ("weight: baseline, path: train.jsonl", "--grpo.beta=1 --grpo.kl_in=reward", "set grpo.kl_in to loss"),
         ("weight: baseline, path: a}, {name: g, weight: baseline, path: b", "", "two guests are named g"),
@@ -265,7 +265,7 @@ LOADED = [
     ("replay-step oldrun 1 --replay.completions=saved", "the run has not saved the tokens of step 1"),
     ("eval --config train.yaml --data.eval_path=null", "data.eval_path and data.eval_split are not set"),
     # Guests
-    *[(f"--rollout.guests='[{{name: g, weight: {guest}}}]'", f"rollout.guests g: {says[0]}", *says[1:])
+    *[(f"--guests.writers='[{{name: g, weight: {guest}}}]'", f"guests.writers g: {says[0]}", *says[1:])
       for guest, *says in [
         ("importance, path: pairs.jsonl", "row 0 (from 0) of pairs.jsonl has no token_ids", "set weight to baseline"),
         ("baseline, path: train.jsonl", "path: row 0", "has neither completion nor completions"),

@@ -225,7 +225,7 @@ def test_group_stats_counts_each_kind_once() -> None:
 def test_the_mean_penalty_for_length_is_that_of_what_the_policy_wrote():
     """A guest is punished as any other in its group; the number that is logged speaks of the policy alone."""
     lengths, guests = [4, 6, 8, 7], ["", "", "large", ""]
-    completions = [Completion([0] * n, [], "stop", guest=guest) for n, guest in zip(lengths, guests, strict=True)]
+    completions = [Completion([0] * n, [], "stop", writer=guest) for n, guest in zip(lengths, guests, strict=True)]
     rollout = Rollout([Prompt(0, "", [0], {})], completions, 4)
     reward_B = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64)
     scores = Scores(reward_B, {"f": reward_B}, {"f": torch.zeros(4, dtype=torch.int8)})

@@ -21,7 +21,7 @@ from hybrid_grpo.records.files import cut_lines, read_jsonl
 def make_rollout(ids: list[int], reward_B: list[float], guest: str = "") -> tuple[Rollout, Scores, torch.Tensor]:
     """Groups of two; the second of each is the guest's, if there is one."""
     prompts = [Prompt(id, "?", [1], {}) for id in ids]
-    completions = [Completion([1] * (row + 1), [], "stop", guest=guest * (row % 2)) for row in range(2 * len(ids))]
+    completions = [Completion([1] * (row + 1), [], "stop", writer=guest * (row % 2)) for row in range(2 * len(ids))]
     scores = Scores(torch.tensor(reward_B, dtype=torch.float64), {}, {})
     return Rollout(prompts, completions, 2), scores, scores.reward_B.float() - 0.5
 

@@ -50,7 +50,7 @@ def saved(folder, **log):
     given = ((2, TOKENIZER(" = 4. ")["input_ids"]),)
     completions = [
         Completion(TOKENIZER("aé")["input_ids"], LOGP, "stop", "aé", given),
-        Completion([5], [], "length", "x", guest="file", learned=False),
+        Completion([5], [], "length", "x", writer="file", learned=False),
         Completion([5, 6], LOGP[:2], "stop", "y"),
         Completion([7], LOGP[2:], "length", "z"),
     ]
@@ -76,7 +76,7 @@ def test_every_reader_of_parquet_finds_what_was_sampled(tmp_path, monkeypatch):
     assert told["given"] == [{"before": 2, "ids": TOKENIZER(" = 4. ")["input_ids"], "text": " = 4. "}]
     assert torch.tensor(told["logp"]).equal(torch.tensor(LOGP)), "float32, as the loss is given them"
     assert told["advantage"] == [float(np.float32(0.1))] * 3 and rows[2]["advantage"] == [1.0, 2.0]
-    assert (rows[1]["guest"], rows[1]["logp"], rows[0]["guest"]) == ("file", [], None)
+    assert (rows[1]["writer"], rows[1]["logp"], rows[0]["writer"]) == ("file", [], None)
     assert read_tokens(path.with_name("step_000004.parquet"))[0]["advantage"] is None
 
     frame, table = pandas.read_parquet(path), datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "c"))

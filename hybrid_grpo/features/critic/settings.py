@@ -119,9 +119,9 @@ class CriticConfig(FeatureConfig):
             f"critic.warmup_steps {self.warmup_steps} leaves the policy none of run.steps {config.run.steps}: lower it",
         )
         refuse(
-            bool(config.rollout.guests),
-            "critic.enabled learns the values of the policy's own completions, and rollout.guests brings others: set"
-            " critic.enabled to false, or take out rollout.guests",
+            bool(config.giver),
+            f"critic.enabled learns the values of the policy's own completions, and {config.giver} brings others: set"
+            f" critic.enabled to false, or take out {config.giver}",
         )
 
     def memory(self, config: TrainConfig) -> FeatureMemory:

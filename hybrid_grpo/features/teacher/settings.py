@@ -106,9 +106,9 @@ class TeacherConfig(FeatureConfig):
             " the two",
         )
         refuse(
-            self.is_on and bool(rollout.guests),
-            "a teacher judges the tokens that the policy sampled, and rollout.guests brings others: take out teacher or"
-            " rollout.guests",
+            self.is_on and bool(config.giver),
+            f"a teacher judges the tokens that the policy sampled, and {config.giver} brings others: take out teacher"
+            f" or {config.giver}",
         )
 
     def check_place(self, config: TrainConfig, world_size: int) -> None:

@@ -24,7 +24,7 @@ def measure_flops(rollout: Rollout, passes: int, policy: Policy, meter: Meter) -
     where the peak of the device is known. `meter` has the other numbers of the step."""
     generate, read, train = stage_flops(rollout, policy.cost)
     # Dynamic sampling leaves out groups that were sampled: they are taken to be like those that are here.
-    kept = sum(len(completion.token_ids) for completion in rollout.completions if not completion.guest)
+    kept = sum(len(completion.token_ids) for completion in rollout.completions if not completion.writer)
     generate *= meter.total("completion/sampled_tokens") / max(kept, 1)
     work = {"generate": generate}
     if meter.total("time/reference_s"):
@@ -53,7 +53,7 @@ def stage_flops(rollout: Rollout, cost: Cost) -> tuple[float, float, float]:
     sampled_PG = np.array(rollout.lengths, float).reshape(shape)
     given = [sum(len(ids) for _, ids in completion.given) for completion in rollout.completions]
     read_PG = sampled_PG + np.array(given, float).reshape(shape)
-    own_PG = np.array([not completion.guest for completion in rollout.completions]).reshape(shape)
+    own_PG = np.array([not completion.writer for completion in rollout.completions]).reshape(shape)
     learned_PG = np.array([completion.learned for completion in rollout.completions]).reshape(shape)
     whole_PG = prompt_P[:, None] + read_PG
     prefill = cost.forward(prompt_P, prompt_P, 0) * own_PG.any(1)

@@ -12,9 +12,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from hybrid_grpo.config import GuestConfig
 from hybrid_grpo.data.batch import Completion, Numbers, RewardStatus, Rollout, Scores, TrainBatch
-from hybrid_grpo.grpo.advantages import group_stats, informative
+from hybrid_grpo.grpo.advantages import group_stats
 from hybrid_grpo.model.ranks import world_size
 from hybrid_grpo.records.metrics.flops import measure_flops
 from hybrid_grpo.records.metrics.metrics import Meter, Span
@@ -28,34 +27,11 @@ _NGRAM = 3
 """Tokens of a run that may repeat, as in the built-in reward `repetition_penalty`."""
 
 
-def measure_step(
-    rollout: Rollout, scores: Scores, outcome: str, threshold: float, guests: Sequence[GuestConfig] = ()
-) -> Numbers:
-    """What a rollout and its scores are like. Rewards, groups and completions are those that the policy has sampled of
-    every prompt; those of guests are behind them in their groups."""
-    numbers: Numbers = {}
-    if guests:
-        numbers = measure_guests(rollout, scores, guests)
-        size = rollout.num_generations
-        own = size - sum(guest.per_group for guest in guests)
-        rollout, scores = rollout.first(own), scores.first(own, size)
-    return {**measure_rollout(rollout, scores, outcome, threshold), **measure_health(rollout, scores), **numbers}
-
-
-def measure_guests(rollout: Rollout, scores: Scores, guests: Sequence[GuestConfig]) -> Numbers:
-    """What guests have brought into the groups, and how many groups teach nothing with them."""
-    numbers: Numbers = {}
-    for guest in guests:
-        rows = [row for row, completion in enumerate(rollout.completions) if completion.guest == guest.name]
-        reward_N = scores.reward_B[rows]
-        reward_N = reward_N[~reward_N.isnan()]
-        numbers[f"guests/{guest.name}/rows"] = len(rows), 1
-        numbers[f"guests/{guest.name}/missing"] = guest.per_group * len(rollout.prompts) - len(rows), 1
-        numbers[f"guests/{guest.name}/tokens"] = sum(rollout.lengths[row] for row in rows), 1
-        numbers[f"guests/{guest.name}/reward"] = reward_N.mean(), len(reward_N)
-    teaches_P = informative(scores.reward_B, rollout.num_generations, scores.steps)
-    numbers["group/zero_std_frac"] = (~teaches_P).double().mean(), len(teaches_P)
-    return numbers
+def measure_step(rollout: Rollout, scores: Scores, outcome: str, threshold: float, own: int) -> Numbers:
+    """What a rollout and its scores are like: of every group the first `own` completions, which the policy sampled."""
+    size = rollout.num_generations
+    rollout, scores = rollout.first(own), scores.first(own, size)
+    return measure_rollout(rollout, scores, outcome, threshold) | measure_health(rollout, scores)
 
 
 def measure_rollout(rollout: Rollout, scores: Scores, outcome: str, threshold: float) -> Numbers:
@@ -186,7 +162,7 @@ def measure_parity(batch: TrainBatch, logp_bT: Tensor) -> Numbers:
     if not batch.micro.rows:
         return {}
     gap_bT = torch.where(batch.own_bT, (logp_bT.detach() - batch.sampler_logp_bT).abs(), 0.0)
-    tokens = batch.own_bT.sum() if batch.guests else len(batch.micro.target_N)
+    tokens = batch.own_bT.sum() if batch.writers else len(batch.micro.target_N)
     return {
         "parity/logp_abs_diff_mean": (gap_bT.sum() / tokens, tokens),
         "parity/logp_abs_diff_max": (gap_bT.max(), 1),
@@ -210,7 +186,7 @@ def sampling_spans(start: float, engine: "Engine") -> list[Span]:
 def measure_sampling(rollout: Rollout, spans: Sequence[Span], captures: int | None) -> Numbers:
     """Tokens and times of a rollout with the stages `sampling_spans`, in which decode steps were captured as CUDA
     graphs (None without a GPU)."""
-    sampled = sum(len(completion.token_ids) for completion in rollout.completions if not completion.guest)
+    sampled = sum(len(completion.token_ids) for completion in rollout.completions if not completion.writer)
     seconds = {name: end - begin for name, begin, end in spans}
     return {
         **({"time/straggler_s": (seconds["wait"], 1)} if world_size() > 1 else {}),

@@ -24,7 +24,7 @@ class Meter:
     """Collects the numbers of one step on this rank and reduces them over all ranks.
 
     The layout of the reduction is fixed when the meter is made, from the catalogue and from the names of the
-    reward functions, evaluation sets, sources, guests and tools, which every rank has from the same configuration. So
+    reward functions, evaluation sets, sources, tools and features, which every rank has from the same configuration. So
     a rank may leave out a metric that the others have, and no set of `add` calls can misalign or hang the collectives.
     """
 
@@ -35,27 +35,25 @@ class Meter:
         device: torch.device | str = "cpu",
         sources: Sequence[str] = (),
         samples: int = 1,
-        guests: Sequence[str] = (),
         tools: Sequence[str] = (),
-        features: Sequence[str] = (),
+        features: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """`device` is where collectives take place: the rank's GPU with NCCL. `samples` are the most completions that
-        an evaluation set has of a prompt; `features` are the numbers of features that the catalogue does not have."""
+        an evaluation set has of a prompt; `features` are names that stand for the placeholders of features' metrics."""
         ks = [str(k) for k in range(2, samples + 1)]
         names = {
             "<function>": rewards,
             "<set>": evals,
             "<source>": sources,
             "<k>": ks,
-            "<guest>": guests,
             "<tool>": tools,
-            "<number>": features,
+            **(features or {}),
         }
         self._reductions = {name: metric.reduction for name, metric in FIXED.items()}
         for _, metric in PATTERNS:
             spelled = [metric.name]
             for placeholder in re.findall(r"<\w+>", metric.name):
-                spelled = [name.replace(placeholder, n) for name in spelled for n in names[placeholder]]
+                spelled = [name.replace(placeholder, n) for name in spelled for n in names.get(placeholder, ())]
             self._reductions |= dict.fromkeys(spelled, metric.reduction)
         self._device = torch.device(device)
         self.spans: list[Span] = []
@@ -70,7 +68,7 @@ class Meter:
         """
         if name not in self._reductions:
             describe(name)
-            raise KeyError(f"{name} is of a reward, evaluation set, source or guest that this meter was not made for")
+            raise KeyError(f"{name} has a name in it that this meter was not made for")
         if isinstance(count, Tensor) or count:
             kept = value.detach().clone() if isinstance(value, Tensor) else value
             self._added.setdefault(name, []).append((kept, count))

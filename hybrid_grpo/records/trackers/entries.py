@@ -128,7 +128,7 @@ def distributions(rows: list[Row]) -> dict[str, list[float]]:
 def table(samples: list[tuple[str, Row]]) -> tuple[list[str], list[list[Any]]]:
     """Columns and cells of the samples of a step."""
     names = ["step", "group", "prompt", "completion", "reward", "advantage", "length", "finish"]
-    names += ["guest"] if any("guest" in row for _, row in samples) else []
+    names += ["writer"] if any("writer" in row for _, row in samples) else []
     functions = list(samples[0][1]["rewards"]) if samples else []
     rows = [
         [why, *(_cell(row.get(name, "")) for name in names), *(row["rewards"][name] for name in functions)]

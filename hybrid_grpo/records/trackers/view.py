@@ -8,7 +8,7 @@ from hybrid_grpo.records.metrics.charts import CHARTS, STEP_PARTS
 from hybrid_grpo.records.trackers.entries import STEP
 
 QUESTIONS = {
-    "Is it learning?": ("Results", "Data", "Guests"),
+    "Is it learning?": ("Results", "Data"),
     "Is it healthy?": ("Health", "Policy", "Sampler against trainer"),
     "What does it write?": ("Completions",),
     "Where does time go?": ("Speed and memory",),

@@ -118,9 +118,8 @@ def estimate(
                 f" {config.policy.model} cannot run without data: set it to auto"
             ) from None
         return None
-    others = [*(guest.model for guest in config.rollout.guests), config.rollout.user_model]
-    guests = sum(parameters_of(name) for name in others if name is not None)
-    return Plan(config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, features, guests)
+    user = parameters_of(name) if (name := config.rollout.user_model) else 0
+    return Plan(config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, features, user)
 
 
 @dataclass
@@ -141,9 +140,9 @@ class Plan:
     held_out_longest: int = 0
     """Tokens of the longest prompt of an evaluation with its completion."""
     features: Sequence[FeatureMemory] = ()
-    guests: int = 0
-    """Parameters of the models that are guests, or of the one that plays the user. What they need to decode is not
-    counted: that of guests is gone before the policy decodes, and a user's is little beside the policy's."""
+    user: int = 0
+    """Parameters of the model that plays the user. What it needs to decode is little beside what the policy needs, and
+    is not counted."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -246,8 +245,7 @@ class Plan:
         shards = self.ranks if self.stage == 3 else 1
         parts = [Part("weights", self.dtype * self.n // shards, _SHARDS), self.reward_models(on_host=False)]
         parts += self.feature_parts(on_host=False)
-        who = "user_model" if self.config.rollout.user_model else "guests"
-        parts += [Part(who.removesuffix("_model"), self.dtype * self.guests, f"rollout.{who}")]
+        parts += [Part("user", self.dtype * self.user, "rollout.user_model")]
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]

@@ -31,7 +31,7 @@ def test_the_stages_of_a_group_added_up_token_by_token():
 
 
 def test_guests_are_not_sampled_and_what_is_not_learned_is_not_trained():
-    own, guest = Completion([1] * 3, [], "stop"), Completion([1] * 3, [], "stop", guest="g", learned=False)
+    own, guest = Completion([1] * 3, [], "stop"), Completion([1] * 3, [], "stop", writer="g", learned=False)
     both, alone = (flops.stage_flops(rollout_of(*rows), COST) for rows in ((own, guest), (own,)))
     assert both == alone
     assert flops.stage_flops(rollout_of(guest, guest), COST) == (0.0, 0.0, 0.0)

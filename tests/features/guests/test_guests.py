@@ -18,14 +18,16 @@ from launching import make_task, ranks
 from tiny_models import build, tiny_config
 from tokenizers import decoders
 
-from hybrid_grpo.config import DataConfig, GuestConfig, PolicyConfig, RolloutConfig, RunConfig, TrainConfig
+from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig, RunConfig, TrainConfig
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
+from hybrid_grpo.features.guests.guests import Guests
+from hybrid_grpo.features.guests.settings import GuestConfig, GuestsConfig
 from hybrid_grpo.generation.rollout import requests_of
 from hybrid_grpo.model.loading import load_tokenizer
 from hybrid_grpo.records.metrics.measure import measure_step
 from hybrid_grpo.records.metrics.metrics import Meter
-from hybrid_grpo.run.guests import Guests
 
 Seen = dict[str, Any]
 EOS = ids("<eos>")[0]
@@ -172,7 +174,7 @@ def test_a_row_that_does_not_fit(read, changes, says):
     with pytest.raises(UserError, match=says) as refused:
         read([AB | changes])
     assert "\n" not in str(refused.value)
-    assert "row 0" in str(refused.value) or "rollout.guests guest0: path" in str(refused.value)
+    assert "row 0" in str(refused.value) or "guests.writers guest0: path" in str(refused.value)
 
 
 def test_the_numbers_of_a_step_are_the_policy_s_own():
@@ -181,7 +183,7 @@ def test_the_numbers_of_a_step_are_the_policy_s_own():
 
     def row(guest: str = "") -> Completion:
         tokens = [draw.randrange(50) for _ in range(draw.randint(1, 6))]
-        return Completion(tokens, [], draw.choice(["stop", "length"]), guest=guest, learned=not guest)
+        return Completion(tokens, [], draw.choice(["stop", "length"]), writer=guest, learned=not guest)
 
     prompts = [Prompt(i, "p", [1], {}, source="abc"[i % 3]) for i in range(6)]
     groups = [[*(row() for _ in range(4)), row("large"), row("large" if i else "")] for i in range(6)]
@@ -191,8 +193,8 @@ def test_the_numbers_of_a_step_are_the_policy_s_own():
     scores = Scores(value_B, {"f": value_B}, {"f": torch.zeros(36, dtype=torch.int8)})
 
     def numbers(*given: Any) -> dict[str, float]:
-        meter = Meter(["f"], sources=["a", "b", "c"], guests=["large"])
-        meter.update(measure_step(*given))
+        meter = Meter(["f"], sources=["a", "b", "c"], features={"<guest>": ["large"]})
+        meter.update(measured)
         return {name: value for name, value in meter.reduce().items() if not name.startswith("memory/")}
 
     mixed = numbers(rollout, scores, "f", 0.5, guests)
@@ -201,7 +203,7 @@ def test_the_numbers_of_a_step_are_the_policy_s_own():
     assert mixed.pop("group/zero_std_frac") < alone.pop("group/zero_std_frac"), "the guest is the only right one"
     assert mixed.pop("group/count") == alone.pop("group/count") == 6
     assert mixed == alone and mixed["reward/mean"] == value_B.view(6, 6)[:, :4].mean()
-    rows = [k for k, c in enumerate(rollout.completions) if c.guest]
+    rows = [k for k, c in enumerate(rollout.completions) if c.writer]
     assert of_guests == {
         "guests/large/rows": 11,
         "guests/large/missing": 1,
@@ -226,8 +228,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Seen], Seen]:
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:100:2]]
     answers = [json.dumps({"prompt": row["prompt"], "completion": row["answer"]}) for row in rows]
     (folder / "answers.jsonl").write_text("\n".join(answers) + "\n")
-    two = ranks(2, "two", folder, programs="guest_programs.py")
-    (one,) = ranks(1, "one", folder, programs="guest_programs.py")
+    two = ranks(2, "two", folder, programs="guests/programs.py")
+    (one,) = ranks(1, "one", folder, programs="guests/programs.py")
     return two, one
 
 

@@ -1,11 +1,6 @@
-"""Guests of a run: completions of other writers, from files or from frozen models, that join the groups of a rollout.
-
-Here it is decided which completions a group is given. What they count for is decided where losses and metrics are made,
-by `Completion.guest` and `Completion.learned`.
-"""
+"""Who writes a guest's completions: a file of them, or a frozen model. What they count for is not decided here."""
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,12 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybrid_grpo.config import DataConfig, GuestConfig, TrainConfig
+from hybrid_grpo.config import DataConfig, TrainConfig
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.data.batch import Completion, Message, Numbers, Prompt, Rollout
+from hybrid_grpo.data.batch import Completion, Message, Prompt, Rollout
 from hybrid_grpo.data.completions import read_completions
+from hybrid_grpo.features.guests.settings import GuestConfig
 from hybrid_grpo.generation import Request, stream_key
-from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
+from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids
@@ -28,8 +24,8 @@ _SMALLEST_LOGP, _LARGEST_LOGP = -1e9, 1e-3
 
 
 @dataclass(frozen=True)
-class _Run:
-    """What guests have to fit to."""
+class Reader:
+    """The policy that learns beside guests, as far as these have to fit to it."""
 
     config: TrainConfig
     tokenizer: Any
@@ -40,75 +36,23 @@ class _Run:
     """Tokens that the policy knows."""
 
 
-class Guests:
-    """All guests of a run, checked before any model loads; raises UserError where one does not fit.
-
-    Args:
-        config: the settings of the run.
-        tokenizer, prompts: of the run.
-        ends: tokens that end a completion.
-        vocabulary: number of tokens that the policy knows.
-
-    Attributes:
-        facts: what was read, in a line for each guest.
-    """
-
-    def __init__(
-        self, config: TrainConfig, tokenizer: Any, prompts: Sequence[Prompt], ends: tuple[int, ...], vocabulary: int
-    ) -> None:
-        self._config = config
-        run = _Run(config, tokenizer, prompts, ends, vocabulary)
-        guests = config.rollout.guests
-        self._guests = [(guest, _File(guest, run) if guest.model is None else _Model(guest, run)) for guest in guests]
-        self.facts = {f"guest {guest.name}": writer.fact for guest, writer in self._guests}
-
-    @property
-    def names(self) -> list[str]:
-        """Names in the metrics."""
-        return [guest.name for guest, _ in self._guests]
-
-    def load(self, device: torch.device) -> None:
-        """Load the models, whole and on this device."""
-        for _, writer in self._guests:
-            writer.load(device)
-
-    def completions(
-        self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]
-    ) -> tuple[dict[int, Completion], Numbers]:
-        """What guests give to the groups of these prompts in a step, by the keys of the random streams that the policy
-        would have in their place; and the seconds it took. `beat` is called now and then."""
-        if not self._guests:
-            return {}, {}
-        start, rollout, seed = time.perf_counter(), self._config.rollout, self._config.run.seed
-        requests = requests_of(prompts, rollout, seed, step)
-        slot = rollout.num_generations - rollout.guest_rows
-        given: dict[int, Completion] = {}
-        for guest, writer in self._guests:
-            for request, written in zip(requests, writer.write(prompts, step, beat), strict=True):
-                # A writer may have fewer than it has slots.
-                named = [replace(c, guest=guest.name, learned=guest.weight == "importance") for c in written]
-                given.update(zip(request.keys[slot : slot + guest.per_group], named, strict=False))
-            slot += guest.per_group
-        return given, {"time/guests_s": (time.perf_counter() - start, 1)}
-
-
-class _File:
+class GuestFile:
     """The completions of a file, of which a group is given some, drawn anew for every step."""
 
-    def __init__(self, guest: GuestConfig, run: _Run) -> None:
-        self._guest, self._seed = guest, run.config.run.seed
+    def __init__(self, guest: GuestConfig, reader: Reader) -> None:
+        self._guest, self._seed = guest, reader.config.run.seed
         self._by_prompt: dict[str, list[Completion]] = {}
-        self._setting = f"rollout.guests {guest.name}: path"
+        self._setting = f"guests.writers {guest.name}: path"
         assert guest.path is not None
-        columns = DataConfig(system_prompt=run.config.data.system_prompt)
+        columns = DataConfig(system_prompt=reader.config.data.system_prompt)
         read = read_completions(guest.path, columns, [], setting=self._setting)
-        known = {_key(prompt.text) for prompt in run.prompts}
+        known = {_key(prompt.text) for prompt in reader.prompts}
         others = 0
         for number, group in enumerate(read):
             key = _key(group.prompts[0].text)
             if key in known:
-                where = f"rollout.guests {guest.name}: row {number} (from 0) of {guest.path}"
-                self._by_prompt.setdefault(key, []).extend(_completions(group, guest, run, where))
+                where = f"guests.writers {guest.name}: row {number} (from 0) of {guest.path}"
+                self._by_prompt.setdefault(key, []).extend(_completions(group, guest, reader, where))
             others += key not in known
         refuse(
             not self._by_prompt,
@@ -134,14 +78,14 @@ class _File:
         return groups
 
 
-class _Model:
+class GuestModel:
     """A frozen model that completes the prompts as the policy does, with random streams of its own."""
 
-    def __init__(self, guest: GuestConfig, run: _Run) -> None:
-        self._guest, self._run, self._model = guest, run, None
+    def __init__(self, guest: GuestConfig, reader: Reader) -> None:
+        self._guest, self._reader, self._model = guest, reader, None
         assert guest.model is not None
-        self._policy = replace(run.config.policy, model=guest.model, gradient_checkpointing=False)
-        self._setting, rollout = f"rollout.guests {guest.name}: model", run.config.rollout
+        self._policy = replace(reader.config.policy, model=guest.model, gradient_checkpointing=False)
+        self._setting, rollout = f"guests.writers {guest.name}: model", reader.config.rollout
         self.fact = f"{guest.per_group} completions of every group by {guest.model}"
         name, start = guest.model, f"{self._setting} {guest.model}"
         config = load_config(name, self._setting)
@@ -149,24 +93,26 @@ class _Model:
         check_files(name, config, pickled=self._policy.pickled_weights, setting=self._setting)
         tokenizer = load_tokenizer(name, self._setting)
         refuse(
-            tokenizer.get_vocab() != run.tokenizer.get_vocab(),
-            f"{start} has another tokenizer than policy.model {run.config.policy.model}: take a guest of the same"
+            tokenizer.get_vocab() != reader.tokenizer.get_vocab(),
+            f"{start} has another tokenizer than policy.model {reader.config.policy.model}: take a guest of the same"
             " family of models, or give its completions as a file with weight baseline",
         )
-        others = sorted({*stop_ids(name, tokenizer, [], config, self._setting)} - {*run.ends})
+        others = sorted({*stop_ids(name, tokenizer, [], config, self._setting)} - {*reader.ends})
         refuse(
             bool(others) and not rollout.ignore_eos,
             f"{start} ends completions with token {''.join(map(str, others[:1]))}, which does not end those of"
             f" policy.model: set rollout.stop_ids to {others}",
         )
-        longest = max(len(prompt.token_ids) for prompt in run.prompts) + rollout.max_completion_tokens
+        longest = max(len(prompt.token_ids) for prompt in reader.prompts) + rollout.max_completion_tokens
         positions = getattr(config, "max_position_embeddings", None)
         refuse(
             positions is not None and longest > positions,
             f"{start} has {positions} positions, and the longest prompt with its completion is {longest} tokens: lower"
             f" data.max_prompt_tokens or rollout.max_completion_tokens by {longest - (positions or 0)}",
         )
-        highest = max(*(max(prompt.token_ids) for prompt in run.prompts), *run.ends, *map(int, rollout.logit_bias), 0)
+        highest = max(
+            *(max(prompt.token_ids) for prompt in reader.prompts), *reader.ends, *map(int, rollout.logit_bias), 0
+        )
         size = config.get_text_config().vocab_size
         refuse(
             highest >= size,
@@ -175,21 +121,21 @@ class _Model:
 
     def load(self, device: torch.device) -> None:
         """Load the weights; raises UserError where they do not load."""
-        attention = attention_of(self._run.config.rollout.decoder)
+        attention = attention_of(self._reader.config.rollout.decoder)
         self._model = load_model(self._policy, attention, self._setting).to(device).eval()
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> list[list[Completion]]:
         """[P], `per_group` completions of every prompt; fewer where one has a token that the policy does not know."""
-        config, count = self._run.config, self._guest.per_group
+        config, count = self._reader.config, self._guest.per_group
         seed, own = config.run.seed, f"guest {self._guest.name}"
         requests = [
             Request(p.token_ids, [stream_key(seed, step, p.epoch, p.id, k, own) for k in range(count)]) for p in prompts
         ]
         assert self._model is not None, "load() comes first"
-        sampling = sampling_of(config.rollout, self._run.ends)
-        groups, _ = complete(self._model, self._run.tokenizer, requests, sampling, config.rollout, on_step=beat)
+        sampling = sampling_of(config.rollout, self._reader.ends)
+        groups, _ = complete(self._model, self._reader.tokenizer, requests, sampling, config.rollout, on_step=beat)
         # Models of one family may have embeddings for different numbers of tokens, beyond those of the tokenizer.
-        return [[c for c in group if max(c.token_ids) < self._run.vocabulary] for group in groups]
+        return [[c for c in group if max(c.token_ids) < self._reader.vocabulary] for group in groups]
 
 
 def _key(prompt: str | list[Message]) -> str:
@@ -197,14 +143,14 @@ def _key(prompt: str | list[Message]) -> str:
     return json.dumps(prompt, sort_keys=True)
 
 
-def _completions(group: Rollout, guest: GuestConfig, run: _Run, where: str) -> list[Completion]:
+def _completions(group: Rollout, guest: GuestConfig, reader: Reader, where: str) -> list[Completion]:
     """The completions of a row of a file, with tokens and log-probabilities; raises UserError where they do not fit."""
     columns, count = group.prompts[0].columns, len(group.completions)
     ids, logp, finish = (_each(columns.get(name), count) for name in ("token_ids", "token_logp", "finish"))
     written = []
-    learned, limit = guest.weight == "importance", run.config.rollout.max_completion_tokens
+    learned, limit = guest.weight == "importance", reader.config.rollout.max_completion_tokens
     for text, token_ids, token_logp, end in zip((c.text for c in group.completions), ids, logp, finish, strict=True):
-        are_tokens = _are_tokens(token_ids, text, run)
+        are_tokens = _are_tokens(token_ids, text, reader)
         refuse(
             learned and not _fits(token_ids, token_logp),
             f"{where} has no token_ids and token_logp of equal length, which weight importance needs: write the file by"
@@ -216,7 +162,7 @@ def _completions(group: Rollout, guest: GuestConfig, run: _Run, where: str) -> l
             " baseline",
         )
         if not are_tokens:
-            token_ids = _tokenized(text, end != "length", run)
+            token_ids = _tokenized(text, end != "length", reader)
         refuse(not token_ids, f"{where} is an empty completion, and no token ends one: take it out")
         refuse(
             len(token_ids) > limit,
@@ -235,11 +181,11 @@ def _each(value: Any, count: int) -> list[Any]:
     return value if isinstance(value, list) and len(value) == count else [None] * count
 
 
-def _are_tokens(ids: Any, text: str, run: _Run) -> bool:
+def _are_tokens(ids: Any, text: str, reader: Reader) -> bool:
     """Whether these are the tokens of a text, by the tokenizer of the policy."""
-    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < run.vocabulary for token in ids):
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < reader.vocabulary for token in ids):
         return False
-    return bool(run.tokenizer.decode(ids, skip_special_tokens=True) == text)
+    return bool(reader.tokenizer.decode(ids, skip_special_tokens=True) == text)
 
 
 def _fits(ids: Any, logp: Any) -> bool:
@@ -252,8 +198,8 @@ def _fits(ids: Any, logp: Any) -> bool:
     )
 
 
-def _tokenized(text: str, ends: bool, run: _Run) -> list[int]:
+def _tokenized(text: str, ends: bool, reader: Reader) -> list[int]:
     """The tokens of a text, with one that ends it where it `ends`."""
-    ids: list[int] = list(run.tokenizer(text, add_special_tokens=False)["input_ids"])
-    end = run.tokenizer.eos_token_id
-    return [*ids, end if end in run.ends else run.ends[0]] if ends and run.ends else ids
+    ids: list[int] = list(reader.tokenizer(text, add_special_tokens=False)["input_ids"])
+    end = reader.tokenizer.eos_token_id
+    return [*ids, end if end in reader.ends else reader.ends[0]] if ends and reader.ends else ids

@@ -1,0 +1,110 @@
+"""Guests in a run: what they give to every group, what the policy learns from them, and what is logged of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hybrid_grpo.config import BatchPlan, TrainConfig
+from hybrid_grpo.data.batch import Completion, Numbers, Prompt, Rollout, Scores, TrainBatch
+from hybrid_grpo.features.guests.settings import GuestsConfig
+from hybrid_grpo.features.guests.writers import GuestFile, GuestModel, Reader
+from hybrid_grpo.generation.rollout import requests_of
+from hybrid_grpo.grpo.advantages import informative
+from hybrid_grpo.grpo.loss import LossStats, policy_loss
+from hybrid_grpo.model.loading import load_config
+from hybrid_grpo.run.feature import Feature
+
+if TYPE_CHECKING:
+    from hybrid_grpo.policy import Policy
+    from hybrid_grpo.run.inputs import RunInputs
+
+
+class Guests(Feature):
+    """All guests of a run. Raises UserError where one does not fit; see `GuestFile` and `GuestModel`."""
+
+    name = "guests"
+    is_timed = True
+
+    def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
+        super().__init__(config, plan, inputs)
+        vocabulary = load_config(config.policy.model).get_text_config().vocab_size
+        reader = Reader(config, inputs.tokenizer, inputs.prompts, inputs.stop_ids, vocabulary)
+        self._guests = [
+            (guest, GuestFile(guest, reader) if guest.model is None else GuestModel(guest, reader))
+            for guest in config.of(GuestsConfig).writers
+        ]
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """See `Feature`."""
+        return {f"guest {guest.name}": writer.fact for guest, writer in self._guests}
+
+    @property
+    def names(self) -> Mapping[str, Sequence[str]]:
+        """See `Feature`."""
+        return {"<guest>": [guest.name for guest, _ in self._guests]}
+
+    def load(self, policy: Policy) -> None:
+        """Load the models, whole and on the policy's device."""
+        for _, writer in self._guests:
+            writer.load(policy.engine.device)
+
+    def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> dict[int, Completion]:
+        """See `Feature`. Guests have the last places of a group, each as many as its `per_group`."""
+        requests = requests_of(prompts, self.config.rollout, self.config.run.seed, step)
+        slot = self.plan.own_generations
+        given: dict[int, Completion] = {}
+        for guest, writer in self._guests:
+            for request, written in zip(requests, writer.write(prompts, step, beat), strict=True):
+                # A writer may have fewer than it has slots.
+                named = [replace(c, writer=guest.name, learned=guest.weight == "importance") for c in written]
+                given.update(zip(request.keys[slot : slot + guest.per_group], named, strict=False))
+            slot += guest.per_group
+        return given
+
+    def loss(
+        self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, found: Sequence[Tensor]
+    ) -> tuple[Tensor | float, Numbers]:
+        """The surrogate alone, with the ratio of the policy to the guest: the KL, the entropy and the sampler's
+        correction are expectations under the policy."""
+        total: Tensor | float = 0.0
+        numbers, zeros_bT = Numbers(), torch.zeros_like(entropy_bT)
+        for name, rows_b1 in batch.writers.items():
+            weight_bT = torch.where(rows_b1, batch.weight_bT, 0.0)
+            tensors = logp_bT, batch.sampler_logp_bT, batch.advantages_bT, weight_bT
+            others: dict[str, Any] = {"ref_logp_bT": None, "entropy_bT": zeros_bT, "correction_bT": None}
+            loss, stats = policy_loss(*tensors, self.config.grpo, beta=0.0, **others)
+            if self.inputs.objective is not None:
+                loss = self.inputs.objective(*tensors, self.config.grpo, beta=0.0, **others)
+            total, numbers = total + loss, numbers | _numbers(name, stats)
+        return total, numbers
+
+    def measure(self, rollout: Rollout, scores: Scores) -> Numbers:
+        """What guests have brought into the groups, and how many groups teach nothing with them."""
+        numbers = Numbers()
+        for guest, _ in self._guests:
+            rows = [row for row, completion in enumerate(rollout.completions) if completion.writer == guest.name]
+            reward_N = scores.reward_B[rows]
+            reward_N = reward_N[~reward_N.isnan()]
+            numbers[f"guests/{guest.name}/rows"] = len(rows), 1
+            numbers[f"guests/{guest.name}/missing"] = guest.per_group * len(rollout.prompts) - len(rows), 1
+            numbers[f"guests/{guest.name}/tokens"] = sum(rollout.lengths[row] for row in rows), 1
+            numbers[f"guests/{guest.name}/reward"] = reward_N.mean(), len(reward_N)
+        teaches_P = informative(scores.reward_B, rollout.num_generations, scores.steps)
+        numbers["group/zero_std_frac"] = (~teaches_P).double().mean(), len(teaches_P)
+        return numbers
+
+
+def _numbers(name: str, stats: LossStats) -> Numbers:
+    """The statistics of a guest's tokens, as they are logged."""
+    divisor = stats.tokens.clamp(min=1)
+    return {
+        f"guests/{name}/ratio_mean": (stats.ratio / divisor, stats.tokens),
+        f"guests/{name}/ratio_max": (stats.ratio_max, stats.tokens.clamp(max=1)),
+        f"guests/{name}/clip_frac": ((stats.clipped_low + stats.clipped_high) / divisor, stats.tokens),
+    }

@@ -1,0 +1,21 @@
+"""The guests' share of the memory plan."""
+
+from hybrid_grpo.config import TrainConfig
+from hybrid_grpo.features.guests.settings import GuestsConfig
+from hybrid_grpo.model.loading import parameters_of
+from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
+
+
+class GuestMemory(FeatureMemory):
+    """The weights of the models that are guests, whole on every rank. What they need to decode is not counted: it is
+    gone before the policy decodes."""
+
+    name = "guests"
+
+    def __init__(self, config: TrainConfig) -> None:
+        names = [guest.model for guest in config.of(GuestsConfig).writers]
+        self._parameters = sum(parameters_of(name) for name in names if name is not None)
+
+    def part(self, plan: Plan, on_host: bool) -> Part:
+        """See `FeatureMemory`."""
+        return Part("guests", 0 if on_host else plan.dtype * self._parameters, "guests.writers")

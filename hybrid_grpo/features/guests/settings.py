@@ -1,0 +1,124 @@
+"""Settings of guests: completions of other writers that join the groups of a rollout."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
+
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.features import FeatureConfig
+from hybrid_grpo.config.fields import SECTION, Count, Name, Text
+
+if TYPE_CHECKING:
+    from hybrid_grpo.config.train import TrainConfig
+    from hybrid_grpo.run.feature import Feature
+    from hybrid_grpo.run.memory.plan import FeatureMemory
+
+
+@dataclass(frozen=True, config=SECTION)
+class GuestConfig:
+    """One other writer of completions."""
+
+    name: Name
+    """Name in the metrics and in the rollouts."""
+    weight: Literal["importance", "baseline"]
+    """`importance`: its completions take part in the loss, with the ratio of the policy to the guest, whose recorded
+    log-probabilities are `old_logp`. `baseline`: they only take part in the mean and the spread of their group."""
+    path: Text | None = None
+    """File of completions: rows with a prompt and a completion, or `completions`, for prompts of the data. With weight
+    importance also the tokens, `token_ids`, and their log-probabilities, `token_logp`, as `generate` writes them."""
+    model: Text | None = None
+    """Folder or hub name of a model that completes the prompts in every step, in place of a file. Every rank holds it
+    whole. It must have the policy's tokenizer."""
+    per_group: Count = 1
+    """Completions of a group that are the guest's, of rollout.num_generations."""
+
+    @model_validator(mode="after")
+    def _check(self) -> GuestConfig:
+        refuse(
+            (self.path is None) == (self.model is None),
+            f"guests.writers {self.name}: path and model are {'both' if self.path is not None else 'not'} set: give one"
+            " of them",
+        )
+        return self
+
+
+@dataclass(frozen=True, config=SECTION)
+class GuestsConfig(FeatureConfig):
+    """Other writers, a part of whose completions every group has, in training only."""
+
+    writers: list[GuestConfig] = field(default_factory=list)
+    """The guests: a file, as in `[{name: seeds, path: answers.jsonl, weight: baseline}]`, or a model, as in `[{name:
+    large, model: NAME, per_group: 2, weight: importance}]`. The policy samples the rest of rollout.num_generations. See
+    docs/guests.md."""
+
+    section = "guests"
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are guests."""
+        return bool(self.writers)
+
+    @property
+    def rows_per_group(self) -> int:
+        """Those of all guests."""
+        return sum(guest.per_group for guest in self.writers)
+
+    @property
+    def models(self) -> dict[str, str | None]:
+        """See `FeatureConfig`."""
+        return {f"guests.writers {guest.name}: model": guest.model for guest in self.writers}
+
+    @property
+    def files(self) -> dict[str, str]:
+        """See `FeatureConfig`."""
+        return {f"guests.writers {guest.name}: path": guest.path for guest in self.writers if guest.path is not None}
+
+    def check(self, config: TrainConfig) -> None:
+        """Refuse guests that contradict each other or another section of a training run."""
+        rollout, grpo, names = config.rollout, config.grpo, [guest.name for guest in self.writers]
+        if not names:
+            return
+        twice = next((name for name in names if names.count(name) > 1), None)
+        refuse(twice is not None, f"guests.writers: two guests are named {twice}: set another name for one of them")
+        refuse(
+            self.rows_per_group >= rollout.num_generations,
+            f"guests.writers write {self.rows_per_group} completions of a group, and rollout.num_generations"
+            f" {rollout.num_generations} leaves the policy none: raise it to {self.rows_per_group + 2}, or lower"
+            " per_group",
+        )
+        refuse(
+            rollout.has_turns,
+            f"{rollout.turns_setting} makes completions of several turns, and guests.writers {names[0]} brings those of"
+            " one: take out one of them",
+        )
+        refuse(
+            rollout.max_total_tokens is not None or rollout.max_turn_tokens is not None,
+            f"guests.writers {names[0]} writes as it likes up to rollout.max_completion_tokens: take out"
+            " rollout.max_total_tokens and rollout.max_turn_tokens",
+        )
+        refuse(
+            grpo.beta > 0 and grpo.kl_in == "reward",
+            f"grpo.kl_in reward takes a KL from completions that the policy sampled, and guests.writers {names[0]}"
+            " brings others: set grpo.kl_in to loss, or grpo.beta to 0",
+        )
+        refuse(
+            config.data.streaming,
+            f"data.streaming reads prompts as the run goes, and guests.writers {names[0]} needs all of them before it"
+            " begins: take out one of the two",
+        )
+
+    def memory(self, config: TrainConfig) -> FeatureMemory:
+        """The models that are guests."""
+        from hybrid_grpo.features.guests.memory import GuestMemory
+
+        return GuestMemory(config)
+
+    def load(self) -> type[Feature]:
+        """The guests themselves."""
+        from hybrid_grpo.features.guests.guests import Guests
+
+        return Guests
