@@ -1,16 +1,26 @@
 """Fixtures of several files, and the order of tests."""
 
 import os
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+from workshop import Workshop
 
 if not torch.cuda.is_available():
     # Triton's kernels are interpreted; it decides when they are imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
 from hybrid_grpo.model.kernels import build as kernels
+
+TRAIN = [
+    *("train", "--config=train.yaml", "--engine.zero_stage=3", "--eval.every=2", "--run.steps=6"),
+    *("--checkpoint.every=2", "--checkpoint.keep=9", "--curriculum.sampling=difficulty"),
+    # A weight of the KL that is adapted, and a reference that follows the policy.
+    *("--grpo.beta=0.1", "--grpo.kl_target=0.001", "--grpo.ref_every=1", "--grpo.ref_mix=0.5"),
+]
 
 # Matrices this small are slower on many threads, and far slower when tests share the processor.
 torch.set_num_threads(1)
@@ -38,3 +48,25 @@ def by(request):
     """Who computes: the kernels where they can be had, or torch."""
     if request.param == "torch":
         request.getfixturevalue("torch_only")
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """A run of six steps in one go, with a checkpoint after every second one, and its fourth step traced."""
+
+    workshop: Workshop
+    arguments: list[str]
+
+    @property
+    def folder(self) -> Path:
+        return self.workshop.folder / "runs" / "whole"
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory):
+    """A real run of two ranks, of which tests copy, damage and go on with what they need."""
+    workshop = Workshop(tmp_path_factory.mktemp("whole"))
+    done = workshop.run(*TRAIN, "--run.name=whole", "--log.profile=4", ranks=2)
+    assert done.status == 0, done.err
+    yield WholeRun(workshop, TRAIN)
+    workshop.close()

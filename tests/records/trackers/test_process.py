@@ -112,7 +112,7 @@ def test_a_tracker_that_fails_or_hangs_is_told_of_once_and_ends_alone(
 def test_a_run_outlives_wandb_s_own_service_and_leaves_no_process(folder, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
     process = TrackerProcess("wandb", folder, LogConfig(wandb="offline"), {}, limit_s=120)
-    waited_for(lambda: list((folder / "wandb").glob("latest-records/files/media/table/*")))
+    waited_for(lambda: list((folder / "wandb").glob("latest-run/files/media/table/*")))
     service = [child for child in process.children() if "wandb-core" in child.name()]
     for child in service:
         child.kill()

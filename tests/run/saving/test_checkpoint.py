@@ -72,13 +72,13 @@ def take_from_another_step(path):
 
 
 DAMAGES = {
-    "truncated": (truncate, "bytes, ", "is no manifest"),
-    "empty": (empty, "has 0 bytes, ", "is no manifest"),
-    "a flipped bit at the start": (flip(0.0), "its checksum is another", "is no manifest"),
+    "truncated": (truncate, "bytes, ", "is not a manifest"),
+    "empty": (empty, "has 0 bytes, ", "is not a manifest"),
+    "a flipped bit at the start": (flip(0.0), "its checksum is another", "is not a manifest"),
     "a flipped bit in the middle": (flip(0.5), "its checksum is another", "manifest.json is damaged"),
     "a flipped bit near the end": (flip(0.97), "its checksum is another", "manifest.json is damaged"),
-    "a block of zeros": (zero_a_block, "its checksum is another", "is no manifest"),
-    "binary": (overwrite, "bytes, ", "is no manifest"),
+    "a block of zeros": (zero_a_block, "its checksum is another", "is not a manifest"),
+    "binary": (overwrite, "bytes, ", "is not a manifest"),
     "deleted": (delete, "is missing", "is missing: the checkpoint was not finished"),
     "of another rank": (swap_ranks, "_00000_of", None),
     "of another step": (take_from_another_step, "", "manifest.json is that of step_000004"),
