@@ -224,7 +224,7 @@ def play(name: str, phase: str, folder: Path, seed: int) -> None:
         settings = overlay(overlay(settings, {"run": {"resume": "auto", "allow_changes": True}}), case.later)
     if name == "guests":
         guest = {"name": "answers", "path": str(folder / "answers.jsonl"), "weight": "baseline"}
-        settings["rollout"]["guests"] = [guest]
+        settings["guests"] = {"writers": [guest]}
     if lookup:
         os.chdir(ROOT)
         of_task = {split: str(folder / f"lookup-{split}.jsonl") for split in ("train", "heldout")}

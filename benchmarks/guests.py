@@ -68,7 +68,7 @@ def measure(seed: int, steps: int, warmup: int, lr: str, sides: list[str]) -> di
         found = {}
         for side in sides:
             guest = [{"name": "answers", "path": str(task / "answers.jsonl"), "weight": side}]
-            settings = [] if side == "none" else ["--rollout.guests", json.dumps(guest)]
+            settings = [] if side == "none" else ["--guests.writers", json.dumps(guest)]
             run("-m", "hybrid_grpo", *train, "--run.name", side, *settings, threads=1)
             found[side] = curve(Path(place, side))
             shown = ", ".join(f"{value:.3f}" for value in found[side]["accuracy"].values())

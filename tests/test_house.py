@@ -24,13 +24,8 @@ LONG_FUNCTIONS = {
 FEATURES = re.compile("critic|teacher|guest|ptx|curriculum", re.IGNORECASE)
 REGISTRATION = "config/features.py"
 NAMING = {
-    *("config/__init__.py", "config/alarms.py", "config/checks.py", "config/commands.py", "config/data.py"),
-    *("config/guests.py", "config/model.py", "config/rollout.py", "config/train.py", "data/__init__.py"),
-    *("data/batch.py", "data/curriculum.py", "data/prompt_stream.py", "grpo/advantages.py", "grpo/loss.py"),
-    *("grpo/minibatches.py", "model/scalar.py", "records/details.py", "records/metrics/flops.py"),
-    *("records/metrics/measure.py", "records/metrics/metrics.py", "records/saved_rollouts.py"),
-    *("records/sinks.py", "records/tokens.py", "records/trackers/entries.py", "records/trackers/view.py"),
-    *("run/fingerprints.py", "run/guests.py", "run/inputs.py", "run/memory/plan.py", "trainer.py"),
+    *("config/__init__.py", "config/data.py", "config/model.py", "config/train.py", "data/__init__.py"),
+    *("data/curriculum.py", "data/prompt_stream.py", "run/inputs.py"),
 }
 """Modules of the core that still name a feature."""
 

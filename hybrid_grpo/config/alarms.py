@@ -75,10 +75,10 @@ class AlarmsConfig:
     """completion/clipped_frac, minus its mean over the first 10 steps of the run."""
     dead_groups: AlarmConfig | None = _default("dead_groups")
     """Share of the groups that teach nothing and are not all right: group/zero_std_frac minus group/all_right_frac. Not
-    with a critic or a teacher, which do not need groups."""
+    where a feature needs no groups."""
     constant_reward: AlarmConfig | None = _default("constant_reward")
     """reward/max minus reward/min. A task that was learned is not an alarm: all are right, and were not in the first
-    steps. Not with a teacher."""
+    steps. Not where a feature teaches without rewards."""
     reward_hacking: AlarmConfig | None = _default("reward_hacking")
     """How far the function that tells right from wrong (eval.outcome) is below its best in training, both averaged over
     10 steps, where reward/mean has risen since: other functions pay for what is wrong. Not where the fall may be

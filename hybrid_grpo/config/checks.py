@@ -99,6 +99,9 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
         feature.check_place(config, world_size)
         for setting, file in feature.files.items():
             check_source(setting, file)
+        for setting, name in feature.models.items():
+            if name is not None:
+                check_model_folder(setting, name)
     return _check_run(config, world_size)
 
 

@@ -9,7 +9,7 @@ Letters behind a name are its dimensions, here and everywhere in the package:
     D  hidden size
 
 Three log-probabilities keep three names: `logp` (the policy as it is now), `old_logp` (the policy that
-sampled) and `ref_logp` (the reference); a teacher's is `teacher_logp`. All are natural logarithms at the sampling
+sampled) and `ref_logp` (the reference). All are natural logarithms at the sampling
 temperature.
 """
 

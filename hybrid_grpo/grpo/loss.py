@@ -236,7 +236,7 @@ def reward_kl(
     """KL of tokens to the reference, [b, T], in nats, 0 outside the mask.
 
     Times beta, it is what `kl_in: reward` subtracts from the reward: of the completion, summed over its tokens (as in
-    RLOO, arXiv:2402.14740), or token by token with a critic. It is of the policy that sampled, and constant.
+    RLOO, arXiv:2402.14740), or token by token by a learned value. It is of the policy that sampled, and constant.
     """
     return kl_penalty(_real(old_logp_bT, mask_bT), _real(ref_logp_bT, mask_bT), estimator).detach()
 

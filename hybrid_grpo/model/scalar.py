@@ -1,4 +1,4 @@
-"""A causal language model whose head gives one number for a token: what a reward model and a critic are.
+"""A causal language model whose head gives one number for a token: what a reward model and a value model are.
 
 It is a sequence classifier of transformers with one label (`AutoModelForSequenceClassification`), whose head is called
 at chosen tokens only. Nothing here knows what the numbers mean, or how they are trained.

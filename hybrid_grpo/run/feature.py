@@ -71,7 +71,7 @@ class Feature:
 
     @property
     def names(self) -> Mapping[str, Sequence[str]]:
-        """What stands for the placeholders in the names of its metrics, as in `{"<guest>": ["seeds"]}`."""
+        """What stands for the placeholders in the names of its metrics, as in `{"<number>": ["target"]}`."""
         return {}
 
     @property

@@ -108,7 +108,8 @@ class RunInputs:
     def meter(
         self, device: torch.device, sources: Sequence[str] = (), features: Mapping[str, Sequence[str]] | None = None
     ) -> Meter:
-        """A meter for the numbers of the run's rewards, held-out sets, `sources` of prompts and `features` (see `metric_names`)."""
+        """A meter for the numbers of the run's rewards, held-out sets, `sources` of prompts, and `features`, for which
+        see `metric_names`."""
         samples = max((held_out.settings.rollout.num_generations for held_out in self.eval_sets), default=1)
         names = [held_out.name for held_out in self.eval_sets]
         tools = tool_names(self.conversations.tool_names) if self.conversations else []

@@ -67,7 +67,7 @@ def test_settings_name_features_and_a_resumed_run_knows_when_they_change():
 
 def test_own_features_come_after_the_built_in_ones_and_log_what_they_name():
     example, own = made(f"{EXAMPLE}:EntropyTarget", Own)
-    meter = Meter(features=example.numbers)
+    meter = Meter(features={"<number>": example.numbers})
     features = Features([example, own], meter)
     assert features.states == {"entropy_target": example}
     meter.update({"feature/entropy_coef": (0.25, 1)})

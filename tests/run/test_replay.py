@@ -31,7 +31,7 @@ TEXT = TokenText(char_tokenizer())
 LENGTHS = [3, 1, 4]
 
 
-def make_batch(*, old=True, ref=False, guest=False) -> tuple[TrainBatch, torch.Tensor, torch.Tensor]:
+def make_batch(*, old=True, ref=False, given=False) -> tuple[TrainBatch, torch.Tensor, torch.Tensor]:
     """Three rows of up to four tokens, with what the policy says of them: log-probabilities and entropies. Padding
     holds NaN, which must have no part in anything."""
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def make_batch(*, old=True, ref=False, guest=False) -> tuple[TrainBatch, torch.T
         logp_bT + values(0.5) if ref else None,
         values(2.0),
         weight_bT,
-        {"file": torch.tensor([[False], [False], [True]])} if guest else {},
+        {"file": torch.tensor([[False], [False], [True]])} if given else {},
     )
     return batch, logp_bT.requires_grad_(), values().abs()
 
@@ -68,7 +68,7 @@ def make_batch(*, old=True, ref=False, guest=False) -> tuple[TrainBatch, torch.T
     ({"beta": 0.3, "kl_estimator": "k2", "entropy_coef": 0.01}, {"ref": True}),
     ({"sampler_correction": "truncate", "sampler_ratio_max": 1.1}, {}),
     ({"sampler_correction": "mask", "sampler_ratio_max": 1.1}, {}),
-    ({"beta": 0.3, "sampler_correction": "truncate", "sampler_ratio_max": 1.1}, {"ref": True, "guest": True}),
+    ({"beta": 0.3, "sampler_correction": "truncate", "sampler_ratio_max": 1.1}, {"ref": True, "given": True}),
 ])  # fmt: skip
 def test_the_loss_is_the_sum_of_what_was_recorded(settings, made):
     """By the formulas, in float64: what is missing or another number than the loss was given would show."""
@@ -85,7 +85,7 @@ def test_the_loss_is_the_sum_of_what_was_recorded(settings, made):
         seen = recorder.seen[1, row]
         assert seen.keys() == SEEN.keys() and {len(v) for v in seen.values() if v is not None} == {length}
         assert (seen["kl"] is None) == (seen["ref_logp"] is None) == ("ref" not in made)
-        is_guest = made.get("guest", False) and row == 7
+        is_given = made.get("given", False) and row == 7
         for t in range(length):
             s = {name: None if value is None else value[t] for name, value in seen.items()}
             advantage = batch.advantages_bT[place, t].item()
@@ -98,8 +98,8 @@ def test_the_loss_is_the_sum_of_what_was_recorded(settings, made):
             assert (s["clipped"] != 0) == (grpo.surrogate != "cispo" and gain != s["ratio"] * advantage) or (
                 grpo.surrogate == "cispo" and (s["clipped"] == 1) == (s["ratio"] > 1 + grpo.epsilon_high)
             )
-            total -= s["weight"] * s["correction"] * gain
-            if not is_guest:
+            if not is_given:
+                total -= s["weight"] * s["correction"] * gain
                 total += s["weight"] * (grpo.beta * (s["kl"] or 0.0) - grpo.entropy_coef * s["entropy"])
                 clipped, tokens = clipped + (s["weight"] > 0 and s["clipped"] != 0), tokens + (s["weight"] > 0)
     assert loss.item() == pytest.approx(total, rel=1e-5, abs=1e-7)

@@ -32,7 +32,7 @@ from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.config.evaluation import EvalSetConfig
 from hybrid_grpo.generation import Workspace
-from hybrid_grpo.model.ranks import rank, world_size
+from hybrid_grpo.model.ranks import barrier, rank, world_size
 from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
@@ -371,6 +371,25 @@ def kept(folder: Path) -> dict[str, Any]:
     seen["graphs"], seen["replays"] = len(captures.graphs), captures.replays
     seen["empty_after"] = all(p.numel() == 0 for p in policy.engine._view.module.parameters())
     return seen
+
+
+def save(trainer: Trainer, folder: Path, tag: str) -> None:
+    """As a run saves a checkpoint."""
+    state = {name: part.state_dict() for name, part in trainer.parts.items()}
+    trainer.policy.engine.save(folder, tag, {"policy": trainer.policy.state_dict(), **state})
+    for part in trainer.all_shards:
+        part.save(folder / tag)
+    barrier()
+
+
+def restore(trainer: Trainer, folder: Path, tag: str) -> None:
+    """As a run goes on from a checkpoint."""
+    state = trainer.policy.engine.load(folder, tag)
+    for part in trainer.all_shards:
+        part.load(folder / tag)
+    trainer.policy.load_state_dict(state["policy"])
+    for name, part in trainer.parts.items():
+        part.load_state_dict(state[name])
 
 
 def main(programs: dict[str, Any]) -> None:

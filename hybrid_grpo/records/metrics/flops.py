@@ -29,7 +29,7 @@ def measure_flops(rollout: Rollout, passes: int, policy: Policy, meter: Meter) -
     work = {"generate": generate}
     if meter.total("time/reference_s"):
         work["reference"] = read
-    # Without a learning rate the policy stood still: the step was skipped, or the critic learned alone.
+    # Without a learning rate the policy stood still: the step was skipped, or a feature learned alone.
     if meter.total("policy/lr"):
         work["train"] = train * passes
     numbers: Numbers = {f"flops/{stage}": (flops / _TERA, 1) for stage, flops in work.items()}

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from critic_programs import restore, save
-from rank_programs import main
+from rank_programs import main, restore, save
 
 import hybrid_grpo as hg
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import (
+    BatchPlan,
     DataConfig,
     EngineConfig,
     GrpoConfig,
-    GuestConfig,
     PolicyConfig,
     RewardConfig,
     RolloutConfig,
@@ -24,8 +22,10 @@ from hybrid_grpo.config import (
     TrainConfig,
 )
 from hybrid_grpo.config.checks import batch_plan, check_train
+from hybrid_grpo.features.guests.settings import GuestConfig, GuestsConfig
 from hybrid_grpo.model.ranks import world_size
 from hybrid_grpo.policy import Policy, Reference
+from hybrid_grpo.run.feature import Feature, Features, make_features
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
 
@@ -42,18 +42,25 @@ def build(folder: Path) -> Trainer:
         policy=PolicyConfig(model=str(folder / "model"), dtype="float32", lr=1e-3, micro_batch_tokens=160),
         engine=EngineConfig(zero_stage=3, adam="torch"),
         data=DataConfig(path=str(folder / "train.jsonl"), limit=100),
-        rollout=RolloutConfig(
-            **{"prompts_per_step": 8, "num_generations": 4, "max_completion_tokens": 12, "guests": guests}
-        ),
+        rollout=RolloutConfig(**{"prompts_per_step": 8, "num_generations": 4, "max_completion_tokens": 12}),
         grpo=GrpoConfig(beta=0.1, sampler_correction="truncate", num_minibatches=2),
         rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
+        **{"guests": GuestsConfig(guests)},
     )
     device = engines.start()
     plan = check_train(config, world_size())
     inputs = RunInputs.read(config)
-    inputs.guests.load(device)
     policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=100)
-    return Trainer(config, plan, policy, Reference(config.policy, config.engine), inputs, device)
+    features = guests_of(config, plan, inputs, policy)
+    return Trainer(config, plan, policy, Reference(config.policy, config.engine), inputs, device, features)
+
+
+def guests_of(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, policy: Policy) -> list[Feature]:
+    """The features of the run, which are its guests, loaded."""
+    features = make_features(config, plan, inputs)
+    for feature in features:
+        feature.load(policy)
+    return features
 
 
 def step(trainer: Trainer, number: int) -> dict[str, Any]:
@@ -64,7 +71,7 @@ def step(trainer: Trainer, number: int) -> dict[str, Any]:
     rows = zip(rollout.row_prompts, rollout.completions, scores.reward_B.tolist(), advantages_B.tolist(), strict=True)
     metrics = trainer.meter.reduce()
     return {
-        "rows": [(p.id, c.guest, c.token_ids, reward, advantage) for p, c, reward, advantage in rows],
+        "rows": [(p.id, c.writer, c.token_ids, reward, advantage) for p, c, reward, advantage in rows],
         "metrics": {k: v for k, v in metrics.items() if not k.startswith(("time/", "throughput/", "memory/"))},
     }
 
@@ -76,15 +83,15 @@ def two(folder: Path) -> dict[str, Any]:
     save(trainer, folder, "one")
     seen["steps"].append(step(trainer, 2))
     restore(trainer, folder, "one")
-    trainer.inputs = RunInputs.read(trainer.config)
-    trainer.inputs.guests.load(trainer.device)
+    guests = guests_of(trainer.config, trainer.plan, RunInputs.read(trainer.config), trainer.policy)
+    trainer.features = Features(guests, trainer.meter)
     return {**seen, "resumed": step(trainer, 2)}
 
 
 def one(folder: Path) -> dict[str, Any]:
     """The completions of a policy without guests; the same steps on one rank; and a run by the command."""
     trainer = build(folder)
-    config = replace(trainer.config, rollout=replace(trainer.config.rollout, guests=[]))
+    config = trainer.config.without(GuestsConfig)
     alone = Trainer(config, batch_plan(config, 1), trainer.policy, None, RunInputs.read(config), trainer.device)
     rollout = alone.sample(alone.draw_prompts(), 1)
     seen: dict[str, Any] = {"steps": [step(trainer, 1), step(trainer, 2)]}
@@ -101,7 +108,9 @@ def one(folder: Path) -> dict[str, Any]:
         policy={"dtype": "float32"},
         rollout={
             **{"prompts_per_step": 4, "num_generations": 3, "max_completion_tokens": 4},
-            "guests": [
+        },
+        guests={
+            "writers": [
                 {"name": "large", "model": str(folder / "large"), "weight": "importance"},
                 {"name": "written", "path": str(folder / "written.jsonl"), "weight": "importance"},
             ],
@@ -110,7 +119,7 @@ def one(folder: Path) -> dict[str, Any]:
     )
     seen["metrics"] = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     lines = (run.folder / "rollouts/step_000002.jsonl").read_text().splitlines()
-    seen["writers"] = [json.loads(line).get("guest") for line in lines]
+    seen["writers"] = [json.loads(line).get("writer") for line in lines]
     seen["report"] = "Ratio of the policy to guests" in (run.folder / "report.html").read_text()
     return seen
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from tiny_models import build, tiny_config
 from tokenizers import decoders
 
 from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig, RunConfig, TrainConfig
-from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.checks import batch_plan
-from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.batch import Completion, Numbers, Prompt, Rollout, Scores
+from hybrid_grpo.features.guests import guests as module
 from hybrid_grpo.features.guests.guests import Guests
 from hybrid_grpo.features.guests.settings import GuestConfig, GuestsConfig
 from hybrid_grpo.generation.rollout import requests_of
@@ -29,6 +31,7 @@ from hybrid_grpo.model.loading import load_tokenizer
 from hybrid_grpo.records.metrics.measure import measure_step
 from hybrid_grpo.records.metrics.metrics import Meter
 
+PROGRAMS = str(Path(__file__).with_name("programs.py"))
 Seen = dict[str, Any]
 EOS = ids("<eos>")[0]
 PROMPTS = [Prompt(0, "ab=", [1], {}), Prompt(1, "ba=", [1], {}), Prompt(2, [{"role": "user", "content": "c"}], [1], {})]
@@ -49,17 +52,29 @@ def read(tmp_path: Path) -> Callable[..., Guests]:
             guests.append(GuestConfig(name, weight, path=path, **of_guest))
         config = TrainConfig(
             data=DataConfig(system_prompt=None),
-            rollout=RolloutConfig(num_generations=5, max_completion_tokens=4, guests=guests),
+            rollout=RolloutConfig(prompts_per_step=1, num_generations=5, max_completion_tokens=4),
+            **{"guests": GuestsConfig(guests)},
         )
-        return Guests(config, tokenizer, PROMPTS, (EOS,), len(tokenizer))
+        return guests_of(config, tokenizer, PROMPTS, len(tokenizer))
 
     return made
 
 
+def guests_of(config: TrainConfig, tokenizer: Any, prompts: list[Prompt], vocabulary: int) -> Guests:
+    """The guests of a run whose policy knows so many tokens, loaded on the CPU."""
+    inputs: Any = SimpleNamespace(tokenizer=tokenizer, prompts=prompts, stop_ids=(EOS,))
+    text = SimpleNamespace(vocab_size=vocabulary)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "load_config", lambda name: SimpleNamespace(get_text_config=lambda: text))
+        guests = Guests(config, batch_plan(config, 1), inputs)
+    policy: Any = SimpleNamespace(engine=SimpleNamespace(device=torch.device("cpu")))
+    guests.load(policy)
+    return guests
+
+
 def given(guests: Guests, step: int = 1, prompts: list[Prompt] = PROMPTS) -> list[list[Completion | None]]:
     """What the groups of a step are given, slot by slot."""
-    written, numbers = guests.completions(prompts, step, lambda: None)
-    assert list(numbers) == ["time/guests_s"] and 0 <= numbers["time/guests_s"][0] < 60
+    written = guests.write(prompts, step, lambda: None)
     groups = [
         [written.get(key) for key in request.keys]
         for request in requests_of(prompts, RolloutConfig(num_generations=5), 0, step)
@@ -79,23 +94,23 @@ def test_completions_of_a_file_take_the_last_places_of_their_groups(read):
     assert guests.facts["guest guest0"].startswith("3 completions of 2 of 3 prompts, from ")
     assert guests.facts["guest guest0"].endswith("; 1 rows have other prompts")
     first, second, third = given(guests)
-    ab = Completion(ids("ab", "<eos>"), [-0.5, 0, -2.5], "stop", "ab", guest="guest0", learned=True)
+    ab = Completion(ids("ab", "<eos>"), [-0.5, 0, -2.5], "stop", "ab", writer="guest0", learned=True)
     assert first == [None, None, None, ab, None]
     assert second[3] in (
-        Completion(ids("a", "<eos>"), [-1, -1], "stop", "a", guest="guest0"),
-        Completion(ids("b"), [-3], "length", "b", guest="guest0"),
+        Completion(ids("a", "<eos>"), [-1, -1], "stop", "a", writer="guest0"),
+        Completion(ids("b"), [-3], "length", "b", writer="guest0"),
     )
-    assert third == [None, None, None, None, Completion(ids("x"), [-1.0], "stop", "x", guest="guest1")]
+    assert third == [None, None, None, None, Completion(ids("x"), [-1.0], "stop", "x", writer="guest1")]
 
 
 def test_without_weight_in_the_loss_a_text_is_enough(read):
     cut = {"prompt": PROMPTS[2].text, "completions": ["abc"], "finish": ["length"], "token_ids": [[1, 2, 3]]}
     rows = [{"prompt": "ab=", "completion": "ab"}, {"prompt": "ba=", "completion": ""}, cut]
     first, second, third = given(read(rows, weight="baseline"))
-    assert first[4] == Completion(ids("ab", "<eos>"), [], "stop", "ab", guest="guest0", learned=False)
-    assert second[4] == Completion([EOS], [], "stop", "", guest="guest0", learned=False)
+    assert first[4] == Completion(ids("ab", "<eos>"), [], "stop", "ab", writer="guest0", learned=False)
+    assert second[4] == Completion([EOS], [], "stop", "", writer="guest0", learned=False)
     # Tokens of another tokenizer do not matter, and a completion that was cut does not end.
-    assert third[4] == Completion(ids("abc"), [], "length", "abc", guest="guest0", learned=False)
+    assert third[4] == Completion(ids("abc"), [], "length", "abc", writer="guest0", learned=False)
 
 
 def test_which_completions_a_group_is_given_is_a_matter_of_seed_step_and_prompt(read):
@@ -121,16 +136,11 @@ def test_what_a_model_writes_beyond_the_vocabulary_of_the_policy_is_left_out(tmp
     build(tiny_config("qwen2", vocab_size=80)).save_pretrained(tmp_path)
     config = TrainConfig(
         policy=PolicyConfig(model=str(tmp_path), dtype="float32"),
-        rollout=RolloutConfig(
-            num_generations=3,
-            max_completion_tokens=2,
-            logit_bias={"74": 1e4},
-            guests=[GuestConfig("large", "importance", model=str(tmp_path))],
-        ),
+        rollout=RolloutConfig(prompts_per_step=1, num_generations=3, max_completion_tokens=2, logit_bias={"74": 1e4}),
+        **{"guests": GuestsConfig([GuestConfig("large", "importance", model=str(tmp_path))])},
     )
-    guests = Guests(config, load_tokenizer(str(tmp_path)), PROMPTS[:1], (EOS,), known)
-    guests.load(torch.device("cpu"))
-    written, _ = guests.completions(PROMPTS[:1], 1, lambda: None)
+    guests = guests_of(config, load_tokenizer(str(tmp_path)), PROMPTS[:1], known)
+    written = guests.write(PROMPTS[:1], 1, lambda: None)
     assert [completion.token_ids for completion in written.values()] == [[74, 74]] * has
 
 
@@ -141,16 +151,12 @@ def test_what_a_model_writes_is_a_matter_of_the_seed(tmp_path: Path):
     def written(seed: int) -> list[list[int]]:
         config = TrainConfig(
             policy=PolicyConfig(model=str(tmp_path), dtype="float32"),
-            rollout=RolloutConfig(
-                num_generations=3,
-                max_completion_tokens=8,
-                guests=[GuestConfig("large", "importance", model=str(tmp_path), per_group=2)],
-            ),
+            rollout=RolloutConfig(prompts_per_step=1, num_generations=3, max_completion_tokens=8),
             run=RunConfig(seed=seed),
+            **{"guests": GuestsConfig([GuestConfig("large", "importance", model=str(tmp_path), per_group=2)])},
         )
-        guests = Guests(config, load_tokenizer(str(tmp_path)), PROMPTS[:1], (EOS,), 80)
-        guests.load(torch.device("cpu"))
-        return [completion.token_ids for completion in guests.completions(PROMPTS[:1], 1, lambda: None)[0].values()]
+        guests = guests_of(config, load_tokenizer(str(tmp_path)), PROMPTS[:1], 80)
+        return [completion.token_ids for completion in guests.write(PROMPTS[:1], 1, lambda: None).values()]
 
     assert written(0) == written(0) != written(1)
 
@@ -179,7 +185,7 @@ def test_a_row_that_does_not_fit(read, changes, says):
 
 def test_the_numbers_of_a_step_are_the_policy_s_own():
     """Equal to those of the same step without guests, but for how many groups teach nothing."""
-    draw, guests = random.Random(0), [GuestConfig("large", "baseline", model="m", per_group=2)]
+    draw = random.Random(0)
 
     def row(guest: str = "") -> Completion:
         tokens = [draw.randrange(50) for _ in range(draw.randint(1, 6))]
@@ -192,13 +198,15 @@ def test_the_numbers_of_a_step_are_the_policy_s_own():
     value_B[:6] = torch.tensor([0, 0, 0, 0, 1, 0])
     scores = Scores(value_B, {"f": value_B}, {"f": torch.zeros(36, dtype=torch.int8)})
 
-    def numbers(*given: Any) -> dict[str, float]:
+    def numbers(measured: Numbers) -> dict[str, float]:
         meter = Meter(["f"], sources=["a", "b", "c"], features={"<guest>": ["large"]})
         meter.update(measured)
         return {name: value for name, value in meter.reduce().items() if not name.startswith("memory/")}
 
-    mixed = numbers(rollout, scores, "f", 0.5, guests)
-    alone = numbers(rollout.first(4), scores.first(4, 6), "f", 0.5)
+    guest = Guests.__new__(Guests)
+    guest._guests = [(GuestConfig("large", "baseline", model="m", per_group=2), None)]
+    mixed = numbers(measure_step(rollout, scores, "f", 0.5, 4) | guest.measure(rollout, scores))
+    alone = numbers(measure_step(rollout.first(4), scores.first(4, 6), "f", 0.5, 4))
     of_guests = {name: mixed.pop(name) for name in list(mixed) if name.startswith("guests/")}
     assert mixed.pop("group/zero_std_frac") < alone.pop("group/zero_std_frac"), "the guest is the only right one"
     assert mixed.pop("group/count") == alone.pop("group/count") == 6
@@ -228,8 +236,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Seen], Seen]:
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:100:2]]
     answers = [json.dumps({"prompt": row["prompt"], "completion": row["answer"]}) for row in rows]
     (folder / "answers.jsonl").write_text("\n".join(answers) + "\n")
-    two = ranks(2, "two", folder, programs="guests/programs.py")
-    (one,) = ranks(1, "one", folder, programs="guests/programs.py")
+    two = ranks(2, "two", folder, programs=PROGRAMS)
+    (one,) = ranks(1, "one", folder, programs=PROGRAMS)
     return two, one
 
 

@@ -11,8 +11,9 @@ import torch
 from objective_formulas import Batch, Row
 
 from hybrid_grpo.config import GrpoConfig
-from hybrid_grpo.data.batch import TrainBatch
-from hybrid_grpo.grpo.loss import micro_batch_loss
+from hybrid_grpo.data.batch import Numbers, TrainBatch
+from hybrid_grpo.features.guests.guests import Guests
+from hybrid_grpo.grpo.loss import Objective, micro_batch_loss
 
 BETA = 0.05
 WRITERS = ["", "large", "", "seeds", "large", "", "", "seeds", ""]
@@ -34,6 +35,18 @@ def train_batch(batch: Batch, grpo: GrpoConfig, sampler: torch.Tensor, old: torc
     micro: Any = SimpleNamespace(mask_bT=batch.mask)
     ref = batch.ref if grpo.beta else None
     return TrainBatch(micro, sampler, old, ref, batch.advantages, batch.weights(grpo.loss_type), masks(batch))
+
+
+def loss_of(
+    batch: TrainBatch, logp: torch.Tensor, entropy: torch.Tensor, grpo: GrpoConfig, own: Objective | None = None
+) -> tuple[torch.Tensor, Numbers]:
+    """The policy's loss with the guests' term, and the numbers of both."""
+    guests = Guests.__new__(Guests)
+    given: Any = SimpleNamespace(grpo=grpo), SimpleNamespace(objective=own)
+    guests.config, guests.inputs = given
+    loss, numbers = micro_batch_loss(batch, logp, entropy, grpo, grpo.beta, own)
+    added, of_guests = guests.loss(batch, logp, entropy, [])
+    return loss + added, numbers | of_guests
 
 
 def definition(batch: Batch, grpo: GrpoConfig, sampler: np.ndarray, old: np.ndarray | None, logp: np.ndarray) -> float:
@@ -64,7 +77,7 @@ def test_loss_and_gradient_are_their_definition(name: str, later: bool) -> None:
     noise = 0.5 * torch.randn(batch.logp.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     sampler, old = batch.old + noise, batch.old if later else None
     logp = batch.logp.clone().requires_grad_()
-    loss, numbers = micro_batch_loss(train_batch(batch, grpo, sampler, old), logp, batch.entropy, grpo, grpo.beta)
+    loss, numbers = loss_of(train_batch(batch, grpo, sampler, old), logp, batch.entropy, grpo)
     (gradient,) = torch.autograd.grad(loss, logp)
 
     given = sampler.numpy(), None if old is None else old.numpy()
@@ -87,7 +100,7 @@ def test_the_policy_s_numbers_are_of_its_own_tokens(name: str) -> None:
     micro: Any = SimpleNamespace(mask_bT=batch.mask[own])
     parts = (batch.old, batch.old, batch.ref if grpo.beta else None, batch.advantages, mixed.weight_bT)
     alone = TrainBatch(micro, *(None if part is None else part[own] for part in parts))  # type: ignore[arg-type]
-    _, numbers = micro_batch_loss(mixed, batch.logp, batch.entropy, grpo, grpo.beta)
+    _, numbers = loss_of(mixed, batch.logp, batch.entropy, grpo)
     _, expected = micro_batch_loss(alone, batch.logp[own], batch.entropy[own], grpo, grpo.beta)
     for metric, (value, count) in expected.items():
         assert (float(numbers[metric][0]), float(numbers[metric][1])) == pytest.approx((float(value), float(count)))
@@ -111,6 +124,6 @@ def test_a_loss_of_one_s_own_is_called_for_every_writer() -> None:
         return (weight * logp).sum()
 
     mixed = train_batch(batch, grpo, batch.old, None)
-    loss, _ = micro_batch_loss(mixed, batch.logp, batch.entropy, grpo, BETA, objective)
+    loss, _ = loss_of(mixed, batch.logp, batch.entropy, grpo, objective)
     assert seen == [([0, 2, 5, 6, 8], BETA, False), ([1, 4], 0.0, True), ([3, 7], 0.0, True)]
     assert loss.item() == pytest.approx((mixed.weight_bT * batch.logp)[batch.mask].sum().item())

@@ -28,6 +28,8 @@ from hybrid_grpo.run.feature import Scored
 Seen = dict[str, Any]
 TEMPERATURE = 0.8
 
+PROGRAMS = str(Path(__file__).with_name("programs.py"))
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Seen], Seen]:
@@ -39,8 +41,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Seen], Seen]:
     weights, generator = load_file(folder / "model/model.safetensors"), torch.Generator().manual_seed(0)
     moved = {name: w + 0.1 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
     save_file(moved, folder / "other/model.safetensors", metadata={"format": "pt"})
-    two = ranks(2, "two", folder, programs="distillation_programs.py")
-    (one,) = ranks(1, "one", folder, programs="distillation_programs.py")
+    two = ranks(2, "two", folder, programs=PROGRAMS)
+    (one,) = ranks(1, "one", folder, programs=PROGRAMS)
     return two, one
 
 

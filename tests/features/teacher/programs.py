@@ -1,4 +1,4 @@
-"""Programs of features/teacher/test_teacher.py: steps with a teacher, on one rank and on two; see rank_programs.py."""
+"""Programs of test_teacher.py: steps with a teacher, on one rank and on two; see rank_programs.py."""
 
 from __future__ import annotations
 

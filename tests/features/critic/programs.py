@@ -1,4 +1,4 @@
-"""Programs of features/critic/test_critic.py: steps with a critic, on one rank and on two; see rank_programs.py."""
+"""Programs of test_critic.py: steps with a critic, on one rank and on two; see rank_programs.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rank_programs import main
+from rank_programs import main, restore, save
 
 import hybrid_grpo as hg
 from hybrid_grpo import engine as engines
@@ -22,7 +22,7 @@ from hybrid_grpo.config import (
 )
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.features.critic.settings import CriticConfig
-from hybrid_grpo.model.ranks import barrier, world_size
+from hybrid_grpo.model.ranks import world_size
 from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.run.feature import make_features
 from hybrid_grpo.run.inputs import RunInputs
@@ -75,25 +75,6 @@ def steps(trainer: Trainer, numbers: range) -> list[dict[str, Any]]:
             whole = model.engine.whole(list(named))
             seen[-1][type(model).__name__] = {named[p]: weight.flatten()[::50].tolist() for p, weight in whole.items()}
     return seen
-
-
-def save(trainer: Trainer, folder: Path, tag: str) -> None:
-    """As a run saves a checkpoint."""
-    state = {name: part.state_dict() for name, part in trainer.parts.items()}
-    trainer.policy.engine.save(folder, tag, {"policy": trainer.policy.state_dict(), **state})
-    for part in trainer.all_shards:
-        part.save(folder / tag)
-    barrier()
-
-
-def restore(trainer: Trainer, folder: Path, tag: str) -> None:
-    """As a run goes on from a checkpoint."""
-    state = trainer.policy.engine.load(folder, tag)
-    for part in trainer.all_shards:
-        part.load(folder / tag)
-    trainer.policy.load_state_dict(state["policy"])
-    for name, part in trainer.parts.items():
-        part.load_state_dict(state[name])
 
 
 def two(folder: Path) -> dict[str, Any]:
