@@ -305,7 +305,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     chosen = [case for case in CASES if not arguments.only or case.name in arguments.only.split(",")]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hybrid_grpo.trainer", "hybrid_grpo.stages.sft", "datasets", "peft"])
+    context.set_forkserver_preload(["hybrid_grpo.trainer", "hybrid_grpo.commands.stages.sft", "datasets", "peft"])
     found = []
     with tempfile.TemporaryDirectory() as place:
         folder = (arguments.folder or Path(place)).absolute()

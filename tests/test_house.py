@@ -13,7 +13,7 @@ from paths import ROOT
 from hybrid_grpo.config.features import feature_folders
 
 PACKAGE = ROOT / "hybrid_grpo"
-MOST_ENTRIES, MOST_LINES, MOST_FILE, MOST_FUNCTION = 17, 39_900, 400, 60
+MOST_ENTRIES, MOST_LINES, MOST_FILE, MOST_FUNCTION = 16, 39_900, 400, 60
 LONG_FILES = {"engine.py", "rewards/functions.py", "run/run.py"}
 LONG_FUNCTIONS = {
     *("config/building.py:_one_line", "config/rollout.py:_check", "config/train.py:_check_sections"),

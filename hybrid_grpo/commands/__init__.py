@@ -1,5 +1,5 @@
 """The commands of the command line, each a file: it parses its settings, builds what it needs, and runs.
 
 `api` has the same commands as Python functions. What a command does is in the rooms below; here it is put together.
-Imports that take seconds stand behind the check of the settings, so that a mistake is told at once.
+Slow imports come after the check of the settings, so that a mistake is reported at once.
 """

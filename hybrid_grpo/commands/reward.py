@@ -19,6 +19,7 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     check_reward(config, int(os.environ.get("WORLD_SIZE", "1")))
 
     from hybrid_grpo import engine
+    from hybrid_grpo.commands.stages.reward import RewardTrainer
     from hybrid_grpo.data.preferences import Preference, read_preferences
     from hybrid_grpo.data.sources import evaluation_source
     from hybrid_grpo.generation.attention import describe
@@ -29,7 +30,6 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     from hybrid_grpo.policy import Scorer
     from hybrid_grpo.run.fingerprints import held_out_name, of_inputs
     from hybrid_grpo.run.run import Run
-    from hybrid_grpo.stages.reward import RewardTrainer
     from hybrid_grpo.watch.frozen import write_report
 
     device = engine.start(config.engine.timeout_minutes)

@@ -19,6 +19,7 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     check_sft(config, int(os.environ.get("WORLD_SIZE", "1")))
 
     from hybrid_grpo import engine
+    from hybrid_grpo.commands.stages.sft import SftTrainer
     from hybrid_grpo.data.pairs import read_pairs
     from hybrid_grpo.generation.attention import describe
     from hybrid_grpo.model.files import check_files
@@ -27,7 +28,6 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     from hybrid_grpo.policy import Policy
     from hybrid_grpo.run.fingerprints import of_inputs
     from hybrid_grpo.run.run import Run
-    from hybrid_grpo.stages.sft import SftTrainer
     from hybrid_grpo.watch.frozen import write_report
 
     device = engine.start(config.engine.timeout_minutes)

@@ -1,4 +1,4 @@
-"""A stage of training as a run sees it; the stages themselves are `trainer.py` and `stages/`."""
+"""A stage of training as a run sees it; the stages themselves are `trainer.py` and `commands/stages/`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol

@@ -8,11 +8,11 @@ import peft  # noqa: F401
 from transformers import Qwen2Config
 
 import hybrid_grpo.commands.sft
+import hybrid_grpo.commands.stages.reward
+import hybrid_grpo.commands.stages.sft
 import hybrid_grpo.commands.train
 import hybrid_grpo.run.inputs
 import hybrid_grpo.run.run
-import hybrid_grpo.stages.reward
-import hybrid_grpo.stages.sft
 import hybrid_grpo.trainer  # noqa: F401
 from hybrid_grpo.config import BatchPlan, TrainConfig, build
 from hybrid_grpo.run.memory.dry_run import measure
