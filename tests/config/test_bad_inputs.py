@@ -10,10 +10,12 @@ import errno
 import io
 import json
 import os
+import re
 import shlex
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from unittest import mock
 
@@ -25,6 +27,7 @@ from bad_inputs import Ended
 from workshop import Workshop
 
 from hybrid_grpo import __main__ as program
+from hybrid_grpo.config import TrainConfig
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SETTINGS = [
@@ -65,12 +68,6 @@ SETTINGS = [
     ("--rollout.tools='[\"calculator\"]' --rollout.ignore_eos=true", "rollout.tools", "rollout.ignore_eos", "take out"),
     ("--rollout.environment=a.py:G --rollout.ignore_eos=true", "rollout.environment", "rollout.ignore_eos", "take out"),
     ("--rollout.environment=a.py:exact_match", "rewards: exact_match is also the name of an environment", "`name`"),
-    (
-        "--rollout.environment=a.py:G --teacher.prompt_column=answer",
-        "teacher.prompt_column answer",
-        "rollout.environment",
-        "take out",
-    ),
     ("--rollout.tools='[{kwargs: {folder: x}}]'", "rollout.tools[0].function is not set: give one"),
     *[(f"--rollout.{settings}", *says) for settings, *says in [
         ("user=f.py:g --rollout.user_model=model --rollout.user_prompt=x", "both play the user: take out one of them"),
@@ -81,22 +78,6 @@ SETTINGS = [
     ]],
     ("--rollout.max_completion_tokens=9999999999999999999", "must be 9007199254740992 or less"),
     ("--rollout.logit_bias='{\"-1\": 1}'", "rollout.logit_bias '-1' is not a token id"),
-    *[(f"--guests.writers='[{{name: g, {guest}}}]' {others}", *says) for guest, others, *says in [
-        ("weight: baseline", "", "guests.writers g: path and model are not set: give one of them"),
-        ("weight: baseline, path: train.jsonl, model: model", "", "path and model are both set: give one of them"),
-        ("weight: half, path: train.jsonl", "", "guests.writers[0].weight: expected importance or baseline"),
-        ("path: train.jsonl", "", "guests.writers[0].weight"),
-        ("weight: baseline, path: train.jsonl, per_group: 4", "", "leaves the policy none: raise it to 6"),
-        ("weight: baseline, path: no.jsonl", "", "guests.writers g: path no.jsonl: there is no such file or folder"),
-        ("weight: baseline, model: nomodel", "", "guests.writers g: model nomodel is not a model folder"),
-        ("weight: baseline, path: train.jsonl", "--critic.enabled=true", "take out guests"),
-        ("weight: baseline, path: train.jsonl", "--data.streaming=true", "take out one of the two"),
-        ("weight: baseline, path: train.jsonl", "--rollout.max_total_tokens=90", "take out rollout.max_total_tokens"),
-        ("weight: baseline, path: train.jsonl", "--teacher.model=model", "take out teacher or guests"),
-        ("weight: baseline, path: train.jsonl", "--rollout.user=f.py:g", "rollout.user makes completions"),
-        ("weight: baseline, path: train.jsonl", "--grpo.beta=1 --grpo.kl_in=reward", "set grpo.kl_in to loss"),
-        ("weight: baseline, path: a}, {name: g, weight: baseline, path: b", "", "two guests are named g"),
-    ]],
     ("--grpo.beta=nan", "grpo.beta: expected a finite number, got nan"),
     ("--grpo.num_minibatches=3", "rollout.prompts_per_step 4", "grpo.num_minibatches", "nearest value is 3"),
     ("--run.steps=0", "run.steps 0 must be 1 or greater"),
@@ -202,7 +183,6 @@ SETTINGS = [
     ("--data.streaming=true --data.split=train[:9]", "data.split train[:9] needs all rows", "name a whole split"),
     ("--data.streaming=true --data.over_long=refuse", "data.over_long refuse needs all rows", "set it to drop"),
     ("--data.streaming=true --curriculum.sampling=difficulty", "data.streaming keeps no success rates"),
-    ("--data.streaming=true --teacher.model=model", "teacher is checked with all prompts", "data.streaming does not"),
     ("train --data.task=letters --data.streaming=true", "data.task letters makes its rows itself"),
     (
         "train --policy.model=model --rewards exact_match --data.streaming=true --data.mixture='[{path: train.jsonl}]'",
@@ -260,36 +240,9 @@ LOADED = [
     ("score binaryrun", "binaryrun", "step_000001.jsonl line 1 is not JSON"),
     ("score copyrun", "copyrun"),
     ("replay-step oldrun 1 --rollout.temperature=0.5", "temperature 1.0 -> 0.5 cannot be replayed"),
-    ("replay-step oldrun 1 --critic.enabled=true", "critic.enabled", "-> true", "cannot be replayed"),
     ("replay-step oldrun 1 --replay.rewards=saved --rewards=repetition_penalty", "rewards names others: take out one"),
     ("replay-step oldrun 1 --replay.completions=saved", "the run has not saved the tokens of step 1"),
     ("eval --config train.yaml --data.eval_path=null", "data.eval_path and data.eval_split are not set"),
-    # Guests
-    *[(f"--guests.writers='[{{name: g, weight: {guest}}}]'", f"guests.writers g: {says[0]}", *says[1:])
-      for guest, *says in [
-        ("importance, path: pairs.jsonl", "row 0 (from 0) of pairs.jsonl has no token_ids", "set weight to baseline"),
-        ("baseline, path: train.jsonl", "path: row 0", "has neither completion nor completions"),
-        ("importance, model: t_ids", "model t_ids has another tokenizer than policy.model model"),
-        ("importance, model: notokenizer", "model notokenizer has no tokenizer"),
-        ("importance, model: cut", "model cut", "is cut short"),
-        ("importance, model: few_positions", "model few_positions has 10 positions", "by 4"),
-        ("importance, model: t5", "model t5", "take another model"),
-    ]],
-    # Critic
-    ("--critic.enabled=true --critic.model=t_ids", "critic.model t_ids has another tokenizer than policy.model model"),
-    ("--critic.enabled=true --critic.model=notokenizer", "critic.model notokenizer has no tokenizer"),
-    ("--critic.enabled=true --critic.model=cut", "critic.model cut", "is cut short"),
-    ("--critic.enabled=true --critic.model=few_positions", "critic.model few_positions has 10 positions", "by 4"),
-    ("--critic.enabled=true --critic.model=t5", "critic.model t5", "take another model"),
-    # Teacher
-    ("--teacher.model=model --rewards=[]", "rewards is empty: to learn from the teacher alone", "weight: 0}]"),
-    ("--teacher.model=t_ids", "teacher.model t_ids has another tokenizer than policy.model model"),
-    ("--teacher.model=cut", "teacher.model cut", "is cut short"),
-    ("--teacher.model=few_positions", "teacher.model few_positions has 10 positions", "by 4"),
-    ("--teacher.model=t5", "teacher.model t5", "take another model"),
-    ("--teacher.model=no_such_folder/model", "teacher.model no_such_folder/model does not load"),
-    ("--teacher.prompt_column=anser", "teacher.prompt_column anser: row 0 (from 0)", "did you mean answer?"),
-    ("--teacher.model=model --teacher.into=loss --teacher.top_k=29", "teacher.top_k 29 is not less than the 29 tokens"),
     # Rewards
     ("--rewards no.module:f", "rewards[0].function no.module:f", "no module no"),
     ("--rewards my_rewards.py:rais", "rewards[0].function", "did you mean raises?"),
@@ -364,6 +317,19 @@ FOUND_BY_LOADING = [
     ("--policy.model=infinite", "policy.model infinite: 1 of its weights hold NaN or infinity"),
     ("--policy.model=lacking", "policy.model lacking lacks 1", "q_proj"),
 ]
+
+
+def of_features(kind: str) -> Iterator[tuple[str, ...]]:
+    """The lines of features' own files, but for those about two features of which one was taken out."""
+    sections = {section.name for section in fields(TrainConfig)}
+    for file in sorted(Path(__file__).parents[1].glob("features/*/bad_inputs.yaml")):
+        for line, *says in yaml.safe_load(file.read_text()).get(kind, ()):
+            if sections.issuperset(re.findall(r"--(\w+)\.", line)):
+                yield line, *says
+
+
+SETTINGS += of_features("settings")
+LOADED += of_features("loaded")
 """The head of a run is written before its weights are read."""
 
 
