@@ -119,6 +119,6 @@ def test_what_would_fill_memory_is_refused_at_once(tmp_path: Path, name: str) ->
 
 def test_a_few_aliases_and_merges_are_settings(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text("policy: &small {lr: 1e-6, betas: [0.9, 0.95]}\ncritic: {<<: *small, lr: 2e-6}\nsft: *small\n")
+    path.write_text("policy: &small {lr: 1e-6, betas: [0.9, 0.95]}\nlarge: {<<: *small, lr: 2e-6}\nsft: *small\n")
     small = {"lr": 1e-6, "betas": [0.9, 0.95]}
-    assert read_recipe(path) == {"policy": small, "critic": {**small, "lr": 2e-6}, "sft": small}
+    assert read_recipe(path) == {"policy": small, "large": {**small, "lr": 2e-6}, "sft": small}

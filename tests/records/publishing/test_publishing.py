@@ -73,7 +73,6 @@ LINES: list[dict[str, Any]] = [
 STAGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "sft": (SftConfig, {"policy": {"model": "some/base"}, "data": {"path": "some/pairs"}, "sft": {"batch_size": 2}}),
     "reward": (RewardStageConfig, {"policy": {"model": "some/base"}, "data": {"path": "pairs.jsonl"}}),
-    "ppo": (TrainConfig, {**TRAIN, "data": {"path": "mine.jsonl"}, "eval": {}, "critic": {"enabled": True}}),
 }
 
 
@@ -190,7 +189,6 @@ def test_nothing_that_strangers_should_not_see_is_published(run: Path) -> None:
 @pytest.mark.parametrize("stage, lines, tags, pipeline, results", [
     ("sft", [{"step": 1, "sft/loss": 2.0}, {"step": 4, "sft/loss": 1.0}], "sft", "text-generation", None),
     ("reward", [{"step": 4, "reward_model/heldout_accuracy": 0.875}], "reward-model", "text-classification", 0.875),
-    ("ppo", [{"step": 4, "policy/loss": 1.0}], "ppo", "text-generation", None),
 ])  # fmt: skip
 def test_other_stages(run: Path, weights: Path, stage: str, lines: Any, tags: str, pipeline: str, results: Any) -> None:
     cls, settings = STAGES[stage]
