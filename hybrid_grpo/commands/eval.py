@@ -212,7 +212,7 @@ def _bounds(interval: list[float] | None) -> str:
 
 
 def with_trained_models(arguments: list[str]) -> list[str]:
-    """The arguments, with the trained model as `--policy.model` behind every config.yaml of a run that has one.
+    """The arguments, with the trained model as `--policy.model` after every config.yaml of a run that has one.
 
     Later settings win, and where the arguments name a model themselves nothing is added.
     """

@@ -223,7 +223,7 @@ def _nearest(checkpoints: Checkpoints, base: ReplayConfig, step: int) -> Checkpo
             ) from None
         refuse(
             checkpoint.manifest.step >= step,
-            f"step {step} was made before the run began from {begun}: take a step behind {checkpoint.manifest.step}",
+            f"step {step} was made before the run began from {begun}: take a step after {checkpoint.manifest.step}",
         )
     if checkpoint is not None:
         others = changes(checkpoint.manifest.settings, base).items()

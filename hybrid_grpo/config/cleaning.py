@@ -31,7 +31,7 @@ class CleanConfig:
     """Prompts and answers with letters that were decoded wrongly: U+FFFD, which stands for an undecodable one, control
     characters, halves of surrogate pairs, or text of another encoding (found by ftfy)."""
     answers: Action = "drop"
-    """Answers that are none: missing, empty, a stand-in such as `N/A` or `nan`, or with nothing behind their `####` or
+    """Answers that are none: missing, empty, a stand-in such as `N/A` or `nan`, or with nothing after their `####` or
     in their `\\boxed{}`."""
     answer_column: Text | None = None
     """Column with the answer. Default: the first of answer, tests, target and `data.completion_column` that there

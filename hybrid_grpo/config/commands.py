@@ -211,7 +211,7 @@ class ScoreOptionsConfig:
 class ScoreConfig(TrainConfig):
     """Try reward functions on completions that exist already, without a model. FILE_OR_RUN is a file of rows with
     completions (anything that `data.path` takes, or `-` for JSON lines from standard input), or the folder of a run.
-    A row of a file has a prompt, the column of `data.completion_column` with a text, or one with an `s` behind that
+    A row of a file has a prompt, the column of `data.completion_column` with a text, or one with an `s` after that
     name with a list of texts, and columns for the functions; any recipe can be given. For a run, the settings start
     from the run's own, and every line also has what the run's own functions had said."""
 

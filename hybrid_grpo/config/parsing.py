@@ -112,7 +112,7 @@ def configure(cls: type[ConfigT], given: Settings) -> Parsed[ConfigT]:
 
 def leading_argument(arguments: list[str], usage: str) -> tuple[str, list[str]]:
     """The argument in front of the options, empty where help is asked for in its place, and the options. Raises
-    UserError where it is missing, or another stands behind it."""
+    UserError where it is missing, or another stands after it."""
     first, *options = arguments or [""]
     if first in ("-h", "--help"):
         return "", arguments

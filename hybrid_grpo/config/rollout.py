@@ -160,7 +160,7 @@ class RolloutConfig:
 
     user: Function | None = None
     """Function that plays the user, as `path/to/file.py:name`: called with the `messages` so far and the columns that
-    it has arguments for behind each turn of the model without calls, it returns what the user says, or None to end the
+    it has arguments for after each turn of the model without calls, it returns what the user says, or None to end the
     conversation. See docs/users.md."""
     user_model: Text | None = None
     """Folder or hub name of a model that plays the user. Every rank holds it whole, beside the policy."""
@@ -199,12 +199,12 @@ class RolloutConfig:
 
     @property
     def max_read_tokens(self) -> int:
-        """Most tokens behind a short prompt, those included that are given between turns, or at the prompt's end."""
+        """Most tokens after a short prompt, those included that are given between turns, or at the prompt's end."""
         answers = (self.max_turns - 1 if self.has_turns else 0) + bool(self.environment)
         return self.max_completion_tokens + answers * self.max_tool_tokens
 
     def longest(self, prompt: int, *, opened: bool = False) -> int:
-        """Most tokens of a prompt of so many, and of what is behind it; `opened` where the prompt already has what its
+        """Most tokens of a prompt of so many, and of what is after it; `opened` where the prompt already has what its
         environment says at the beginning."""
         longest = prompt + self.max_read_tokens - (self.max_tool_tokens if opened else 0)
         return longest if self.max_total_tokens is None else min(longest, self.max_total_tokens)

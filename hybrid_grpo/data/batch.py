@@ -1,6 +1,6 @@
 """The records that the stages hand to each other, and the legend of shapes.
 
-Letters behind a name are its dimensions, here and everywhere in the package:
+Letters after a name are its dimensions, here and everywhere in the package:
 
     P  prompts of a rollout on this rank          S  tokens of a forward's rows, right-padded
     G  completions per prompt                     T  completion tokens, right-padded
@@ -61,7 +61,7 @@ class Prompt:
 
 
 Given = tuple[int, list[int]]
-"""Tokens that were not sampled but given between two turns of a completion, behind so many sampled ones."""
+"""Tokens that were not sampled but given between two turns of a completion, after so many sampled ones."""
 
 
 Called = tuple[str, bool]
@@ -106,7 +106,7 @@ class Completion:
 
     @property
     def read_ids(self) -> list[int]:
-        """All tokens behind the prompt in the order in which the model reads them, given ones included."""
+        """All tokens after the prompt in the order in which the model reads them, given ones included."""
         ids: list[int] = []
         begin = 0
         for end, given in self.given:
@@ -141,7 +141,7 @@ class Rollout:
 
     @property
     def read_ids(self) -> tuple[list[list[int]], list[list[int]], list[list[int] | None]]:
-        """[B] each: the tokens of the prompts, all that the model reads behind them, and where in that the sampled
+        """[B] each: the tokens of the prompts, all that the model reads after them, and where in that the sampled
         tokens stand; None where all are sampled."""
         completions = self.completions
         prompts = [prompt.token_ids for prompt in self.row_prompts]
@@ -275,7 +275,7 @@ class Scores:
         )
 
     def _lists(self, ours: dict[str, list[Any]], more: Scores, theirs: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Both lists, one behind the other; None for the rows of a side that has no such list."""
+        """Both lists, one after the other; None for the rows of a side that has no such list."""
         none, nor = [None] * len(self.reward_B), [None] * len(more.reward_B)
         return {name: ours.get(name, none) + theirs.get(name, nor) for name in {**ours, **theirs}}
 

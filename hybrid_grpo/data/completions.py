@@ -30,7 +30,7 @@ def read_completions(
     """The rows of a source as in `data.path`, or of standard input (`-`), each as a rollout of one group.
 
     A row has a prompt, and a completion in the column `data.completion_column`, or a list of completions in the column
-    of that name with an `s` behind it. A completion is text, or a chat that ends with the assistant's message. All
+    of that name with an `s` after it. A completion is text, or a chat that ends with the assistant's message. All
     other columns are for the reward functions. Those in a mapping called `columns`, which `generate` and the rollouts
     of a run have, are treated like columns of the row.
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Conversation:
     """What was said so far. Of the settings only those of the chat template count.
 
-    Without a template the model continues plain text: each message stands on a line of its own behind what was written
+    Without a template the model continues plain text: each message stands on a line of its own after what was written
     before, and the answer follows it at once.
 
     Args:

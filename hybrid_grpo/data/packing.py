@@ -109,7 +109,7 @@ def pack_pairs(
     *,
     share: Literal["auto", "on", "off"],
 ) -> list[MicroBatch]:
-    """As `pack`, for pairs of texts: the only target of a text stands behind its last token, which is so the one that
+    """As `pack`, for pairs of texts: the only target of a text stands after its last token, which is so the one that
     `MicroBatch.source` selects. Collective.
 
     Args:

@@ -95,7 +95,7 @@ class PromptStream:
         self._on_first_rank(lambda: self._find(position), UserError)
 
     def take(self, position: Position, count: int) -> tuple[list[Prompt], Position]:
-        """The next prompts from a position on, each with its epoch, and the position behind them. Raises RunStopped
+        """The next prompts from a position on, each with its epoch, and the position after them. Raises RunStopped
         where a row is not a prompt, or cannot be read."""
         return self._on_first_rank(lambda: self._take(position, count), RunStopped)
 
@@ -158,7 +158,7 @@ class PromptStream:
         return prompts, position
 
     def _take_from(self, block: Block, position: Position, count: int) -> tuple[list[Prompt], Position]:
-        """Up to so many prompts of a block, and the position behind them."""
+        """Up to so many prompts of a block, and the position after them."""
         prompts: list[Prompt] = []
         offset = position.offset
         while offset < len(block.rows) and len(prompts) < count:

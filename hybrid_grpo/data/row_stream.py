@@ -1,7 +1,7 @@
 """Rows that are read as they come, block by block: what `data.streaming` reads, on the first rank.
 
 A source is a list of shards: its files, or the shards of a `datasets.IterableDataset`. A pass reads the shards one
-after the other, in an order that depends on the seed and the epoch. Every row comes with the place behind it, so that a
+after the other, in an order that depends on the seed and the epoch. Every row comes with the place after it, so that a
 block can be read again from its place alone. The shuffled streams of `datasets` are not used, as their buffer is no
 part of their state.
 """
@@ -54,7 +54,7 @@ class Shard:
     name: str
     """In words, for messages."""
     rows: Callable[[Any], Iterator[tuple[Row, Any]]]
-    """Its rows from a mark on (None: all), each with the mark of the row behind it."""
+    """Its rows from a mark on (None: all), each with the mark of the row after it."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class RowStream:
         return np.random.default_rng(np.random.SeedSequence([self._seed, *entropy])).permutation(count).tolist()
 
     def _rows(self, place: Place) -> Iterator[tuple[StreamedRow, int, Any]]:
-        """The rows of the pass from a place on, each with the turn of its shard and the mark behind it."""
+        """The rows of the pass from a place on, each with the turn of its shard and the mark after it."""
         order = self._order(len(self._shards), place.epoch)
         number, mark = place.row, place.at
         for turn in range(place.turn, len(order)):

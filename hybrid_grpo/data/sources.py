@@ -261,7 +261,7 @@ def split_name(source: Source, split: str | None, names: list[str]) -> str:
 
 
 def file_rows(path: Path, source: Source, at: Any = None) -> Iterator[tuple[Row, Any]]:
-    """The rows of a file from a place in it on (None: all), each with the place behind it."""
+    """The rows of a file from a place in it on (None: all), each with the place after it."""
     if path.suffix in _JSONL:
         offset, number = at or (0, 0)
         with path.open("rb") as file:
@@ -304,7 +304,7 @@ def json_rows(
     any_letters: bool = False,
     lines_before: int = 0,
 ) -> Iterator[tuple[int, Row]]:
-    """The object of every line that is not blank, with the number of the line, from 1 (or behind `lines_before`); see
+    """The object of every line that is not blank, with the number of the line, from 1 (or after `lines_before`); see
     `Source`. Raises UserError, which names `where` and the number, where a line holds no object."""
     for number, line in enumerate(lines, start=lines_before + 1):
         if not line.strip():

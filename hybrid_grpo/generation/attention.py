@@ -36,7 +36,7 @@ from hybrid_grpo.model.upload import upload
 
 
 class Prefill:
-    """A prefill without padding: the tokens of several sequences one after the other, behind what is in the cache.
+    """A prefill without padding: the tokens of several sequences one after the other, after what is in the cache.
 
     Args:
         pages: pages of each sequence, enough for its tokens up to the end of this forward.

@@ -61,7 +61,7 @@ class Stats:
     prefills: int = 0
     """Prompts read, again for each sequence that had been put back."""
     answers: int = 0
-    """Answers between turns that were read behind what was in the cache."""
+    """Answers between turns that were read after what was in the cache."""
     preempted: int = 0
     """Sequences put back because pages had run out, in decoding or while they waited."""
     peak_cache_bytes: int = 0
@@ -204,7 +204,7 @@ class _Loop:
         """Read the tokens of the oldest running step, and remove the sequences that end with them."""
         sequences, outcome = self.in_flight.popleft()
         for (sequence, turn), token, logp in zip(sequences, *self.decoder.read(outcome), strict=False):
-            # Steps behind the end of a turn were started before the end was known.
+            # Steps after the end of a turn were started before the end was known.
             if sequence.completion is None and sequence.turn == turn and not sequence.waits:
                 self.add(sequence, token, logp)
         done = [slot for slot, s in enumerate(self.schedule.active) if s.completion or s.waits]
@@ -218,7 +218,7 @@ def sequences_of(requests: Iterable[Request], sampling: Sampling) -> list[list[S
         assert request.prompt_ids and request.keys, "a prompt has tokens, a request keys"
         prompt, limits = request.prompt_ids, request.limits or [sampling.max_tokens] * len(request.keys)
         most = request.most or sys.maxsize
-        assert len(prompt) < most, "there is room for a token behind the prompt"
+        assert len(prompt) < most, "there is room for a token after the prompt"
         begun = partial(Sequence, prompt=len(prompt), most=most, turn_limit=sampling.max_turn_tokens)
         streams = enumerate(zip(request.keys, limits, strict=True))
         groups.append([begun(index, k, key, list(prompt), limit=limit) for k, (key, limit) in streams])

@@ -131,7 +131,7 @@ def _may_end(token: int, lasts: str, decode: Callable[[list[int]], str]) -> bool
     """Whether the text of a token can hold the last character of a stop string, one of `lasts`; by the token alone,
     since decoding every row at every step takes longer than the rest of it.
 
-    Alone a token may lack spaces that it has behind others, and a part of a character is U+FFFD.
+    Alone a token may lack spaces that it has after others, and a part of a character is U+FFFD.
     """
     text = decode([token])
     return "\ufffd" in text or any(last in text or last.isspace() for last in lasts)

@@ -134,7 +134,7 @@ class Sequence:
             self.end(finish, decode, on_finish, turns)
 
     def answer(self, given: list[int] | Finish) -> Finish | None:
-        """Begin the next turn behind the tokens that answer the last; or return how the completion ends, because the
+        """Begin the next turn after the tokens that answer the last; or return how the completion ends, because the
         answer says so, or leaves no room."""
         if isinstance(given, str):
             return given

@@ -252,7 +252,7 @@ def step_advantages(
         total: sums over ranks; called once, for scale `batch` only.
 
     Returns:
-        float32 [B, T], T the longest; 0 beyond a completion's end and behind its last step.
+        float32 [B, T], T the longest; 0 beyond a completion's end and after its last step.
     """
     assert len(steps) % num_generations == 0
     groups = [
@@ -285,7 +285,7 @@ def reward_to_go_advantages(
 ) -> Tensor:
     """Advantages of tokens from the rewards that are still to come, relative to those of the group at the same token.
 
-    With o the reward of a completion as a whole, and g_t what its steps that end at token t or behind it earn (0 behind
+    With o the reward of a completion as a whole, and g_t what its steps that end at token t or after it earn (0 after
     the completion's end), the advantage of token t is (o - baseline of o + g_t - baseline of g_t) / scale. A token does
     not change rewards before it, and a baseline that depends on the token's place leaves the gradient that of the
     expected sum of all rewards: G(PO)MDP (Baxter and Bartlett 2001), with a baseline for every time step (Peters and

@@ -238,7 +238,7 @@ class Segments:
     Args:
         own: (start, length) of every segment; together they fill the row, in order.
         prefix: (start, length) of each segment's prefix, which is another whole segment, or keys and values without
-            queries, which stand behind those of the row in the order of the segments; length 0: none.
+            queries, which stand after those of the row in the order of the segments; length 0: none.
     """
 
     def __init__(self, own: Sequence[tuple[int, int]], prefix: Sequence[tuple[int, int]], device: torch.device) -> None:

@@ -73,7 +73,7 @@ def _check_layers(shapes: dict[str, list[int]], model: Any, start: str) -> None:
         for weight in sorted(shapes)
         if (found := _LAYER.search(weight)) and not any(re.search(pattern, weight) for pattern in ignored)
     }
-    # Layers that predict further tokens are numbered behind the model's own, and are not trained.
+    # Layers that predict further tokens are numbered after the model's own, and are not trained.
     behind = layers + (getattr(model.config, "num_nextn_predict_layers", 0) or 0)
     for number, weight in numbers.items():
         refuse(

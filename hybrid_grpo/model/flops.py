@@ -27,7 +27,7 @@ class Cost:
     """What a token costs a model, in parameters of matrix products.
 
     Arguments of the methods, numbers or arrays of one shape: `tokens` are read, each attends to `context` entries on
-    average, and the head gives the distribution behind `scored` of them.
+    average, and the head gives the distribution after `scored` of them.
     """
 
     body: float

@@ -9,7 +9,7 @@ from torch import Tensor
 def upload(numbers: Any, device: torch.device) -> Tensor:
     """An array, a tensor of the host or nested lists, on the device.
 
-    A GPU copies them from pinned memory behind the work that it was given before, and the host goes on. From ordinary
+    A GPU copies them from pinned memory after the work that it was given before, and the host goes on. From ordinary
     memory the host would wait until all of that work is done.
     """
     host = torch.as_tensor(numbers)

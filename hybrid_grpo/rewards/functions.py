@@ -416,6 +416,6 @@ def _find(spec: str, setting: str) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if not callable(function):
         what = "is not a function" if hasattr(module, attribute) else "does not exist"
-        name = attribute or "the name behind the colon"
+        name = attribute or "the name after the colon"
         raise UserError(f"{setting}: {name} {what} in {place}: {did_you_mean(attribute, functions_of(module))}")
     return function

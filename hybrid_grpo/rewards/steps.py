@@ -15,7 +15,7 @@ class TokenEnds:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # Decoders drop a space at the beginning of a text, so later tokens are decoded behind this one.
+        # Decoders drop a space at the beginning of a text, so later tokens are decoded after this one.
         self._anchor = list(tokenizer("a", add_special_tokens=False)["input_ids"])
         self._texts: dict[tuple[bool, tuple[int, ...]], str] = {}
 

@@ -183,7 +183,7 @@ class Run:
     def _advance(
         self, stage: Stage, done: int, settings: dict[str, Any], write_report: Callable[[Path], object]
     ) -> None:
-        """Make the steps behind `done`, and export the model."""
+        """Make the steps after `done`, and export the model."""
         profiler = Profiler(self.config.log.profiled, self.folder / "profile")
         told = self.config.log, self.folder, self.config.run.steps, done or -1, settings, stage.policy.tokenizer
         with Log(*told) as log, self._reported(write_report):
@@ -227,7 +227,7 @@ class Run:
                     stage.progress.enter("evaluation")
                     stage.evaluate(k, due)
                 log.write_details(k, stage.details.own(stage.meter.spans, stage.last_rollout))
-                # Numbers before the checkpoint: a checkpoint without them would resume behind a gap, while lines
+                # Numbers before the checkpoint: a checkpoint without them would resume after a gap, while lines
                 # without a checkpoint are cut again.
                 log.write(k, values := self.watched(k, stage.meter.reduce()))
                 self._judge(stage, k, values)
@@ -252,7 +252,7 @@ class Run:
 
     @contextmanager
     def _reported(self, write_report: Callable[[Path], object]) -> Iterator[None]:
-        """Write report.html behind the block, also where the run is stopped. A run does not fail by it."""
+        """Write report.html after the block, also where the run is stopped. A run does not fail by it."""
         try:
             yield
         except RunStopped:

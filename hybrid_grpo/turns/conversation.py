@@ -79,7 +79,7 @@ class Partner(Protocol):
     setting: str
     """The setting that names it, for messages."""
     reads_last: bool
-    """Whether it is to hear of turns behind which there is no other; else these end the completion unheard."""
+    """Whether it is to hear of turns after which there is no other; else these end the completion unheard."""
     seconds: Seconds
     """What its answers took."""
 

@@ -209,7 +209,7 @@ class Conversations:
                 ready.append((conversation.key, given))
 
     def _fits(self, conversation: Conversation, given: list[int]) -> bool:
-        """Whether an answer leaves room to sample behind it."""
+        """Whether an answer leaves room to sample after it."""
         request = self._requests[conversation.key]
         read = len(request.prompt_ids) + conversation.sampled + conversation.given
         return request.most is None or read + len(given) < request.most

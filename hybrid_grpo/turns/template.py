@@ -110,7 +110,7 @@ class Between:
 
     def check(self, setting: str, example: Callable[[str], Message]) -> None:
         """Raise UserError, which names a setting, where the template has no place for messages such as `example` makes
-        of a content, or writes no end behind the turn that they answer."""
+        of a content, or writes no end after the turn that they answer."""
         message = example(f"{_MARK} {_MARK}")
         of_tool = message["role"] == "tool"
         turn, said = ("a call of a tool", "its result") if of_tool else ("a turn", "the user's answer to it")

@@ -261,7 +261,7 @@ def _observed(result: Any) -> str | None:
 
 
 def _begun(result: Any) -> str | None:
-    """What is read behind the prompt, of which environments of openenv know nothing."""
+    """What is read after the prompt, of which environments of openenv know nothing."""
     text = _observed(result)
     return f"\n\n{text}" if text else None
 

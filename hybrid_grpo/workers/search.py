@@ -109,7 +109,7 @@ def passages_of(text: str, letters: int) -> Iterator[str]:
 
 def _parts(paragraph: str, letters: int) -> Iterator[str]:
     while len(paragraph) > letters:
-        # A space right behind the part counts, so that a word that just fits is kept.
+        # A space right after the part counts, so that a word that just fits is kept.
         cut = max(paragraph.rfind(" ", 0, letters + 1), paragraph.rfind("\n", 0, letters + 1))
         cut = cut if cut > 0 else letters
         yield paragraph[:cut].rstrip()

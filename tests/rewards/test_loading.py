@@ -124,7 +124,7 @@ def test_no_such_function(rules: Path) -> None:
     assert "did you mean bonus?" in refusal(f"{rules}:bonsu")
     assert refusal(f"{rules}:zzz").endswith("known are bonus, strict")
     assert "CONSTANT is not a function" in refusal(f"{rules}:CONSTANT")
-    assert "the name behind the colon does not exist" in refusal(f"{rules}:")
+    assert "the name after the colon does not exist" in refusal(f"{rules}:")
 
 
 @pytest.mark.parametrize(

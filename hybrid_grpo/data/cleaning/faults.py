@@ -50,7 +50,7 @@ def answer_fault(answer: Any) -> str | None:
     if text in _STAND_INS:
         return f"is {answer!r}, which stands for none"
     if "####" in text and not text.rpartition("####")[2].strip():
-        return 'has nothing behind its "####"'
+        return 'has nothing after its "####"'
     if _OPEN_BOX.search(text):
         return r"has nothing in its \boxed{}, or does not close it"
     return None

@@ -103,7 +103,7 @@ def token_rewards(whole_B: Tensor, steps: list[list[RewardStep]] | None, lengths
 def generalized_advantages(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Tensor:
     """Advantages of tokens by GAE(gamma, lambda), arXiv:1506.02438, equations 11 to 16; 0 outside the mask.
 
-    With d_t = r_t + gamma V_{t+1} - V_t, where V is 0 behind the last token of a row, A_t = d_t + gamma lambda A_{t+1}.
+    With d_t = r_t + gamma V_{t+1} - V_t, where V is 0 after the last token of a row, A_t = d_t + gamma lambda A_{t+1}.
     Lambda 1 is the discounted rewards to come minus V_t, lambda 0 is d_t.
 
     Args:

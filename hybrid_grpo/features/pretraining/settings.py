@@ -31,7 +31,7 @@ class PtxConfig(FeatureConfig):
     split: Text = "train"
     """Split to read, where the source has splits."""
     column: Text = "text"
-    """Column with the text; special tokens are added as the tokenizer does it, and end-of-sequence behind it."""
+    """Column with the text; special tokens are added as the tokenizer does it, and end-of-sequence after it."""
     limit: Count | None = None
     """Read only this many texts from the start."""
     rows_per_step: Count = 32

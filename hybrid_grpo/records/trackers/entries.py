@@ -56,7 +56,7 @@ class Lines:
 
 
 class Entries:
-    """The entries of a run behind the step `done`, each once, as its folder grows."""
+    """The entries of a run after the step `done`, each once, as its folder grows."""
 
     def __init__(self, folder: Path, done: int, histograms_every: int) -> None:
         """`histograms_every`: steps between histograms; 0: none."""

@@ -100,7 +100,7 @@ class WandbTracker:
         if entry.samples:
             columns, cells = table(entry.samples)
             row["samples"] = self._wandb.Table(columns=columns, data=cells)
-        # wandb drops rows behind its own count, which a run that went back to a checkpoint has passed.
+        # wandb drops rows after its own count, which a run that went back to a checkpoint has passed.
         self._run.log(row, step=max(entry.step, self._run.step), commit=True)
 
     def _define(self, name: str) -> None:

@@ -26,7 +26,7 @@ class Number:
     expression: Expression
     unit: Unit = NO_UNIT
     sign: str = ""
-    """`%` or `°` behind the number; not part of the expression."""
+    """`%` or `°` after the number; not part of the expression."""
     whole: Expression | None = None
     """The expression with the unit or sign as a part: 5 m may be five times m, 12% is 0.12 and 180° is π."""
     name: str = ""

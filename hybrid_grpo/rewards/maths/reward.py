@@ -21,7 +21,7 @@ def math_answer(
 
     **Where it is stated.** Only text after the last `</think>` counts. The answer stands in the last `\boxed{}`, or
     after a later `####` (words there are a heading). Boxes that only `,`, `and`, `or` or `x =` separate are one list.
-    Without such a mark it stands in the last `<answer>` tag, else behind the last "answer is" or "Answer:", else in the
+    Without such a mark it stands in the last `<answer>` tag, else after the last "answer is" or "Answer:", else in the
     words after `####`. With `boxed_only` nothing but a box counts. A last box that is not closed states nothing, nor
     does a number that merely occurs.
 

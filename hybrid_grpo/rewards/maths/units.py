@@ -1,4 +1,4 @@
-"""Units of measurement, as the words behind a number name them; units.yaml lists the known ones."""
+"""Units of measurement, as the words after a number name them; units.yaml lists the known ones."""
 
 import re
 from collections import Counter
@@ -51,6 +51,6 @@ def read_unit(words: str) -> Unit:
 
 
 def is_unit_words(words: str) -> bool:
-    """Whether the words behind a number can be its unit: known units, or nouns of three letters and more."""
+    """Whether the words after a number can be its unit: known units, or nouns of three letters and more."""
     parts = (part.strip(".").lower() for part in re.findall(r"[A-Za-z.]+", words))
     return all(part in _KNOWN or len(part) > 2 or part in _TABLE["filling"] for part in parts)

@@ -82,7 +82,7 @@ hermes = json_format(r"<tool_call>\s*", "</tool_call>")
 granite = json_format(r"(?:<\|tool_call\|>|<tool_call>)\s*", "</tool_call>")
 """<|tool_call|>[{"name": ..., "arguments": {...}}], of Granite 3."""
 phi4_mini = json_format(r"(?:<\|tool_call\|>|functools(?=\s*\[\s*[^\s\]]))\s*", r"<\|/tool_call\|>")
-"""functools[{"name": ..., "arguments": {...}}], or the list behind <|tool_call|>, of Phi-4-mini."""
+"""functools[{"name": ..., "arguments": {...}}], or the list after <|tool_call|>, of Phi-4-mini."""
 mistral = json_format(
     r"\[TOOL_CALLS\](?:\s*(?P<name>[^\s\[\]{}]+)(?:\s*\[CALL_ID\]\s*(?P<id>[^\s\[\]{}]+))?(?:\s*\[ARGS\])?\s*(?={))?\s*",
     "(?!)",
