@@ -81,8 +81,8 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
     },
     "guests": {
         "none": {},
-        "learned": {"rollout.guests": [{"name": "file", "path": "guests.jsonl", "weight": "importance"}]},
-        "compared": {"rollout.guests": [{"name": "large", "model": "other", "weight": "baseline"}]},
+        "learned": {"guests.writers": [{"name": "file", "path": "guests.jsonl", "weight": "importance"}]},
+        "compared": {"guests.writers": [{"name": "large", "model": "other", "weight": "baseline"}]},
     },
     "texts": {
         "none": {},

@@ -27,6 +27,15 @@ class GivenTwice(yaml.MarkedYAMLError):
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """Reads `1e-6` as a number."""
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Write what `<<` merges into a mapping, each key once: PyYAML 6.0.4 takes the first of two, and a mapping that
+        had overridden a merged value would lose its own where it is merged itself."""
+        super().flatten_mapping(node)
+        if any(not isinstance(key, yaml.ScalarNode) for key, _ in node.value):
+            return
+        pairs = {(key.tag, key.value): (key, value) for key, value in node.value}
+        node.value = list(pairs.values())
+
 
 class Dumper(yaml.SafeDumper):
     """Quotes text that would be read back as a number such as `1e3`."""

@@ -99,7 +99,7 @@ def test_rows_are_written_as_the_task_reads_them_again(there: Path, capsys: pyte
     assert read("kept.jsonl") == rows[:20]
     told = capsys.readouterr().out
     assert "unreadable: row 21 cannot be read: data.task gsm8k: row 21 (from 0) of" in told
-    assert "answers: row 20 has an answer (answer) that has nothing behind" in told
+    assert "answers: row 20 has an answer (answer) that has nothing after" in told
 
 
 def test_languages_are_told_apart_where_this_is_asked_for(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
