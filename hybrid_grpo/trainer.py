@@ -53,10 +53,8 @@ class Trainer(Stage):
         self.config, self.plan, self.device, self.reference, self.inputs = config, plan, device, reference, inputs
         self.policy: Policy = policy
         self.loss = micro_batch_loss
-        self.eval_sets, self.meter = (
-            inputs.eval_sets,
-            inputs.meter(device, config.data.source_names, metric_names(features)),
-        )
+        self.eval_sets = inputs.eval_sets
+        self.meter = inputs.meter(device, config.data.source_names, metric_names(features))
         self.features = Features(features, self.meter)
         self.loader = inputs.loader(config, plan, device)
         self.kl = KlController(config.grpo, plan.rows, device)

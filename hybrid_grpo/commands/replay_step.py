@@ -244,7 +244,8 @@ def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, i
     reference = trainer.reference if config.grpo.beta and base.grpo.beta else make_reference(config, policy)
     # What tools have done so far is in the first one's.
     inputs = replace(trainer.inputs, rewards=inputs.rewards, outcome=inputs.outcome, objective=inputs.objective)
-    other = Trainer(config, plan, policy, reference, inputs, trainer.device, list(trainer.features))
+    features = [feature.under(config, inputs) for feature in trainer.features]
+    other = Trainer(config, plan, policy, reference, inputs, trainer.device, features)
     for name, part in other.parts.items():
         if name != "kl" or base.grpo.beta == config.grpo.beta:
             part.load_state_dict(trainer.parts[name].state_dict())

@@ -117,7 +117,7 @@ class OutputConfig:
     """File of JSON lines, written anew; `-` is standard output. Several ranks write a file each: out.0.jsonl, ..."""
     token_logp: Switch = False
     """Also write the tokens of each completion and their log-probabilities, `token_ids` and `token_logp`, which a run
-    needs that is to learn from them in training needs that."""
+    needs to learn from them with importance weights (docs/guests.md)."""
 
 
 @dataclass(frozen=True, config=SECTION)

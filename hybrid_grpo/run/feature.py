@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,12 @@ class Feature:
 
     def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
         self.config, self.plan, self.inputs = config, plan, inputs
+
+    def under(self, config: TrainConfig, inputs: RunInputs) -> Feature:
+        """The feature as it stands, with the settings and rewards by which one step is made anew; it shares models."""
+        other = copy(self)
+        other.config, other.inputs = config, inputs
+        return other
 
     @property
     def facts(self) -> dict[str, str]:

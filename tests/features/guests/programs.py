@@ -10,6 +10,7 @@ from rank_programs import main, restore, save
 
 import hybrid_grpo as hg
 from hybrid_grpo import engine as engines
+from hybrid_grpo.commands.replay_step import run as replay_step
 from hybrid_grpo.config import (
     BatchPlan,
     DataConfig,
@@ -100,15 +101,14 @@ def one(folder: Path) -> dict[str, Any]:
     shared = {"policy": {"dtype": "float32"}, "generate": {"token_logp": True}}
     written = hg.generate(folder / "large", prompts, **shared, rollout={"max_completion_tokens": 4})
     (folder / "written.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    (folder / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     run = hg.train(
         model=folder / "model",
-        data=prompts,
-        rewards=["exact_match"],
+        data=folder / "few.jsonl",
+        rewards=["letters_in_place"],
         run={"dir": str(folder), "name": "run", "steps": 2},
         policy={"dtype": "float32"},
-        rollout={
-            **{"prompts_per_step": 4, "num_generations": 3, "max_completion_tokens": 4},
-        },
+        rollout={"prompts_per_step": 4, "num_generations": 3, "max_completion_tokens": 4},
         guests={
             "writers": [
                 {"name": "large", "model": str(folder / "large"), "weight": "importance"},
@@ -121,6 +121,11 @@ def one(folder: Path) -> dict[str, Any]:
     lines = (run.folder / "rollouts/step_000002.jsonl").read_text().splitlines()
     seen["writers"] = [json.loads(line).get("writer") for line in lines]
     seen["report"] = "Ratio of the policy to guests" in (run.folder / "report.html").read_text()
+    seen["losses"] = []
+    for number, bounds in enumerate(([], ["--grpo.epsilon_low=1e-4", "--grpo.epsilon_high=1e-4"])):
+        replay_step([str(run.folder), "1", f"--replay.out={folder}/again{number}", *bounds])
+        summary = json.loads((folder / f"again{number}/step_000001.json").read_text())
+        seen["losses"].append(summary["numbers"]["policy/loss"])
     return seen
 
 
