@@ -14,8 +14,8 @@ from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.data.batch import Numbers, Prompt, Rollout
-from hybrid_grpo.data.cleaning.overlap import count_equal
 from hybrid_grpo.data.curriculum import Curriculum
+from hybrid_grpo.data.overlap import count_equal
 from hybrid_grpo.data.prompt_stream import PromptStream, StreamLoader
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import held_out_source
@@ -181,7 +181,7 @@ class RunInputs:
             asked = with_tools(held_out.data, conversations)
             read, line = read_prompts(asked, tokenizer, held_out_source(held_out))
             if shared := count_equal(prompts, read):
-                line += f"; {shared} of them are prompts to train on too: see hybrid-grpo data"
+                line += f"; {shared} of them are also training prompts: see docs/data.md"
             drawn = held_out.rollout
             if drawn.temperature:
                 line += f"; {drawn.num_generations} completions of each at temperature {drawn.temperature:g}"

@@ -190,7 +190,7 @@ SETTINGS = [
     ),
     *[
         (f"{command} --policy.model=model --data.path=train.jsonl --data.streaming=true", "data.streaming is for train")
-        for command in ("sft", "reward", "generate --data.over_long=drop", "data")
+        for command in ("sft", "reward", "generate --data.over_long=drop")
     ],
     # Ranks
     ("WORLD_SIZE=abc RANK=0 --run.name=x", "WORLD_SIZE 'abc' in the environment must be a whole number"),
