@@ -21,16 +21,11 @@ from hybrid_grpo.config.watching import WatchOptionsConfig
 
 
 def refuse_mixture(data: DataConfig, command: str) -> None:
-    """Refuse several sources, and a stream, for a command that reads all rows of one source."""
+    """Refuse several sources for a command that reads one. Raises UserError."""
     refuse(
         bool(data.mixture),
         f"data.mixture is for train: {command} reads one source: take it out, and set data.path or data.task",
     )
-    _refuse_streaming(data, command)
-
-
-def _refuse_streaming(data: DataConfig, command: str) -> None:
-    refuse(data.streaming, f"data.streaming is for train: {command} reads all rows before it begins: take it out")
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -70,7 +65,6 @@ class RewardStageConfig(ModelRunConfig):
     @model_validator(mode="after")
     def _check_sections(self) -> RewardStageConfig:
         data, default = self.data, DataConfig()
-        _refuse_streaming(data, "reward")
         for name, instead in (("max_prompt_tokens", "max_tokens"), ("completion_column", "chosen_column")):
             refuse(
                 getattr(data, name) != getattr(default, name),
