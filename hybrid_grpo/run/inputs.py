@@ -32,7 +32,7 @@ from hybrid_grpo.model.loading import (
 )
 from hybrid_grpo.model.lora import check_lora
 from hybrid_grpo.model.ranks import rank
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.rewards.loading import Reward, load_entries
 from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.scoring import Rewards

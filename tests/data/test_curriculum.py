@@ -14,7 +14,7 @@ from hybrid_grpo.config import BatchPlan, CurriculumConfig, DataConfig
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.curriculum import Curriculum, draw_weighted, expected_gain, length_classes
 from hybrid_grpo.data.loader import PromptLoader
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.meter import Meter
 
 CPU = torch.device("cpu")
 G = 4
