@@ -34,7 +34,7 @@ from hybrid_grpo.model.lora import check_lora
 from hybrid_grpo.model.ranks import rank
 from hybrid_grpo.records.metrics.metrics import Meter
 from hybrid_grpo.rewards.loading import Reward, load_entries
-from hybrid_grpo.rewards.models.reward import RewardModel, Shard
+from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
