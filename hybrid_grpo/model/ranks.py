@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -113,6 +114,11 @@ def all_reduce(tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tens
     if world_size() > 1:
         dist.all_reduce(tensor, op=_OPS[op])
     return tensor
+
+
+def sum_over_ranks(values: Tensor, device: torch.device) -> Tensor:
+    """The sum over ranks, on the CPU; the collective takes place on `device`."""
+    return all_reduce(values.to(device)).cpu()
 
 
 def gather_objects(value: Any) -> list[Any] | None:
