@@ -5,6 +5,7 @@ On one process the collectives are the identity, whether or not a process group 
 
 import os
 import shutil
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -43,6 +44,14 @@ def world_size() -> int:
 def local_ranks() -> int:
     """Ranks on this machine: DeepSpeed's launcher sets LOCAL_SIZE, torchrun sets LOCAL_WORLD_SIZE."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+
+
+def form_group_of_one() -> None:
+    """Describe a process group of this process alone in the environment, as a launcher does."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 @contextmanager
