@@ -57,7 +57,7 @@ class Trainer(Stage):
         self.eval_sets = inputs.eval_sets
         self.meter = inputs.meter(device, config.data.source_names, metric_names(features))
         self.features = Features(features, self.meter)
-        self.loader = inputs.loader(config, plan, device)
+        self.loader = inputs.training.loader(config, plan, device)
         self.kl = KlController(config.grpo, plan.rows, device)
         self.total = partial(sum_over_ranks, device=device)
         # The filtered distribution is not the policy's: with its log-probabilities no ratio is 1.

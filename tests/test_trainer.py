@@ -16,8 +16,8 @@ from hybrid_grpo.config import GrpoConfig, LogConfig, PolicyConfig, RewardConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores, TrainBatch
-from hybrid_grpo.data.curriculum import Curriculum
 from hybrid_grpo.data.packing import pack, pad
+from hybrid_grpo.data.training_prompts import TrainingPrompts
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import Stats
 from hybrid_grpo.grpo.loss import load_objective, micro_batch_loss
@@ -77,9 +77,7 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
     task = SimpleNamespace(
         rewards=Rewards([inline(slow)]),
         outcome="slow",
-        loader=lambda config, plan, device: Curriculum(
-            [Prompt(i, f"p{i}", [1], {}) for i in range(P)], plan, 0, config.curriculum, 0, config.data, device
-        ),
+        training=TrainingPrompts([Prompt(i, f"p{i}", [1], {}) for i in range(P)], ""),
         eval_sets=[],
         meter=lambda device, sources, features: Meter(["slow"], device=device),
         stop_ids=(),

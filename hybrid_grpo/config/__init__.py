@@ -25,7 +25,7 @@ from hybrid_grpo.config.commands import (
     SftConfig,
     WatchConfig,
 )
-from hybrid_grpo.config.data import CurriculumConfig, DataConfig, MixtureConfig
+from hybrid_grpo.config.data import DataConfig, MixtureConfig
 from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig

@@ -26,11 +26,6 @@ def _refuse_mixture(data: DataConfig, command: str) -> None:
         bool(data.mixture),
         f"data.mixture is for train: {command} reads one source: take it out, and set data.path or data.task",
     )
-    _refuse_streaming(data, command)
-
-
-def _refuse_streaming(data: DataConfig, command: str) -> None:
-    refuse(data.streaming, f"data.streaming is for train: {command} reads all rows before it begins: take it out")
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -70,7 +65,6 @@ class RewardStageConfig(ModelRunConfig):
     @model_validator(mode="after")
     def _check_sections(self) -> RewardStageConfig:
         data, default = self.data, DataConfig()
-        _refuse_streaming(data, "reward")
         for name, instead in (("max_prompt_tokens", "max_tokens"), ("completion_column", "chosen_column")):
             refuse(
                 getattr(data, name) != getattr(default, name),
@@ -117,7 +111,7 @@ class OutputConfig:
     """File of JSON lines, written anew; `-` is standard output. Several ranks write a file each: out.0.jsonl, ..."""
     token_logp: Switch = False
     """Also write the tokens of each completion and their log-probabilities, `token_ids` and `token_logp`, which a run
-    needs to learn from them with importance weights (docs/guests.md)."""
+    needs to learn from them with importance weights."""
 
 
 @dataclass(frozen=True, config=SECTION)

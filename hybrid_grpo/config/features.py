@@ -7,6 +7,7 @@ and `TrainConfig` gets a section for each. What a feature does in a step is a `F
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import field
 from importlib import import_module
 from pathlib import Path
@@ -17,9 +18,17 @@ from pydantic import BeforeValidator, Field
 from hybrid_grpo.config.fields import Function
 
 if TYPE_CHECKING:
+    from hybrid_grpo.config.data import DataConfig
     from hybrid_grpo.config.train import TrainConfig
 
-REGISTERED = ("critic:CriticConfig", "teacher:TeacherConfig", "pretraining:PtxConfig", "guests:GuestsConfig")
+REGISTERED = (
+    "critic:CriticConfig",
+    "teacher:TeacherConfig",
+    "pretraining:PtxConfig",
+    "guests:GuestsConfig",
+    "streaming:StreamingConfig",
+    "curriculum:CurriculumConfig",
+)
 """Folder and settings of each feature, in the order in which they are asked."""
 FeatureList = Annotated[
     list[Function],
@@ -46,6 +55,8 @@ class FeatureConfig:
     """Whether its advantages take the place of those within groups."""
     learns_without_rewards = False
     """Whether equal rewards, or none, still teach the policy something."""
+    streams_prompts = False
+    """Whether prompts are read as the run goes, so that not all of them are known before."""
     free = frozenset[str]()
     """Its settings that may change when a run resumes: they decide how it is computed, not what is learned."""
 
@@ -86,14 +97,25 @@ class FeatureConfig:
     def check_place(self, config: TrainConfig, world_size: int) -> None:
         """Refuse what cannot work on this machine or number of ranks, if the feature is on. Raises UserError."""
 
+    def training_prompts(self, data: DataConfig, tokenizer: Any, seed: int, check: Callable[[list[Any]], None]) -> Any:
+        """The prompts to train on and how they are drawn (a `data.training_prompts.TrainingPrompts`), in place of the
+        core's, if the feature is on; None where it leaves them. `check` raises UserError for prompts that the model
+        cannot read. Collective."""
+        return None
+
+    def held_out_source(self, source: Any, data: DataConfig) -> Any:
+        """How the rows of a held-out set (a `data.sources.Source`) are read beside those to train on."""
+        return source
+
     def memory(self, config: TrainConfig) -> Any:
         """Its share of the memory plan (`run.memory.plan.FeatureMemory`), if the feature is on; None where it takes no
         memory worth planning. Imports torch."""
         return None
 
     def load(self) -> Any:
-        """The class of the feature itself, a `run.feature.Feature`. Imports torch."""
-        raise NotImplementedError
+        """The class of the feature itself, a `run.feature.Feature`; None where it has no part in steps. Imports
+        torch."""
+        return None
 
 
 @functools.cache

@@ -278,7 +278,8 @@ class Term:
 def make_features(config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> list[Feature]:
     """The features of a run, the user's own last; raises UserError where one does not fit."""
     own = [(f"features {function_text(given)}", _own(given)) for given in config.features]
-    features = [feature.load()(config, plan, inputs) for feature in config.active_features]
+    classes = [feature.load() for feature in config.active_features]
+    features = [make(config, plan, inputs) for make in classes if make is not None]
     for setting, make in own:
         feature = make(config, plan, inputs)
         what = "does not make a Feature: derive it from hybrid_grpo.run.feature.Feature"

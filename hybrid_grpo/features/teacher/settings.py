@@ -101,9 +101,9 @@ class TeacherConfig(FeatureConfig):
             " rollout.environment writes what the policy reads: take out one of them",
         )
         refuse(
-            self.is_on and config.data.streaming,
-            "teacher is checked with all prompts before the run, which data.streaming does not know: take out one of"
-            " the two",
+            self.is_on and bool(config.streamer),
+            f"teacher is checked with all prompts before the run, which {config.streamer} does not know: take out one"
+            " of the two",
         )
         refuse(
             self.is_on and bool(config.giver),

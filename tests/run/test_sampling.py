@@ -6,7 +6,7 @@ import pytest
 
 from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.run.inputs import check_room, sampling_line
+from hybrid_grpo.run.sampling import Sampler
 
 
 class Names:
@@ -37,7 +37,7 @@ class Names:
     ],
 )
 def test_the_effective_sampling_is_told(settings, line):
-    assert sampling_line(RolloutConfig(**settings), (2, 5), Names()) == line
+    assert Sampler(RolloutConfig(**settings), None, Names(), (2, 5)).fact == line
 
 
 TOOLS = {"tools": ["calculator"], "max_turns": 3, "max_tool_tokens": 8}
@@ -49,6 +49,6 @@ TOOLS = {"tools": ["calculator"], "max_turns": 3, "max_tool_tokens": 8}
 )
 def test_positions_are_those_of_the_longest_sequence(settings, longest):
     rollout = RolloutConfig(max_completion_tokens=20, **settings)
-    check_room(10, SimpleNamespace(max_position_embeddings=longest), rollout)
+    Sampler(rollout, SimpleNamespace(max_position_embeddings=longest), None, ()).check_room(10)
     with pytest.raises(UserError, match=f"is {longest} tokens and policy.model has {longest - 1} positions"):
-        check_room(10, SimpleNamespace(max_position_embeddings=longest - 1), rollout)
+        Sampler(rollout, SimpleNamespace(max_position_embeddings=longest - 1), None, ()).check_room(10)

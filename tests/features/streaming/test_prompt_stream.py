@@ -9,7 +9,7 @@ from char_tokenizer import TEMPLATE, char_tokenizer
 from hybrid_grpo.config import BatchPlan, DataConfig
 from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.data.prompt_stream import PromptStream, StreamLoader
+from hybrid_grpo.features.streaming.prompt_stream import PromptStream, StreamLoader
 from hybrid_grpo.records.metrics.metrics import Meter
 
 ROWS = [{"prompt": f"{number}=", "answer": number} for number in range(30)]
@@ -22,17 +22,19 @@ def data(tmp_path):
     def config(rows: list[dict], name: str = "rows.jsonl", **settings) -> DataConfig:
         path = tmp_path / name
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return DataConfig(path=str(path), streaming=True, **{"stream_block": 8, **settings})
+        return DataConfig(path=str(path), **settings)
 
     return config
 
 
-def stream(config: DataConfig, seed: int = 0, check=lambda prompts: None, template=None) -> PromptStream:
-    return PromptStream(config, char_tokenizer(template), seed, check)
+def stream(config: DataConfig, seed: int = 0, check=lambda prompts: None, template=None, block=8) -> PromptStream:
+    return PromptStream(config, char_tokenizer(template), seed, check, block)
 
 
-def loader(config: DataConfig, world: int = 1, rank: int = 0, batch: int = 6, minibatches: int = 1, seed: int = 0):
-    return StreamLoader(stream(config, seed), BatchPlan(world, batch // world, 4, minibatches, 1), rank)
+def loader(
+    config: DataConfig, world: int = 1, rank: int = 0, batch: int = 6, minibatches: int = 1, seed: int = 0, block=8
+):
+    return StreamLoader(stream(config, seed, block=block), BatchPlan(world, batch // world, 4, minibatches, 1), rank)
 
 
 def drawn(prompts: list[Prompt]) -> list[tuple]:
@@ -111,15 +113,15 @@ def test_a_task_reads_the_rows_and_ids_name_shards(data, tmp_path):
         rows = [{"word": word} for word in (["ba", "dc"], ["fe", "hg"])[number]]
         (tmp_path / "files").mkdir(exist_ok=True)
         data(rows, f"files/train-{number}.jsonl")
-    opened = loader(DataConfig(path=str(tmp_path / "files"), task="letters", streaming=True), batch=4)
+    opened = loader(DataConfig(path=str(tmp_path / "files"), task="letters"), batch=4)
     prompts = {prompt.id: (prompt.text, prompt.columns["answer"]) for prompt in opened.next_prompts(1)}
     assert prompts == {0: ("ba=", "ab"), 1: ("dc=", "cd"), 10**9: ("fe=", "ef"), 10**9 + 1: ("hg=", "gh")}
 
 
 def test_the_line_says_what_was_looked_at(data):
     rows = [{"prompt": "a" * (1 + number % 5)} for number in range(1200)]
-    config = data(rows, stream_block=1100, max_prompt_tokens=4, shuffle=False)
-    opened = stream(config)
+    config = data(rows, max_prompt_tokens=4, shuffle=False)
+    opened = stream(config, block=1100)
     assert opened.fact == (
         "streamed, first block 1100 rows of which 1000 were looked at:"
         f" {config.path} [train]: 800 of 1000 rows kept, 200 dropped for an over-long prompt; prompts of 1 to 4 tokens"
@@ -187,7 +189,7 @@ def test_a_pass_without_a_prompt_that_is_short_enough_ends_the_search(data):
     [
         ({"seed": 1}, "^run.seed: the checkpoint was made with 0, this run has 1: resume with the same"),
         ({"shuffle": False}, "^data.shuffle: the checkpoint was made with True, this run has False"),
-        ({"stream_block": 9}, "^data.stream_block: the checkpoint was made with 8, this run has 9"),
+        ({"block": 9}, "^streaming.block: the checkpoint was made with 8, this run has 9"),
         ({"rows": ROWS[1:]}, r"^data.path: .* has other rows at the place of the checkpoint: resume with the same"),
         ({"rows": ROWS[:10]}, r"^data.path: .* has other rows at the place of the checkpoint"),
         ({"rows": ROWS[:8]}, r"^data.path: .* has other rows at the place of the checkpoint"),
@@ -196,9 +198,9 @@ def test_a_pass_without_a_prompt_that_is_short_enough_ends_the_search(data):
 def test_a_position_in_another_stream_is_refused_and_changes_nothing(data, change, message):
     saved = loader(data(ROWS))
     steps(saved, 2)
-    settings = {"rows": ROWS, "seed": 0, **change}
-    seed = settings.pop("seed")
-    other = loader(data(**settings), seed=seed)
+    settings = {"rows": ROWS, "seed": 0, "block": 8, **change}
+    seed, block = settings.pop("seed"), settings.pop("block")
+    other = loader(data(**settings), seed=seed, block=block)
     before = other.state_dict()
     with pytest.raises(UserError, match=message):
         other.load_state_dict(saved.state_dict())

@@ -1,6 +1,6 @@
-"""Prompts of a source that is read as it comes (`data.streaming`), and the order in which they are drawn.
+"""Prompts of a source that is read as the run goes, and the order in which they are drawn.
 
-The first rank reads rows and makes prompts of them, and tells the others what every step draws. So a source on the hub
+The first rank reads rows, makes prompts of them, and sends the others what every step draws. So a source on the hub
 is read once and not once a rank, and only the first rank holds a block of rows. What is drawn depends on the seed and
 the position alone.
 """
@@ -12,16 +12,18 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from hybrid_grpo.config import BatchPlan, DataConfig
+from hybrid_grpo.config import BatchPlan, DataConfig, TrainConfig
 from hybrid_grpo.config.errors import RunStopped, UserError, refuse
 from hybrid_grpo.data.batch import Numbers, Prompt
 from hybrid_grpo.data.prompts import data_line, prompts_of, read_prompt
-from hybrid_grpo.data.row_stream import Block, Place, RowStream, StreamedRow
 from hybrid_grpo.data.sources import training_source
 from hybrid_grpo.data.tasks import Row
 from hybrid_grpo.data.tasks.registry import row_reader
+from hybrid_grpo.data.training_prompts import TrainingPrompts
+from hybrid_grpo.features.streaming.row_stream import Block, Place, RowStream, StreamedRow
 from hybrid_grpo.model.ranks import from_first_rank, rank
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ class PromptStream:
         tokenizer: of the policy.
         seed: of the order of shards and rows.
         check: raises UserError for prompts that the model cannot read.
+        block: rows of a block.
 
     Attributes:
         prompts: those of some rows of the first block, the same on every rank.
@@ -75,9 +78,10 @@ class PromptStream:
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
         check: Callable[[list[Prompt]], None],
+        block: int,
     ) -> None:
-        self._config, self._tokenizer, self._check = config, tokenizer, check
-        self._source, self.longest = training_source(config), config.max_prompt_tokens
+        self._config, self._tokenizer, self._check, self._block = config, tokenizer, check, block
+        self._source, self.longest = replace(training_source(config), streaming=True), config.max_prompt_tokens
         self._columns: list[str] = []
         self._reader = None if config.task is None else cache(partial(row_reader, config.task))
         self._rows: RowStream | None = None
@@ -86,7 +90,7 @@ class PromptStream:
         self.identity = {
             "seed": seed,
             "shuffle": config.shuffle,
-            "stream_block": config.stream_block,
+            "block": block,
             "path": f"{shards} files",
         }
 
@@ -116,7 +120,7 @@ class PromptStream:
         """Open the source, and read the first block; returns the prompts of some of its rows, a line, and the number of
         shards."""
         config, source = self._config, self._source
-        self._rows = stream = RowStream(source, seed, config.shuffle, config.stream_block)
+        self._rows = stream = RowStream(source, seed, config.shuffle, self._block)
         block = stream.block(Place())
         refuse(not block.rows, f"{source.path_setting} {source} is empty: it has no rows")
         read = [self._read(streamed) for streamed in block.rows]
@@ -187,8 +191,24 @@ class PromptStream:
         return row if self._reader is None else self._reader(streamed.shard_name)(number, row)
 
 
+@dataclass(frozen=True)
+class StreamedPrompts(TrainingPrompts):
+    """The prompts of a stream; `prompts` are those of some of its first rows."""
+
+    stream: PromptStream
+
+    @property
+    def longest(self) -> int:
+        """See `TrainingPrompts`: the limit, since the rows to come are not known."""
+        return self.stream.longest
+
+    def loader(self, config: TrainConfig, plan: BatchPlan, device: torch.device) -> StreamLoader:
+        """See `TrainingPrompts`."""
+        return StreamLoader(self.stream, plan, rank())
+
+
 class StreamLoader:
-    """Draws prompts from a stream, each rank its own part of every step, as `Curriculum` does from a list.
+    """Draws prompts from a stream, each rank its own part of every step, as `ListLoader` does from a list.
 
     Success rates are not kept: nobody knows how many prompts there will be. What is drawn, and every position, is the
     same on any number of ranks.
@@ -244,8 +264,8 @@ class StreamLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved position; raises `UserError` if it belongs to another stream: another seed, other
         blocks, shuffled or not, other rows. Collective."""
-        refuse("position" not in state, f"data.streaming: the checkpoint was made without it: {_AGAIN}")
-        for setting in ("run.seed", "data.shuffle", "data.stream_block", "data.path"):
+        refuse("position" not in state, f"streaming.enabled: the checkpoint was made without it: {_AGAIN}")
+        for setting in ("run.seed", "data.shuffle", "streaming.block", "data.path"):
             saved, here = (of[setting.partition(".")[2]] for of in (state, self._stream.identity))
             refuse(saved != here, f"{setting}: the checkpoint was made with {saved}, this run has {here}: {_AGAIN}")
         place = Place(**state["position"]["place"])

@@ -1,11 +1,10 @@
-"""Which prompts are drawn: the success rate of every prompt is kept over the run, and the stream may follow it.
+"""Which prompts are drawn: the success rate of every prompt is kept over the run, and the order may follow it.
 
-The rates are kept in any case. With the default settings of `curriculum` they change nothing, and the stream is that
-of `PromptLoader`.
+With the default settings the rates are kept and change nothing: prompts are drawn as `ListLoader` draws them.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybrid_grpo.config import BatchPlan, CurriculumConfig, DataConfig
-from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import Numbers, Prompt
-from hybrid_grpo.data.loader import PromptLoader
-from hybrid_grpo.data.mixture import Mixture
-from hybrid_grpo.model.ranks import all_reduce
+from hybrid_grpo.data.training_prompts import ListLoader, StepLoader, TrainingPrompts
+from hybrid_grpo.features.curriculum.settings import CurriculumConfig
+from hybrid_grpo.model.ranks import all_reduce, rank
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -33,37 +31,28 @@ FLOOR = 0.05
 """Weight of prompts that teach nothing or are left out, where the best has 1. It keeps them from being forgotten."""
 
 
-class Curriculum(PromptLoader[Prompt]):
-    """A stream of prompts that keeps their success rates and, if wanted, follows them.
+@dataclass(frozen=True)
+class RatedPrompts(TrainingPrompts):
+    """Prompts to train on that are drawn by a `Curriculum`."""
 
-    The stream and the rates are the same on every rank and on any number of ranks. Drawing by weights is seeded by the
-    position in the stream, and without replacement within a step as long as there are prompts left.
+    def loader(self, config: TrainConfig, plan: BatchPlan, device: torch.device) -> StepLoader:
+        """See `TrainingPrompts`."""
+        return Curriculum(self.prompts, config, plan, rank(), device)
 
-    Args:
-        prompts: prompts to train on.
-        plan: the batch equation; a batch is a minibatch, so that its prompts do not depend on the number of ranks.
-        rank: number of this rank.
-        config: whether and how the stream follows the success rates.
-        seed: see `PromptLoader`.
-        data: whether the stream is shuffled, and from which sources it is mixed.
-        device: where collectives take place.
+
+class Curriculum(ListLoader):
+    """Draws prompts, keeps their success rates and, if the settings say so, follows them.
+
+    The order and the rates are the same on every rank and on any number of ranks. Drawing by weights is seeded by the
+    position in the order, and without replacement within a step as long as there are prompts left. Collectives take
+    place on `device`.
     """
 
     def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        plan: BatchPlan,
-        rank: int,
-        config: CurriculumConfig,
-        seed: int,
-        data: DataConfig,
-        device: torch.device,
+        self, prompts: Sequence[Prompt], config: TrainConfig, plan: BatchPlan, rank: int, device: torch.device
     ) -> None:
-        batch_size = plan.world_size * plan.prompts_per_rank // plan.num_minibatches
-        super().__init__(prompts, batch_size, rank, plan.world_size, seed, data.shuffle)
-        self._mixture = Mixture(data.mixture, prompts, seed, data.shuffle) if data.mixture else None
-        self._config = config
-        self._num_generations = plan.own_generations
+        super().__init__(prompts, config, plan, rank)
+        self._config = config.of(CurriculumConfig)
         self._device = device
         self._class_N = length_classes(prompts)
         self._count_N2 = np.zeros((len(prompts), 2), dtype=np.int64)
@@ -72,22 +61,8 @@ class Curriculum(PromptLoader[Prompt]):
         self._drawn: list[tuple[int, int]] = []
         self._noted: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def next_prompts(self, batches: int) -> list[Prompt]:
-        """This rank's prompts of the next global batches, batch after batch, each with the epoch it was drawn in."""
-        if self._mixture is not None:  # its quotas are those of a whole step
-            share = self._batch_size // self._world_size
-            starts = (batch * self._batch_size + self._rank * share for batch in range(batches))
-            wanted = [number for start in starts for number in range(start, start + share)]
-            return self.more_prompts(batches * self._batch_size, wanted)
-        return [replace(prompt, epoch=epoch) for _ in range(batches) for prompt, epoch in self.next_batch()]
-
-    def more_prompts(self, count: int, wanted: list[int]) -> list[Prompt]:
-        """Those of the next `count` prompts that are `wanted` here; see `PromptLoader.draw`."""
-        return [replace(prompt, epoch=epoch) for prompt, epoch in self.draw(count, wanted)]
-
     def note(self, prompts: Sequence[Prompt], outcome_B: Tensor, threshold: float) -> None:
-        """Take note of the groups of these prompts, [P], which this rank was given since the last update. Outcomes of
-        `threshold` or more (`eval.threshold`) are right, and NaN is not counted."""
+        """See `StepLoader`."""
         outcome_PG = outcome_B.view(len(prompts), self._num_generations)
         tries_P = (~outcome_PG.isnan()).sum(1).tolist()
         right_P = (outcome_PG >= threshold).sum(1).tolist()
@@ -95,7 +70,7 @@ class Curriculum(PromptLoader[Prompt]):
             self._noted[prompt.id, prompt.epoch] = (tries, right)
 
     def update(self) -> None:
-        """Bring the success rates up to date after a step, from the notes of all ranks. Collective."""
+        """Update the success rates from the outcomes that all ranks noted in this step. Collective."""
         seen_D2 = torch.zeros(len(self._drawn), 2, dtype=torch.int64)
         for number, (index, epoch) in enumerate(self._drawn):
             noted = self._noted.get((self._prompts[index].id, epoch))
@@ -123,10 +98,9 @@ class Curriculum(PromptLoader[Prompt]):
         return self._weight_N
 
     def numbers(self) -> Numbers:
-        """How far the run has come, how well the prompts are solved, and how many were tried and are left out now."""
+        """Also how well the prompts are solved, and how many were tried and are left out now."""
         numbers: Numbers = {
-            "data/epoch": (self.position / len(self._prompts), 1),
-            "progress/completions": (self.position * self._num_generations, 1),
+            **super().numbers(),
             "curriculum/success_rate": (float(self.rates().mean()), 1),
             "curriculum/tried_frac": (float((self._count_N2[:, 0] > 0).mean()), 1),
         }
@@ -151,19 +125,11 @@ class Curriculum(PromptLoader[Prompt]):
         index = np.flatnonzero(self._count_N2[:, 0])
         counts = {"index": index, "counts": self._count_N2[index], "recent": self._recent_N2[index]}
         # Plain numbers, since a checkpoint holds no types but those of torch and Python.
-        mixture = {} if self._mixture is None else {"mixture": self._mixture.state_dict()}
-        return {**super().state_dict(), **{name: values.tolist() for name, values in counts.items()}, **mixture}
+        return {**super().state_dict(), **{name: values.tolist() for name, values in counts.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; see `PromptLoader`."""
+        """See `StepLoader`."""
         super().load_state_dict(state)
-        refuse(
-            self._mixture is None and "mixture" in state,
-            "data.mixture: the checkpoint was made with one, this run has none: resume with the same, or start anew"
-            " with another run.name",
-        )
-        if self._mixture is not None:
-            self._mixture.load_state_dict(state.get("mixture"))
         self._count_N2[:], self._recent_N2[:] = 0, 0.0
         if index := state["index"]:
             self._count_N2[index], self._recent_N2[index] = state["counts"], state["recent"]
@@ -191,14 +157,13 @@ class Curriculum(PromptLoader[Prompt]):
         return np.asarray(outside_N & (tries_N >= MIN_TRIES))
 
     def _take(self, count: int) -> list[tuple[int, int]]:
-        if self._mixture is None and not self._config.follows:
+        if not self._config.follows:
             drawn = super()._take(count)
+        elif self._mixture is None:
+            drawn = self._weighted(np.arange(len(self._prompts)), count, self._position)
+            self._position += count
         else:
-            every = np.arange(len(self._prompts))
-            if self._mixture is None:
-                drawn = self._weighted(every, count, self._position)
-            else:
-                drawn = self._mixture.take(count, self._weighted if self._config.follows else None)
+            drawn = self._mixture.take(count, self._weighted)
             self._position += count
         self._drawn += drawn
         return drawn

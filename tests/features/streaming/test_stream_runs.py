@@ -5,12 +5,11 @@ from pathlib import Path
 
 import forks
 import pytest
-from paths import SUPPORT
 from workshop import Workshop
 
 SETTINGS = [
     *("--config", "train.yaml", "--run.steps=4", "--data.eval_path=null", "--rollout.max_completion_tokens=4"),
-    *("--data.streaming=true", "--data.stream_block=5", "--data.max_prompt_tokens=9"),
+    *("--streaming.enabled=true", "--streaming.block=5", "--data.max_prompt_tokens=9"),
 ]
 
 
@@ -25,7 +24,7 @@ def run(workshop: Workshop, *commands: str, ranks: int = 1) -> forks.Done:
     """Commands with the settings of all, one after the other, each a run of the stream."""
     words = [command.split() for command in commands]
     path = workshop.write("commands.json", json.dumps([[name, *SETTINGS, *more] for name, *more in words]))
-    return forks.run(SUPPORT / "stream_programs.py", path, world=ranks, cwd=workshop.folder, timeout=600.0)
+    return forks.run(Path(__file__).with_name("programs.py"), path, world=ranks, cwd=workshop.folder, timeout=600.0)
 
 
 def trained(folder: Path) -> tuple[list[dict], dict[str, bytes]]:

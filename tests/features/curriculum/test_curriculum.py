@@ -4,16 +4,18 @@ import math
 import threading
 from collections import Counter
 from itertools import permutations
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from launching import make_task, ranks
 
-from hybrid_grpo.config import BatchPlan, CurriculumConfig, DataConfig
+from hybrid_grpo.config import BatchPlan, RunConfig, TrainConfig
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.data.curriculum import Curriculum, draw_weighted, expected_gain, length_classes
 from hybrid_grpo.data.loader import PromptLoader
+from hybrid_grpo.features.curriculum.curriculum import Curriculum, draw_weighted, expected_gain, length_classes
+from hybrid_grpo.features.curriculum.settings import CurriculumConfig
 from hybrid_grpo.records.metrics.metrics import Meter
 
 CPU = torch.device("cpu")
@@ -24,7 +26,7 @@ DIFFICULTY = CurriculumConfig(sampling="difficulty")
 @pytest.fixture(autouse=True)
 def young(monkeypatch):
     """Completions age faster than in a run."""
-    monkeypatch.setattr("hybrid_grpo.data.curriculum.HALF_LIFE", 20)
+    monkeypatch.setattr("hybrid_grpo.features.curriculum.curriculum.HALF_LIFE", 20)
 
 
 def prompts_of(levels: list) -> list[Prompt]:
@@ -34,7 +36,8 @@ def prompts_of(levels: list) -> list[Prompt]:
 
 
 def stream(prompts, config=DIFFICULTY, batch=6, rank=0, world=1, seed=0) -> Curriculum:
-    return Curriculum(prompts, BatchPlan(world, batch // world, G, 1, 1), rank, config, seed, DataConfig(), CPU)
+    config = TrainConfig(curriculum=config, run=RunConfig(seed=seed))
+    return Curriculum(prompts, config, BatchPlan(world, batch // world, G, 1, 1), rank, CPU)
 
 
 def play(curriculum: Curriculum, rate_of, rng=None) -> list[Prompt]:
@@ -125,7 +128,7 @@ def test_a_step_draws_no_prompt_twice_until_all_are_drawn():
 @pytest.mark.parametrize(("bounds", "left_out"), [({"skip_above": 0.9}, 1.0), ({"skip_below": 0.1}, 0.0)])
 def test_prompts_beyond_a_bound_are_left_out_until_what_is_known_has_aged(bounds, left_out, monkeypatch):
     for name, value in (("MIN_TRIES", 3), ("HALF_LIFE", 10), ("FLOOR", 1e-6)):
-        monkeypatch.setattr(f"hybrid_grpo.data.curriculum.{name}", value)
+        monkeypatch.setattr(f"hybrid_grpo.features.curriculum.curriculum.{name}", value)
     config = CurriculumConfig(**bounds)
     prompts = prompts_of([0] * 12)
     curriculum = stream(prompts, config, batch=12)
@@ -188,7 +191,7 @@ def test_every_rank_draws_its_part_of_the_same_prompts(world, monkeypatch):
         barrier.wait(20)
         return total
 
-    monkeypatch.setattr("hybrid_grpo.data.curriculum.all_reduce", all_reduce)
+    monkeypatch.setattr("hybrid_grpo.features.curriculum.curriculum.all_reduce", all_reduce)
 
     def run(rank: int) -> None:
         curriculum = stream(prompts, rank=rank, world=world)
@@ -208,8 +211,8 @@ def test_every_rank_draws_its_part_of_the_same_prompts(world, monkeypatch):
 def test_two_ranks_follow_the_same_curriculum(tmp_path):
     """With minibatches and dynamic sampling: the groups that are kept, the rates, and a resumed run."""
     folder = make_task(tmp_path)
-    (alone,) = ranks(1, "curriculum", folder, programs="curriculum_programs.py")
-    two = ranks(2, "curriculum", folder, programs="curriculum_programs.py")
+    (alone,) = ranks(1, "curriculum", folder, programs=str(Path(__file__).with_name("programs.py")))
+    two = ranks(2, "curriculum", folder, programs=str(Path(__file__).with_name("programs.py")))
     for step in range(4):
         merged = [id for m in range(2) for seen in two for id in seen["drawn"][step][2 * m : 2 * m + 2]]
         assert merged == alone["drawn"][step]

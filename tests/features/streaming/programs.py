@@ -1,4 +1,4 @@
-"""The program of test_stream_runs.py: `python stream_programs.py COMMANDS`, in a workshop's folder, gives the commands
+"""The program of test_stream_runs.py: `python programs.py COMMANDS`, in a workshop's folder, gives the commands
 of a JSON file to one process, one after the other, and ends with the status of the last; all others are to be 0."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from hybrid_grpo import __main__ as program
-from hybrid_grpo.data import prompt_stream
+from hybrid_grpo.features.streaming import prompt_stream
 from hybrid_grpo.model.ranks import rank
 
 

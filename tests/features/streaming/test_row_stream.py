@@ -10,9 +10,10 @@ import pytest
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.data import row_stream
-from hybrid_grpo.data.row_stream import Place, RowStream, Shard
 from hybrid_grpo.data.sources import Source, evaluation_source, read_rows, training_source
+from hybrid_grpo.features.streaming import row_stream
+from hybrid_grpo.features.streaming.row_stream import Place, RowStream, Shard
+from hybrid_grpo.features.streaming.settings import StreamingConfig
 
 ROWS = [{"prompt": f"p{number}", "n": number} for number in range(57)]
 
@@ -105,16 +106,21 @@ def test_of_a_name_on_the_hub_nothing_is_downloaded_also_not_for_evaluation(tmp_
         return load(str(tmp_path / "files"), streaming=streaming)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    config = DataConfig(path="owner/name", subset="some", streaming=True, eval_split="test", eval_limit=3)
-    opened = RowStream(training_source(config), 0, True, 30)
+    config = DataConfig(path="owner/name", subset="some", eval_split="test", eval_limit=3)
+
+    def held_out(**changes) -> Source:
+        data = replace(config, **changes)
+        return StreamingConfig(enabled=True).held_out_source(evaluation_source(data), data)
+
+    opened = RowStream(replace(training_source(config), streaming=True), 0, True, 30)
     assert opened.shards == 3 and sorted(numbers(read(opened, 2), 0)) == list(range(57))
-    assert read_rows(evaluation_source(config)) == ROWS[:3]
+    assert read_rows(held_out()) == ROWS[:3]
     assert asked == [("owner/name", "some", True)] * 2
     with pytest.raises(UserError, match=r"^data.eval_split test\[:2\] needs all rows of the split"):
-        read_rows(evaluation_source(replace(config, eval_split="test[:2]")))
-    with pytest.raises(UserError, match=r"^data.eval_split train is the split that data.streaming trains on"):
-        evaluation_source(replace(config, eval_split="train"))
-    other = evaluation_source(replace(config, eval_path=str(tmp_path / "files"), eval_split="train"))
+        read_rows(held_out(eval_split="test[:2]"))
+    with pytest.raises(UserError, match=r"^data.eval_split train is the split that streaming.enabled trains on"):
+        held_out(eval_split="train")
+    other = held_out(eval_path=str(tmp_path / "files"), eval_split="train")
     assert not other.streaming and read_rows(other) == ROWS[:3]
 
 
@@ -180,7 +186,7 @@ def test_what_is_no_row_is_named_and_not_tried_again(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("path", "split", "message"),
     [
-        ([{"n": 0}], "train", "^data.path is a list, which is in memory as it is: take out data.streaming$"),
+        ([{"n": 0}], "train", "^data.path is a list, which is in memory as it is: take out streaming$"),
         (datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}), "train", "no such split"),
         ("rows.txt", "train", "neither JSONL nor parquet"),
     ],

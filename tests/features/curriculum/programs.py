@@ -1,5 +1,4 @@
-"""The program of test_curriculum.py that needs an engine: `python curriculum_programs.py NAME FOLDER`, as
-rank_programs.py."""
+"""The program of test_curriculum.py that needs an engine: `python programs.py NAME FOLDER`, as rank_programs.py."""
 
 from __future__ import annotations
 
@@ -9,7 +8,8 @@ from typing import Any
 
 from rank_programs import build, main
 
-from hybrid_grpo.config import CurriculumConfig, GrpoConfig
+from hybrid_grpo.config import GrpoConfig
+from hybrid_grpo.features.curriculum.settings import CurriculumConfig
 from hybrid_grpo.trainer import Trainer
 
 CURRICULUM = CurriculumConfig(sampling="difficulty", skip_below=0.1)

@@ -1,4 +1,4 @@
-"""Rows that are read as they come, block by block: what `data.streaming` reads, on the first rank.
+"""Rows that are read as the run goes, block by block, on the first rank.
 
 A source is a list of shards: its files, or the shards of a `datasets.IterableDataset`. A pass reads the shards one
 after the other, in an order that depends on the seed and the epoch. Every row comes with the place after it, so that a
@@ -187,7 +187,7 @@ def open_shards(source: Source) -> list[Shard]:
             opened = opened.to_iterable_dataset(num_shards=max(1, len(opened.cache_files)))
         refuse(
             not isinstance(opened, datasets.IterableDataset),
-            f"{source.path_setting} is a {type(opened).__name__}, which is in memory as it is: take out data.streaming",
+            f"{source.path_setting} is a {type(opened).__name__}, which is in memory as it is: take out streaming",
         )
         count = opened.num_shards
         return [
