@@ -9,35 +9,35 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_grpo.data.cleaning.text import words
+from hybrid_grpo.features.cleaning.words import words
 
 Shingles = NDArray[np.int64]
-"""The different words, and pairs of words that follow each other, of a text, as sorted numbers."""
+"""The distinct words and pairs of consecutive words of a text, as sorted numbers."""
 
 _PERMUTATIONS = 256
 _SURE = 0.98
-"""Least share of the texts at the least similarity that are looked up; of more similar ones it is larger."""
+"""Least share of pairs at the least similarity that hashing must find; of more similar pairs it finds more."""
 _MARGIN = 0.125
-"""Four standard errors of a similarity as sketches tell it, 0.5 / sqrt(256) each."""
+"""Four standard errors of a similarity that is estimated from sketches, 0.5 / sqrt(256) each."""
 _SEED = 1
 _PAIR = 2**31
 _COMMON_SHARE = 0.2
 
 
 def is_common(count: int, total: int, share: float) -> bool:
-    """Whether something is found in so many of all texts that it says nothing about any: in more than this share of
-    them, and more than ten or half of a few."""
+    """Whether `count` of `total` texts are too many to tell texts apart: more than this share of them, and more than
+    ten, or than half where there are few."""
     return count > max(min(10.0, total / 2), total * share)
 
 
 def first_of_equals(texts: Sequence[Hashable]) -> list[int]:
-    """[N], for every text the number of the first that is equal."""
+    """[N], for every text the number of the first equal one."""
     first: dict[Hashable, int] = {}
     return [first.setdefault(text, number) for number, text in enumerate(texts)]
 
 
 def shingles(texts: Sequence[str]) -> list[Shingles]:
-    """[N], of every text, without those that more than a fifth of the texts have."""
+    """[N], the shingles of every text, except those that more than a fifth of the texts share."""
     numbers: dict[str, int] = {}
     found = []
     for text in texts:
@@ -49,7 +49,7 @@ def shingles(texts: Sequence[str]) -> list[Shingles]:
 
 
 class Sketches:
-    """The shingles and MinHash sketches of texts, which are named by their numbers."""
+    """The shingles and MinHash sketches of texts, by the numbers of the texts."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         from rensa import RMinHash
@@ -60,10 +60,8 @@ class Sketches:
 
 
 class NearTexts:
-    """Finds, among the texts that were added, the most similar one.
-
-    `similarity` is the least share of shingles that two texts have in common (Jaccard), in (0, 1].
-    """
+    """Finds the most similar of the texts that were added. Two texts are similar if they share at least `similarity` of
+    their shingles (Jaccard), in (0, 1]."""
 
     def __init__(self, sketches: Sketches, similarity: float) -> None:
         from rensa import RMinHashLSH
@@ -72,12 +70,12 @@ class NearTexts:
         self._index = RMinHashLSH(similarity, _PERMUTATIONS, bands(similarity))
 
     def add(self, number: int) -> None:
-        """Make a text one that can be found. A text without shingles is like no other."""
+        """Add a text. One without shingles is never found."""
         if len(self._sketches.shingles_N[number]):
             self._index.insert(number, self._sketches.sketch_N[number])
 
     def nearest(self, number: int) -> tuple[int, float] | None:
-        """The number of the most similar text that was added, and how similar it is; None where none is enough."""
+        """The number of the most similar text that was added, and its similarity; None if none is similar enough."""
         shingles_N, sketch_N = self._sketches.shingles_N, self._sketches.sketch_N
         own, least = shingles_N[number], self._similarity - _MARGIN
         candidates = self._index.query(sketch_N[number]) if len(own) else []
@@ -87,13 +85,13 @@ class NearTexts:
 
 
 def bands(similarity: float) -> int:
-    """Into how many bands sketches are cut: the fewest, and so the fewest candidates, with which texts of at least this
-    similarity have a band in common with a probability of `_SURE`."""
+    """The number of bands of a sketch: the fewest, which give the fewest candidates, with which two texts of at least
+    this similarity share a band with probability `_SURE`."""
     rows = (rows for rows in (16, 8, 4, 2) if 1 - (1 - similarity**rows) ** (_PERMUTATIONS // rows) >= _SURE)
     return _PERMUTATIONS // next(rows, 1)
 
 
 def jaccard(a: Shingles, b: Shingles) -> float:
-    """The share of what both have among all that either has."""
+    """Size of the intersection over that of the union."""
     both = len(np.intersect1d(a, b, assume_unique=True))
     return both / (len(a) + len(b) - both)

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from hybrid_grpo.data.cleaning.faults import answer_fault, encoding_fault, language
+from hybrid_grpo.features.cleaning.faults import answer_fault, encoding_fault, language
 
 
 @pytest.mark.parametrize(

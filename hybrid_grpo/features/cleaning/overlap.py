@@ -1,45 +1,43 @@
-"""Prompts to train on that contain held-out prompts, by words that follow each other (GPT-3, arXiv:2005.14165,
-appendix C)."""
+"""Training prompts that contain held-out prompts, found by runs of equal words (GPT-3, arXiv:2005.14165, appendix
+C)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.data.cleaning.duplicates import is_common
-from hybrid_grpo.data.cleaning.text import plain_text, without_punctuation, words
+from hybrid_grpo.data.overlap import without_punctuation
+from hybrid_grpo.features.cleaning.duplicates import is_common
+from hybrid_grpo.features.cleaning.words import words
 
 Run = tuple[str, ...]
-"""Words that follow each other."""
+"""Consecutive words."""
 
 LEAST_WORDS = 8
-"""Held-out prompts of fewer words are compared whole, as they would be found within unrelated prompts."""
+"""Shorter held-out prompts are only compared whole, since they would be found within unrelated prompts."""
 _PIECE = 5
 _COMMON_PIECES, _COMMON_RUNS = 0.05, 0.01
-"""Shares of the prompts above which words are those of instructions, or of a turn of phrase."""
+"""Words shared by more than this share of the prompts are instructions, or a turn of phrase."""
 
 
-class HeldOut:
-    """The held-out prompts, to be found in prompts to train on.
+class OverlapIndex:
+    """Looks up held-out prompts in training prompts.
 
-    Words that follow each other in many prompts are instructions of a task. They are taken out first, as they would
-    else complete the few words of a question that stand before them.
+    Runs of words that many prompts share are the instructions of a task. They are removed first: otherwise they would
+    complete the few words of a question that precede them.
 
     Args:
-        texts: held-out prompts.
-        training: prompts to train on.
-        length: how many words in a row make an overlap.
+        held_out, training: texts of the prompts.
+        length: number of consecutive words that make an overlap.
     """
 
-    def __init__(self, texts: Sequence[str], training: Sequence[str], length: int) -> None:
+    def __init__(self, held_out: Sequence[str], training: Sequence[str], length: int) -> None:
         self._whole: dict[str, int] = {}
-        for number, text in enumerate(texts):
+        for number, text in enumerate(held_out):
             self._whole.setdefault(without_punctuation(text), number)
         different = set(training)
-        self._instructions: set[Run] = set()
-        pieces = [set(_runs(words(text), _PIECE)) for text in texts]
+        pieces = [set(_runs(words(text), _PIECE)) for text in held_out]
         self._instructions = _common(pieces, different, lambda text: _runs(words(text), _PIECE), _COMMON_PIECES)
         runs = []
-        for text in texts:
+        for text in held_out:
             parts = self._parts(text)
             longest = max(map(len, parts), default=0)
             runs.append({run for part in parts for run in _runs(part, min(length, max(longest, LEAST_WORDS)))})
@@ -49,8 +47,8 @@ class HeldOut:
         for number, own in enumerate(runs):
             self._runs.update(dict.fromkeys(own - phrases - self._runs.keys(), number))
 
-    def inside(self, text: str) -> tuple[int, str] | None:
-        """The number of a held-out prompt that is found in a text, and by what, in words; None where there is none."""
+    def find(self, text: str) -> tuple[int, str] | None:
+        """The number of a held-out prompt that the text contains, and how it was found; None if it contains none."""
         whole = without_punctuation(text)
         if whole in self._whole:
             return self._whole[whole], "is equal to"
@@ -58,39 +56,30 @@ class HeldOut:
         return None if found is None else (self._runs[found], f'has "{" ".join(found)}" like')
 
     def _all_runs(self, text: str) -> Iterator[Run]:
-        for part in self._parts(text):
-            for length in self._lengths:
-                yield from _runs(part, length)
+        return (run for part in self._parts(text) for length in self._lengths for run in _runs(part, length))
 
     def _parts(self, text: str) -> list[list[str]]:
-        """The words of a text between instructions."""
+        """The words of a text, split where instructions were removed."""
         parts: list[list[str]] = [[]]
-        of_text, taken_out = words(text), 0
+        of_text, removed = words(text), 0
         for at, word in enumerate(of_text):
             if tuple(of_text[at : at + _PIECE]) in self._instructions:
-                taken_out = at + _PIECE
-            if at < taken_out:
+                removed = at + _PIECE
+            if at < removed:
                 parts += [[]] if parts[-1] else []
             else:
                 parts[-1].append(word)
         return parts
 
 
-def count_equal(training: Iterable[Prompt], held_out: Iterable[Prompt]) -> int:
-    """How many held-out prompts are prompts to train on too, but for punctuation, capital letters and white space."""
-    trained = {without_punctuation(plain_text(prompt.text)) for prompt in training}
-    return sum(without_punctuation(plain_text(prompt.text)) in trained for prompt in held_out)
-
-
 def _runs(of_text: Sequence[str], length: int) -> Iterator[Run]:
-    """All runs of so many words."""
     return (tuple(of_text[start : start + length]) for start in range(len(of_text) - length + 1))
 
 
 def _common(
     held_out: Sequence[set[Run]], training: Iterable[str], runs_of: Callable[[str], Iterator[Run]], share: float
 ) -> set[Run]:
-    """The runs of held-out prompts that more than this share of them, or of the prompts to train on, have."""
+    """The runs of held-out prompts that occur in more than this share of the held-out or of the training prompts."""
     within, texts = Counter(run for own in held_out for run in own), list(training)
     outside = Counter(run for text in texts for run in set(runs_of(text)) if run in within)
     return {

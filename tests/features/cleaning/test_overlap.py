@@ -1,14 +1,14 @@
-"""Held-out prompts in prompts to train on: every way to plant one is found, and nothing else is."""
+"""Held-out prompts in training prompts: every way to plant one is found, and nothing else is."""
 
 import random
 
 import pytest
 
-from hybrid_grpo.config import CleanConfig, DataConfig
+from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.data.cleaning.cleaner import clean
-from hybrid_grpo.data.cleaning.overlap import HeldOut, count_equal
+from hybrid_grpo.features.cleaning.cleaner import clean
+from hybrid_grpo.features.cleaning.overlap import OverlapIndex
+from hybrid_grpo.features.cleaning.settings import CleanConfig
 
 ASK = 'Think step by step, then give the final answer as a number behind the sign "####", with nothing after it.'
 
@@ -69,15 +69,9 @@ def test_every_planted_prompt_is_found_and_nothing_else(plant, words):
 
 
 def test_signs_make_a_question_another_and_punctuation_does_not():
-    held_out = HeldOut(["What is (2 + 3) * 4?"], [], 13)
-    assert held_out.inside("what is (2 + 3) * 4") == (0, "is equal to")
-    assert held_out.inside("What is 2 + 3 * 4?") is None and held_out.inside("What is (2 - 3) * 4?") is None
-
-
-def test_a_run_counts_the_held_out_prompts_that_it_trains_on():
-    chat = [{"role": "system", "content": "x"}, {"role": "user", "content": "b  c"}]
-    training = [Prompt(number, text, [], {}) for number, text in enumerate(["a", chat, "d + 1"])]
-    assert count_equal(training, [Prompt(0, text, [], {}) for text in ("A!", "B c.", "d - 1", "e")]) == 2
+    index = OverlapIndex(["What is (2 + 3) * 4?"], [], 13)
+    assert index.find("what is (2 + 3) * 4") == (0, "is equal to")
+    assert index.find("What is 2 + 3 * 4?") is None and index.find("What is (2 - 3) * 4?") is None
 
 
 def test_an_overlap_can_be_refused():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybrid_grpo.data.cleaning.duplicates import NearTexts, Sketches, first_of_equals, is_common, shingles
+from hybrid_grpo.features.cleaning.duplicates import NearTexts, Sketches, first_of_equals, is_common, shingles
 
 
 def spread(words, at):

@@ -1,10 +1,11 @@
-"""Faults of one row by itself: letters that were decoded wrongly, and answers that are none."""
+"""Faults of a single row: wrongly decoded characters, and missing answers."""
 
 import re
 import unicodedata
 from typing import Any
 
-from hybrid_grpo.data.cleaning.text import normalized, words
+from hybrid_grpo.data.overlap import normalized
+from hybrid_grpo.features.cleaning.words import words
 
 _STAND_INS = {"nan", "none", "null", "n/a", "na", "#n/a", "tbd", "todo", "unknown", "undefined", "?", "-", "...", "…"}
 _LEAST_WORDS = 8
@@ -12,7 +13,7 @@ _OPEN_BOX = re.compile(r"\\boxed\s*(\{\s*\}|\s*$|\{[^{}]*$)")
 
 
 def encoding_fault(text: str) -> str | None:
-    """What is wrong with the letters of a text, in words; None where nothing is."""
+    """What is wrong with the characters of a text, for a message; None if nothing is."""
     import ftfy
 
     if "\ufffd" in text:
@@ -29,8 +30,8 @@ def encoding_fault(text: str) -> str | None:
 
 
 def language(text: str) -> str | None:
-    """ISO 639-1 code of the language that a text is most likely in; None where it has too few words to tell. Formulas
-    and numbers are left out."""
+    """ISO 639-1 code of the most likely language of a text; None if it has too few words, not counting formulas and
+    numbers."""
     import py3langid
 
     of_letters = [word for word in words(text) if word.isalpha()]
@@ -38,8 +39,8 @@ def language(text: str) -> str | None:
 
 
 def answer_fault(answer: Any) -> str | None:
-    """What is wrong with an answer, in words; None where nothing is. Numbers, lists and other values are taken as they
-    are, unless they are empty or NaN."""
+    """What is wrong with an answer, for a message; None if nothing is. Values that are not text are only checked for
+    being empty or NaN."""
     if answer is None or answer != answer:
         return "is missing"
     if not isinstance(answer, str):

@@ -114,13 +114,14 @@ def test_languages_are_told_apart_where_this_is_asked_for(there: Path, capsys: p
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--clean.overlap=refuse"], "clean.overlap: 1 rows of rows.jsonl [train] are held-out prompts as well"),
+        (["--clean.overlap=refuse"], "clean.overlap: 1 rows of rows.jsonl [train] are also held-out prompts"),
         (["--clean.output=rows.jsonl"], "clean.output rows.jsonl would replace the rows of data.path"),
         (["--clean.report=held_out.jsonl"], "clean.report held_out.jsonl would replace the held-out rows"),
         (["--clean.output=a", "--clean.report=a"], "clean.output and clean.report are both a: give two files"),
         (["--clean.answer_column=anser"], "clean.answer_column anser: there is no such column: did you mean answer?"),
         (["--data.prompt_column=promt"], "data.prompt_column promt: row 0 (from 0) of rows.jsonl [train] has none"),
         (["--data.eval_path=q.jsonl"], "data.prompt_column prompt: q.jsonl has no such column: known are question"),
+        (["--data.mixture=[{path: rows.jsonl}]"], "data.mixture is for train: data reads one source: take it out"),
         (["--clean.similarity=0"], "clean.similarity 0 must be in (0, 1]"),
     ],
 )
@@ -136,9 +137,18 @@ def test_what_cannot_be_done_is_refused_in_one_line(
 def test_a_package_that_is_missing_is_named(
     there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hybrid_grpo.config.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("hybrid_grpo.features.cleaning.command.find_spec", lambda name: None)
     assert main(["data", "--data.path", "rows.jsonl"]) == 2
     assert "clean.near_duplicates needs rensa, which is not installed: pip install 'hybrid_grpo[clean]', or set" in (
         capsys.readouterr().err
     )
     assert main(["data", "--data.path", "rows.jsonl", "--clean.near_duplicates=off", "--clean.encoding=off"]) == 0
+
+
+def test_the_command_is_listed_and_has_no_settings_of_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0 and re.search(r"^  data +duplicates, overlap", capsys.readouterr().out, re.M)
+    with pytest.raises(SystemExit):
+        main(["data", "--help"])
+    # `data` takes recipes of sft too, whose settings are not its own.
+    told = capsys.readouterr().out
+    assert "--clean.output" in told and "--sft." not in told
