@@ -56,6 +56,7 @@ _REFERENCE = "reference"
 """Name of a frozen model's files in a checkpoint."""
 _DONE, _INTERRUPTED, _STOPPED, _FAILED = range(4)
 """How generation ended on a rank; the worst of all ranks counts. The number of the rank is added to `_FAILED`."""
+_ENDS: dict[type[Exception], int] = {RunInterrupted: _INTERRUPTED, RunStopped: _STOPPED}
 
 
 def start(timeout_minutes: float = 30.0) -> torch.device:
@@ -271,7 +272,7 @@ class Engine:
         try:
             yield self._view.module
         except Exception as error:
-            outcome.fill_({RunInterrupted: _INTERRUPTED, RunStopped: _STOPPED}.get(type(error), _FAILED + rank()))
+            outcome.fill_(_ENDS.get(type(error), _FAILED + rank()))
             raise
         finally:
             start = time.perf_counter()
