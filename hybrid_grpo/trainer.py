@@ -18,7 +18,7 @@ from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
 from hybrid_grpo.grpo.resampling import group_slots, resample
 from hybrid_grpo.model.ranks import rank, sum_over_ranks
 from hybrid_grpo.policy import Policy, Reference
-from hybrid_grpo.records.metrics.measure import (
+from hybrid_grpo.records.metrics.measurements import (
     measure_costs,
     measure_parity,
     measure_sampling,
@@ -145,7 +145,7 @@ class Trainer(Stage):
         self.meter.spans += (spans := sampling_spans(start, self.policy.engine))
         captures = None if self.device.type == "cpu" else stats.captures
         self.meter.update(measure_sampling(rollout, spans, captures) | self.inputs.tool_numbers(rollout))
-        self.details.decoded(stats.course)
+        self.trace.decoded(stats.course)
         return rollout
 
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:
@@ -208,7 +208,7 @@ class Trainer(Stage):
                 self.policy.engine.backward(loss)
                 self.kl.add(numbers)
                 self.meter.update(numbers)
-                self.details.learned(batch, logp_bT, entropy_bT)
+                self.trace.learned(batch, logp_bT, entropy_bT)
                 self.meter.add("policy/loss", loss / self.plan.optimizer_steps)
                 if number == 0:
                     self.meter.update(measure_parity(batch, logp_bT))

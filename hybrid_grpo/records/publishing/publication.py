@@ -18,12 +18,12 @@ from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.config.publishing import PublishOptionsConfig
 from hybrid_grpo.config.secrets import publishable
 from hybrid_grpo.model.ranks import rank
-from hybrid_grpo.records.exporting import FACTS, exported
+from hybrid_grpo.records.exports import FACTS, exported
 from hybrid_grpo.records.files import sync_tree
 from hybrid_grpo.records.lock import FolderLock
 from hybrid_grpo.records.publishing.card import Evaluation, TrainedRun, write_card
 from hybrid_grpo.records.publishing.curves import draw_curves
-from hybrid_grpo.records.writing import why
+from hybrid_grpo.records.write_failures import why
 
 CONTENTS = "publication.json"
 """File of a publication that lists its files and their sizes, by which it is known again."""

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from hybrid_grpo.watch import details_file
-from hybrid_grpo.watch.details_file import DetailsFile, first_step, read_step
+from hybrid_grpo.watch import trace_file
+from hybrid_grpo.watch.trace_file import TraceFile, first_step, read_step
 
 
 def line(step: int, **more: Any) -> str:
@@ -19,7 +19,7 @@ def test_any_step_is_found_without_reading_the_others(
     tmp_path: Path, near: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also among damaged lines, and the one before where a step has none."""
-    monkeypatch.setattr(details_file, "_NEAR", near)
+    monkeypatch.setattr(trace_file, "_NEAR", near)
     path = tmp_path / "details.jsonl"
     there = [step for step in range(2, 300) if step % 10]
     text = "".join(line(step, words="x" * (step % 7 * 50)) + ("damaged\n" if step % 4 else "") for step in there)
@@ -37,7 +37,7 @@ def test_any_step_is_found_without_reading_the_others(
 
 def test_rewards_and_histograms_are_gathered_as_they_come(tmp_path: Path) -> None:
     path = tmp_path / "details.jsonl"
-    file = DetailsFile(path)
+    file = TraceFile(path)
     file.read(1)
     assert len(file.rewards) == 0
     path.write_text(line(1) + "damaged\n" + line(2) + line(3)[:50])

@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hybrid_grpo.model.ranks import rank
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.meter import Meter
 
 STAGE = "stage/"
 """What the names of stages begin with in a trace."""

@@ -23,10 +23,10 @@ _END = 2**20
 _SECONDS = 0.5
 """After which a step is not looked for any more; it is found in milliseconds."""
 
-Details = dict[str, Any]
+Trace = dict[str, Any]
 
 
-class DetailsFile:
+class TraceFile:
     """Gathers `rewards` and `histograms` of a details.jsonl; nothing is read before `read` is called."""
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +64,7 @@ class DetailsFile:
             self.histograms.append(details["step"], details.get("histograms"))
 
 
-def read_step(path: Path, step: int | None) -> Details | None:
+def read_step(path: Path, step: int | None) -> Trace | None:
     """What was noted of the newest step that is not after `step` (None: of all); None where there is no such step."""
     deadline, found = time.monotonic() + _SECONDS, None
     try:
@@ -112,7 +112,7 @@ def _steps(file: BinaryIO, begin: int, deadline: float) -> Iterator[tuple[int, i
             yield offset, int(match[1]), line
 
 
-def _parse(line: bytes) -> Details | None:
+def _parse(line: bytes) -> Trace | None:
     """The object of a line; None where it is none of details.jsonl."""
     details = parse(line)
     step = details.get("step") if details else None

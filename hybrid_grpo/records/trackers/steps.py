@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybrid_grpo.records.alarm_records import ALARMS_FILE
 from hybrid_grpo.records.files import read_jsonl, rollout_files
-from hybrid_grpo.records.said import ALARMS_FILE
 
 STEP, TOKENS, HOURS = AXES = ("progress/step", "progress/tokens", "progress/hours")
 """What curves are drawn over: the step, completion tokens sampled (`sft`: target tokens) since the run began, and hours
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Entry:
+class TrackedStep:
     """What a tracker shows of one step."""
 
     step: int
@@ -55,7 +55,7 @@ class Lines:
                 yield json.loads(line)
 
 
-class Entries:
+class TrackedSteps:
     """The entries of a run after the step `done`, each once, as its folder grows."""
 
     def __init__(self, folder: Path, done: int, histograms_every: int) -> None:
@@ -67,7 +67,7 @@ class Entries:
         self._last, self._drawn = done, -1
         """The last step that was read, and the last one with histograms."""
 
-    def new(self) -> Iterator[Entry]:
+    def new(self) -> Iterator[TrackedStep]:
         """The entries of the steps whose numbers were written since the last look."""
         for line in self._numbers:
             step = line.pop("step")
@@ -79,13 +79,13 @@ class Entries:
                 axes = dict(zip(AXES, (step, self._tokens, self._seconds / 3600), strict=True))
                 yield self._entry(step, {**values, **axes})
 
-    def unfinished(self) -> Iterator[Entry]:
+    def unfinished(self) -> Iterator[TrackedStep]:
         """Rollouts of a last step that could not be finished: it has no numbers."""
         for step in rollout_files(self._rollouts):
             if step > self._last:
                 yield self._entry(step, {STEP: step})
 
-    def _entry(self, step: int, values: dict[str, float]) -> Entry:
+    def _entry(self, step: int, values: dict[str, float]) -> TrackedStep:
         for alarm in self._alarms:  # written before the numbers of its step
             self._said[alarm["step"]].append(alarm["message"])
         alarms = self._said.pop(step, [])
@@ -93,7 +93,7 @@ class Entries:
         due = bool(self._every) and (self._drawn < 0 or step - self._drawn >= self._every)
         if rows and due:
             self._drawn = step
-        return Entry(step, values, chosen(rows, bool(alarms)), distributions(rows) if due else {}, alarms)
+        return TrackedStep(step, values, chosen(rows, bool(alarms)), distributions(rows) if due else {}, alarms)
 
 
 def chosen(rows: list[Row], alarm: bool) -> list[tuple[str, Row]]:

@@ -3,12 +3,12 @@ import math
 import pytest
 from run_folder import rows, write_lines
 
-from hybrid_grpo.records.said import Said, forget_alarms, write_alarm
-from hybrid_grpo.records.trackers.entries import Entries, chosen, table
+from hybrid_grpo.records.alarm_records import AlarmRecord, forget_alarms, write_alarm
+from hybrid_grpo.records.trackers.steps import TrackedSteps, chosen, table
 
 
 def test_an_entry_has_the_numbers_the_axes_and_what_was_said_and_written(folder):
-    first, second = Entries(folder, -1, histograms_every=2).new()
+    first, second = TrackedSteps(folder, -1, histograms_every=2).new()
     assert math.isnan(first.values.pop("policy/loss"))
     assert first.values == {
         **{"reward/mean": 0.5, "time/step_s": 1800.0, "completion/sampled_tokens": 18.0},
@@ -21,7 +21,7 @@ def test_an_entry_has_the_numbers_the_axes_and_what_was_said_and_written(folder)
 
 
 def test_steps_come_once_as_they_are_written_and_not_before_they_are_whole(folder):
-    entries = Entries(folder, -1, histograms_every=0)
+    entries = TrackedSteps(folder, -1, histograms_every=0)
     assert [entry.step for entry in entries.new()] == [1, 2]
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "reward/')
@@ -34,11 +34,11 @@ def test_steps_come_once_as_they_are_written_and_not_before_they_are_whole(folde
 
 
 def test_a_resumed_run_counts_tokens_and_hours_from_its_beginning_but_shows_only_new_steps(folder):
-    write_alarm(folder, Said(3, "parity", 3, "once more"))
-    (entry,) = Entries(folder, 1, histograms_every=1).new()
+    write_alarm(folder, AlarmRecord(3, "parity", 3, "once more"))
+    (entry,) = TrackedSteps(folder, 1, histograms_every=1).new()
     assert (entry.step, entry.values["progress/tokens"], entry.values["progress/hours"]) == (2, 36.0, 1.0)
     forget_alarms(folder, done=2)
-    (entry,) = Entries(folder, 1, histograms_every=1).new()
+    (entry,) = TrackedSteps(folder, 1, histograms_every=1).new()
     assert entry.alarms == ["the gap is wide"]
     forget_alarms(folder, done=1)
     assert (folder / "alarms.jsonl").read_text() == ""

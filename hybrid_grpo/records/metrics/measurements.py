@@ -16,7 +16,7 @@ from hybrid_grpo.data.batch import Completion, Numbers, RewardStatus, Rollout, S
 from hybrid_grpo.grpo.advantages import group_stats
 from hybrid_grpo.model.ranks import world_size
 from hybrid_grpo.records.metrics.flops import measure_flops
-from hybrid_grpo.records.metrics.metrics import Meter, Span
+from hybrid_grpo.records.metrics.meter import Meter, Span
 from hybrid_grpo.rewards.rules import repeated_share
 
 if TYPE_CHECKING:

@@ -16,14 +16,14 @@ import numpy as np
 import yaml
 
 from hybrid_grpo.config.recipes import load_yaml
+from hybrid_grpo.records.alarm_records import ALARMS_FILE
 from hybrid_grpo.records.files import as_json, rollout_files
 from hybrid_grpo.records.metrics.catalogue import find
 from hybrid_grpo.records.metrics.charts import is_noisy
-from hybrid_grpo.records.said import ALARMS_FILE
-from hybrid_grpo.watch.details_file import DetailsFile
 from hybrid_grpo.watch.metrics_file import MetricsFile, Row, last_row
 from hybrid_grpo.watch.records import last_lines, number, open_file, parse
 from hybrid_grpo.watch.table import Column, Table
+from hybrid_grpo.watch.trace_file import TraceFile
 
 AXES = ("step", "tokens", "hours")
 """What curves are drawn over: steps, tokens sampled (in a supervised run: trained on) so far, hours of work so far."""
@@ -60,7 +60,7 @@ class Alarm:
     message: str
 
 
-class Run:
+class WatchedRun:
     """A run's folder. Nothing is read before it is asked for, and numbers only as far as `refresh` has come."""
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -73,7 +73,7 @@ class Run:
         self._tail: tuple[int, Row | None] = (-1, None)
         self._alarms: tuple[int, list[Alarm]] = (-1, [])
         self._file = MetricsFile(folder / "metrics.jsonl")
-        self.details = DetailsFile(folder / "details.jsonl")
+        self.trace = TraceFile(folder / "details.jsonl")
         self.version = next(_VERSIONS)
         """Another one whenever the numbers have changed."""
         self._summary: tuple[int, dict[str, Any]] = (-1, {})
@@ -229,7 +229,7 @@ def flat(settings: dict[str, Any], prefix: str = "", levels: int = _DEEPEST) -> 
     return found
 
 
-def differing(runs: list[Run]) -> list[dict[str, Any]]:
+def differing(runs: list[WatchedRun]) -> list[dict[str, Any]]:
     """Settings that are not the same in all runs, other than where the run is: name, and the values by run. Where there
     are far too many, the last entry says how many are left out."""
     settings = {run.name: flat(run.settings) for run in runs}

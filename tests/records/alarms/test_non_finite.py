@@ -1,4 +1,4 @@
-"""A run that diverges is told of, and stopped before it has nothing good left; on all ranks alike."""
+"""A run that diverges is reported, and stopped while it still has good checkpoints; on all ranks alike."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from paths import SUPPORT
 from workshop import Workshop
 
-from hybrid_grpo.config import GuardConfig, TrainConfig, build
+from hybrid_grpo.config import TrainConfig, build
 from hybrid_grpo.config.errors import RunStopped
-from hybrid_grpo.records.alarms.divergence import Guard
+from hybrid_grpo.records.alarms.alarms import Alarms, RollBack
 from hybrid_grpo.records.files import read_jsonl
 
 GOOD = {"policy/loss": 0.1, "policy/grad_norm": 1.0, "policy/kl": 0.1, "policy/entropy": 2.0, "policy/ratio_max": 1.5}
@@ -49,12 +49,17 @@ numbers:
 NAN = {"policy/grad_norm": math.nan}
 
 
-def guard(**section: object) -> Guard:
-    return Guard(build(TrainConfig, {"guard": section}).guard, last_step=100)
+def watching(last_step: int = 100, **section: object) -> Alarms:
+    return Alarms(guard=build(TrainConfig, {"guard": section}).guard, last_step=last_step)
 
 
-def judged(watching: Guard, *steps: dict[str, float]) -> list[str]:
-    return [message for k, values in enumerate(steps, 1) for message in watching.judge(k, GOOD | values)]
+def watched(alarms: Alarms, *steps: dict[str, float]) -> list[str]:
+    """What is reported of these steps, whose alarms act one after the other."""
+    messages = []
+    for step, values in enumerate(steps, 1):
+        messages += [record.message for record in alarms.watch(step, GOOD | values)]
+        alarms.act("")
+    return messages
 
 
 @pytest.mark.parametrize("section, steps, says", [
@@ -62,32 +67,43 @@ def judged(watching: Guard, *steps: dict[str, float]) -> list[str]:
     ({}, [{}, NAN, NAN, NAN], "policy/grad_norm not finite"),
     ({}, [{"parity/logp_abs_diff_mean": math.inf}] * 3, "parity/logp_abs_diff_mean not finite"),
     ({}, [{"policy/loss": math.nan, "policy/kl": math.nan}] * 3, "policy/loss, policy/kl not finite"),
-    ({"patience": 1}, [NAN], "in 1 step up to step 1: no model was exported, and checkpoints of steps before 1"),
+    ({"patience": 1}, [NAN], "(1 step in a row; guard.non_finite): the run is stopped, no model was exported, and"
+     " checkpoints of steps before 1 are kept"),
 ])  # fmt: skip
 def test_when_a_run_is_stopped(section, steps, says):
-    watching = guard(**section)
+    alarms = watching(**section)
     if says is None:
-        assert judged(watching, *steps) == []
+        assert watched(alarms, *steps) == []
         return
-    assert judged(watching, *steps[:-1]) == []
     with pytest.raises(RunStopped) as stopped:
-        watching.judge(len(steps), GOOD | steps[-1])
-    assert says in str(stopped.value)
+        watched(alarms, *steps)
+    assert says in str(stopped.value) and alarms.stops and alarms.diverged
 
 
-def test_what_only_says_so_says_it_once_for_every_time_that_it_begins():
-    said = judged(guard(non_finite="say"), *[NAN] * 9, {}, *[NAN] * 3)
-    assert len(said) == 2 and all("policy/grad_norm not finite" in message for message in said)
+def test_what_is_only_reported_is_reported_once_for_each_time_that_it_begins():
+    messages = watched(watching(non_finite="say"), *[NAN] * 9, {}, *[NAN] * 3)
+    assert len(messages) == 2 and all("policy/grad_norm not finite" in message for message in messages)
 
 
 def test_the_last_step_has_no_patience_and_doubts_are_known():
-    watching = Guard(GuardConfig(), last_step=2)
-    watching.judge(1, GOOD | NAN)
-    assert watching.doubts
-    watching.judge(1, GOOD)
-    assert not watching.doubts
+    alarms = watching(last_step=2)
+    assert watched(alarms, NAN) == [] and alarms.diverged
+    assert watched(alarms, {}) == [] and not alarms.diverged
     with pytest.raises(RunStopped):
-        watching.judge(2, GOOD | NAN)
+        watched(alarms, {}, NAN)
+    assert watched(watching(last_step=2, non_finite="say"), {}, NAN) == []
+
+
+def test_numbers_that_are_not_finite_decide_where_other_alarms_would_act_too():
+    """A ratio that stops the run does not keep a run that has diverged from going back."""
+    config = build(TrainConfig, {
+        "guard": {"non_finite": "roll_back", "patience": 1}, "alarms": {"ratio": {"patience": 1, "action": "stop"}},
+    })  # fmt: skip
+    alarms = Alarms(config.alarms, guard=config.guard)
+    alarms.watch(3, GOOD | {"policy/ratio_max": math.inf})
+    with pytest.raises(RollBack, match="alarm non_finite: policy/ratio_max not finite") as back:
+        alarms.act("")
+    assert back.value.since == 3
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +148,7 @@ def test_nan_on_one_rank_stops_all_ranks(workshop: Workshop, what, says):
 def test_a_learning_rate_that_breaks_the_model_does_not_end_well(workshop: Workshop):
     done = workshop.run(*options("fast"), "--policy.lr=1e6", "--checkpoint.every=1", "--run.steps=12")
     assert done.status == 2 and done.err.count("\n") == 1, done.err[-3000:]
-    assert "hybrid-grpo: error: guard: parity/logp_abs_diff_mean not finite" in done.err
+    assert "hybrid-grpo: error: alarm non_finite: parity/logp_abs_diff_mean not finite" in done.err
     folder = workshop.folder / "runs" / "fast"
     assert len([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]) == 4
     assert not (folder / "model").exists() and (folder / "checkpoints" / "step_000001").is_dir()
@@ -144,7 +160,7 @@ def test_a_run_that_rolls_back_ends_well_at_a_lower_learning_rate(workshop: Work
     told = ["--guard.non_finite=roll_back", "--guard.patience=1", "--guard.lr_factor=1e-5", "--checkpoint.every=1"]
     done = workshop.run(*options("back"), *told, "--policy.lr=1e6", "--run.steps=3", ranks=2)
     assert done.status == 0, done.err[-3000:]
-    said = [line for line in done.out.splitlines() if line.startswith("GUARD: ")]
+    said = [line for line in done.out.splitlines() if line.startswith("ROLLBACK: ")]
     assert [line.rpartition(": back to ")[2] for line in said] == [
         "step 1, the learning rate times 1e-05",
         "step 0, the learning rate times 1e-10",

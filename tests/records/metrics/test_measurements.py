@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
-from hybrid_grpo.records.metrics.measure import (
+from hybrid_grpo.records.metrics.measurements import (
     group_correlation,
     measure_health,
     measure_lengths,
@@ -16,7 +16,7 @@ from hybrid_grpo.records.metrics.measure import (
     measure_sampling,
     measure_sources,
 )
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.meter import Meter
 
 NAN = math.nan
 

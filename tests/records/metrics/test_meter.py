@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hybrid_grpo.records.metrics.catalogue import CATALOGUE, describe, duration, find
-from hybrid_grpo.records.metrics.metrics import Meter, _extremes
+from hybrid_grpo.records.metrics.meter import Meter, _extremes
 
 
 def test_catalogue_has_one_entry_a_name_in_the_form_stage_what_reduction():

@@ -4,10 +4,10 @@ import shutil
 import pytest
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.records.said import Said, write_alarm
+from hybrid_grpo.records.alarm_records import AlarmRecord, write_alarm
 from hybrid_grpo.watch import growing_file, metrics_file
-from hybrid_grpo.watch.folder import Alarm, Run, differing
 from hybrid_grpo.watch.folders import Folders
+from hybrid_grpo.watch.watched_run import Alarm, WatchedRun, differing
 
 
 def run_lines():
@@ -23,7 +23,7 @@ def run_lines():
 
 
 def opened(folder):
-    run = Run(folder.name, folder)
+    run = WatchedRun(folder.name, folder)
     run.refresh(10)
     return run
 
@@ -31,7 +31,7 @@ def opened(folder):
 def test_alarms_are_told_in_the_words_of_the_run(make_run):
     """Also in a copy of the folder, and those of an earlier version, which have no name."""
     folder = make_run("sick", run_lines())
-    write_alarm(folder, Said(7, "parity", 5, "the gap is wide", "stop"))
+    write_alarm(folder, AlarmRecord(7, "parity", 5, "the gap is wide", "stop"))
     run = opened(folder)
     first = Alarm(5, 7, "parity", "the gap is wide")
     assert run.alarms() == [first]
@@ -59,7 +59,7 @@ def test_axes_are_steps_tokens_and_hours_of_work(make_run, monkeypatch):
     )
     monkeypatch.setattr(metrics_file, "_GLIMPSE_OVER", 10_000)
     monkeypatch.setattr(growing_file, "_CHUNK", 1_000)
-    run = Run("run", folder)
+    run = WatchedRun("run", folder)
     run.refresh(0)
     assert run.share_read < 1
     assert run.axis("tokens")[-1] == pytest.approx(2_000_000)
@@ -76,7 +76,7 @@ def test_runs_are_compared_by_their_newest_and_best_numbers(make_run):
 
 def test_settings_that_differ_are_named(make_run):
     runs = [
-        Run(name, make_run(name, [], text))
+        WatchedRun(name, make_run(name, [], text))
         for name, text in (
             ("a", "run: {name: a, seed: 0}\npolicy: {lr: 0.1, betas: [0.9, 0.9]}\nengine: {}\n"),
             ("b", "run: {name: b, seed: 0}\npolicy: {lr: 0.2, betas: [0.9, 0.9]}\nengine: {}\nsft: {batch: text}\n"),

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
-from hybrid_grpo.records.details import BUCKETS, Details, details_line, histogram, of_counts
 from hybrid_grpo.records.files import cut_lines, read_jsonl
+from hybrid_grpo.records.step_trace import BUCKETS, StepTrace, histogram, of_counts, trace_line
 
 
 def make_rollout(ids: list[int], reward_B: list[float], guest: str = "") -> tuple[Rollout, Scores, torch.Tensor]:
@@ -27,7 +27,7 @@ def make_rollout(ids: list[int], reward_B: list[float], guest: str = "") -> tupl
 
 
 def part_of(taken, spans=(("generate", 5.0, 6.5), ("step", 5.0, 8.0)), step=1, **log):
-    details = Details(LogConfig(**log), steps=9)
+    details = StepTrace(LogConfig(**log), steps=9)
     details.begin(step)
     return details.own(spans, taken)
 
@@ -37,7 +37,7 @@ def test_the_parts_of_all_ranks_become_one_line():
         part_of(make_rollout([7, 3], [1.0, 0.0, math.nan, 0.5])),
         part_of(make_rollout([4, 9], [1.0, 1.0, 0.0, 0.25])),
     ]
-    line = details_line(1, parts)
+    line = trace_line(1, parts)
     assert line["prompts"][0] == [7, 0.5, 0.7071] and [group[0] for group in line["prompts"]] == [7, 3, 4, 9]
     assert line["prompts"][1][1] == 0.5 and math.isnan(line["prompts"][1][2])
     assert line["stages"] == [[["generate", 0.0, 1.5]]] * 2 and "decoder" not in line
@@ -58,14 +58,14 @@ def test_rewards_of_guests_are_not_the_policys():
 
 @pytest.mark.parametrize(("step", "due"), [(1, True), (2, False), (3, True), (4, False), (9, True)])
 def test_histograms_are_made_every_so_many_steps_the_first_and_the_last(step, due):
-    line = details_line(step, [part_of(make_rollout([7], [0.0, 1.0]), step=step, histograms_every=3)])
+    line = trace_line(step, [part_of(make_rollout([7], [0.0, 1.0]), step=step, histograms_every=3)])
     assert ("histograms" in line) == due and "prompts" in line
 
 
 def test_details_that_are_off_or_of_a_step_without_stages_are_none():
     taken = make_rollout([7], [0.0, 1.0])
     assert part_of(taken, details=False) is None and part_of(None, spans=()) is None
-    assert "histograms" not in details_line(1, [part_of(taken, histograms_every=0)])
+    assert "histograms" not in trace_line(1, [part_of(taken, histograms_every=0)])
 
 
 @given(st.lists(st.floats(0, 3.999), min_size=1), st.integers(0, 5))

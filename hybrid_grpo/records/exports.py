@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hybrid_grpo.model.ranks import rank
 from hybrid_grpo.records.files import replace_text, sync, sync_tree
-from hybrid_grpo.records.writing import WriteFailed, write_together
+from hybrid_grpo.records.write_failures import WriteFailed, write_together
 
 if TYPE_CHECKING:
     from hybrid_grpo.policy import TrainedModel

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybrid_grpo.records import writing
+from hybrid_grpo.records import write_failures
 
 
 @pytest.mark.parametrize("files, free, reason", [
@@ -17,5 +17,5 @@ from hybrid_grpo.records import writing
 def test_a_file_system_without_inodes_is_not_called_full(tmp_path, monkeypatch, files, free, reason):
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "report.html"))
     limits = SimpleNamespace(f_files=files, f_favail=free)
-    monkeypatch.setattr(writing.os, "statvfs", lambda folder: limits)
-    assert writing.why(error, tmp_path / "not" / "there") == reason
+    monkeypatch.setattr(write_failures.os, "statvfs", lambda folder: limits)
+    assert write_failures.why(error, tmp_path / "not" / "there") == reason

@@ -17,9 +17,9 @@ from hybrid_grpo.config import LogConfig
 from hybrid_grpo.data.batch import Rollout, Scores, TrainBatch
 from hybrid_grpo.generation import Course
 from hybrid_grpo.model.ranks import world_size
-from hybrid_grpo.records.metrics.metrics import Span
+from hybrid_grpo.records.metrics.meter import Span
 
-DETAILS_FILE = "details.jsonl"
+TRACE_FILE = "details.jsonl"
 """In a run's folder: one JSON object per step."""
 BUCKETS = 20
 """Most buckets of a histogram."""
@@ -32,7 +32,7 @@ _MOMENTS = 512
 """Moments of decoding that a line holds of all ranks together, but for 8 of each rank."""
 
 
-class Details:
+class StepTrace:
     """What this rank collects of a step; nothing where `log.details` is off, or without `config`.
 
     Args:
@@ -76,7 +76,7 @@ class Details:
         self._counts[name] = self._counts[name] + count_K if name in self._counts else count_K
 
     def own(self, spans: Sequence[Span], taken: tuple[Rollout, Scores, Tensor] | None) -> dict[str, Any] | None:
-        """This rank's part of the step that has ended, for `details_line`; None where nothing is collected.
+        """This rank's part of the step that has ended, for `trace_line`; None where nothing is collected.
 
         Args:
             spans: the stages of the step.
@@ -103,7 +103,7 @@ class Details:
         return part
 
 
-def details_line(step: int, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def trace_line(step: int, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The line of details.jsonl from the parts of all ranks."""
     line: dict[str, Any] = {"step": step}
     if "prompts" in parts[0]:

@@ -8,8 +8,8 @@ import torch
 from torch.profiler import record_function
 
 from hybrid_grpo.records.files import read_jsonl
-from hybrid_grpo.records.metrics.metrics import Meter
-from hybrid_grpo.records.profiling import STAGE, Profiler
+from hybrid_grpo.records.metrics.meter import Meter
+from hybrid_grpo.records.profiler import STAGE, Profiler
 
 
 def rows(text: str) -> dict[str, dict[str, int]]:
