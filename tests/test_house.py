@@ -10,12 +10,11 @@ from functools import cache
 
 from paths import ROOT
 
-from hybrid_grpo.config.features import feature_folders
+from hybrid_grpo.config.features import feature_folders, registered
 
 PACKAGE = ROOT / "hybrid_grpo"
 MOST_ENTRIES, MOST_LINES, MOST_FILE, MOST_FUNCTION = 16, 40_300, 400, 60
 LONG_FILES = {
-    "engine.py",
     "rewards/functions.py",
     "run/run.py",
 }
@@ -76,6 +75,8 @@ def test_features_are_folders_with_settings_and_tests():
     for folder in feature_folders():
         assert (folder / "settings.py").exists()
         assert list((ROOT / "tests/features" / folder.name).glob("test_*.py")), folder.name
+        page = registered()[folder.name].page
+        assert not page or (ROOT / page).is_file(), page
 
 
 def test_contributing_names_files_that_exist():

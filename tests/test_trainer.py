@@ -26,8 +26,8 @@ from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.records.details import Details
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.meter import Meter
+from hybrid_grpo.records.step_trace import StepTrace
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.trainer import Trainer
 
@@ -214,7 +214,7 @@ def test_a_micro_batch_without_rows_has_all_fields_of_the_others_and_counts_for_
         assert batch.micro.rows and not filler.micro.rows
         assert [type(value) for value in vars(filler).values()] == [type(value) for value in vars(batch).values()]
         assert filler.writers.keys() == batch.writers.keys() == {"seeds"}
-        details = Details(LogConfig())
+        details = StepTrace(LogConfig())
         details.begin(1)
         for one, counts in ((batch, True), (filler, False)):
             logp_bT, entropy_bT = run.policy.forward(one.micro, 1.0)

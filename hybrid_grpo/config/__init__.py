@@ -10,10 +10,8 @@ settings do is in the other rooms.
 from hybrid_grpo.config.alarms import AlarmConfig, AlarmsConfig
 from hybrid_grpo.config.building import build, dump, to_dict
 from hybrid_grpo.config.checks import BatchPlan
-from hybrid_grpo.config.cleaning import CleanConfig
 from hybrid_grpo.config.commands import (
     ChatConfig,
-    CheckDataConfig,
     EvaluateConfig,
     GenerateConfig,
     PlanConfig,

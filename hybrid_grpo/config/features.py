@@ -1,7 +1,8 @@
 """The settings of features: the base class of their sections, and the list of features that this package has.
 
-A feature is a folder of `hybrid_grpo/features/`. Its settings are read, checked and explained like those of the core,
-and `TrainConfig` gets a section for each. What a feature does in a step is a `Feature` (run/feature.py).
+A feature is a folder of `hybrid_grpo/features/`. Its settings are read, checked and explained like those of the core.
+One that takes part in training is a `Feature` (run/feature.py) with a section of `TrainConfig`; one that has a command
+adds it to the command line.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ REGISTERED = (
     "guests:GuestsConfig",
     "streaming:StreamingConfig",
     "curriculum:CurriculumConfig",
+    "cleaning:CleanConfig",
 )
 """Folder and settings of each feature, in the order in which they are asked."""
 FeatureList = Annotated[
@@ -46,7 +48,13 @@ class FeatureConfig:
     """
 
     section = ""
-    """Name of the section in a recipe."""
+    """Name of the section in a recipe; empty if the feature takes no part in training."""
+    page = ""
+    """Its page in the documentation."""
+    command = ""
+    """Name of the command that it adds, which is `run` in its `command.py`; empty for none."""
+    summary = ""
+    """What the command does, in a line."""
     method = ""
     """What papers call training with it, if that has another name than GRPO; needs a setting `enabled`."""
     replaces_groups = ""
@@ -119,16 +127,29 @@ class FeatureConfig:
 
 
 @functools.cache
+def registered() -> dict[str, type[FeatureConfig]]:
+    """The settings of every registered feature, by its folder."""
+    entries = [entry.split(":") for entry in REGISTERED]
+    return {folder: getattr(import_module(f"hybrid_grpo.features.{folder}.settings"), cls) for folder, cls in entries}
+
+
 def feature_sections() -> dict[str, type[FeatureConfig]]:
-    """The settings of every registered feature, by the name of their section."""
-    names = [entry.split(":") for entry in REGISTERED]
-    found = [getattr(import_module(f"hybrid_grpo.features.{folder}.settings"), name) for folder, name in names]
-    return {settings.section: settings for settings in found}
+    """The settings of the features that take part in training, by the name of their section."""
+    return {settings.section: settings for settings in registered().values() if settings.section}
+
+
+def feature_commands() -> dict[str, tuple[str, str]]:
+    """The module and the summary of every command that a feature adds, by its name."""
+    return {
+        settings.command: (f"hybrid_grpo.features.{folder}.command", settings.summary)
+        for folder, settings in registered().items()
+        if settings.command
+    }
 
 
 def feature_folders() -> list[Path]:
     """The folders of the registered features."""
-    return [Path(__file__).parent.parent / "features" / entry.partition(":")[0] for entry in REGISTERED]
+    return [Path(__file__).parent.parent / "features" / folder for folder in registered()]
 
 
 def with_feature_sections(cls: ClassT) -> ClassT:

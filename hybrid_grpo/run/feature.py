@@ -22,7 +22,7 @@ from hybrid_grpo.config.importing import import_object
 from hybrid_grpo.data.batch import Completion, MicroBatch, Numbers, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run.stage import SavedModel, Stateful
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.data.batch import Numbers, Prompt, Rollout
-from hybrid_grpo.data.cleaning.overlap import count_equal
+from hybrid_grpo.data.overlap import count_equal
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import held_out_source
 from hybrid_grpo.data.training_prompts import TrainingPrompts
 from hybrid_grpo.grpo.loss import Objective, load_objective
 from hybrid_grpo.model.lora import check_lora
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.evaluation import EvalSet
@@ -190,7 +190,7 @@ def read_eval_set(
         source = feature.held_out_source(source, held_out.data)
     prompts, fact = read_prompts(with_tools(held_out.data, conversations), sampler.tokenizer, source)
     if shared := count_equal(trained, prompts):
-        fact += f"; {shared} of them are prompts to train on too: see hybrid-grpo data"
+        fact += f"; {shared} of them are also training prompts: see docs/data.md"
     if rollout.temperature:
         fact += f"; {rollout.num_generations} completions of each at temperature {rollout.temperature:g}"
     rewards.check_columns(prompts[0].columns)

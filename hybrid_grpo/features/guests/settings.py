@@ -56,6 +56,7 @@ class GuestsConfig(FeatureConfig):
     docs/guests.md."""
 
     section = "guests"
+    page = "docs/guests.md"
 
     @property
     def is_on(self) -> bool:

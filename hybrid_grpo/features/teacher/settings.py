@@ -48,6 +48,7 @@ class TeacherConfig(FeatureConfig):
     or (false) on the devices. Either way they are spread over the ranks."""
 
     section = "teacher"
+    page = "docs/distillation.md"
     replaces_groups = "a teacher"
     learns_without_rewards = True
     free = frozenset({"teacher.offload"})

@@ -10,7 +10,7 @@ from hybrid_grpo.config import BatchPlan, DataConfig
 from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.features.streaming.prompt_stream import PromptStream, StreamLoader
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.meter import Meter
 
 ROWS = [{"prompt": f"{number}=", "answer": number} for number in range(30)]
 
