@@ -38,8 +38,9 @@ from hybrid_grpo.rewards.models.reward import RewardModel, Shard
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
-from hybrid_grpo.turns import Conversations, conversations_of, rewards_of, with_tools
-from hybrid_grpo.turns.tools import tool_names
+from hybrid_grpo.turns.conversations import Conversations, conversations_of, with_tools
+from hybrid_grpo.turns.rewards import rewards_of
+from hybrid_grpo.turns.tools.tools import tool_names
 
 
 @dataclass(frozen=True)
