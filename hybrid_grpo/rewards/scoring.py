@@ -27,7 +27,7 @@ from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
 from hybrid_grpo.model.ranks import all_reduce
 from hybrid_grpo.rewards.functions import ENVIRONMENTS, INPUTS, Value
 from hybrid_grpo.rewards.loading import Reward
-from hybrid_grpo.rewards.models.reward import RewardModel, Shard
+from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
 from hybrid_grpo.workers.calls import Call, Failure, Inputs, Reply, failed
 from hybrid_grpo.workers.pool import busy_seconds
