@@ -9,7 +9,6 @@ from typing import Any, Literal
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from hybrid_grpo.config.cleaning import CleanConfig
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.evaluation import EvalConfig
@@ -28,11 +27,13 @@ _MODEL = frozenset({"model", "dtype", "attn_implementation", "pickled_weights"})
 """What loading a model takes of `policy`."""
 
 
-def _all_but(section: type[Any], others: str) -> frozenset[str]:
+def all_but(section: type[Any], others: str) -> frozenset[str]:
+    """The names of a section's settings but for some."""
     return frozenset(section.__dataclass_fields__) - frozenset(others.split())
 
 
-def _in_part(**settings: frozenset[str]) -> Mapping[str, frozenset[str]]:
+def in_part(**settings: frozenset[str]) -> Mapping[str, frozenset[str]]:
+    """Of sections that a command uses in part, the names of the settings that it uses."""
     return settings
 
 
@@ -44,20 +45,15 @@ class RecipeReader:
     """
 
     command = ""
-    used = _in_part()
-    """Of sections that are used in part, the settings that are used."""
+    used = in_part()
 
 
-def _refuse_mixture(data: DataConfig, command: str) -> None:
+def refuse_mixture(data: DataConfig, command: str) -> None:
+    """Refuse several sources for a command that reads one. Raises UserError."""
     refuse(
         bool(data.mixture),
         f"data.mixture is for train: {command} reads one source: take it out, and set data.path or data.task",
     )
-    _refuse_streaming(data, command)
-
-
-def _refuse_streaming(data: DataConfig, command: str) -> None:
-    refuse(data.streaming, f"data.streaming is for train: {command} reads all rows before it begins: take it out")
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -78,7 +74,7 @@ class SftConfig(ModelRunConfig):
 
     @model_validator(mode="after")
     def _check_agreement(self) -> SftConfig:
-        _refuse_mixture(self.data, "sft")
+        refuse_mixture(self.data, "sft")
         for name in ("eval_path", "eval_split", "eval_limit"):
             refuse(
                 getattr(self.data, name) is not None,
@@ -97,7 +93,6 @@ class RewardStageConfig(ModelRunConfig):
     @model_validator(mode="after")
     def _check_agreement(self) -> RewardStageConfig:
         data, default = self.data, DataConfig()
-        _refuse_streaming(data, "reward")
         for name, instead in (("max_prompt_tokens", "max_tokens"), ("completion_column", "chosen_column")):
             refuse(
                 getattr(data, name) != getattr(default, name),
@@ -144,7 +139,7 @@ class OutputConfig:
     """File of JSON lines, written anew; `-` is standard output. Several ranks write a file each: out.0.jsonl, ..."""
     token_logp: Switch = False
     """Also write the tokens of each completion and their log-probabilities, `token_ids` and `token_logp`, which a run
-    needs to learn from them with importance weights (docs/guests.md)."""
+    needs to learn from them with importance weights."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -164,11 +159,11 @@ class GenerateConfig(RecipeReader):
     generate: OutputConfig = field(default_factory=OutputConfig)
 
     command = "generate"
-    used = _in_part(
+    used = in_part(
         run=_SEED,
         policy=_MODEL,
-        data=_all_but(DataConfig, "eval_path eval_split eval_limit completion_column shuffle"),
-        rollout=_all_but(RolloutConfig, "prompts_per_step keep_cache"),
+        data=all_but(DataConfig, "eval_path eval_split eval_limit completion_column shuffle"),
+        rollout=all_but(RolloutConfig, "prompts_per_step keep_cache"),
         scoring=frozenset({"workers", "memory_gb", "secrets", "max_import_s"}),
     )
 
@@ -180,7 +175,7 @@ class GenerateConfig(RecipeReader):
 
     @model_validator(mode="after")
     def _check_agreement(self) -> GenerateConfig:
-        _refuse_mixture(self.data, "generate")
+        refuse_mixture(self.data, "generate")
         rollout = self.rollout
         refuse(
             rollout.temperature == 0 and rollout.num_generations > 1,
@@ -218,11 +213,11 @@ class ChatConfig(RecipeReader):
     chat: ChatOptionsConfig = field(default_factory=ChatOptionsConfig)
 
     command = "chat"
-    used = _in_part(
+    used = in_part(
         run=_SEED,
         policy=_MODEL,
         data=frozenset({"system_prompt", "chat_template", "chat_template_kwargs"}),
-        rollout=_all_but(
+        rollout=all_but(
             RolloutConfig,
             "prompts_per_step num_generations logprobs max_slots keep_cache tools environment tool_format max_turns"
             " max_tool_tokens tool_timeout_s max_turn_calls environment_processes keep_history user user_model"
@@ -278,10 +273,10 @@ class ScoreConfig(RecipeReader):
     """Where rewards go, and which of a run's steps are scored."""
 
     command = "score"
-    used = _in_part(
+    used = in_part(
         policy=frozenset({"model"}),
         data=frozenset({"task", "subset", "split", "limit", "prompt_column", "completion_column", "system_prompt"}),
-        scoring=_all_but(ScoringConfig, "max_failed_frac max_wait_s"),
+        scoring=all_but(ScoringConfig, "max_failed_frac max_wait_s"),
         eval=frozenset({"threshold"}),
     )
 
@@ -315,27 +310,6 @@ class ReplayConfig(TrainConfig):
             "replay.completions saved brings no environments, which rollout.environment takes rewards from: set"
             " replay.rewards to saved, or replay.completions to again",
         )
-        return self
-
-
-@dataclass(frozen=True, config=SECTION)
-class CheckDataConfig(RecipeReader):
-    """Look for faults in the rows to train on, print what was found, and write the rows that are kept. Loads no model
-    but the tokenizer of `policy.model`. Takes the recipe of `train` or `sft`."""
-
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    clean: CleanConfig = field(default_factory=CleanConfig)
-
-    command = "data"
-    used = _in_part(
-        policy=frozenset({"model"}),
-        data=_all_but(DataConfig, "over_long shuffle"),
-    )
-
-    @model_validator(mode="after")
-    def _check_agreement(self) -> CheckDataConfig:
-        _refuse_mixture(self.data, "data")
         return self
 
 

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.alarms import AlarmsConfig
-from hybrid_grpo.config.data import CurriculumConfig, DataConfig
+from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.features import FeatureConfig, FeatureList, feature_sections, with_feature_sections
@@ -62,7 +62,6 @@ class TrainConfig(ModelRunConfig):
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     rewards: RewardList = field(default_factory=list)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
-    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     features: FeatureList = field(default_factory=list)
 
@@ -102,6 +101,11 @@ class TrainConfig(ModelRunConfig):
         return next((feature.section for feature in self.active_features if feature.rows_per_group), "")
 
     @property
+    def streamer(self) -> str:
+        """The section of the feature that reads prompts as the run goes; empty where all are read before it."""
+        return next((feature.section for feature in self.active_features if feature.streams_prompts), "")
+
+    @property
     def recomputes_old_logp(self) -> bool:
         """Whether a pass of the training forward gives the log-probabilities that ratios are relative to."""
         auto = self.rollout.logprobs == "sampling" or self.grpo.sampler_correction != "none"
@@ -112,6 +116,11 @@ class TrainConfig(ModelRunConfig):
         """Names of all rewards, those of functions first, then those of environments."""
         return names_of_rewards(self.rewards, self.rollout)
 
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The weight of every reward, by name; those of environments count once."""
+        return dict.fromkeys(self.reward_names, 1.0) | {reward_name(reward): reward.weight for reward in self.rewards}
+
     @model_validator(mode="after")
     def _check_training(self) -> TrainConfig:
         self._check_groups()
@@ -120,7 +129,6 @@ class TrainConfig(ModelRunConfig):
         self._check_alone()
         _check_objective(self.grpo, self.rollout, self.lora, self.reward_names)
         check_outcome(self.eval, self.reward_names)
-        _check_curriculum(self.data, self.curriculum)
         _check_sources(self.rewards, self.data)
         if self.data.eval_path is None and self.data.eval_split is None:
             every = 0 if self.eval.sets else self.eval.every
@@ -191,15 +199,6 @@ def _check_objective(grpo: GrpoConfig, rollout: RolloutConfig, lora: LoraConfig,
         f"grpo.overlong_buffer {grpo.overlong_buffer} punishes every completion: set it below"
         f" rollout.max_completion_tokens {rollout.max_completion_tokens}",
     )
-
-
-def _check_curriculum(data: DataConfig, curriculum: CurriculumConfig) -> None:
-    refuse(
-        not data.shuffle and curriculum.follows,
-        "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out the"
-        " settings of curriculum",
-    )
-    data.check_stream(follows=curriculum.follows)
 
 
 def _check_sources(rewards: list[RewardConfig], data: DataConfig) -> None:

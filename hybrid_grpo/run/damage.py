@@ -4,8 +4,8 @@ import json
 import os
 from pathlib import Path
 
+from hybrid_grpo.records.alarm_records import ALARMS_FILE
 from hybrid_grpo.records.files import replace_text, set_aside
-from hybrid_grpo.records.said import ALARMS_FILE
 
 _FILES = (
     *("config.yaml", "deepspeed.json", "metrics.jsonl", "details.jsonl", ALARMS_FILE, "prompts.jsonl"),

@@ -22,7 +22,7 @@ from hybrid_grpo.config.importing import import_object
 from hybrid_grpo.data.batch import Completion, MicroBatch, Numbers, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run.stage import SavedModel, Stateful
 
 if TYPE_CHECKING:
@@ -278,7 +278,8 @@ class Term:
 def make_features(config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> list[Feature]:
     """The features of a run, the user's own last; raises UserError where one does not fit."""
     own = [(f"features {function_text(given)}", _own(given)) for given in config.features]
-    features = [feature.load()(config, plan, inputs) for feature in config.active_features]
+    classes = [feature.load() for feature in config.active_features]
+    features = [make(config, plan, inputs) for make in classes if make is not None]
     for setting, make in own:
         feature = make(config, plan, inputs)
         what = "does not make a Feature: derive it from hybrid_grpo.run.feature.Feature"

@@ -18,17 +18,15 @@ from hybrid_grpo.config.secrets import masked_text
 from hybrid_grpo.generation import Journal
 from hybrid_grpo.model.ranks import all_gather_objects, all_reduce, barrier, from_first_rank, rank, world_size
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.records.alarms.alarms import Alarms
-from hybrid_grpo.records.alarms.divergence import Guard, RollBack
-from hybrid_grpo.records.alarms.symptoms import Symptoms
-from hybrid_grpo.records.details import Details
-from hybrid_grpo.records.exporting import export, exported
+from hybrid_grpo.records.alarm_records import write_alarm
+from hybrid_grpo.records.alarms.alarms import Alarms, RollBack
+from hybrid_grpo.records.exports import export, exported
 from hybrid_grpo.records.files import replace_text, sync
 from hybrid_grpo.records.lock import FolderLock
-from hybrid_grpo.records.profiling import Profiler
-from hybrid_grpo.records.said import write_alarm
+from hybrid_grpo.records.profiler import Profiler
 from hybrid_grpo.records.sinks import Log
-from hybrid_grpo.records.writing import WriteFailed, one_line, why, write_prompts, write_together
+from hybrid_grpo.records.step_trace import StepTrace
+from hybrid_grpo.records.write_failures import WriteFailed, one_line, why, write_prompts, write_together
 from hybrid_grpo.run import fingerprints
 from hybrid_grpo.run.collection import loaded_objects_kept
 from hybrid_grpo.run.damage import set_aside_damaged
@@ -38,7 +36,7 @@ from hybrid_grpo.run.resuming import find_start, identity, lines_before, load_st
 from hybrid_grpo.run.saving.best import Best
 from hybrid_grpo.run.saving.checkpoint import Checkpoint, Checkpoints
 from hybrid_grpo.run.saving.space import check_space
-from hybrid_grpo.run.stage import Stage, Stateful
+from hybrid_grpo.run.stage import Stage
 from hybrid_grpo.run.stopping.stopping import Progress
 
 _SAVING_S_PER_GB = 10.0
@@ -58,8 +56,7 @@ class Run:
         self.config = parsed.config
         run = parsed.config.run
         self.folder = Path(run.dir) / run.name
-        self._alarms = self._new_alarms()
-        self._guard = Guard(parsed.config.guard, run.steps)
+        self._alarms = Alarms.of(self.config)
         self._back_to = -1
         """Step of the checkpoint that the run went back to, while there is no newer one."""
         self._lock = self._take()
@@ -142,7 +139,7 @@ class Run:
         RunInterrupted where the run was asked to stop; it is saved. `write_report` is given the folder at the end.
         """
         stage.progress = Progress(self.config.run, stage.policy.engine.device)
-        stage.details = Details(self.config.log, self.config.run.steps)
+        stage.trace = StepTrace(self.config.log, self.config.run.steps)
         try:
             self._train(stage, write_report)
         except RunInterrupted:
@@ -200,7 +197,7 @@ class Run:
             stage.alarms = self._alarms
             for k in () if self._best.exhausted else range(done + 1, self.config.run.steps + 1):
                 before = copy.deepcopy(self._states(stage))
-                stage.details.begin(k)
+                stage.trace.begin(k)
                 try:
                     with profiler.step(k, stage.meter):
                         stage.step(k)
@@ -226,17 +223,17 @@ class Run:
                 if due:
                     stage.progress.enter("evaluation")
                     stage.evaluate(k, due)
-                log.write_details(k, stage.details.own(stage.meter.spans, stage.last_rollout))
+                log.write_trace(k, stage.trace.own(stage.meter.spans, stage.last_rollout))
                 # Numbers before the checkpoint: a checkpoint without them would resume after a gap, while lines
                 # without a checkpoint are cut again.
                 log.write(k, values := self.watched(k, stage.meter.reduce()))
-                self._judge(stage, k, values)
+                self._act(stage, k)
                 self._keep_best(stage, k, values)
                 ends = k < self.config.run.steps and self._best.exhausted
                 # After the last step the model is exported, which would be wanted of a resumed run too.
                 stops = k < self.config.run.steps and not ends and stage.progress.stops()
                 saves = saves and (k == self.config.run.steps or not self._alarms.doubts)
-                if (saves or stops or (ends and self._saves)) and not self._guard.doubts:
+                if (saves or stops or (ends and self._saves)) and not self._alarms.diverged:
                     stage.progress.enter("saving")
                     with stage.meter.time("time/checkpoint_s"):
                         self._save(stage, k, self._states(stage))
@@ -248,7 +245,7 @@ class Run:
                     break
             stage.progress.enter("export")
             self._export(stage, k)
-            stage.policy.engine.tell_communication()
+            stage.policy.engine.print_communication()
 
     @contextmanager
     def _reported(self, write_report: Callable[[Path], object]) -> Iterator[None]:
@@ -270,12 +267,10 @@ class Run:
                 again = f"hybrid-grpo report {self.folder} writes it again"
                 self.say(f"WARNING: report.html could not be written: {why(error, self.folder)}: {again}")
 
-    def _judge(self, stage: Stage, step: int, values: dict[str, float]) -> None:
-        """Show the numbers of a step to the guard, and do what alarms ask for. Raises RunStopped or RollBack."""
+    def _act(self, stage: Stage, step: int) -> None:
+        """Do what the alarms of a step ask for. Raises RunStopped or RollBack."""
         try:
-            for message in self._guard.judge(step, values):
-                self.say(f"GUARD: {message}")
-            if self._alarms.stops and self._saves and not self._guard.doubts:
+            if self._alarms.stops and self._saves and not self._alarms.diverged:
                 self._save(stage, step, self._states(stage))
             self._alarms.act(f"the newest checkpoint is of step {self._saved}")
         except (RunStopped, RollBack):
@@ -301,7 +296,7 @@ class Run:
         self._saved = step
         self._best.remember(lines_before(self.folder / "metrics.jsonl", step))
         self._load(stage, checkpoint)
-        self.say(f"GUARD: {note}")
+        self.say(f"ROLLBACK: {note}")
         return step
 
     def _bind_journal(self) -> None:
@@ -310,9 +305,6 @@ class Run:
 
     def _look_at_inputs(self) -> None:
         self.checkpoints.inputs = from_first_rank(self._inputs() if rank() == 0 else {})
-
-    def _new_alarms(self) -> Alarms:
-        return Alarms(self.config.alarms, Symptoms.of(self.config))
 
     def _interrupted(self, stage: Stage) -> RunInterrupted:
         asked = f"stopped ({stage.progress.why()})"
@@ -367,7 +359,7 @@ class Run:
 
     def _keep_best(self, stage: Stage, step: int, values: dict[str, float]) -> None:
         """Keep the weights of a step in `model_best/` where they are the best, and not in doubt."""
-        if not self._guard.doubts and (warning := self._best.take(stage.policy, step, values)):
+        if not self._alarms.diverged and (warning := self._best.take(stage.policy, step, values)):
             self.say(warning)
 
     def _export(self, stage: Stage, step: int) -> None:
@@ -406,19 +398,14 @@ class Run:
         return self.start.step
 
     def _load(self, stage: Stage, checkpoint: Checkpoint) -> None:
-        """Bring a stage, the alarms and the guard to where they were when a checkpoint was written."""
+        """Bring a stage and the alarms to where they were when a checkpoint was written."""
         manifest, state = checkpoint.manifest, load_stage(stage, self.checkpoints, checkpoint)
-        self._alarms, self._guard = self._new_alarms(), Guard(self.config.guard, self.config.run.steps)
+        self._alarms = Alarms.of(self.config)
         self._alarms.recall(self.folder, manifest.step)
-        for name, part in self._own_parts.items():
-            if name in state:
-                part.load_state_dict(state[name])
+        if "alarms" in state:
+            self._alarms.load_state_dict(state["alarms"])
         self._alarms.note, self._back_to = manifest.note, manifest.step if manifest.note else -1
-
-    @property
-    def _own_parts(self) -> dict[str, Stateful]:
-        return {"alarms": self._alarms, "guard": self._guard}
 
     def _states(self, stage: Stage) -> dict[str, Any]:
         """What a checkpoint holds beside the policy."""
-        return {name: part.state_dict() for name, part in {**stage.parts, **self._own_parts}.items()}
+        return {name: part.state_dict() for name, part in stage.parts.items()} | {"alarms": self._alarms.state_dict()}

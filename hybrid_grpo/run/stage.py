@@ -9,8 +9,8 @@ from hybrid_grpo.data.batch import Numbers, Rollout, Scores
 from hybrid_grpo.engine import Engine
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.records.alarms.alarms import Alarms
-from hybrid_grpo.records.details import Details
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.meter import Meter
+from hybrid_grpo.records.step_trace import StepTrace
 from hybrid_grpo.run.saving.checkpoint import Shards
 from hybrid_grpo.run.stopping.stopping import Progress
 
@@ -49,7 +49,7 @@ class Stage:
         others: models that are trained beside the policy.
         last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
         last_advantages_BT: its advantages token by token, of a step that is finished.
-        details: what is collected of a step beyond its numbers.
+        trace: what is collected of a step beyond its numbers.
         progress: where the stage says what it does, and hears that it shall stop.
         eval_sets: what the policy is measured on, each after steps of its own.
         alarms: some of them want nothing to be learned from a step.
@@ -60,7 +60,7 @@ class Stage:
     parts: dict[str, Stateful]
     shards: Shards | None = None
     others: Sequence[SavedModel] = ()
-    details = Details()
+    trace = StepTrace()
     progress = Progress()
     alarms = Alarms()
     last_rollout: tuple[Rollout, Scores, Tensor] | None = None

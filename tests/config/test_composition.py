@@ -7,7 +7,6 @@ from user import User
 
 from hybrid_grpo.config import (
     ChatConfig,
-    CheckDataConfig,
     GenerateConfig,
     ScoreConfig,
     ServeRewardConfig,
@@ -22,7 +21,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.config.types import fields_of
 
-READERS = [ChatConfig, CheckDataConfig, GenerateConfig, ScoreConfig, ServeRewardConfig]
+READERS = [ChatConfig, GenerateConfig, ScoreConfig, ServeRewardConfig]
 
 
 @pytest.mark.parametrize("cls", READERS)
