@@ -20,12 +20,12 @@ from hybrid_grpo.data.batch import Completion, Message, Numbers, Prompt, Rollout
 from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.turns.calls import Turn
 from hybrid_grpo.turns.conversation import Answer, Conversation, Finish, Partner
-from hybrid_grpo.turns.environments import Environments
+from hybrid_grpo.turns.environments.environments import Environments
 from hybrid_grpo.turns.openings import Openings
 from hybrid_grpo.turns.reading import reader_of
 from hybrid_grpo.turns.template import Between, assistant_message
-from hybrid_grpo.turns.tools import Tools
-from hybrid_grpo.turns.users import ModelUser, User, user_of
+from hybrid_grpo.turns.tools.tools import Tools
+from hybrid_grpo.turns.users.users import ModelUser, User, user_of
 
 _ANSWERS_KEPT = 1024
 """Answers whose tokens are remembered."""
