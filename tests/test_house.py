@@ -18,7 +18,6 @@ LONG_FILES = {
     "run/run.py",
 }
 LONG_FUNCTIONS = {
-    "config/building.py:_one_line",
     "config/rollout.py:_check",
     "generation/fallback.py:generate",
     "generation/loop.py:generate",
