@@ -245,7 +245,7 @@ class Run:
                     break
             stage.progress.enter("export")
             self._export(stage, k)
-            stage.policy.engine.tell_communication()
+            stage.policy.engine.print_communication()
 
     @contextmanager
     def _reported(self, write_report: Callable[[Path], object]) -> Iterator[None]:
