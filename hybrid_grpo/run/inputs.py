@@ -21,14 +21,14 @@ from hybrid_grpo.data.training_prompts import TrainingPrompts
 from hybrid_grpo.grpo.loss import Objective, load_objective
 from hybrid_grpo.model.lora import check_lora
 from hybrid_grpo.records.metrics.meter import Meter
-from hybrid_grpo.rewards.models.reward import RewardModel, Shard
+from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
 from hybrid_grpo.run.reward_sets import RewardSets
 from hybrid_grpo.run.sampling import Sampler
-from hybrid_grpo.turns import Conversations, conversations_of, with_tools
-from hybrid_grpo.turns.tools import tool_names
+from hybrid_grpo.turns.conversations import Conversations, conversations_of, with_tools
+from hybrid_grpo.turns.tools.tools import tool_names
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class RunInputs:
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt, to train on or held out."""
         held_out = (len(prompt.token_ids) for of_set in self.eval_sets for prompt in of_set.prompts)
-        return max(self.training.longest, *held_out)
+        return max([self.training.longest, *held_out])
 
     @property
     def held_out_rows(self) -> int:

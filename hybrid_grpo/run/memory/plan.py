@@ -20,7 +20,7 @@ from hybrid_grpo.generation.paged_attention import might_follow
 from hybrid_grpo.model.hardware import CUDA_CONTEXT_BYTES, Hardware
 from hybrid_grpo.model.loading import load_config, parameters_of
 from hybrid_grpo.model.logprobs import HeadFunction
-from hybrid_grpo.rewards.models.reward import RewardModel
+from hybrid_grpo.rewards.models.reward_model import RewardModel
 from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure
 
 REFUSED_ABOVE = 1.15

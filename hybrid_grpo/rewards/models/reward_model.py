@@ -1,0 +1,347 @@
+"""Reward models: sequence classifiers of transformers that read a prompt and a completion and return a score.
+
+A model occupies a device, so it is called in a thread of the rank, with many completions at once, while others are
+sampled. A model that is sharded over the ranks (ZeRO-3) is called by all of them together, after sampling. Texts are
+written and tokenized by the model's own tokenizer, whatever the policy's is.
+
+This module knows no engine: the caller gives the function that shards a model.
+"""
+
+import contextlib
+import functools
+import math
+import re
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from hybrid_grpo.config.fields import Count, Switch, Text, checked_settings
+from hybrid_grpo.config.importing import describe
+from hybrid_grpo.data.reward_text import chat_tokens, text_tokens
+from hybrid_grpo.rewards.rules import Completions, completion_texts
+from hybrid_grpo.workers.calls import Call, Failure, Reply
+
+Template = Literal["auto", "chat", "text"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Prompt = str | list[dict[str, Any]]
+"""Text, or chat messages."""
+Shard = Callable[[Callable[[], Any], str], Any]
+"""Takes a function that reads a model and the type of its weights; returns the model's forward, sharded over the ranks,
+with its `device`."""
+
+_CLASSIFIER = "ForSequenceClassification"
+_BATCH_TOKENS = {"cuda": 16384, "cpu": 2048}
+"""Tokens of one forward. A CPU is slower where activations leave its caches."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of `reward_model`."""
+
+    model: Text
+    device: str
+    dtype: Dtype
+    batch_tokens: Count | None
+    max_tokens: Count | None
+    template: Template
+    sigmoid: Switch
+    zero_stage: Literal[0, 3]
+
+
+class RewardModel:
+    """A reward model and its tokenizer. `load` reads its weights; its configuration is checked here.
+
+    Raises ValueError where there is no such model, where it is not a sequence classifier of one or two labels, where it
+    has no tokenizer, or where the settings do not suit it.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        from hybrid_grpo.model.loading import load_tokenizer
+
+        self.settings = settings
+        self._config = _find_config(settings.model)
+        self._tokenizer = load_tokenizer(settings.model, "model")
+        self._config.get_text_config().use_cache = False  # the model reads every text once
+        self._dtype = _dtype(settings, self._config)
+        self._max_tokens = _max_tokens(settings, self._config, self._tokenizer)
+        if settings.template == "chat" and self._tokenizer.chat_template is None:
+            raise ValueError(f"template chat: model {settings.model} has no chat template: set template to text")
+        if self.sharded and settings.device != "auto":
+            raise ValueError("zero_stage 3 shards the model over the devices of all ranks: leave device out")
+        self._device: Any = None if self.sharded else _device(settings.device)
+        self._forward: Any = None
+        self._classifier: Any = None
+        self._pad_id: int | None = None
+        self._stream: Any = contextlib.nullcontext()
+        # A call that took too long may still be running when the next one comes.
+        self._turn = threading.Lock()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether all ranks have to call it together."""
+        return self.settings.zero_stage == 3
+
+    @property
+    def on_host(self) -> bool:
+        """Whether its weights are in host memory."""
+        return self.sharded or self.settings.device == "cpu"
+
+    def load(self, shard: Shard | None = None) -> None:
+        """Read the weights, unless they are loaded. Collective where they are sharded.
+
+        Raises:
+            ValueError: the weights do not load, or are not those of a sequence classifier.
+        """
+        with self._turn:
+            if self._forward is not None:
+                return
+            if self.sharded:
+                if shard is None:
+                    raise ValueError("zero_stage 3 needs the ranks of a training run: set zero_stage to 0")
+                self._forward = shard(self._read, self._dtype)
+                self._device = self._forward.device
+                return
+            self._forward = self._read().to(self._device).eval().requires_grad_(False)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+                # A stream of its own: decoding on the rank's stream would wait for every forward.
+                self._stream = torch.cuda.stream(torch.cuda.Stream(self._device))
+
+    def _read(self) -> Any:
+        from transformers import AutoModelForSequenceClassification
+
+        from hybrid_grpo.model.loading import load_weights
+
+        dtype = getattr(torch, self._dtype)
+        model = load_weights(
+            AutoModelForSequenceClassification, self.settings.model, self._config, "model", dtype=dtype
+        )
+        self._classifier = model.config.get_text_config()
+        pad = self._classifier.pad_token_id
+        self._pad_id = None if pad is None or pad < 0 else pad
+        return model
+
+    def bytes_of(self, ranks: int) -> int:
+        """Bytes of the weights on each rank, computed from the model's configuration."""
+        from transformers import AutoModelForSequenceClassification
+
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(self._config)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return parameters * int(getattr(torch, self._dtype).itemsize) // (ranks if self.sharded else 1)
+
+    def tokens(self, prompt: Prompt, completion: str) -> tuple[list[int], int]:
+        """The tokens that the model reads, and how many were cut off to make them `max_tokens`.
+
+        The beginning is cut, so the prompt first; a beginning-of-sequence token stays.
+
+        Raises:
+            ValueError: the prompt is a chat and there is no chat template, or there is no token at all.
+        """
+        ids = (chat_tokens if self._is_chat(prompt) else text_tokens)(self._tokenizer, prompt, completion)
+        if not ids:
+            raise ValueError("prompt and completion are empty: there is nothing to score")
+        cut = len(ids) - (self._max_tokens or len(ids))
+        if cut <= 0:
+            return ids, 0
+        kept = int(ids[0] in (self._tokenizer.bos_token_id, self._tokenizer.cls_token_id))
+        return ids[:kept] + ids[kept + cut :], cut
+
+    def _is_chat(self, prompt: Prompt) -> bool:
+        if self.settings.template != "auto":
+            return self.settings.template == "chat"
+        if isinstance(prompt, list) and self._tokenizer.chat_template is None:
+            raise ValueError(
+                f"the prompt is a chat and model {self.settings.model} has no chat template: set template to text"
+            )
+        return isinstance(prompt, list)
+
+    def scores(self, ids_B: Sequence[list[int]]) -> list[float]:
+        """The scores of rows of tokens. Collective where the model is sharded; ranks may have any number of rows.
+
+        Returns:
+            [B], see `reward_model`.
+        """
+        from hybrid_grpo.model.ranks import all_reduce
+
+        self.load()
+        scores_B = [0.0] * len(ids_B)
+        with self._turn, self._stream, torch.no_grad():
+            budget = self.settings.batch_tokens or _BATCH_TOKENS[self._device.type]
+            batches = forwards([len(ids) for ids in ids_B], budget)
+            if self.sharded:  # every rank runs as many forwards; those without rows come last
+                most = int(all_reduce(torch.tensor([len(batches)], device=self._device), "max"))
+                batches += [[]] * (most - len(batches))
+            for rows in batches:
+                logits_bL = self._logits([ids_B[row] for row in rows] or [[0]])[: len(rows)].float()
+                score_b = logits_bL[:, 0] if logits_bL.shape[1] == 1 else logits_bL[:, 1] - logits_bL[:, 0]
+                score_b = score_b.sigmoid() if self.settings.sigmoid else score_b
+                for row, score in zip(rows, score_b.tolist(), strict=True):
+                    scores_B[row] = score
+        return scores_B
+
+    def _logits(self, ids_b: list[list[int]]) -> Tensor:
+        """One forward of rows of tokens, padded on the right; [b, labels]."""
+        # Decoders read the score at the last token whose id is not that of padding. A model without a padding token
+        # reads it at the last token of a text; here it is given a padding token that no text of the batch ends in.
+        if self._pad_id is None:
+            last = {ids[-1] for ids in ids_b}
+            self._classifier.pad_token_id = next(token for token in range(len(last) + 1) if token not in last)
+        pad = self._classifier.pad_token_id
+        longest = max(map(len, ids_b))
+        input_ids_bS = torch.tensor([ids + [pad] * (longest - len(ids)) for ids in ids_b], device=self._device)
+        mask_bS = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in ids_b], device=self._device)
+        logits: Tensor = self._forward(input_ids=input_ids_bS, attention_mask=mask_bS).logits
+        return logits
+
+    def reply(self, call: Call) -> Reply:
+        """The scores of a rank's rows, for a model that all ranks call together.
+
+        A row whose text cannot be written fails alone. Any other error ends the run, since other ranks wait.
+        """
+        prompts, completions = call.inputs["prompts"], completion_texts(call.inputs["completions"])
+        read: dict[int, list[int]] = {}
+        cut = [0] * len(prompts)
+        values: list[Any] = [None] * len(prompts)
+        failures: list[Failure | None] = [None] * len(prompts)
+        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            try:
+                read[row], cut[row] = self.tokens(prompt, completion)
+            except Exception as error:  # most likely from the chat template
+                failures[row] = Failure("raised", f"raised {describe(error, None)}")
+        for row, score in zip(read, self.scores(list(read.values())), strict=True):
+            if math.isfinite(score):
+                values[row] = score
+            else:
+                failures[row] = Failure("invalid", f"gave {score}")
+        return Reply(values, failures, {"cut_tokens": cut} if any(cut) else {})
+
+
+def reward_model(
+    prompts: list[Prompt],
+    completions: Completions,
+    log_extra: Callable[[str, list[Any]], None] | None = None,
+    *,
+    model: str,
+    device: str = "auto",
+    dtype: Dtype = "auto",
+    batch_tokens: int | None = None,
+    max_tokens: int | None = None,
+    template: Template = "auto",
+    sigmoid: bool = False,
+    zero_stage: Literal[0, 3] = 0,
+) -> list[float]:
+    """The score that a sequence classifier of transformers gives a prompt and its completion.
+
+    It is the logit of a model with one label. For a model with two labels it is the second logit minus the first, the
+    log-odds of the second label. It equals the score of the text alone, whatever else is in a batch.
+
+    Args:
+        model: folder or hub name.
+        device: `auto` is the rank's own; else cpu, cuda or cuda:NUMBER.
+        dtype: type of weights and activations; `auto` is the checkpoint's.
+        batch_tokens: tokens of one forward, padding included. Default: 16,384 on a GPU and 2,048 on a CPU.
+        max_tokens: longest text; longer ones lose their beginning. Default: the number of positions of the model.
+        template: `chat` uses the model's chat template and takes a text prompt as the user's message; `text` joins
+            prompt and completion, each message on a line; `auto` is `chat` for chat prompts and `text` for others.
+        sigmoid: return the sigmoid of the score, for two labels the probability of the second.
+        zero_stage: 3 shards the weights over all ranks, in host memory.
+
+    Raises:
+        ValueError: see `RewardModel` and `RewardModel.tokens`.
+    """
+    values = (model, device, dtype, batch_tokens, max_tokens, template, sigmoid, zero_stage)
+    held_model = _held(checked_settings(Settings, *values))
+    texts = zip(prompts, completion_texts(completions), strict=True)
+    tokens = [held_model.tokens(prompt, completion) for prompt, completion in texts]
+    if log_extra is not None and any(cut for _, cut in tokens):
+        log_extra("cut_tokens", [cut for _, cut in tokens])
+    return held_model.scores([ids for ids, _ in tokens]) if tokens else []
+
+
+reward_model.batch_size = 32  # type: ignore[attr-defined]
+
+
+def held(kwargs: dict[str, Any]) -> RewardModel:
+    """The model that `reward_model` uses with these settings; it is made once in a process."""
+    return _held(Settings(**{**(reward_model.__kwdefaults__ or {}), **kwargs}))
+
+
+@functools.cache
+def _held(settings: Settings) -> RewardModel:
+    return RewardModel(settings)
+
+
+def forwards(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Batches of rows of similar length, of at most `batch_tokens` tokens with padding.
+
+    The longest rows come first, so that the first forward allocates the memory that all later ones reuse. A row that is
+    longer than `batch_tokens` is a batch of its own.
+    """
+    batches: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= batch_tokens:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+def _find_config(name: str) -> Any:
+    """The configuration of a folder or hub name; ValueError where it is not a sequence classifier of 1 or 2 labels."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    from hybrid_grpo.model.loading import load_config
+
+    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+        raise ValueError(f"model {name}: there is no such folder")
+    config = load_config(name, "model")
+    classes = config.architectures or []
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or config.is_encoder_decoder:
+        raise ValueError(
+            f"model {name} is an encoder-decoder, {config.model_type}: take a ...{_CLASSIFIER} that is not"
+        )
+    if classes and not any(_CLASSIFIER in each for each in classes):
+        raise ValueError(f"model {name} is a {classes[0]}: take one that was trained as a ...{_CLASSIFIER}")
+    if config.num_labels > 2:
+        raise ValueError(f"model {name} has {config.num_labels} labels: a reward model has 1, or 2, bad and good")
+    return config
+
+
+def _dtype(settings: Settings, config: Any) -> str:
+    if settings.dtype == "auto":
+        dtype = str(config.get_text_config().dtype or config.dtype or "float32").removeprefix("torch.")
+    else:
+        dtype = settings.dtype
+    if settings.zero_stage == 3 and dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"zero_stage 3 does not run {dtype}, as model {settings.model} is: set dtype to bfloat16")
+    return dtype
+
+
+def _max_tokens(settings: Settings, config: Any, tokenizer: Any) -> int | None:
+    """Number of tokens that the model reads of a text; None where it has no limit."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limits = [n for n in (positions, tokenizer.model_max_length) if isinstance(n, int) and n < 10**9]
+    if settings.max_tokens is None:
+        return min(limits, default=None)
+    if positions is not None and settings.max_tokens > positions:
+        raise ValueError(f"max_tokens {settings.max_tokens}: model {settings.model} has {positions} positions")
+    return settings.max_tokens
+
+
+def _device(name: str) -> torch.device:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device {name!r} must be auto, cpu, cuda or cuda:NUMBER")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device {name}: there is no GPU: set it to cpu")
+    index = int(name.partition(":")[2]) if ":" in name else torch.cuda.current_device()
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device {name}: there are {torch.cuda.device_count()} GPUs, counted from 0")
+    return torch.device("cuda", index)
