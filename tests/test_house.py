@@ -24,7 +24,6 @@ LONG_FUNCTIONS = {
     "generation/fallback.py:generate",
     "generation/loop.py:generate",
     "model/kernels/gpu/sampling.py:_sample",
-    "rewards/remote/client.py:remote",
     "run/resuming.py:find_start",
     "run/run.py:_advance",
     "run/saving/checkpoint.py:save",

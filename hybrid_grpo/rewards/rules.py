@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
+PromptText = str | list[dict[str, Any]]
+"""Text or chat messages."""
 Completions = list[str] | list[list[dict[str, Any]]]
 """[B], texts; or, for chat prompts, lists that hold the assistant's message."""
 LogExtra = Callable[[str, list[Any]], None]
