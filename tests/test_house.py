@@ -20,7 +20,6 @@ LONG_FILES = {
 LONG_FUNCTIONS = {
     "config/rollout.py:_check",
     "model/kernels/gpu/sampling.py:_sample",
-    "rewards/remote/client.py:remote",
     "run/resuming.py:find_start",
     "run/run.py:_advance",
     "run/saving/checkpoint.py:save",
