@@ -1,0 +1,106 @@
+"""Decode steps of our own for models that compute what Llama does: one C call on a CPU, Triton kernels on a GPU.
+
+Models are tested rather than listed: a model must have exactly the parts of a Llama model, and then decodes a few
+tokens both ways; the fused step is used only if the results agree. Prefills go through the model's own forward.
+"""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers.activations import SiLUActivation
+
+from hybrid_grpo.generation.cache import PagedCache
+from hybrid_grpo.generation.cpu_step import CpuStep, fitting, weights
+from hybrid_grpo.generation.gpu_step import GpuStep
+from hybrid_grpo.generation.paged_attention import decode_step
+from hybrid_grpo.model.kernels import gpu
+from hybrid_grpo.model.kernels.build import usable
+
+_MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
+_LAYER = {
+    *("self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.act_fn"),
+    *("input_layernorm", "post_attention_layernorm"),
+}
+_HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}
+_ROPE = {"default", "linear", "llama3", "yarn"}
+"""Rotary embeddings that depend on the position only; other kinds look at the whole batch."""
+_FAR = 1 << 17
+"""A position beyond 8,192 and 16,384, from which some models scale their attention by position."""
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
+"""How far logits may be apart in the root mean square, relative to their own: the roundings of a few dozen layers. A
+step that leaves anything out differs by as much as the logits themselves."""
+
+
+_agreed: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+def fused_step(model: Any, cache: PagedCache) -> CpuStep | GpuStep | None:
+    """The fused decode step of a model whose weights are whole; None: use the model's own forward."""
+    parameters = list(model.parameters())
+    on_gpu = gpu.usable(*parameters)
+    if not (on_gpu or usable(*parameters)) or not _looks_right(model, cache):
+        return None
+    if not on_gpu and not fitting(model, cache):
+        return None
+    kind = GpuStep if on_gpu else CpuStep
+    if model not in _agreed:
+        name = f"decoding {type(model).__name__}"
+        _agreed[model] = gpu.tried(name, lambda: _agrees(kind, model, cache)) if on_gpu else _agrees(kind, model, cache)
+    return kind(model, cache) if _agreed[model] else None
+
+
+def _looks_right(model: Any, cache: PagedCache) -> bool:
+    base, head = model.base_model, model.get_output_embeddings()
+    if {name for name, _ in base.named_children()} != _MODEL or type(head) is not nn.Linear:
+        return False
+    kv, d = cache.keys[0].shape[2:]
+    layers = list(base.layers)
+    return (
+        type(base.embed_tokens) is nn.Embedding
+        and getattr(base.rotary_emb, "rope_type", None) in _ROPE
+        and all(_layer_looks_right(layer, base.norm) for layer in layers)
+        and len({tuple(None if w is None else w.shape for w in weights(layer)) for layer in layers}) == 1
+        and all(pool.shape[2:] == (kv, d) for pool in cache.keys + cache.values)
+        and layers[0].self_attn.head_dim == d
+        and all(parameter.is_contiguous() for parameter in model.parameters())
+    )
+
+
+def _layer_looks_right(layer: Any, norm: Any) -> bool:
+    parts = {name: part for name, part in layer.named_modules() if name}
+    linears = [part for name, part in parts.items() if name.endswith("_proj")]
+    norms = [part for name, part in parts.items() if name.endswith("norm")]
+    return (
+        parts.keys() - _HEAD_NORMS == _LAYER
+        and all(type(linear) is nn.Linear for linear in linears)
+        and layer.mlp.gate_proj.bias is layer.mlp.up_proj.bias is layer.mlp.down_proj.bias is None
+        and isinstance(layer.mlp.act_fn, (nn.SiLU, SiLUActivation))
+        and hasattr(layer.self_attn, "head_dim")
+        and hasattr(norm, "variance_epsilon")
+        and all(getattr(part, "variance_epsilon", None) == norm.variance_epsilon for part in norms)
+    )
+
+
+def _agrees(kind: type[CpuStep] | type[GpuStep], model: Any, like: PagedCache) -> bool:
+    """Whether the fused step decodes what the model does.
+
+    Compared on three sequences, at their first three positions and at a far one, where some models scale by position.
+    """
+    far = min(getattr(model.config.get_text_config(), "max_position_embeddings", None) or _FAR, _FAR) - 1
+    device = like.device
+    own, other = (PagedCache(like.geometry, 7, like.page, device) for _ in range(2))
+    table = torch.zeros(3, far // like.page + 1, dtype=torch.int32, device=device)
+    table[:, 0] = torch.arange(1, 4)
+    table[:, -1] = torch.arange(4, 7)
+    step = kind(model, other)
+    for at in (0, 1, 2, far):
+        position, token = torch.full((3,), at, device=device), torch.tensor([1, 2, 0], device=device) + at % 7
+        expected = decode_step(model, own, token, table, position, table.shape[1]).float()
+        logits = step(token, table, position, table.shape[1]).float()
+        gap = (logits - expected).square().mean().sqrt() / expected.std()
+        if not gap <= _TOLERANCE[like.geometry.dtype]:
+            return False
+    return True

@@ -1,0 +1,63 @@
+"""The timeline of decoding: how many sequences were decoded, waited and stood in line, from moment to moment.
+
+Only the host's own lists are looked at, so nothing waits for a GPU.
+"""
+
+import time
+from collections.abc import Callable
+
+from hybrid_grpo.generation.scheduler import Scheduler
+
+POINTS = 64
+"""Most moments that are kept, however long it takes."""
+
+
+class Timeline:
+    """What a scheduler was seen to do, at moments that are equally far from each other but for the length of a step.
+
+    Every step is a moment at first. Whenever there are `POINTS` of them, every other one is dropped, and from there on
+    they are twice as far apart.
+
+    Attributes:
+        at: [points], when each was, as `clock` has it, in seconds.
+        decoding: [points], sequences in decoding.
+        waiting: [points], sequences between two turns, whose answers are awaited or not yet read.
+        queued: [points], sequences that have no slot yet, or were put back.
+        slots: most sequences that could be decoded at the same time.
+        pages_used_max: share of the cache's pages that were in use at the fullest moment.
+    """
+
+    def __init__(self, schedule: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._schedule, self._clock = schedule, clock
+        self._next, self._apart = -1.0, 0.0
+        self.at: list[float] = []
+        self.decoding: list[int] = []
+        self.waiting: list[int] = []
+        self.queued: list[int] = []
+        self.slots, self.pages_used_max = schedule.slots, 0.0
+
+    def look(self) -> None:
+        """Note this moment, if one is due."""
+        now = self._clock()
+        if now >= self._next:
+            self._note(now)
+
+    def end(self) -> None:
+        """Note the last moment."""
+        self._note(self._clock())
+        cache = self._schedule.cache
+        self.pages_used_max = cache.peak / (cache.pages - 1)
+
+    def _note(self, now: float) -> None:
+        schedule = self._schedule
+        self.at.append(now)
+        self.decoding.append(len(schedule.active))
+        self.waiting.append(len(schedule.waiting) + len(schedule.answered))
+        self.queued.append(
+            sum(len(group.sequences) for groups in (schedule.pending, schedule.ready) for group in groups)
+        )
+        if len(self.at) == POINTS:
+            for values in (self.at, self.decoding, self.waiting, self.queued):
+                del values[1::2]
+            self._apart = 2 * (now - self.at[0]) / (POINTS - 1)
+        self._next = self.at[-1] + self._apart

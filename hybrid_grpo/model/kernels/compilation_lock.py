@@ -1,0 +1,95 @@
+"""One process at a time compiles a kernel of DeepSpeed, and one that was killed is not waited for."""
+
+import contextlib
+import errno
+import fcntl
+import functools
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from torch.utils.cpp_extension import get_default_build_root
+
+from hybrid_grpo.config.errors import UserError
+
+_COMPILE_SECONDS = 600
+"""Longer than any kernel takes to compile; the slowest, CPUAdam, took 225 s on two busy cores."""
+
+
+@contextlib.contextmanager
+def compilation_lock(kernel: str) -> Iterator[None]:
+    """Inside, no other process of hybrid_grpo compiles this kernel.
+
+    torch compiles under a lock that is the existence of a file: a process that is killed leaves it behind, and torch
+    would wait for it for ever. Who has this lock, and finds that the one before it did not get to the end, removes it.
+
+    A kernel that cannot be compiled is a mistake in the installation: raises UserError.
+    """
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root()))
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / f"{kernel}.owner").open("a+") as owner:
+        _wait_while(lambda: not _locked(owner), kernel)
+        owner.seek(0)
+        if not owner.read():
+            _wait_while(lambda: any(_age(path) < _COMPILE_SECONDS for path in root.glob(f"**/{kernel}/lock")), kernel)
+        for path in root.glob(f"**/{kernel}/lock"):
+            path.unlink(missing_ok=True)
+        owner.write(str(os.getpid()))
+        owner.flush()
+        try:
+            yield
+        except RuntimeError as error:
+            if not re.search("Error building extension|ninja", str(error), re.IGNORECASE):
+                raise
+            compiler, why = os.environ.get("CXX", "c++"), str(error).splitlines()[0]
+            if shutil.which(compiler) is None:
+                why = f"there is no C++ compiler {compiler}"
+            raise UserError(
+                f"DeepSpeed's kernels cannot be compiled: {why}: install one (apt install g++) or name it in CXX"
+            ) from error
+        finally:
+            owner.truncate(0)
+
+
+def one_at_a_time(compile_and_load: Callable[..., Any]) -> Callable[..., Any]:
+    """DeepSpeed's way of compiling a kernel, by one process at a time."""
+    if hasattr(compile_and_load, "__wrapped__"):
+        return compile_and_load
+
+    @functools.wraps(compile_and_load)
+    def guarded(builder: Any, *args: Any, **kwargs: Any) -> Any:
+        with compilation_lock(builder.name):
+            return compile_and_load(builder, *args, **kwargs)
+
+    return guarded
+
+
+def _locked(file: TextIO) -> bool:
+    """Take the lock on a file unless another process has it; file systems without locks say yes."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
+
+
+def _age(path: Path) -> float:
+    """Seconds since a file was written; infinite once it is gone."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return float("inf")
+
+
+def _wait_while(busy: Callable[[], bool], kernel: str) -> None:
+    """Wait for another process that compiles a kernel; after a while, say so."""
+    start, said = time.monotonic(), False
+    while busy():
+        if not said and time.monotonic() - start > 5:
+            print(f"hybrid-grpo: another process compiles DeepSpeed's kernel {kernel}: waiting", flush=True)
+            said = True
+        time.sleep(0.1)

@@ -1,0 +1,304 @@
+"""A partner of the model: environments, an object of the user's for each completion, in worker processes."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybrid_grpo.config import RolloutConfig, ScoringConfig, environment_rewards
+from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
+from hybrid_grpo.data.batch import Message, Numbers, Prompt, Rollout
+from hybrid_grpo.data.episodes import Episode, Opening
+from hybrid_grpo.turns.calls import ToolCall, Turn
+from hybrid_grpo.turns.conversation import Answer, Conversation, Finish, Seconds
+from hybrid_grpo.turns.environments.instances import EnvironmentEntry
+from hybrid_grpo.turns.template import user_message
+from hybrid_grpo.workers.calls import Failure, Reply
+from hybrid_grpo.workers.pool import Pool
+from hybrid_grpo.workers.seats import Seat
+
+_COLUMN = "environment"
+"""Column that chooses among several."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One entry of `rollout.environment`."""
+
+    reward: str
+    """Name of its reward."""
+    steps: bool
+    """Whether every turn is a step; else its methods are tools."""
+    silent: bool
+    """Whether its reset is annotated with None, and says nothing."""
+    schemas: list[dict[str, Any]]
+    """What the model is told of its methods."""
+    needed: list[str]
+    """Columns that its reset needs."""
+    index: int
+    """Of the entry, in its processes."""
+    shares: int
+    """Most objects in one process."""
+
+    @property
+    def tool_names(self) -> list[str]:
+        """Names of the methods that are tools."""
+        return [schema["function"]["name"] for schema in self.schemas]
+
+
+@dataclass(eq=False)
+class Play:
+    """The environment of a completion under way."""
+
+    kind: Kind
+    seat: Seat
+    steps: list[tuple[int, float]] = field(default_factory=list)
+    """Rewards of turns, each with the number of tokens sampled up to its end."""
+    total: float | None = None
+    state: dict[str, Any] | None = None
+    failure: str | None = None
+    """Why it failed: nothing more is asked of it."""
+
+    def fail(self, failure: Failure) -> None:
+        """Note the first failure."""
+        self.failure = self.failure or failure.message
+
+    @property
+    def episode(self) -> Episode:
+        """What came of it."""
+        if self.failure is not None:
+            return Episode(self.kind.reward, failure=self.failure)
+        return Episode(self.kind.reward, tuple(self.steps), self.total, self.state)
+
+
+class Environments:
+    """The classes of `rollout.environment`; has the form of `Partner`, and takes the turns that are steps. Methods that
+    are tools are called by `Tools`.
+
+    Creating it raises UserError where one cannot be imported, or is not an environment.
+
+    Attributes:
+        kinds: by the name that the column `environment` has; one without a name where there is only one.
+    """
+
+    setting, reads_last = "rollout.environment", True
+
+    def __init__(self, config: RolloutConfig, scoring: ScoringConfig) -> None:
+        named = config.environments
+        settings = [f"{self.setting}.{name}" if name else self.setting for name in named]
+        entries = [(s, EnvironmentEntry(place)) for s, place in zip(settings, named.values(), strict=True)]
+        pool = self._pool = Pool(entries, 1, scoring)
+        self._most = _most_processes(config)
+        # Decoding with generate() goes on once all completions are answered: none may wait for the end of another.
+        self._seats = pool.seats(config.tool_timeout_s, self._most if config.decoder == "paged" else None)
+        self.kinds: dict[str, Kind] = {}
+        for index, (name, interface) in enumerate(zip(named, pool.interfaces, strict=True)):
+            schema, reward = interface.schema, environment_rewards(config)[name]
+            facts = schema["steps"], schema["silent"], schema["tools"]
+            self.kinds[name] = Kind(reward, *facts, interface.required, index, schema["shares"])
+        self._plays: dict[int, Play] = {}
+        self.seconds = Seconds()
+
+    def kind(self, prompt: Prompt) -> Kind:
+        """The entry for a prompt."""
+        return self.kinds[prompt.columns[_COLUMN] if "" not in self.kinds else ""]
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise UserError where a row chooses no environment, or lacks a column that its reset needs."""
+        for prompt in prompts:
+            where = f"row {prompt.id} (from 0) of the data"
+            if "" not in self.kinds and prompt.columns.get(_COLUMN) not in self.kinds:
+                given = prompt.columns.get(_COLUMN)
+                raise UserError(
+                    f"rollout.environment names several, and {where} has environment {given!r}:"
+                    f" {did_you_mean(str(given), self.kinds)}"
+                )
+            for name in self.kind(prompt).needed:
+                if name not in prompt.columns and name != "prompt":
+                    raise UserError(
+                        f"rollout.environment: reset of {self.kind(prompt).reward} needs {name}, and {where} has no"
+                        f" such column: {did_you_mean(name, prompt.columns)}"
+                    )
+
+    def openings(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Opening]:
+        """How the environments of prompts begin. Waits until all are reset, no more at a time than there may be
+        processes; how many failed is printed, with the reason of the first."""
+        free = threading.BoundedSemaphore(self._most)
+        asked: list[Future[Reply] | None] = []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            if self.kind(prompt).silent:
+                asked.append(None)
+                continue
+            free.acquire()
+            seat, future = self._seat(self.kind(prompt)), Future[Reply]()
+            future.add_done_callback(lambda _: free.release())
+            seat.ask(self._begin(prompt, Opening(seed, prompt.text), is_first=True), future.set_result)
+            seat.leave()
+            asked.append(future)
+        openings, failed = [], []
+        for prompt, seed, begun in zip(prompts, seeds, asked, strict=True):
+            reply = None if begun is None else begun.result()
+            failure = None if reply is None else reply.failures[0]
+            observation = reply.values[0]["text"] if reply is not None and failure is None else None
+            openings.append(Opening(seed, prompt.text, observation, None if failure is None else failure.message))
+            if failure is not None:
+                failed.append((prompt, failure))
+        if failed:
+            prompt, failure = failed[0]
+            print(
+                f"rollout.environment: {len(failed)} of {len(prompts)} prompts could not be opened; of row {prompt.id}"
+                f" (from 0) {self.kind(prompt).reward} {failure.message}. Their completions are left without a reward,"
+                f" and counted as failed\n{failure.traceback}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return openings
+
+    def _seat(self, kind: Kind) -> Seat:
+        return self._seats.seat(kind.index, kind.shares)
+
+    def _begin(self, prompt: Prompt, opening: Opening, *, is_first: bool) -> dict[str, Any]:
+        columns = {name: v for name, v in prompt.columns.items() if name != _COLUMN or "" in self.kinds}
+        columns["prompt"] = opening.text
+        told = {"columns": columns, "seed": opening.seed, "observation": opening.observation, "is_first": is_first}
+        return {"do": "begin", **told}
+
+    def _play(self, conversation: Conversation) -> Play:
+        """The environment of a completion, which is reset when it is needed first."""
+        if conversation.key not in self._plays:
+            prompt = conversation.prompt
+            assert prompt is not None and prompt.opening is not None, "prompts are opened before they are completed"
+            kind, why = self.kind(prompt), prompt.opening.failure
+            play = self._plays[conversation.key] = Play(kind, self._seat(kind), failure=why)
+            if why is not None:
+                return play
+            self._ask(play, self._begin(prompt, prompt.opening, is_first=False), lambda _: None)
+        return self._plays[conversation.key]
+
+    def _ask(self, play: Play, order: Mapping[str, Any], done: Callable[[Any], None]) -> None:
+        """Give an order. `done` is told what came of it, None where it failed, and with it the environment."""
+        if play.failure is not None:
+            return done(None)
+        start_s = time.perf_counter()
+
+        def finish(reply: Reply) -> None:
+            self.seconds.add("environment", time.perf_counter() - start_s)
+            failure = reply.failures[0]
+            if failure is not None:
+                play.fail(failure)
+            done(reply.values[0] if failure is None else None)
+
+        play.seat.ask(dict(order), finish)
+
+    def tools(self, conversation: Conversation) -> list[str]:
+        """Names of the methods that a completion may call."""
+        return self.kind(conversation.prompt).tool_names if conversation.prompt is not None else []
+
+    def call(
+        self, conversation: Conversation, call: ToolCall, done: Callable[[str | None, Failure | None], None]
+    ) -> None:
+        """Call a method. `done` is told what it returned, or why it failed; the environment has failed only where its
+        process is lost."""
+        play = self._play(conversation)
+        if play.failure is not None:
+            return done(None, Failure("died", f"the environment has failed: it {play.failure}"))
+
+        def finish(reply: Reply) -> None:
+            failure = reply.failures[0]
+            if failure is not None and failure.kind in ("timeout", "died"):
+                play.fail(failure)
+            done(reply.values[0]["text"] if failure is None else None, failure)
+
+        play.seat.ask({"do": "call", "tool": call.name, "arguments": call.arguments}, finish)
+
+    def has_failed(self, conversation: Conversation) -> bool:
+        """Whether the environment of a completion has failed."""
+        return conversation.key in self._plays and self._plays[conversation.key].failure is not None
+
+    def example(self, content: str) -> Message:
+        """See `Partner`."""
+        return user_message(content)
+
+    def takes(self, conversation: Conversation, turn: Turn) -> bool:
+        """Whether a turn is a step."""
+        return conversation.prompt is not None and self.kind(conversation.prompt).steps
+
+    def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
+        """Answer a turn with what the step gives to see; the completion ends where the environment is done."""
+        play, end = self._play(conversation), conversation.sampled
+
+        def finish(found: dict[str, Any] | None) -> None:
+            if found is None:
+                return done(Answer(finish="stop"))
+            if found["reward"] is not None:
+                play.steps.append((end, found["reward"]))
+            if "end" not in found:
+                return done(Answer([user_message(found["text"])]))
+            self._take_end(play, found["end"])
+            done(Answer(finish="stop" if found["done"] else "length"))
+
+        self._ask(play, {"do": "step", "text": turn.content, "is_last": conversation.is_last}, finish)
+
+    def end(self, conversation: Conversation, finish: Finish, done: Callable[[Answer], None]) -> None:
+        """End the environment of a completion that ends; `done` is told so."""
+        play = self._play(conversation)
+
+        def ended(found: dict[str, Any] | None) -> None:
+            if found is not None:
+                self._take_end(play, found)
+            done(Answer(finish=finish))
+
+        self._ask(play, {"do": "end"}, ended)
+
+    def _take_end(self, play: Play, found: dict[str, Any]) -> None:
+        play.total, play.state = found["reward"], found["state"]
+
+    def episode(self, key: int) -> Episode | None:
+        """What came of the environment of a completion, whose process is left to others."""
+        play = self._plays.pop(key, None)
+        if play is None:
+            return None
+        play.seat.leave()
+        return play.episode
+
+    def give_up(self) -> None:
+        """Leave the environments of completions under way, which are given up."""
+        for play in self._plays.values():
+            play.seat.leave()
+        self._plays = {}
+
+    def numbers(self, rollout: Rollout) -> Numbers:
+        """See `Partner`."""
+        unopened = [prompt for prompt in rollout.prompts if not _is_open(prompt)]
+        rows = zip(rollout.row_prompts, rollout.completions, strict=True)
+        ended = [(prompt, completion.episode) for prompt, completion in rows if completion.episode is not None]
+        failed = sum(episode.failure is not None for _, episode in ended)
+        return {
+            "environment/openings_failed_frac": (len(unopened) / max(len(rollout.prompts), 1), len(rollout.prompts)),
+            "environment/resets": (sum(_is_open(prompt) for prompt, _ in ended), 1),
+            "environment/failed_frac": (failed / max(len(ended), 1), len(ended)),
+            **self.seconds.numbers(["environment"]),
+        }
+
+
+def _is_open(prompt: Prompt) -> bool:
+    return prompt.opening is None or prompt.opening.failure is None
+
+
+def _most_processes(config: RolloutConfig) -> int:
+    """Most processes of environments on this rank, each of which takes one of its files."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    room = sys.maxsize if files == resource.RLIM_INFINITY else max(1, files // 2)
+    most = config.environment_processes
+    refuse(
+        most is not None and most > room,
+        f"rollout.environment_processes {most}: the process may open {files} files, half of them for environments: set"
+        f" it to {room} or lower, or raise the limit (ulimit -n)",
+    )
+    return min(config.max_slots, room) if most is None else most

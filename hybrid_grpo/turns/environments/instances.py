@@ -1,0 +1,341 @@
+"""Environments: objects of the user's that answer the turns of one completion, in the process that holds them.
+
+Two kinds, told apart by the class. TRL's: its public methods but `reset`, `get_reward` and `close` are tools. Or its
+method `step` takes the text of a turn, and returns `(observation, reward, done)`, Gymnasium's five values, or an object
+with `observation`, `reward` and `done`. A `step` without arguments, or whose docstring has `Args:`, is a tool.
+
+Both have `reset`, which is given the columns of the row, and may return what the model reads at the end of the prompt.
+`get_reward` and `close` are called at the end where they are there. All methods may be `async def`.
+
+An object has a process of its own, unless its class has an attribute `objects_per_process`. The objects of a process
+share modules and whatever they change in them; `random` and numpy's global generator continue for each as if it were
+alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+from hybrid_grpo.config.errors import UserError, did_you_mean
+from hybrid_grpo.config.importing import describe, functions_of, import_place
+from hybrid_grpo.rewards.functions import finite_reward
+from hybrid_grpo.turns.environments import openenv
+from hybrid_grpo.turns.environments.verifiers import (
+    PACKAGE,
+    VerifiersRollout,
+    installed,
+    is_foreign,
+    quietly,
+    rollouts_of,
+)
+from hybrid_grpo.turns.tools.functions import WrongArguments, as_text, check_arguments, described
+from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed
+from hybrid_grpo.workers.replies import LONGEST_TRACEBACK, checked_text
+from hybrid_grpo.workers.snapshots import state_of
+
+_SHARES = "objects_per_process"
+"""Attribute of a class that allows its objects to share a process."""
+_LONGEST_STATE = 1 << 28
+"""Characters of the state of an environment."""
+_OWN = ("reset", "get_reward", "close")
+"""Methods that are no tools."""
+
+
+@dataclass(frozen=True)
+class EnvironmentEntry:
+    """An entry of `rollout.environment`, as worker processes are given it."""
+
+    factory: str
+    """`path/to/file.py:Class` or `package.module:Class`; a function that returns an object will do."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """No environment has fixed arguments."""
+
+    def load(self, name: str) -> EnvironmentProcess:
+        """See `load_environment`."""
+        return load_environment(self, name)
+
+    def checked(self, value: Any, expected: str) -> dict[str, Any]:
+        """What came of an order, whose `do` is `expected`."""
+        event = {name: _FIELDS[name](value[name]) for name in _EVENTS[expected]}
+        if expected == "step" and "end" in value:
+            event["end"] = self.checked(value["end"], "end")
+        return event
+
+
+def _checked_text(text: Any) -> str | None:
+    return None if text is None else checked_text(text)
+
+
+def _checked_reward(value: Any) -> float | None:
+    number = finite_reward(value)
+    if number is None and value is not None:
+        raise ValueError(value)
+    return number
+
+
+def _checked_state(state: Any) -> dict[str, Any]:
+    return {
+        "place": checked_text(state["place"]),
+        "class": checked_text(state["class"]),
+        "attributes": _checked_texts(state["attributes"]),
+        "missing": _checked_texts(state["missing"]),
+    }
+
+
+def _checked_texts(texts: Any) -> dict[str, str]:
+    found = {checked_text(name): checked_text(text, _LONGEST_STATE) for name, text in texts.items()}
+    if sum(map(len, found.values())) > _LONGEST_STATE:
+        raise ValueError("too long")
+    return found
+
+
+_FIELDS: dict[str, Callable[[Any], Any]] = {
+    "text": _checked_text,
+    "reward": _checked_reward,
+    "done": bool,
+    "state": _checked_state,
+}
+_EVENTS = {
+    "begin": ["text"],
+    "call": ["text"],
+    "step": ["text", "reward", "done"],
+    "end": ["reward", "state"],
+    "close": [],
+}
+"""What comes of each order; of a step also the `end` where it is the last."""
+
+
+class EnvironmentProcess:
+    """The objects of an entry in a process; a `Callee`.
+
+    A call has one row, an order: a mapping with the `number` of the object, whose `do` is `begin`, `call`, `step`,
+    `end` or `close`, with the arguments of the method below that carries it out. The value of the reply is what came of
+    it.
+    """
+
+    def __init__(self, place: str, factory: Callable[[], Any], interface: Interface, file: str | None) -> None:
+        self.interface = interface
+        self._place, self._factory, self._file = place, factory, file
+        self._shares = interface.schema["shares"] > 1
+        self._instances: dict[int, Any] = {}
+        self._instance: Any = None
+        """The object that the order under way is for."""
+        self._random: dict[int, tuple[Any, Any]] = {}
+        """Random states of objects, where there may be several: what one draws does not depend on the others."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def reply(self, call: Call) -> Reply:
+        """Carry out an order."""
+        order = dict(call.inputs["order"][0])
+        do, number = order.pop("do"), order.pop("number")
+        self._instance = self._instances.pop(number, None)
+        try:
+            if self._shares and number in self._random:
+                _restore_random(self._random.pop(number))
+            if do not in ("begin", "close") and self._instance is None:
+                raise _Refused("was not reset")
+            return Reply([getattr(self, f"_{do}")(**order)], [None])
+        except _Refused as refusal:
+            return failed(Failure("invalid", str(refusal)), 1)
+        except WrongArguments as error:
+            return failed(Failure("invalid", f"wrong arguments for {order['tool']}: {error}"), 1)
+        except BaseException as error:  # a SystemExit of the class is no reason to end the process
+            trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
+            # The model reads of a tool what it reads of other tools.
+            told = describe(error, None) if do == "call" else f"raised {describe(error, self._file)}"
+            return failed(Failure("raised", told, trace), 1, spent=isinstance(error, MemoryError))
+        finally:
+            if self._instance is not None:
+                self._instances[number] = self._instance
+                if self._shares:
+                    self._random[number] = _random_state()
+
+    async def reply_async(self, call: Call) -> Reply:
+        """`reply`: a process has nothing to do beside its one object."""
+        return self.reply(call)
+
+    def _begin(self, columns: dict[str, Any], seed: int, observation: str | None, is_first: bool) -> dict[str, Any]:
+        """Make an object and reset it: what it says, which must be the `observation` unless it is the first."""
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
+        self._instance = self._factory()
+        parameters = inspect.signature(self._instance.reset).parameters
+        given = columns if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else {}
+        given = given | {name: columns[name] for name in parameters if name in columns}
+        if "seed" in parameters and "seed" not in columns:
+            given = given | {"seed": seed}
+        said = _observed(self._waited(self._instance.reset(**given)))
+        if not is_first and said != observation:
+            raise _Refused(
+                f"said {said!r:.200} when it was reset, and {observation!r:.200} when it was reset for the prompt: draw"
+                " from `random` or numpy's global generator, which are seeded before, and annotate reset with None"
+                " only where it returns nothing"
+            )
+        return {"text": said}
+
+    def _call(self, tool: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Call a method as a tool."""
+        method = getattr(self._instance, tool)
+        check_arguments(inspect.signature(method), arguments)
+        return {"text": as_text(self._waited(method(**arguments)))}
+
+    def _step(self, text: str, is_last: bool) -> dict[str, Any]:
+        """Give a turn to the object; with the outcome where it is done, or the turn is the last."""
+        observation, reward, done = _stepped(self._waited(self._instance.step(text)))
+        if reward is not None and finite_reward(reward) is None:
+            raise _Refused(f"returned the reward {reward!r:.100} from step: return a finite number or None")
+        found = {"text": observation, "reward": None if reward is None else finite_reward(reward), "done": bool(done)}
+        return {**found, "end": self._end()} if done or is_last else found
+
+    def _end(self) -> dict[str, Any]:
+        """The outcome of the object."""
+        reward = None
+        if callable(getattr(self._instance, "get_reward", None)):
+            reward = self._waited(self._instance.get_reward())
+            if reward is not None and finite_reward(reward) is None:
+                raise _Refused(f"returned {reward!r:.100} from get_reward: return a finite number or None")
+        is_own = not isinstance(self._instance, VerifiersRollout | openenv.OpenenvRollout)
+        state = state_of(self._instance if is_own else self._instance.carried(), self._place)
+        return {"reward": None if reward is None else finite_reward(reward), "state": state}
+
+    def _close(self) -> None:
+        """Close the object, if there is one; what closing raises changes nothing anymore."""
+        instance, self._instance = self._instance, None
+        close = getattr(instance, "close", None)
+        if callable(close):
+            with suppress(Exception):
+                self._waited(close())
+
+    def _waited(self, result: Any) -> Any:
+        if not inspect.isawaitable(result):
+            return result
+        # One loop for all methods: what one of them opens, such as a connection, another may use.
+        self._loop = self._loop or asyncio.new_event_loop()
+
+        async def awaited() -> Any:
+            return await result
+
+        return self._loop.run_until_complete(awaited())
+
+
+def _random_state() -> tuple[Any, Any]:
+    """States of `random` and of numpy's global generator, if numpy is there."""
+    return random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+
+def _restore_random(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])
+
+
+class _Refused(Exception):
+    """The object did something that is not allowed."""
+
+
+def _observed(result: Any) -> str | None:
+    """What `reset` returned as text: an observation, Gymnasium's pair with one, or an object that has one."""
+    if isinstance(result, tuple) and len(result) == 2:
+        result = result[0]
+    result = getattr(result, "observation", result)
+    return None if result is None else as_text(result)
+
+
+def _stepped(result: Any) -> tuple[str, Any, bool]:
+    """Observation, reward and end of what `step` returned."""
+    if isinstance(result, tuple) and len(result) == 5:
+        observation, reward, terminated, truncated, _ = result
+        done = terminated or truncated
+    elif isinstance(result, tuple) and len(result) == 3:
+        observation, reward, done = result
+    elif hasattr(result, "reward") and hasattr(result, "done"):
+        observation, reward, done = getattr(result, "observation", result), result.reward, result.done
+    else:
+        raise _Refused(
+            f"returned {result!r:.100} from step: return (observation, reward, done), Gymnasium's five values, or an"
+            " object with observation, reward and done"
+        )
+    return "" if observation is None else as_text(observation), reward, done
+
+
+def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess:
+    """Find the class of an entry, and which methods it has; `entry` names the entry in messages.
+
+    Raises UserError where there is no such class, or where it is not an environment.
+    """
+    place, colon, name = config.factory.rpartition(":")
+    setting = f"{entry} {config.factory}"
+    if not colon:
+        raise UserError(f"{setting}: give a class, as path/to/file.py:Class or package.module:Class")
+    module = import_place(place, setting)
+    factory = installed(module, name, setting) if place == PACKAGE else getattr(module, name, None)
+    if not callable(factory):
+        known = [n for n, value in vars(module).items() if inspect.isclass(value)] + functions_of(module)
+        what = "is no class" if hasattr(module, name) else "does not exist"
+        raise UserError(f"{setting}: {name} {what} in {place}: {did_you_mean(name, known)}")
+    kind: Any = factory
+    made, foreign = None, None
+    if not inspect.isclass(factory):
+        made = _made(factory, setting)
+        kind = type(made)
+        if is_foreign(made):
+            factory, kind = rollouts_of(made, setting), VerifiersRollout
+    if openenv.is_foreign(kind):
+        foreign = openenv.adapted(factory, made, setting)
+        factory = foreign.factory
+    methods = dict(inspect.getmembers(kind, predicate=inspect.isfunction))
+    if "reset" not in methods:
+        raise UserError(f"{setting} has no method reset: an environment has one, which may return nothing")
+    tools = foreign.tools if foreign else _tools(methods, setting)
+    schema = {
+        "steps": not tools,
+        "silent": inspect.signature(methods["reset"]).return_annotation in (None, "None"),
+        "tools": tools,
+        "shares": _shares(kind, setting),
+    }
+    parameters = list(inspect.signature(methods["reset"]).parameters.values())[1:]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    interface = Interface([n for n in needed if n != "seed"], None, False, 1, schema=schema)
+    return EnvironmentProcess(place, factory, interface, getattr(module, "__file__", None))
+
+
+def _shares(kind: Any, setting: str) -> int:
+    """How many objects may be in one process."""
+    shares = getattr(kind, _SHARES, 1)
+    if type(shares) is not int or shares < 1:
+        raise UserError(f"{setting}: {_SHARES} is {shares!r:.40}: give a whole number, 1 or greater")
+    return shares
+
+
+def _tools(methods: dict[str, Any], setting: str) -> list[dict[str, Any]]:
+    """What the model is told of the methods that are tools; nothing where every turn is a step."""
+    if "step" in methods and _takes_turns(methods["step"]):
+        return []
+    tools = {n: f for n, f in methods.items() if n not in _OWN and not n.startswith("_")}
+    if not tools:
+        raise UserError(f"{setting} has no step, and no method that the model could call: give it one of them")
+    return [described(MethodType(f, object()), f"{setting}: {n}") for n, f in tools.items()]
+
+
+def _takes_turns(step: Callable[..., Any]) -> bool:
+    """Whether a method takes the text of a turn; else it is a tool, which describes the arguments that it has."""
+    is_described = re.search(r"^\s*Args:", inspect.getdoc(step) or "", re.MULTILINE)
+    return len(inspect.signature(step).parameters) > 1 and not is_described
+
+
+def _made(factory: Callable[[], Any], setting: str) -> Any:
+    try:
+        return quietly(factory)
+    except Exception as error:
+        raise UserError(f"{setting}: making an environment raised {describe(error, None)}") from error

@@ -1,0 +1,182 @@
+"""The tools of a run: their functions in worker processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from hybrid_grpo.config import RolloutConfig, ScoringConfig
+from hybrid_grpo.config.errors import did_you_mean, refuse
+from hybrid_grpo.config.fields import function_text
+from hybrid_grpo.data.batch import Message, Numbers, Rollout
+from hybrid_grpo.rewards.loading import worker_count
+from hybrid_grpo.turns.calls import ToolCall, Turn
+from hybrid_grpo.turns.conversation import Answer, Conversation, Seconds, call_numbers
+from hybrid_grpo.turns.environments.environments import Environments, Kind
+from hybrid_grpo.turns.template import tool_message
+from hybrid_grpo.turns.tools.functions import ToolEntry
+from hybrid_grpo.workers.calls import Call, Failure, Reply
+from hybrid_grpo.workers.pool import Caller, Pool
+
+UNKNOWN = "unknown"
+"""Stands for the tool, in counts and messages, where a call names none or cannot be read."""
+_AT_ONCE = 8
+"""Calls of one turn that run at the same time."""
+
+
+class Tools:
+    """The functions of `rollout.tools`, each in worker processes, as reward functions are; has the form of `Partner`.
+
+    Calls of a turn run at the same time, up to 8 of them. When one has taken too long, those of the turn that have not
+    begun are not made.
+
+    Methods of `environments` are tools too: of each completion those of its own environment. Creating it raises
+    UserError where a function cannot be imported or described.
+
+    Attributes:
+        names: of all tools, functions first.
+        schemas: what the model is told of them.
+    """
+
+    setting, reads_last = "rollout.tools", False
+
+    def __init__(self, config: RolloutConfig, scoring: ScoringConfig, environments: Environments | None = None) -> None:
+        entries = [
+            (f"rollout.tools[{k}]", ToolEntry(function_text(tool.function), tool.kwargs))
+            for k, tool in enumerate(config.tools)
+        ]
+        pool = Pool(entries, scoring.workers or worker_count(), scoring)
+        self._functions: list[dict[str, Any]] = [interface.schema for interface in pool.interfaces]
+        names = [str(schema["function"]["name"]) for schema in self._functions]
+        kinds = list(environments.kinds.values()) if environments is not None else []
+        self.names = list(dict.fromkeys([*names, *(name for kind in kinds for name in kind.tool_names)]))
+        self.schemas = [*self._functions, *(schema for kind in kinds for schema in kind.schemas)]
+        for together in [names, *([*names, *kind.tool_names] for kind in kinds)]:
+            twice = [name for name in together if together.count(name) > 1]
+            refuse(bool(twice), f"rollout.tools: two are named {', '.join(twice[:1])}: rename one of the functions")
+        refuse(UNKNOWN in self.names, f"rollout.tools: {UNKNOWN} is the name for calls of no tool: rename the function")
+        self._callers: dict[str, Caller] = {
+            name: pool.isolated(index, config.tool_timeout_s) for index, name in enumerate(names)
+        }
+        self._environments = environments
+        self._pool, self.seconds = pool, Seconds()
+
+    def example(self, content: str) -> Message:
+        """See `Partner`."""
+        return tool_message(0, self.names[0], content)
+
+    def takes(self, conversation: Conversation, turn: Turn) -> bool:
+        """Whether a turn calls tools, or tries to."""
+        return bool(turn.calls) or turn.fault is not None
+
+    def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
+        """Answer a turn with the results of all of its calls, once they are there."""
+        if turn.fault is not None:
+            self._count(conversation, UNKNOWN, has_failed=True)
+        _TurnCalls(self, conversation, turn, done).go_on()
+
+    def schemas_of(self, kind: Kind) -> list[dict[str, Any]]:
+        """What the model is told where its environment is of this kind."""
+        return [*self._functions, *kind.schemas]
+
+    def call(self, conversation: Conversation, call: ToolCall, done: Callable[[str, Failure | None], None]) -> None:
+        """Call a tool, or a method of the conversation's environment. `done` is called with what the model reads of it,
+        and with the failure, if the call failed, on any thread."""
+        caller, start_s = self._callers.get(call.name), time.perf_counter()
+        environments = self._environments
+        methods = environments.tools(conversation) if environments else []
+
+        def told(text: str | None, failure: Failure | None) -> None:
+            self._count(conversation, call.name, text is None, time.perf_counter() - start_s)
+            done(text if text is not None else f"error: {failure.message if failure else 'no answer'}", failure)
+
+        def finish(future: Future[Reply]) -> None:
+            reply = future.result() if not future.cancelled() else None
+            failure = reply.failures[0] if reply else None
+            told(reply.values[0] if reply and failure is None else None, failure)
+
+        if call.name in methods and environments:
+            environments.call(conversation, call, told)
+        elif caller is not None:
+            caller(Call({"arguments": [call.arguments]}, [None])).add_done_callback(finish)
+        else:
+            self._count(conversation, UNKNOWN, has_failed=True)
+            known = [*self._callers, *methods]
+            done(f"error: there is no tool {call.name}: {did_you_mean(call.name, known)}", None)
+
+    def give_up(self, conversation: Conversation, call: ToolCall) -> str:
+        """What the model reads of a call that is not made, since another one of its turn has taken too long."""
+        self._count(conversation, call.name if call.name in self.names else UNKNOWN, has_failed=True)
+        return "error: not called: another call of the turn took too long"
+
+    def _count(self, conversation: Conversation, name: str, has_failed: bool, seconds: float = 0.0) -> None:
+        conversation.calls.append((f"tool/{name}", has_failed))
+        self.seconds.add(f"tool/{name}", seconds)
+
+    def numbers(self, rollout: Rollout) -> Numbers:
+        """See `Partner`."""
+        names = [f"tool/{name}" for name in tool_names(self.names)]
+        numbers = self.seconds.numbers(names)
+        for name in names:
+            numbers |= call_numbers(name, rollout.completions)
+        return numbers
+
+
+class _TurnCalls:
+    """The calls of one turn while they are made."""
+
+    def __init__(self, tools: Tools, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
+        self._tools, self._conversation, self._fault, self._done = tools, conversation, turn.fault, done
+        self._calls = turn.calls
+        self._waiting = deque(range(len(turn.calls)))
+        self._results: dict[int, str] = {}
+        self._running = 0
+        self._lock, self._is_starting = threading.Lock(), False
+
+    def go_on(self) -> None:
+        """Make as many calls as may run, and answer the turn where none is left."""
+        while True:
+            with self._lock:
+                if self._is_starting:
+                    return  # by another thread, or by the caller of this one, which goes on here
+                if len(self._results) == len(self._calls):
+                    self._is_starting = True  # for good
+                    break
+                if not self._waiting or self._running == _AT_ONCE:
+                    return
+                self._is_starting, number = True, self._waiting.popleft()
+                self._running += 1
+            self._tools.call(self._conversation, self._calls[number], partial(self._take, number))
+            with self._lock:
+                self._is_starting = False
+        self._done(Answer(self._messages()))
+
+    def _take(self, number: int, text: str, failure: Failure | None) -> None:
+        with self._lock:
+            self._running -= 1
+            self._results[number] = text
+            if failure is not None and failure.kind == "timeout":
+                self._results |= {k: self._tools.give_up(self._conversation, self._calls[k]) for k in self._waiting}
+                self._waiting.clear()
+        self.go_on()
+
+    def _messages(self) -> list[Message]:
+        # A name that the model has made up may be of any length.
+        names = [call.name if call.name in self._tools.names else UNKNOWN for call in self._calls]
+        messages = [
+            tool_message(k, name, self._results[k], call.id)
+            for k, (name, call) in enumerate(zip(names, self._calls, strict=True))
+        ]
+        if self._fault is not None:
+            messages.append(tool_message(len(messages), UNKNOWN, f"error: {self._fault}"))
+        return messages
+
+
+def tool_names(tools: Sequence[str]) -> list[str]:
+    """Names under which tools are counted."""
+    return [*tools, UNKNOWN] if tools else []

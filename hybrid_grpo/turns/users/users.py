@@ -1,0 +1,262 @@
+"""Users that answer the model's turns: a function in the worker processes, or a frozen model in this process."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from hybrid_grpo.config import PolicyConfig, RolloutConfig, ScoringConfig
+from hybrid_grpo.config.errors import did_you_mean, refuse
+from hybrid_grpo.config.fields import function_text
+from hybrid_grpo.config.importing import describe
+from hybrid_grpo.data.batch import Message, Numbers, Prompt, Rollout
+from hybrid_grpo.data.chat_text import ChatText
+from hybrid_grpo.generation import Request, Sampling, stream_key
+from hybrid_grpo.generation.rollout import attention_of, complete
+from hybrid_grpo.model.architectures import check_architecture
+from hybrid_grpo.model.files import check_files
+from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids
+from hybrid_grpo.rewards.loading import worker_count
+from hybrid_grpo.turns.calls import Turn
+from hybrid_grpo.turns.conversation import Answer, Conversation, Seconds, call_numbers
+from hybrid_grpo.turns.template import user_message
+from hybrid_grpo.turns.users.functions import MESSAGES, UserEntry
+from hybrid_grpo.workers.calls import Call, Failure, Reply, failed
+from hybrid_grpo.workers.pool import Pool
+
+_COLUMN = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """A turn that the user answers."""
+
+    conversation: Conversation
+    done: Callable[[Answer], None]
+    start_s: float = field(default_factory=time.perf_counter)
+
+
+class User(ABC):
+    """Who plays the user; has the form of `Partner`. Where it fails, the conversation ends.
+
+    Attributes:
+        setting: the setting that names it.
+    """
+
+    reads_last = False
+
+    def __init__(self, config: RolloutConfig) -> None:
+        assert config.user_setting is not None
+        self.setting, self._stops = config.user_setting, config.user_stop
+        self.seconds = Seconds()
+        self._told_of: set[str] = set()
+        """Kinds of failures that were printed."""
+
+    def example(self, content: str) -> Message:
+        """See `Partner`."""
+        return user_message(content)
+
+    def takes(self, conversation: Conversation, turn: Turn) -> bool:
+        """Every turn that another may follow. After the last one the conversation is over, and cut only where tokens
+        run out."""
+        return not conversation.is_last or conversation.is_full
+
+    @abstractmethod
+    def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
+        """See `Partner`."""
+
+    @abstractmethod
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """Raise UserError where the rows lack a column that is needed."""
+
+    def _said(self, turn: _Heard, text: str | None) -> None:
+        self._count(turn, has_failed=False)
+        ends = text is None or not text.strip() or any(stop in text for stop in self._stops)
+        turn.done(Answer() if ends else Answer([user_message(str(text))]))
+
+    def _failed(self, turn: _Heard, failure: Failure) -> None:
+        """End a conversation; the first failure of each kind is printed."""
+        self._count(turn, has_failed=True)
+        if failure.kind not in self._told_of:
+            self._told_of.add(failure.kind)
+            print(
+                f"{self.setting} failed: {failure.message}. The conversation ends there, which is counted\n"
+                f"{failure.traceback}",
+                file=sys.stderr,
+                flush=True,
+            )
+        turn.done(Answer())
+
+    def _count(self, turn: _Heard, *, has_failed: bool) -> None:
+        turn.conversation.calls.append(("user", has_failed))
+        self.seconds.add("user", time.perf_counter() - turn.start_s)
+
+    def numbers(self, rollout: Rollout) -> Numbers:
+        """See `Partner`."""
+        return self.seconds.numbers(["user"]) | call_numbers("user", rollout.completions)
+
+
+class ScriptedUser(User):
+    """A function in worker processes. Creating it raises UserError where it cannot be imported or called."""
+
+    def __init__(self, config: RolloutConfig, scoring: ScoringConfig) -> None:
+        super().__init__(config)
+        assert config.user is not None
+        self._name = function_text(config.user)
+        entry = UserEntry(self._name)
+        self._pool = Pool([(self.setting, entry)], scoring.workers or worker_count(), scoring)
+        self._call = self._pool.isolated(0, config.tool_timeout_s)
+
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """See `User`."""
+        for name in self._pool.interfaces[0].required:
+            refuse(
+                name not in columns,
+                f"rollout.user {self._name} needs a column {name}, which the data does not have:"
+                f" {did_you_mean(name, columns)}",
+            )
+
+    def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
+        """See `Partner`."""
+        heard = _Heard(conversation, done)
+
+        def finish(future: Future[Reply]) -> None:
+            reply = failed(Failure("died", "did not answer"), 1) if future.cancelled() else future.result()
+            failure = reply.failures[0]
+            if failure is not None:
+                self._failed(heard, failure)
+            else:
+                self._said(heard, reply.values[0])
+
+        given = {**_columns(conversation), MESSAGES: _messages(conversation)}
+        self._call(Call({"arguments": [given]}, [None])).add_done_callback(finish)
+
+
+class ModelUser(User):
+    """A frozen model, which reads the conversation with the roles exchanged, and anew for each of its turns.
+
+    What it says is a function of the conversation and of the key of the completion's random stream: it depends neither
+    on the conversations that wait at the same time nor on the order in which they do.
+
+    Creating it raises UserError where the model cannot be one.
+    """
+
+    def __init__(self, config: RolloutConfig, policy: PolicyConfig) -> None:
+        super().__init__(config)
+        assert config.user_model is not None and config.user_prompt is not None
+        name, self._told = config.user_model, config.user_prompt
+        # `cache_gb` is what the policy's cache may have.
+        self._config = replace(config, cache_gb=None)
+        self._policy = replace(policy, model=name, gradient_checkpointing=False)
+        model_config = load_config(name, self.setting)
+        check_architecture(model_config, config.decoder, self.setting)
+        check_files(name, model_config, pickled=policy.pickled_weights, setting=self.setting)
+        self._tokenizer = load_tokenizer(name, self.setting)
+        ends = stop_ids(name, self._tokenizer, [], model_config, self.setting)
+        self._sampling = Sampling(config.max_tool_tokens, temperature=config.user_temperature, stop_ids=ends)
+        self._positions: int | None = getattr(model_config, "max_position_embeddings", None)
+        self._waiting: list[_Heard] = []
+        self._model: Any = None
+        refuse(
+            self._tokenizer.chat_template is None,
+            f"{self.setting} {name} has no chat template: take a model that was trained for chats",
+        )
+        self._text = ChatText(self._tokenizer, str(self._tokenizer.get_chat_template()))
+        try:
+            self._ids([{"role": role, "content": "."} for role in ("system", "assistant", "user")])
+        except Exception as error:  # a template is a program of the model's authors
+            refuse(
+                True,
+                f"{self.setting} {name}: its chat template refuses a system text and an assistant that speaks first:"
+                f" {error}: take a model whose template has both",
+            )
+
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """See `User`."""
+        for name in _COLUMN.findall(self._told):
+            refuse(
+                name not in columns,
+                f"rollout.user_prompt names a column {name}, which the data does not have:"
+                f" {did_you_mean(name, columns)}",
+            )
+
+    def load(self, device: torch.device) -> None:
+        """Load the weights; raises UserError where they do not load."""
+        attention = attention_of(self._config.decoder)
+        self._model = load_model(self._policy, attention, self.setting).to(device).eval()
+
+    def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
+        """See `Partner`. It waits until `speak`."""
+        self._waiting.append(_Heard(conversation, done))
+
+    def speak(self, under_way: Mapping[int, Conversation]) -> None:
+        """Answer all turns that wait, in one batch: those of conversations that are still under way."""
+        waiting = [row for row in self._waiting if under_way.get(row.conversation.key) is row.conversation]
+        self._waiting = []
+        requests, asked = [], []
+        for heard in waiting:
+            ids = self._read(heard.conversation)
+            if isinstance(ids, Failure):
+                self._failed(heard, ids)
+                continue
+            key = stream_key(heard.conversation.key, "user", heard.conversation.turns)
+            requests.append(Request(ids, [key]))
+            asked.append(heard)
+        if not requests:
+            return
+        assert self._model is not None, "load() comes first"
+        said, _ = complete(self._model, self._tokenizer, requests, self._sampling, self._config)
+        for heard, [completion] in zip(asked, said, strict=True):
+            self._said(heard, completion.text.strip())
+
+    def _read(self, conversation: Conversation) -> list[int] | Failure:
+        """The tokens that the model reads, or why it cannot read them."""
+        columns = _columns(conversation)
+        told = _COLUMN.sub(lambda found: str(columns.get(found[1], found[0])), self._told)
+        try:
+            ids = self._ids([{"role": "system", "content": told}, *exchanged(_messages(conversation))])
+        except Exception as error:  # a template is a program of the model's authors
+            return Failure("raised", f"its chat template refuses a conversation: {describe(error, None)}")
+        longest = len(ids) + self._sampling.max_tokens
+        if self._positions is None or longest <= self._positions:
+            return ids
+        return Failure("invalid", f"a conversation needs {longest} positions, and it has {self._positions}")
+
+    def _ids(self, chat: list[Message]) -> list[int]:
+        marked = [{**message, "content": self._text.marked(message["content"])} for message in chat]
+        text = self._tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
+        return self._text.ids(text)
+
+
+def exchanged(messages: list[Message]) -> list[Message]:
+    """A conversation as the user has it: what the user said is the assistant's, and the reverse. The system text, calls
+    of tools and their results are not the user's to read."""
+    roles = {"user": "assistant", "assistant": "user"}
+    read = [message for message in messages if message["role"] in roles and not message.get("tool_calls")]
+    return [{"role": roles[message["role"]], "content": message["content"]} for message in read]
+
+
+def _messages(conversation: Conversation) -> list[Message]:
+    """The conversation from its prompt on."""
+    prompt: Prompt | None = conversation.prompt
+    text = [] if prompt is None else prompt.text
+    return [*([user_message(text)] if isinstance(text, str) else text), *conversation.messages]
+
+
+def _columns(conversation: Conversation) -> dict[str, Any]:
+    return {} if conversation.prompt is None else conversation.prompt.columns
+
+
+def user_of(rollout: RolloutConfig, scoring: ScoringConfig, policy: PolicyConfig) -> User | None:
+    """Who plays the user; None where nobody does. Raises UserError where it cannot."""
+    if rollout.user is not None:
+        return ScriptedUser(rollout, scoring)
+    return ModelUser(rollout, policy) if rollout.user_model is not None else None

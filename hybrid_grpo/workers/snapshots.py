@@ -1,0 +1,70 @@
+"""An object of one worker process as others see it: a snapshot of its attributes.
+
+An object is pickled attribute by attribute in the process where it lives, carried as text, and restored in the process
+that uses it; never in the rank.
+"""
+
+from __future__ import annotations
+
+import pickle
+from base64 import b64decode, b64encode
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_grpo.config.importing import describe, import_place
+
+_LARGEST = 1 << 20
+"""Bytes of a pickled attribute; larger ones are left out."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """An object that the process it is sent to restores."""
+
+    state: dict[str, Any]
+    """See `state_of`."""
+
+
+def state_of(instance: Any, place: str) -> dict[str, Any]:
+    """All attributes of an object, in types that JSON has; `place` is the file or module that defines its class. An
+    attribute that cannot be carried is listed with the reason."""
+    attributes, missing = {}, {}
+    for name, value in getattr(instance, "__dict__", {}).items():
+        try:
+            pickled = pickle.dumps(value)
+        except Exception as error:
+            missing[name] = f"it cannot be pickled: {describe(error, None)}"
+            continue
+        if len(pickled) > _LARGEST:
+            missing[name] = f"it has {len(pickled)} bytes, more than {_LARGEST}"
+        else:
+            attributes[name] = b64encode(pickled).decode()
+    try:
+        kind = b64encode(pickle.dumps(type(instance))).decode()
+    except Exception as error:
+        raise ValueError(f"its class cannot be named: {describe(error, None)}: define it in a module") from None
+    return {"place": place, "class": kind, "attributes": attributes, "missing": missing}
+
+
+def restored(snapshot: Snapshot) -> Any:
+    """An object of the same class with the attributes that were carried. Reading one that was left out raises
+    AttributeError with the reason."""
+    state = snapshot.state
+    import_place(state["place"], "an object of another process")
+    kind = pickle.loads(b64decode(state["class"]))
+    missing: dict[str, str] = state["missing"]
+    if missing:
+        getter = _missing_attributes(kind, missing)
+        kind = type(kind.__name__, (kind,), {"__getattr__": getter, "__module__": kind.__module__})
+    instance = object.__new__(kind)
+    for name, pickled in state["attributes"].items():
+        instance.__dict__[name] = pickle.loads(b64decode(pickled))
+    return instance
+
+
+def _missing_attributes(kind: type, missing: dict[str, str]) -> Any:
+    def __getattr__(self: Any, name: str) -> Any:
+        why = missing.get(name)
+        raise AttributeError(f"{kind.__name__} has no {name}" + (f" outside of its process: {why}" if why else ""))
+
+    return __getattr__

@@ -1,0 +1,95 @@
+"""Decode steps with Triton kernels, interpreted: for which models, with what results, and what happens without."""
+
+import gpu_attention
+import pytest
+import torch
+from gpu_kernels import DEVICE
+from tiny_models import ARCHITECTURES, VOCABULARY, build, pair, tiny_config
+
+from hybrid_grpo.generation import Request, Sampling, generate, stream_key
+from hybrid_grpo.generation import loop as loops
+from hybrid_grpo.generation.cache import Geometry, PagedCache
+from hybrid_grpo.generation.fused_step import fused_step
+from hybrid_grpo.generation.gpu_step import GpuStep
+from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.kernels import gpu
+from hybrid_grpo.model.kernels.gpu import launcher
+
+pytestmark = pytest.mark.usefixtures("torch_only")
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Tensors count as on a GPU. Names of the kernels that are launched."""
+    launched = []
+
+    def launch(kernel, grid, *arguments, **options):
+        launched.append(kernel.__name__)
+        launcher.launch(kernel, grid, *arguments, **options)
+
+    monkeypatch.setattr(launcher, "on_gpu", lambda _: True)
+    for module in (gpu.gate, gpu.norm, gpu.rotation, gpu.sampling, gpu.softmax):
+        monkeypatch.setattr(module, "launch", launch)
+    return launched
+
+
+def cache_of(view):
+    return PagedCache(Geometry.of(view), 2, 4, torch.device(DEVICE))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.inference_mode()
+def test_a_step_is_fused_where_the_model_is_that_of_llama(architecture, kernels):
+    """Fused means that both ways gave the same logits, to 1e-4 of their size: `fused_step` compares them."""
+    view = pair(architecture)[1].to(DEVICE)
+    step = fused_step(view, cache_of(view))
+    assert isinstance(step, GpuStep) == (architecture in ("llama", "mistral", "qwen2", "qwen3"))
+
+
+@torch.inference_mode()
+def test_a_kernel_with_other_results_or_without_a_compiler_is_left_with_one_warning(kernels, monkeypatch):
+    monkeypatch.setattr(gpu.gate, "silu_times", lambda gate, up: gate * up)
+    view = pair("llama")[1].to(DEVICE)
+    with pytest.warns(UserWarning, match="decoding LlamaForCausalLM does without a Triton kernel, slower: its results"):
+        assert fused_step(view, cache_of(view)) is None
+    assert fused_step(view, cache_of(view)) is None
+
+    def failing(*_):
+        raise RuntimeError("Failed to find C compiler\nPlease specify one")
+
+    monkeypatch.setattr(gpu.gate, "silu_times", failing)
+    view = pair("llama")[1].to(DEVICE)
+    with pytest.warns(UserWarning, match="slower: Failed to find C compiler$"):
+        assert fused_step(view, cache_of(view)) is None
+
+
+@pytest.mark.parametrize(("architecture", "filters"), [("qwen2", {}), ("qwen3", {"top_k": 20, "top_p": 0.9})])
+@torch.inference_mode()
+def test_the_decode_loop_with_kernels_is_the_one_without(architecture, filters, kernels, monkeypatch):
+    """In bfloat16 over pages of 256, on a CPU with attention by a double: the same completions, but for rounding."""
+    if DEVICE == "cpu":
+        gpu_attention.install(monkeypatch, flash=False)
+    monkeypatch.setitem(loops.PAGE, "cpu", loops.PAGE["cuda"])
+    model = build(tiny_config(architecture), ATTENTION).to(DEVICE, torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in (1, 9, 4)]
+    requests = [Request(ids, [stream_key(row)]) for row, ids in enumerate(prompts)]
+
+    def logp_of_the_first_tokens():
+        groups, _ = generate(model, requests, Sampling(4, **filters))
+        return {(row, *c.token_ids[: i + 1]): c.logp[i] for row, (c,) in enumerate(groups) for i in range(4)}
+
+    assert isinstance(fused_step(model, PagedCache(Geometry.of(model), 2, 256, torch.device(DEVICE))), GpuStep)
+    kernels.clear()
+    fast = logp_of_the_first_tokens()
+    assert {"_sample", "_add_norm", "_rotate_and_store", "_silu_times"} == set(kernels)
+    steps = kernels.count("_sample")
+    monkeypatch.setattr(launcher, "on_gpu", lambda _: False)
+    kernels.clear()
+    slow = logp_of_the_first_tokens()
+    assert not kernels and steps >= 4
+    # Completions part where rounding makes another token come out; until then they are the same.
+    same = fast.keys() & slow.keys()
+    assert len(same) > 6
+    gaps = [abs(fast[key] - slow[key]) for key in same]
+    assert max(gaps) < 0.4 and sum(gaps) / len(gaps) < 0.06

@@ -1,0 +1,201 @@
+"""Attention over the cache and over packed rows as on a GPU, by doubles that know the kernels' rules."""
+
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import gpu_attention
+import pytest
+import torch
+from host_waits import HostWaits
+from paths import ROOT
+from tiny_models import ARCHITECTURES, VOCABULARY, build, tiny_config
+
+from hybrid_grpo.config import PolicyConfig
+from hybrid_grpo.data.packing import pack
+from hybrid_grpo.generation import Request, Sampling, generate, stream_key
+from hybrid_grpo.generation import loop as loops
+from hybrid_grpo.generation.paged_attention import describe
+from hybrid_grpo.model import attention
+from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.logprobs import LogprobModel
+
+pytestmark = pytest.mark.usefixtures("torch_only")
+LENGTHS = (1, 30, 7, 19, 4)
+
+
+@pytest.fixture(params=["flash-attn", "torch"])
+def as_on_a_gpu(request, monkeypatch):
+    gpu_attention.install(monkeypatch, flash=request.param == "flash-attn")
+    monkeypatch.setitem(loops.PAGE, "cpu", loops.PAGE["cuda"])
+
+
+def in_bfloat16(architecture):
+    return build(tiny_config(architecture), ATTENTION).to(torch.bfloat16)
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def expected_logp(architecture, model, prompt, completion):
+    """By transformers' own attention in float32, on the same weights."""
+    plain = build(tiny_config(architecture), "eager").float()
+    plain.load_state_dict(model.state_dict())
+    logits = plain(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def test_prefills_admissions_and_steps_wait_for_nothing_but_tokens(as_on_a_gpu):
+    """Completions queue for slots, so that sequences are admitted while steps run."""
+    model = in_bfloat16("qwen2")
+
+    def waits(samples):
+        requests = [Request(ids, [stream_key(row, k) for k in range(samples)]) for row, ids in enumerate(prompts())]
+        with HostWaits() as waiting:
+            generate(model, requests, Sampling(12, stop_ids=(3,)), max_slots=3, prefill_tokens=8)
+        return Counter(seen.rpartition(":")[0] for seen in waiting.seen)
+
+    waits(1)
+    few, many = waits(1), waits(4)
+    assert few.pop("tolist at decoder.py") < many.pop("tolist at decoder.py")
+    # What is left happens once in a call: the memory of a CPU's cache, and the sampler's own tensors.
+    assert few == many and few.keys() == {"lift_fresh at cache.py", "lift_fresh at sampler.py"}
+
+
+@pytest.mark.parametrize("prefill_tokens", [None, 8])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.no_grad()
+def test_the_decode_loop_in_bfloat16(as_on_a_gpu, architecture, prefill_tokens):
+    """A prompt of 30 tokens is also read in parts, whose queries have more keys than there are queries."""
+    model = in_bfloat16(architecture)
+    requests = [Request(ids, [stream_key(row, k) for k in range(2)]) for row, ids in enumerate(prompts())]
+    groups, _ = generate(model, requests, Sampling(12), max_slots=7, prefill_tokens=prefill_tokens)
+    gaps = torch.cat(
+        [
+            (torch.tensor(c.logp) - expected_logp(architecture, model, request.prompt_ids, c.token_ids)).abs()
+            for request, group in zip(requests, groups, strict=True)
+            for c in group
+        ]
+    )
+    assert gaps.isfinite().all()
+    # Rounding to bfloat16; a token too many or too few in the attention makes it more than 0.3 on average.
+    assert gaps.mean() < 0.06 and gaps.max() < 0.6
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2", "mistral"])
+def test_packed_rows_of_training(monkeypatch, architecture):
+    """Shared prompts, windows and soft caps; gradients too, against torch's way through one segment at a time. With
+    gradient checkpointing both are the same to the bit."""
+    model = in_bfloat16(architecture).train()
+    rows = [ids for ids in prompts() for _ in range(3)]
+    completions = [ids[: 2 + row % 5] or [1] for row, ids in enumerate(reversed(rows))]
+    [micro] = pack(rows, completions, range(len(rows)), 10_000, torch.device("cpu"), share="on")
+
+    calls, attend, one_by_one = [], attention.Segments.attend, attention.Segments._one_by_one
+    monkeypatch.setattr(attention.Segments, "attend", lambda *given: calls.append(given) or attend(*given))
+
+    def run():
+        model.zero_grad()
+        logp_N, _ = LogprobModel(model)(*micro.inputs, 1.0)
+        logp_N.sum().backward()
+        return logp_N.detach(), torch.cat([p.grad.flatten().float() for p in model.parameters()])
+
+    plain_N, plain_gradient = run()
+    plainly = []
+    monkeypatch.setattr(attention.Segments, "_one_by_one", lambda *given: plainly.append(1) or one_by_one(*given))
+    for flash, kernel in (
+        (True, gpu_attention.varlen_attn),
+        (False, gpu_attention.varlen_attn),
+        (False, gpu_attention.varlen_attn_of_2_11),
+    ):
+        gpu_attention.install(monkeypatch, flash=flash, torch_kernel=kernel)
+        logp_N, gradient = run()
+        assert (logp_N - plain_N).abs().mean() < 0.02
+        assert torch.cosine_similarity(gradient, plain_gradient, dim=0) > 0.999
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        calls.clear()
+        assert all(map(torch.equal, run(), (logp_N, gradient)))
+        assert len(calls) == 2 * model.config.num_hidden_layers, "every layer is computed again in backward"
+        model.gradient_checkpointing_disable()
+        # Of torch's kernels none has soft caps.
+        assert bool(plainly) == (architecture == "gemma2" and not flash)
+
+
+@pytest.mark.process
+def test_flash_attn_is_taken_only_where_its_functions_are_there_and_right(monkeypatch, tmp_path):
+    """flash-attn-4 alone leaves a package without them; a wheel may lack the GPU's architecture."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from hybrid_grpo.model import attention; "
+    code += "assert attention.flash_attn_varlen_func is attention.flash_attn_with_kvcache is None"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True)
+
+    x = torch.zeros(3, 2, 8, dtype=torch.bfloat16)
+    gpu_attention.install(monkeypatch, flash=True)
+    assert attention.has_flash(x) and not attention.has_flash(x.float())
+
+    def lacking(*_, **__):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors")
+
+    def of_another_head(q, k, v, *rest, **options):
+        return gpu_attention.flash_attn_varlen_func(q, k.flip(1), v.flip(1), *rest, **options)
+
+    for kernel, reason in ((lacking, "no kernel image"), (of_another_head, "results differ from torch's")):
+        gpu_attention.install(monkeypatch, flash=True)
+        monkeypatch.setattr(attention, "flash_attn_varlen_func", kernel)
+        with pytest.warns(UserWarning, match=f"^attention does without flash-attn, slower: .*{reason}.*$") as said:
+            assert not attention.has_flash(x) and not attention.has_flash(x)
+        assert len(said) == 1 and attention.has_paged_kernel(x), "torch's is taken"
+
+
+def test_which_attention_runs_is_said(monkeypatch, tmp_path):
+    cpu, cases = torch.device("cpu"), {}
+    for architecture in ("qwen2", "gemma2"):
+        tiny_config(architecture).save_pretrained(tmp_path / architecture)
+    half = PolicyConfig(model=str(tmp_path / "qwen2"))
+    gpu_attention.install(monkeypatch, flash=True)
+    cases["flash"] = describe(half, cpu, paged=True)
+    gpu_attention.install(monkeypatch, flash=False)
+    cases["torch"] = describe(half, cpu)
+    cases["float32"] = describe(replace(half, dtype="float32"), cpu)
+    cases["caps"] = describe(replace(half, model=str(tmp_path / "gemma2")), cpu)
+    gpu_attention.install(monkeypatch, flash=False, torch_kernel=gpu_attention.varlen_attn_of_2_11)
+    cases["2.11"] = describe(half, cpu, paged=True)
+    slow = "; WARNING: slow, as no kernel for GPUs takes it here: "
+    cure = "install flash-attn (the extra flash) or torch 2.12"
+    assert cases == {
+        "flash": "training by flash-attn, decoding by flash-attn",
+        "torch": "training by torch's varlen_attn",
+        "float32": f"training by torch, one sequence after another{slow}set policy.dtype: bfloat16",
+        "caps": f"training by torch, one sequence after another{slow}{cure}",
+        "2.11": f"training by torch's varlen_attn, decoding by torch, on copies of all pages{slow}{cure}",
+    }
+
+
+def test_doubles_refuse_what_the_kernels_refuse():
+    half = torch.zeros(2, 4, 8, dtype=torch.bfloat16)
+    pool = torch.zeros(3, 256, 2, 8, dtype=torch.bfloat16)
+    begins, used = torch.arange(3, dtype=torch.int32), torch.tensor([5, 9], dtype=torch.int32)
+    table = torch.ones(2, 2, dtype=torch.int32)
+    paged = {"scale": 1.0, "enable_gqa": True, "seqused_k": used, "block_table": table, "num_splits": 1}
+
+    def call(query=half, keys=pool, begins_k=begins * 512, **changed):
+        return gpu_attention.varlen_attn(query, keys, keys, begins, begins_k, 1, 512, **{**paged, **changed})
+
+    assert call().shape == half.shape
+    assert call(num_splits=None).isnan().any()
+    for message, wrong in (
+        ("requires cu_seq_k", {"begins_k": None}),
+        ("fp16 and bf16", {"query": half.float(), "keys": pool.float()}),
+        ("divisible by 256", {"keys": pool[:, :32].contiguous()}),
+        ("int32", {"block_table": table.long()}),
+        ("enable_gqa", {"enable_gqa": False}),
+        ("requires seqused_k", {"seqused_k": None}),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call(**wrong)
+    assert not attention.has_paged_kernel(pool), "on a CPU"

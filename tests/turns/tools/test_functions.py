@@ -1,0 +1,37 @@
+"""A tool with arguments that are the same in every call."""
+
+import pytest
+import yaml
+from paths import SUPPORT
+
+from hybrid_grpo.config import TrainConfig, build
+from hybrid_grpo.config.building import dump, to_dict
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.turns.tools.functions import ToolEntry, load_tool
+from hybrid_grpo.workers.calls import Call
+
+ADD = f"{SUPPORT / 'tools.py'}:add"
+
+
+def test_fixed_arguments_are_given_and_neither_told_nor_taken_from_the_model():
+    tool = load_tool(ToolEntry(ADD, {"b": 40}), "rollout.tools[0]")
+    told = tool.interface.schema["function"]["parameters"]
+    assert (list(told["properties"]), told["required"]) == (["a"], ["a"])
+    replies = [tool.reply(Call({"arguments": [given]}, [0])) for given in ({"a": 2}, {"a": 2, "b": 3}, {})]
+    assert replies[0].values == ["42"]
+    assert [reply.failures[0].message[:24] for reply in replies[1:]] == ["wrong arguments for add:"] * 2
+
+
+def test_an_argument_that_the_function_does_not_have_is_refused():
+    with pytest.raises(UserError, match=r"^rollout\.tools\[1\] .*:add: kwargs c: there is no such argument: known are"):
+        load_tool(ToolEntry(ADD, {"c": 1}), "rollout.tools[1]")
+
+
+def test_settings_of_tools_are_written_as_they_are_read_without_secrets():
+    tools = ["calculator", {"function": ADD, "kwargs": {"b": 1}}]
+    config = build(TrainConfig, {"rollout": {"tools": tools}})
+    assert to_dict(config)["rollout"]["tools"] == tools
+    assert build(TrainConfig, yaml.safe_load(dump(config))) == config
+    secret = build(TrainConfig, {"rollout": {"tools": [{"function": ADD, "kwargs": {"api_key": "x"}}]}})
+    with pytest.raises(UserError, match=r"rollout\.tools: kwargs api_key is \*\*\*"):
+        build(TrainConfig, yaml.safe_load(dump(secret)))
