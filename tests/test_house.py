@@ -19,8 +19,6 @@ LONG_FILES = {
 }
 LONG_FUNCTIONS = {
     "config/rollout.py:_check",
-    "generation/fallback.py:generate",
-    "generation/loop.py:generate",
     "model/kernels/gpu/sampling.py:_sample",
     "run/resuming.py:find_start",
     "run/run.py:_advance",
