@@ -19,10 +19,7 @@ LONG_FILES = {
 }
 LONG_FUNCTIONS = {
     "config/rollout.py:_check",
-    "generation/fallback.py:generate",
-    "generation/loop.py:generate",
     "model/kernels/gpu/sampling.py:_sample",
-    "rewards/remote/client.py:remote",
     "run/resuming.py:find_start",
     "run/run.py:_advance",
     "run/saving/checkpoint.py:save",
