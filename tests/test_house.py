@@ -14,11 +14,11 @@ from hybrid_grpo.config.features import feature_folders
 
 PACKAGE = ROOT / "hybrid_grpo"
 MOST_ENTRIES, MOST_LINES, MOST_FILE, MOST_FUNCTION = 16, 39_900, 400, 60
-LONG_FILES = {"engine.py", "rewards/functions.py", "run/run.py"}
+LONG_FILES = {"engine.py", "rewards/functions.py"}
 LONG_FUNCTIONS = {
     *("config/building.py:_one_line", "config/rollout.py:_check", "config/train.py:_check_sections"),
     *("generation/fallback.py:generate", "generation/loop.py:generate", "run/inputs.py:read"),
-    *("run/resuming.py:find_start", "run/run.py:_advance", "run/saving/checkpoint.py:save"),
+    *("run/saving/checkpoint.py:save",),
     *("model/kernels/gpu/sampling.py:_sample", "rewards/remote/client.py:remote"),
 }
 FEATURES = re.compile("critic|teacher|guest|ptx|curriculum", re.IGNORECASE)

@@ -95,6 +95,11 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
 
 def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     """Refuse a training run that cannot work here; return the batch equation."""
+    _check_features(config, world_size)
+    return _check_run(config, world_size)
+
+
+def _check_features(config: Any, world_size: int) -> None:
     for feature in config.active_features:
         feature.check_place(config, world_size)
         for setting, file in feature.files.items():
@@ -102,7 +107,6 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
         for setting, name in feature.models.items():
             if name is not None:
                 check_model_folder(setting, name)
-    return _check_run(config, world_size)
 
 
 def _check_run(config: TrainConfig, world_size: int) -> BatchPlan:
@@ -151,6 +155,7 @@ def check_reward(config: RewardStageConfig, world_size: int) -> None:
 
 
 def _check_stage(config: ModelRunConfig, setting: str, batch_size: int, world_size: int) -> None:
+    _check_features(config, world_size)
     _check_model(config)
     config.engine.check(world_size)
     _check_data(config.data)

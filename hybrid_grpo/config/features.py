@@ -1,12 +1,14 @@
 """The settings of features: the base class of their sections, and the list of features that this package has.
 
-A feature is a folder of `hybrid_grpo/features/`. Its settings are read, checked and explained like those of the core,
-and `TrainConfig` gets a section for each. What a feature does in a step is a `Feature` (run/feature.py).
+A feature is a folder of `hybrid_grpo/features/`. Its settings are read, checked and explained like those of the core:
+`TrainConfig` gets a section for each, `sft` and `reward` for those that need no rollouts. What a feature does in a step
+is a `Feature` (run/feature.py).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import field
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +21,10 @@ from hybrid_grpo.config.fields import Function
 if TYPE_CHECKING:
     from hybrid_grpo.config.train import TrainConfig
 
-REGISTERED = ("critic:CriticConfig", "teacher:TeacherConfig", "pretraining:PtxConfig", "guests:GuestsConfig")
+REGISTERED = (
+    *("critic:CriticConfig", "teacher:TeacherConfig", "pretraining:PtxConfig", "guests:GuestsConfig"),
+    "average:AverageConfig",
+)
 """Folder and settings of each feature, in the order in which they are asked."""
 FeatureList = Annotated[
     list[Function],
@@ -38,6 +43,8 @@ class FeatureConfig:
 
     section = ""
     """Name of the section in a recipe."""
+    needs_rollouts = True
+    """Whether only `train` has it; else also `sft` and `reward`."""
     method = ""
     """What papers call training with it, if that has another name than GRPO; needs a setting `enabled`."""
     replaces_groups = ""
@@ -109,9 +116,15 @@ def feature_folders() -> list[Path]:
     return [Path(__file__).parent.parent / "features" / entry.partition(":")[0] for entry in REGISTERED]
 
 
-def with_feature_sections(cls: ClassT) -> ClassT:
-    """Class decorator, applied before `dataclass`: adds a field for the section of every registered feature."""
-    for name, settings in feature_sections().items():
-        cls.__annotations__[name] = settings
-        setattr(cls, name, field(default_factory=settings))
-    return cls
+def with_feature_sections(*, needs_rollouts: bool) -> Callable[[ClassT], ClassT]:
+    """Class decorator, applied before `dataclass`: adds a field for the section of every registered feature that needs
+    rollouts, or of every one that does not."""
+
+    def add(cls: ClassT) -> ClassT:
+        for name, settings in feature_sections().items():
+            if settings.needs_rollouts == needs_rollouts:
+                cls.__annotations__[name] = settings
+                setattr(cls, name, field(default_factory=settings))
+        return cls
+
+    return add

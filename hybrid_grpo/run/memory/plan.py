@@ -89,7 +89,7 @@ class FeatureMemory:
     def seconds(self, plan: Plan, forward: float, passes: int) -> float:
         """What it adds to a step, where a forward of the policy over a whole rollout takes `forward` seconds, and
         training on it `passes` forwards."""
-        raise NotImplementedError
+        return 0.0
 
     def head(self, places: int, vocabulary: int) -> HeadFunction | None:
         """What the policy's head computes in addition at this many places when it is trained, or None."""
@@ -236,7 +236,7 @@ class Plan:
     def host(self) -> Phase:
         """Host memory of a rank with a GPU."""
         states = self.states() if self.offloads else []
-        parts = [self.process, self.reward_models(on_host=True), self.reference(), self.average(), *states]
+        parts = [self.process, self.reward_models(on_host=True), self.reference(), *states]
         parts += [*self.feature_parts(on_host=True), self.export]
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
 
@@ -250,7 +250,7 @@ class Plan:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]
         on_host = [self.reward_models(on_host=True), *self.feature_parts(on_host=True)]
-        return [self.process, *parts, *on_host, *self.states(), self.reference(), self.average()]
+        return [self.process, *parts, *on_host, *self.states(), self.reference()]
 
     def held(self, parts: list[Part]) -> list[Part]:
         """The parts, and on a GPU what torch's allocator holds beside them."""
@@ -308,11 +308,6 @@ class Plan:
     def feature_parts(self, on_host: bool) -> list[Part]:
         """What features hold on the host, or on the device."""
         return [feature.part(self, on_host) for feature in self.features]
-
-    def average(self) -> Part:
-        """The moving average of the weights in host memory."""
-        decay = self.config.policy.ema_decay
-        return Part("moving average", 0 if decay is None else 4 * self.owned, "policy.ema_decay null, more ranks")
 
     @property
     def laid_out(self) -> int:

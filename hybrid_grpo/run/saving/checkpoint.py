@@ -12,25 +12,18 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hybrid_grpo.engine import Engine
 from hybrid_grpo.model.ranks import all_gather_objects, barrier, rank, world_size
 from hybrid_grpo.model.tensor_files import foreign_types
 from hybrid_grpo.records.files import replace_text, sync
 from hybrid_grpo.records.writing import WriteFailed, write_together
+from hybrid_grpo.run.parts import Shards
 from hybrid_grpo.run.saving.manifest import Damaged, Manifest, measure, owner
 
 _TAG = re.compile(r"step_\d{6,}")
 _DRAFT = ".draft_"
-
-
-class Shards(Protocol):
-    """Tensors that are not the engine's; every rank writes and reads its own part of them."""
-
-    def save(self, folder: Path) -> None: ...
-
-    def load(self, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True)
