@@ -21,8 +21,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.config import CleanConfig, DataConfig
-from hybrid_grpo.data.cleaning.cleaner import clean
+from hybrid_grpo.config import DataConfig
+from hybrid_grpo.features.cleaning.cleaner import clean
+from hybrid_grpo.features.cleaning.settings import CleanConfig
 
 NAMES = "Ana Bo Chen Dora Emil Fatima Goran Hana Igor Jun Kofi Lena Mona Noah Olga Pavel Quinn Rosa Sven Tara"
 THINGS = "apples books candles drums eggs flags games hats inks jars kites lamps maps nuts pens rugs"

@@ -2,9 +2,9 @@
 
 python benchmarks/deletable.py --json [FEATURE ...]
 
-In the copy the feature's folder, its tests, its page and its registered entry are missing. Lint, types, layers, the
-tests that start no processes and three steps of the quickstart must then pass. `left` names the files beyond these that
-failed, which would have to be touched: 0 where the feature is a folder.
+In the copy the feature's folder, its tests, its page, a benchmark of its name and its registered entry are missing.
+Lint, types, layers, the tests that start no processes and three steps of the quickstart must then pass. `left` names
+the files beyond these that failed, which would have to be touched: 0 where the feature is a folder.
 """
 
 import argparse
@@ -20,7 +20,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 REGISTRATION = "hybrid_grpo/config/features.py"
-PAGES = {"critic": "docs/ppo.md", "teacher": "docs/distillation.md"}
 CHECKS = {
     "lint": ["ruff", "check", "."],
     "types": ["mypy"],
@@ -43,13 +42,18 @@ def registered() -> dict[str, str]:
 def copy_without(feature: str, entry: str, folder: Path) -> None:
     """The tracked files of this tree without those of a feature."""
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    gone = (f"hybrid_grpo/features/{feature}/", f"tests/features/{feature}/", PAGES.get(feature, "-"))
+    settings = (ROOT / f"hybrid_grpo/features/{feature}/settings.py").read_text()
+    pages = re.findall(r'^    page = "(.+)"$', settings, re.M)
+    gone = (
+        *(f"hybrid_grpo/features/{feature}/", f"tests/features/{feature}/", f"benchmarks/{feature}.py"),
+        *pages,
+    )
     for name in names:
         if name and not name.startswith(gone) and (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     registration = folder / REGISTRATION
-    text, count = re.subn(rf'"{entry}"(, )?', "", registration.read_text())
+    text, count = re.subn(rf' *"{entry}",\n', "", registration.read_text())
     assert count == 1, f"{entry} is registered {count} times"
     registration.write_text(text)
 

@@ -100,7 +100,7 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
         "difficulty": {"curriculum.sampling": "difficulty"},
         "solved left out": {"curriculum.skip_above": 0.5},
     },
-    "source": {"whole": {}, "stream": {"data.streaming": True, "data.stream_block": 12}},
+    "source": {"whole": {}, "stream": {"streaming.enabled": True, "streaming.block": 12}},
     "decoder": {
         "paged": {},
         "4 slots": {"rollout.max_slots": 4},

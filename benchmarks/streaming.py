@@ -1,4 +1,4 @@
-"""What `data.streaming` saves: seconds to the first step and memory of a run on a large JSONL, read whole and streamed.
+"""What streaming saves: seconds to the first step and memory of a run on a large JSONL, read whole and streamed.
 
     python benchmarks/streaming.py [--megabytes 300] [--json FILE]
 
@@ -82,7 +82,7 @@ def main() -> None:
         print(f"{result['rows']:,} rows of {result['bytes'] / 1e6:.0f} MB", flush=True)
         for name, settings in {
             "first 1,000 rows": ["--data.limit", "1000"],
-            "streamed": ["--data.streaming", "true"],
+            "streamed": ["--streaming.enabled", "true"],
             "whole": [],
         }.items():
             run = ["--run.name", name.replace(" ", "-").replace(",", ""), "--data.path", str(path), *settings]

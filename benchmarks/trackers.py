@@ -103,8 +103,8 @@ def is_on(block: int, is_second: bool) -> bool:
 def train(arguments: list[str], result: Path) -> None:
     """A run, in this process."""
     from hybrid_grpo.__main__ import main
-    from hybrid_grpo.records.details import Details
     from hybrid_grpo.records.sinks import Log
+    from hybrid_grpo.records.step_trace import StepTrace
     from hybrid_grpo.trainer import Trainer
 
     clock, step = Clock(is_second=result.stem == SECOND), Trainer.step
@@ -113,7 +113,7 @@ def train(arguments: list[str], result: Path) -> None:
         clock.step(number)
         step(trainer, number)
 
-    for owner, names in ((Log, ("write", "write_rollouts", "write_details")), (Details, ("learned", "decoded", "own"))):
+    for owner, names in ((Log, ("write", "write_rollouts", "write_trace")), (StepTrace, ("learned", "decoded", "own"))):
         for name in names:
             setattr(owner, name, clock.wrap(getattr(owner, name)))
     Trainer.step = timed_step  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from hybrid_grpo import __version__
 from hybrid_grpo.config.errors import RESUME_STATUS, RunInterrupted, UserError, refuse
+from hybrid_grpo.config.features import feature_commands
 from hybrid_grpo.config.launching import adopt_rank
 from hybrid_grpo.run.stopping.watcher import watched
 
@@ -26,12 +27,11 @@ COMMANDS = {
     "publish": "the trained model of a run with a model card, on the Hugging Face hub or in a folder",
     "generate": "completions of prompts from a file, a pipe or the terminal, as JSON lines",
     "chat": "a conversation with a model, a run or an adapter in the terminal",
-    "data": "duplicates, overlap with held-out prompts and faults of a data set: a report, and the cleaned rows",
     "replay-step": "a step of a run made again, with what the loss saw of every token",
     "score": "try reward functions on a file of completions, or on the rollouts of a run",
     "serve-reward": "reward functions as an HTTP service for other machines",
 }
-
+"""What the core's commands do; features add theirs (config/features.py)."""
 
 _GRACE_SECONDS = 3.0
 
@@ -39,9 +39,11 @@ _GRACE_SECONDS = 3.0
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit status is 0, 2 after a mistake of the user, or RESUME_STATUS."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    commands = {name: (f"hybrid_grpo.commands.{name.replace('-', '_')}", what) for name, what in COMMANDS.items()}
+    commands |= feature_commands()
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: hybrid-grpo COMMAND [options]; `hybrid-grpo COMMAND --help` lists the options\n")
-        print("\n".join(f"  {name:14} {what}" for name, what in COMMANDS.items()))
+        print("\n".join(f"  {name:14} {what}" for name, (_, what) in commands.items()))
         return 0 if arguments else 2
     if arguments[0] == "--version":
         print(f"hybrid-grpo {__version__}")
@@ -56,10 +58,10 @@ def main(arguments: list[str] | None = None) -> int:
             f"the deepspeed launcher added {launched}, which is not a setting: start it with --no_local_rank, as in"
             " deepspeed --no_local_rank --module hybrid_grpo train ...",
         )
-        if command not in COMMANDS:
-            raise UserError(f"there is no command {command}; known are {', '.join(COMMANDS)}")
+        if command not in commands:
+            raise UserError(f"there is no command {command}; known are {', '.join(commands)}")
         adopt_rank()
-        importlib.import_module(f"hybrid_grpo.commands.{command.replace('-', '_')}").run(rest)
+        importlib.import_module(commands[command][0]).run(rest)
     except RunInterrupted as stop:
         if os.environ.get("RANK", "0") == "0":
             print(f"hybrid-grpo: {stop}", file=sys.stderr, flush=True)

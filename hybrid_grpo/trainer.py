@@ -17,7 +17,7 @@ from hybrid_grpo.grpo.loss import micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
 from hybrid_grpo.grpo.resampling import group_slots, resample
 from hybrid_grpo.policy import Policy, Reference
-from hybrid_grpo.records.metrics.measure import (
+from hybrid_grpo.records.metrics.measurements import (
     measure_costs,
     measure_parity,
     measure_sampling,
@@ -56,7 +56,7 @@ class Trainer(Stage):
         self.eval_sets = inputs.eval_sets
         self.meter = inputs.meter(device, config.data.source_names, metric_names(features))
         self.features = Features(features, self.meter)
-        self.loader = inputs.loader(config, plan, device)
+        self.loader = inputs.training.loader(config, plan, device)
         self.kl = KlController(config.grpo, plan.rows, device)
         # The filtered distribution is not the policy's: with its log-probabilities no ratio is 1.
         self.starts_on_policy = config.recomputes_old_logp or config.rollout.logprobs == "softmax"
@@ -140,7 +140,7 @@ class Trainer(Stage):
         self.meter.spans += (spans := sampling_spans(start, self.policy.engine))
         captures = None if self.device.type == "cpu" else stats.captures
         self.meter.update(measure_sampling(rollout, spans, captures) | self.inputs.tool_numbers(rollout))
-        self.details.decoded(stats.course)
+        self.trace.decoded(stats.course)
         return rollout
 
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:
@@ -202,7 +202,7 @@ class Trainer(Stage):
                 self.policy.engine.backward(loss)
                 self.kl.add(numbers)
                 self.meter.update(numbers)
-                self.details.learned(batch, logp_bT, entropy_bT)
+                self.trace.learned(batch, logp_bT, entropy_bT)
                 self.meter.add("policy/loss", loss / self.plan.optimizer_steps)
                 if number == 0:
                     self.meter.update(measure_parity(batch, logp_bT))

@@ -14,7 +14,6 @@ from warm_python import programs
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-import cleaning
 import gpu_results
 import plan
 import ppo
@@ -242,13 +241,6 @@ def test_results_of_another_commit_or_machine_are_not_done(tmp_path, monkeypatch
         with monkeypatch.context() as changed:
             changed.setenv(variable, "other")
             assert not gpu_results.Results(tmp_path).has("trl_environment")
-
-
-@pytest.mark.parametrize("kind", cleaning.KINDS)
-def test_planted_near_duplicates_are_found(kind):
-    """The bars of the benchmark: at least 98 % of the planted rows, and at most 0.5 % of the others."""
-    result = cleaning.measure(kind, rows=2000, planted=200, seed=3)
-    assert result["found_share"] >= 0.98 and result["false_share"] <= 0.005
 
 
 def test_the_curve_of_a_run_is_read_from_its_metrics(tmp_path):

@@ -16,8 +16,8 @@ from hybrid_grpo.config import GrpoConfig, LogConfig, PolicyConfig, RewardConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores, TrainBatch
-from hybrid_grpo.data.curriculum import Curriculum
 from hybrid_grpo.data.packing import pack, pad
+from hybrid_grpo.data.training_prompts import TrainingPrompts
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import Stats
 from hybrid_grpo.grpo.loss import load_objective, micro_batch_loss
@@ -26,8 +26,8 @@ from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.records.details import Details
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.meter import Meter
+from hybrid_grpo.records.step_trace import StepTrace
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.trainer import Trainer
 
@@ -77,9 +77,7 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
     task = SimpleNamespace(
         rewards=Rewards([inline(slow)]),
         outcome="slow",
-        loader=lambda config, plan, device: Curriculum(
-            [Prompt(i, f"p{i}", [1], {}) for i in range(P)], plan, 0, config.curriculum, 0, config.data, device
-        ),
+        training=TrainingPrompts([Prompt(i, f"p{i}", [1], {}) for i in range(P)], ""),
         eval_sets=[],
         meter=lambda device, sources, features: Meter(["slow"], device=device),
         stop_ids=(),
@@ -216,7 +214,7 @@ def test_a_micro_batch_without_rows_has_all_fields_of_the_others_and_counts_for_
         assert batch.micro.rows and not filler.micro.rows
         assert [type(value) for value in vars(filler).values()] == [type(value) for value in vars(batch).values()]
         assert filler.writers.keys() == batch.writers.keys() == {"seeds"}
-        details = Details(LogConfig())
+        details = StepTrace(LogConfig())
         details.begin(1)
         for one, counts in ((batch, True), (filler, False)):
             logp_bT, entropy_bT = run.policy.forward(one.micro, 1.0)

@@ -80,13 +80,14 @@ def _loaded(config: ChatConfig) -> tuple[Conversation, Answer]:
     from hybrid_grpo.generation.streaming import TextStream
     from hybrid_grpo.model.loading import check_prompt_ids, load_model
     from hybrid_grpo.model.lora import read_adapter, with_adapter
-    from hybrid_grpo.run.inputs import read_sampler, sampling_line
+    from hybrid_grpo.run.sampling import Sampler
 
     name, rollout, adapter = config.policy.model, config.rollout, config.chat.adapter
-    model_config, tokenizer, ends = read_sampler(config.policy, rollout)
+    sampler = Sampler.read(config.policy, rollout)
+    tokenizer = sampler.tokenizer
     if adapter is not None:
         read_adapter(adapter, "chat.adapter")
-    positions = getattr(model_config, "max_position_embeddings", None) or sys.maxsize
+    positions = getattr(sampler.model_config, "max_position_embeddings", None) or sys.maxsize
     has = f"policy.model has {positions} positions"
     if rollout.max_total_tokens is not None and rollout.max_total_tokens < positions:
         positions, has = rollout.max_total_tokens, f"rollout.max_total_tokens is {rollout.max_total_tokens}"
@@ -101,16 +102,16 @@ def _loaded(config: ChatConfig) -> tuple[Conversation, Answer]:
     if conversation.templated:
         conversation.prompt_ids("hello")
     print(f"model: {name}{'' if adapter is None else f', adapter {adapter}'}", file=sys.stderr)
-    print(f"sampling: run.seed {config.run.seed}, {sampling_line(rollout, ends, tokenizer)}", file=sys.stderr)
+    print(f"sampling: run.seed {config.run.seed}, {sampler.fact}", file=sys.stderr)
     model = load_model(config.policy, attention_of(rollout.decoder))
     if adapter is not None:
         model = with_adapter(model, adapter, "chat.adapter")
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    sampling = sampling_of(rollout, ends)
+    sampling = sampling_of(rollout, sampler.stop_ids)
 
     def answer(prompt_ids: list[int], number: int, write: Callable[[str], None]) -> tuple[str, str]:
-        check_prompt_ids([prompt_ids], model_config)
+        check_prompt_ids([prompt_ids], sampler.model_config)
         stream, why = TextStream(decode), "stopped"
         requests = [Request(prompt_ids, [stream_key(config.run.seed, "chat", number)])]
         with _interruptible() as look, suppress(_Stopped):

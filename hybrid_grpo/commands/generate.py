@@ -48,11 +48,12 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
     from hybrid_grpo.data.sources import standard_input, training_source
     from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
     from hybrid_grpo.model.loading import load_model
-    from hybrid_grpo.run.inputs import check_prompts, read_sampler, sampling_line
+    from hybrid_grpo.run.sampling import Sampler
     from hybrid_grpo.turns import conversations_of, with_tools
 
     rollout, count = config.rollout, config.rollout.num_generations
-    model_config, tokenizer, ends = read_sampler(config.policy, rollout)
+    sampler = Sampler.read(config.policy, rollout)
+    tokenizer, ends = sampler.tokenizer, sampler.stop_ids
     source = training_source(config.data)
     if config.reads_stdin:
         if sys.stdin.isatty():
@@ -60,12 +61,12 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
         source = standard_input(sys.stdin.buffer, "data.path", config.data.limit, config.data.prompt_column)
     conversations = conversations_of(config, tokenizer, ends)
     prompts, data = read_prompts(with_tools(config.data, conversations), tokenizer, source)
-    check_prompts(prompts, model_config, rollout, conversations)
+    sampler.check_prompts(prompts, conversations)
     prompts = rank_share(prompts, rank, ranks)
     if conversations is not None:
         prompts = conversations.opened(prompts, step=0)
     if rank == 0:
-        sampling = f"{count} of each prompt, run.seed {config.run.seed}, {sampling_line(rollout, ends, tokenizer)}"
+        sampling = f"{count} of each prompt, run.seed {config.run.seed}, {sampler.fact}"
         print(f"data: {data}\nsampling: {sampling}", file=sys.stderr, flush=True)
 
     # Completions on the terminal say themselves how far it is.

@@ -23,6 +23,6 @@ def publish(folder: Path, options: PublishOptionsConfig) -> str:
     """Publish the run in `folder`; returns the address of the repository, or the folder. Raises UserError."""
     check_publish(options)
 
-    from hybrid_grpo.records.publishing import publishing
+    from hybrid_grpo.records.publishing import publication
 
-    return publishing.publish(folder, options)
+    return publication.publish(folder, options)

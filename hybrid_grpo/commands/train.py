@@ -166,7 +166,7 @@ def _existing(path: Path) -> str:
 
 def _best(model: Path) -> str:
     """The folder of the best model, where there is one, with its step and its number."""
-    from hybrid_grpo.records.exporting import exported
+    from hybrid_grpo.records.exports import exported
 
     facts = exported(model)
     number = ", ".join(f"{name} {value:.3f}" for name, value in facts.items() if name != "step")

@@ -10,10 +10,8 @@ settings do is in the other rooms.
 from hybrid_grpo.config.alarms import AlarmConfig, AlarmsConfig
 from hybrid_grpo.config.building import build, dump, to_dict
 from hybrid_grpo.config.checks import BatchPlan
-from hybrid_grpo.config.cleaning import CleanConfig
 from hybrid_grpo.config.commands import (
     ChatConfig,
-    CheckDataConfig,
     EvaluateConfig,
     GenerateConfig,
     PlanConfig,
@@ -25,7 +23,7 @@ from hybrid_grpo.config.commands import (
     SftConfig,
     WatchConfig,
 )
-from hybrid_grpo.config.data import CurriculumConfig, DataConfig, MixtureConfig
+from hybrid_grpo.config.data import DataConfig, MixtureConfig
 from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig

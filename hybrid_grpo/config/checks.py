@@ -15,7 +15,6 @@ from typing import Any
 
 from hybrid_grpo.config.commands import (
     ChatConfig,
-    CheckDataConfig,
     EvaluateConfig,
     GenerateConfig,
     RewardStageConfig,
@@ -113,7 +112,7 @@ def _check_run(config: TrainConfig, world_size: int) -> BatchPlan:
     """Refuse what cannot work here of the core's own settings; return the batch equation."""
     _check_model(config)
     config.engine.check(world_size)
-    _check_data(config.data)
+    check_data(config.data)
     if not config.rollout.environment:
         _check_rewards(config.rewards)
     sets = held_out_sets(config)
@@ -131,7 +130,7 @@ def check_eval(config: EvaluateConfig, world_size: int) -> None:
     if config.eval.output is not None:
         for held_out in held_out_sets(config):
             path = held_out.data.eval_path if held_out.rows is None else held_out.rows.path
-            _check_output("eval.output", config.eval.output, f"the prompts of {held_out.name}", path)
+            check_output("eval.output", config.eval.output, f"the prompts of {held_out.name}", path)
 
 
 def check_sets(config: TrainConfig, world_size: int) -> None:
@@ -158,7 +157,7 @@ def _check_stage(config: ModelRunConfig, setting: str, batch_size: int, world_si
     _check_features(config, world_size)
     _check_model(config)
     config.engine.check(world_size)
-    _check_data(config.data)
+    check_data(config.data)
     _check_resume(config.run.resume)
     refuse_indivisible(setting, batch_size, world_size, "ranks")
 
@@ -180,7 +179,7 @@ def check_generate(config: GenerateConfig, world_size: int) -> None:
     elif config.data.path != "":
         check_source("data.path", config.data.path)
     refuse(output == "-" and world_size > 1, f"generate.output -: {world_size} ranks write a file each: give its name")
-    _check_output("generate.output", output, "the prompts of data.path", config.data.path)
+    check_output("generate.output", output, "the prompts of data.path", config.data.path)
 
 
 def check_chat(config: ChatConfig, world_size: int) -> None:
@@ -202,7 +201,7 @@ def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
         score.steps is not None and not re.fullmatch(r"\d+|\d+-\d*|-\d+", score.steps),
         f"score.steps {score.steps!r} is not a range of steps: give one as in 100-200, 100-, -200 or 100",
     )
-    _check_output("score.output", score.output, "the completions that are scored", source)
+    check_output("score.output", score.output, "the completions that are scored", source)
     output = Path(score.output)
     refuse(
         is_run and output.exists() and Path(source).resolve() in output.resolve().parents,
@@ -224,27 +223,6 @@ def check_publish(options: PublishOptionsConfig) -> None:
     refuse(
         options.folder is not None and options.folder.startswith("~"),
         f"publish.folder {options.folder}: ~ is only known to shells: write the whole path",
-    )
-
-
-def check_clean(config: CheckDataConfig) -> None:
-    """Refuse to look for faults in rows where it cannot work."""
-    data, clean = config.data, config.clean
-    _check_data(data)
-    for setting, package in (("near_duplicates", "rensa"), ("encoding", "ftfy"), ("languages", "py3langid")):
-        refuse(
-            getattr(clean, setting) != "off" and find_spec(package) is None,
-            f"clean.{setting} needs {package}, which is not installed: pip install 'hybrid_grpo[clean]', or set"
-            f" clean.{setting} to off",
-        )
-    for name in ("output", "report"):
-        file = getattr(clean, name)
-        if file is not None:
-            _check_output(f"clean.{name}", file, "the rows of data.path", data.path)
-            _check_output(f"clean.{name}", file, "the held-out rows of data.eval_path", data.eval_path)
-    refuse(
-        clean.output is not None and clean.output == clean.report,
-        f"clean.output and clean.report are both {clean.output}: give two files",
     )
 
 
@@ -300,8 +278,8 @@ def _is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _check_data(data: DataConfig) -> None:
-    """The sources that are given; a task may make its rows itself."""
+def check_data(data: DataConfig) -> None:
+    """Refuse sources that cannot be read here; a task may make its rows itself."""
     for source in data.mixture:
         if source.task is None or source.path != "":
             check_source(f"data.mixture {source.name}: path", source.path)
@@ -311,8 +289,9 @@ def _check_data(data: DataConfig) -> None:
         check_source("data.eval_path", data.eval_path)
 
 
-def _check_output(setting: str, output: str, what: str, source: Any) -> None:
-    """A file to write, `-` for standard output, which must not replace the `source`, `what` is read from."""
+def check_output(setting: str, output: str, what: str, source: Any) -> None:
+    """Refuse a file to write, `-` for standard output, that cannot be written or would replace `source`, from which
+    `what` is read."""
     if output == "-":
         return
     path = Path(output)

@@ -8,7 +8,6 @@ from typing import Literal
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from hybrid_grpo.config.cleaning import CleanConfig
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.evaluation import EvalConfig
@@ -21,16 +20,12 @@ from hybrid_grpo.config.train import ModelRunConfig, TrainConfig
 from hybrid_grpo.config.watching import WatchOptionsConfig
 
 
-def _refuse_mixture(data: DataConfig, command: str) -> None:
+def refuse_mixture(data: DataConfig, command: str) -> None:
+    """Refuse several sources for a command that reads one. Raises UserError."""
     refuse(
         bool(data.mixture),
         f"data.mixture is for train: {command} reads one source: take it out, and set data.path or data.task",
     )
-    _refuse_streaming(data, command)
-
-
-def _refuse_streaming(data: DataConfig, command: str) -> None:
-    refuse(data.streaming, f"data.streaming is for train: {command} reads all rows before it begins: take it out")
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -51,7 +46,7 @@ class SftConfig(ModelRunConfig):
 
     @model_validator(mode="after")
     def _check_sections(self) -> SftConfig:
-        _refuse_mixture(self.data, "sft")
+        refuse_mixture(self.data, "sft")
         for name in ("eval_path", "eval_split", "eval_limit"):
             refuse(
                 getattr(self.data, name) is not None,
@@ -70,7 +65,6 @@ class RewardStageConfig(ModelRunConfig):
     @model_validator(mode="after")
     def _check_sections(self) -> RewardStageConfig:
         data, default = self.data, DataConfig()
-        _refuse_streaming(data, "reward")
         for name, instead in (("max_prompt_tokens", "max_tokens"), ("completion_column", "chosen_column")):
             refuse(
                 getattr(data, name) != getattr(default, name),
@@ -117,7 +111,7 @@ class OutputConfig:
     """File of JSON lines, written anew; `-` is standard output. Several ranks write a file each: out.0.jsonl, ..."""
     token_logp: Switch = False
     """Also write the tokens of each completion and their log-probabilities, `token_ids` and `token_logp`, which a run
-    needs to learn from them with importance weights (docs/guests.md)."""
+    needs to learn from them with importance weights."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -140,7 +134,7 @@ class GenerateConfig(TrainConfig):
 
     @model_validator(mode="after")
     def _check_sections(self) -> GenerateConfig:
-        _refuse_mixture(self.data, "generate")
+        refuse_mixture(self.data, "generate")
         rollout = self.rollout
         refuse(
             rollout.temperature == 0 and rollout.num_generations > 1,
@@ -253,20 +247,6 @@ class ReplayConfig(TrainConfig):
             " replay.rewards to saved, or replay.completions to again",
         )
         return self
-
-
-@dataclass(frozen=True, config=SECTION)
-class CheckDataConfig(TrainConfig):
-    """Look for faults in the rows to train on, print what was found, and write the rows that are kept. Loads no model.
-    Takes the recipe of `train` or `sft`; of its sections only `data` and the tokenizer of `policy.model` count."""
-
-    clean: CleanConfig = field(default_factory=CleanConfig)
-    sft: SftLoopConfig = field(default_factory=SftLoopConfig)
-
-    @model_validator(mode="after")
-    def _check_sections(self) -> CheckDataConfig:
-        _refuse_mixture(self.data, "data")
-        return self  # nothing is trained
 
 
 @dataclass(frozen=True, config=SECTION)

@@ -11,7 +11,7 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.config.fields import SECTION, Count, Name, Positive, Share, Source, Switch, Text
+from hybrid_grpo.config.fields import SECTION, Count, Name, Positive, Source, Switch, Text
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -79,11 +79,6 @@ class DataConfig:
     """What to do with longer prompts: drop and count them, or stop."""
     shuffle: Switch = True
     """Draw prompts in a seeded random order, a new one every epoch."""
-    streaming: Switch = False
-    """Read rows as they come, for data too large to download or to hold: `path` is read in blocks, by one rank for
-    all. Files come in a seeded random order, another one every epoch, and rows in one within their block."""
-    stream_block: Count = 10_000
-    """Rows of one block of a stream, which are held in memory and shuffled among each other."""
     limit: Count | None = None
     """Read only this many rows from the start of the training split."""
     eval_limit: Count | None = None
@@ -97,7 +92,6 @@ class DataConfig:
             " out one of them",
         )
         self._check_mixture()
-        self._check_streaming()
         refuse(
             bool(self.chat_template_kwargs) and self.chat_template == "never",
             f"data.chat_template_kwargs {self.chat_template_kwargs} needs a chat template, and data.chat_template is"
@@ -109,39 +103,6 @@ class DataConfig:
     def source_names(self) -> list[str]:
         """Names of the sources of a mixture; none without one."""
         return [source.name for source in self.mixture]
-
-    def check_stream(self, *, follows: bool) -> None:
-        """Refuse a curriculum that `follows` success rates, which a stream does not keep."""
-        refuse(
-            self.streaming and follows,
-            "data.streaming keeps no success rates, which the settings of curriculum follow: take out one of the two",
-        )
-
-    def _check_streaming(self) -> None:
-        if not self.streaming:
-            default = type(self).__dataclass_fields__["stream_block"].default
-            refuse(
-                self.stream_block != default,
-                f"data.stream_block {self.stream_block} has no effect without data.streaming: set data.streaming to"
-                " true, or take it out",
-            )
-            return
-        names = ", ".join(self.source_names)
-        refuse(bool(self.mixture), f"data.mixture of {names} is read whole: take out data.streaming, or the mixture")
-        refuse(
-            self.task is not None and self.path == "",
-            f"data.task {self.task} makes its rows itself, so that there is nothing to stream: take out data.streaming",
-        )
-        for name, value, instead in (
-            ("split", self.split if re.search(r"[\[+]", self.split) else None, "name a whole split"),
-            ("limit", self.limit, "take it out: how many rows are read is decided by run.steps"),
-            ("over_long", self.over_long if self.over_long == "refuse" else None, "set it to drop"),
-        ):
-            refuse(
-                value is not None,
-                f"data.{name} {value} needs all rows before the run, and data.streaming reads them as they come:"
-                f" {instead}",
-            )
 
     def _check_mixture(self) -> None:
         if not self.mixture:
@@ -158,34 +119,3 @@ class DataConfig:
             f"data.eval_split {self.eval_split} is a split of data.path, and data.mixture has several sources: set"
             " data.eval_path",
         )
-
-
-@dataclass(frozen=True, config=SECTION)
-class CurriculumConfig:
-    """Which prompts are drawn, by how often they are solved. A completion solves its prompt when the reward named by
-    `eval.outcome` is at least `eval.threshold`."""
-
-    sampling: Literal["uniform", "difficulty"] = "uniform"
-    """`uniform` passes over all prompts, in an order that does not depend on success. `difficulty` draws prompts in
-    proportion to what their groups are expected to teach: the probability that the completions are neither all right
-    nor all wrong, times the share that is still wrong. A prompt that was not tried yet is expected to be solved as
-    often as those of similar length."""
-    skip_above: Share | None = None
-    """Leave out prompts with a known success rate of at least this: they are solved. A rate is known by 4 completions
-    or more, discounted by their age, so a prompt comes back when its completions have aged."""
-    skip_below: Share | None = None
-    """Leave out prompts with a known success rate of at most this: they are out of reach."""
-
-    @model_validator(mode="after")
-    def _check(self) -> CurriculumConfig:
-        low, high = self.skip_below, self.skip_above
-        refuse(
-            low is not None and high is not None and low >= high,
-            f"curriculum.skip_below {low} and curriculum.skip_above {high} leave out everything: set the first lower",
-        )
-        return self
-
-    @property
-    def follows(self) -> bool:
-        """Whether success rates change the stream of prompts."""
-        return self.sampling == "difficulty" or self.skip_below is not None or self.skip_above is not None

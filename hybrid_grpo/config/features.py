@@ -1,8 +1,8 @@
 """The settings of features: the base class of their sections, and the list of features that this package has.
 
-A feature is a folder of `hybrid_grpo/features/`. Its settings are read, checked and explained like those of the core:
-`TrainConfig` gets a section for each, `sft` and `reward` for those that need no rollouts. What a feature does in a step
-is a `Feature` (run/feature.py).
+A feature is a folder of `hybrid_grpo/features/`. Its settings are read, checked and explained like those of the core.
+One that takes part in training is a `Feature` (run/feature.py) with a section of `TrainConfig`, and also of `sft` and
+`reward` if it needs no rollouts; one that has a command adds it to the command line.
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ from pydantic import BeforeValidator, Field
 from hybrid_grpo.config.fields import Function
 
 if TYPE_CHECKING:
+    from hybrid_grpo.config.data import DataConfig
     from hybrid_grpo.config.train import TrainConfig
 
 REGISTERED = (
-    *("critic:CriticConfig", "teacher:TeacherConfig", "pretraining:PtxConfig", "guests:GuestsConfig"),
+    "critic:CriticConfig",
+    "teacher:TeacherConfig",
+    "pretraining:PtxConfig",
+    "guests:GuestsConfig",
+    "streaming:StreamingConfig",
+    "curriculum:CurriculumConfig",
+    "cleaning:CleanConfig",
     "average:AverageConfig",
 )
 """Folder and settings of each feature, in the order in which they are asked."""
@@ -42,9 +49,15 @@ class FeatureConfig:
     """
 
     section = ""
-    """Name of the section in a recipe."""
+    """Name of the section in a recipe; empty if the feature takes no part in training."""
     needs_rollouts = True
-    """Whether only `train` has it; else also `sft` and `reward`."""
+    """Whether it takes part in `train` alone, and not in `sft` and `reward`."""
+    page = ""
+    """Its page in the documentation."""
+    command = ""
+    """Name of the command that it adds, which is `run` in its `command.py`; empty for none."""
+    summary = ""
+    """What the command does, in a line."""
     method = ""
     """What papers call training with it, if that has another name than GRPO; needs a setting `enabled`."""
     replaces_groups = ""
@@ -53,6 +66,8 @@ class FeatureConfig:
     """Whether its advantages take the place of those within groups."""
     learns_without_rewards = False
     """Whether equal rewards, or none, still teach the policy something."""
+    streams_prompts = False
+    """Whether prompts are read as the run goes, so that not all of them are known before."""
     free = frozenset[str]()
     """Its settings that may change when a run resumes: they decide how it is computed, not what is learned."""
 
@@ -93,27 +108,51 @@ class FeatureConfig:
     def check_place(self, config: TrainConfig, world_size: int) -> None:
         """Refuse what cannot work on this machine or number of ranks, if the feature is on. Raises UserError."""
 
+    def training_prompts(self, data: DataConfig, tokenizer: Any, seed: int, check: Callable[[list[Any]], None]) -> Any:
+        """The prompts to train on and how they are drawn (a `data.training_prompts.TrainingPrompts`), in place of the
+        core's, if the feature is on; None where it leaves them. `check` raises UserError for prompts that the model
+        cannot read. Collective."""
+        return None
+
+    def held_out_source(self, source: Any, data: DataConfig) -> Any:
+        """How the rows of a held-out set (a `data.sources.Source`) are read beside those to train on."""
+        return source
+
     def memory(self, config: TrainConfig) -> Any:
         """Its share of the memory plan (`run.memory.plan.FeatureMemory`), if the feature is on; None where it takes no
         memory worth planning. Imports torch."""
         return None
 
     def load(self) -> Any:
-        """The class of the feature itself, a `run.feature.Feature`. Imports torch."""
-        raise NotImplementedError
+        """The class of the feature itself, a `run.feature.Feature`; None where it has no part in steps. Imports
+        torch."""
+        return None
 
 
 @functools.cache
+def registered() -> dict[str, type[FeatureConfig]]:
+    """The settings of every registered feature, by its folder."""
+    entries = [entry.split(":") for entry in REGISTERED]
+    return {folder: getattr(import_module(f"hybrid_grpo.features.{folder}.settings"), cls) for folder, cls in entries}
+
+
 def feature_sections() -> dict[str, type[FeatureConfig]]:
-    """The settings of every registered feature, by the name of their section."""
-    names = [entry.split(":") for entry in REGISTERED]
-    found = [getattr(import_module(f"hybrid_grpo.features.{folder}.settings"), name) for folder, name in names]
-    return {settings.section: settings for settings in found}
+    """The settings of the features that take part in training, by the name of their section."""
+    return {settings.section: settings for settings in registered().values() if settings.section}
+
+
+def feature_commands() -> dict[str, tuple[str, str]]:
+    """The module and the summary of every command that a feature adds, by its name."""
+    return {
+        settings.command: (f"hybrid_grpo.features.{folder}.command", settings.summary)
+        for folder, settings in registered().items()
+        if settings.command
+    }
 
 
 def feature_folders() -> list[Path]:
     """The folders of the registered features."""
-    return [Path(__file__).parent.parent / "features" / entry.partition(":")[0] for entry in REGISTERED]
+    return [Path(__file__).parent.parent / "features" / folder for folder in registered()]
 
 
 def with_feature_sections(*, needs_rollouts: bool) -> Callable[[ClassT], ClassT]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from annotated_types import Ge, Le, Lt
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
@@ -117,21 +119,8 @@ _UNSUPPORTED = {
     "zero_optimization.zenflow": "it delays updates, so that rollouts would not come from the newest policy",
 }
 """DeepSpeed settings that generation and the loss do not honour, and why."""
-_KNOWN = (
-    *("activation_checkpointing", "aio", "autotuning", "bf16", "checkpoint", "comms_logger"),
-    *("communication_data_type", "compile", "csv_monitor", "comet", "curriculum_learning", "data_efficiency"),
-    *("data_types", "dataloader_drop_last", "datastates", "disable_allgather", "disable_python_gc", "dump_state"),
-    *("elasticity", "eigenvalue", "expert_parallel", "flops_profiler", "fp16", "gradient_allreduce_op"),
-    *("gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "graph_harvesting"),
-    *("hybrid_engine", "log_level", "managed_gradient_accumulation", "memory_breakdown", "nebula", "optimizer"),
-    *("pipeline", "prescale_gradients", "progressive_layer_drop", "scheduler", "sequence_parallel_size"),
-    *("seq_parallel_communication_data_type", "sparse_attention", "sparse_gradients", "steps_per_print"),
-    *("tensor_parallel", "tensorboard", "timers", "torch_autocast", "train_batch_size"),
-    *("train_micro_batch_size_per_gpu", "use_data_before_expert_parallelism", "use_node_local_storage"),
-    *("vocabulary_size", "wall_clock_breakdown", "wandb", "weight_quantization", "zero_allow_untested_optimizer"),
-    *("zero_force_ds_cpu_optimizer", "zero_optimization"),
-)
-"""Sections of DeepSpeed's configuration; it does not look at others."""
+_KNOWN = yaml.safe_load(Path(__file__).with_name("deepspeed_sections.yaml").read_text(encoding="utf-8"))
+"""Sections of DeepSpeed's configuration; it ignores others."""
 
 
 @dataclass(frozen=True, config=SECTION)

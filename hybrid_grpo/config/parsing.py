@@ -7,42 +7,12 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, get_origin
 
 from hybrid_grpo.config.building import build, dump, plain_types, sections, takes_mapping, unknown_setting
-from hybrid_grpo.config.commands import (
-    ChatConfig,
-    CheckDataConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    PlanConfig,
-    PublishConfig,
-    ReplayConfig,
-    RewardStageConfig,
-    ScoreConfig,
-    ServeRewardConfig,
-    SftConfig,
-    WatchConfig,
-)
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.help import help_text
 from hybrid_grpo.config.recipes import GivenTwice, Settings, check_text, overlay, read_recipe, read_value
 from hybrid_grpo.config.tasks import with_task
-from hybrid_grpo.config.train import TrainConfig
 
-ConfigT = TypeVar(
-    "ConfigT",
-    TrainConfig,
-    SftConfig,
-    RewardStageConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    PlanConfig,
-    PublishConfig,
-    ReplayConfig,
-    ScoreConfig,
-    ChatConfig,
-    CheckDataConfig,
-    ServeRewardConfig,
-    WatchConfig,
-)
+ConfigT = TypeVar("ConfigT")
 AnyConfigT = TypeVar("AnyConfigT", covariant=True)
 
 

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.alarms import AlarmsConfig
-from hybrid_grpo.config.data import CurriculumConfig, DataConfig
+from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.features import FeatureConfig, FeatureList, feature_sections, with_feature_sections
@@ -78,7 +78,6 @@ class TrainConfig(ModelRunConfig):
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     rewards: RewardList = field(default_factory=list)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
-    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     features: FeatureList = field(default_factory=list)
 
@@ -101,6 +100,11 @@ class TrainConfig(ModelRunConfig):
     def giver(self) -> str:
         """The section of the feature that gives completions of a group; empty where the policy samples them all."""
         return next((feature.section for feature in self.active_features if feature.rows_per_group), "")
+
+    @property
+    def streamer(self) -> str:
+        """The section of the feature that reads prompts as the run goes; empty where all are read before it."""
+        return next((feature.section for feature in self.active_features if feature.streams_prompts), "")
 
     @property
     def recomputes_old_logp(self) -> bool:
@@ -158,12 +162,6 @@ class TrainConfig(ModelRunConfig):
             outcome is not None and outcome not in names,
             f"eval.outcome {outcome!r} is not a reward of this run: {did_you_mean(outcome or '', names)}",
         )
-        refuse(
-            not self.data.shuffle and self.curriculum.follows,
-            "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
-            " the settings of curriculum",
-        )
-        self.data.check_stream(follows=self.curriculum.follows)
         for reward in self.rewards:
             for source in reward.sources:
                 refuse(

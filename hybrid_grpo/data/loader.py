@@ -51,8 +51,13 @@ class PromptLoader(Generic[ItemT]):
 
         Each comes with its epoch, which tells two draws of the same item apart.
         """
+        return self.draw(self._batch_size, self.wanted(1))
+
+    def wanted(self, batches: int) -> list[int]:
+        """Which of the next items are this rank's, in `batches` global batches, by their numbers from 0 on."""
         share = self._batch_size // self._world_size
-        return self.draw(self._batch_size, range(self._rank * share, (self._rank + 1) * share))
+        starts = [batch * self._batch_size + self._rank * share for batch in range(batches)]
+        return [number for start in starts for number in range(start, start + share)]
 
     def draw(self, count: int, wanted: Iterable[int]) -> list[tuple[ItemT, int]]:
         """Advance the stream by `count` items, which every rank must do alike; returns those whose numbers among them
@@ -72,7 +77,8 @@ class PromptLoader(Generic[ItemT]):
         own = self.state_dict()
         refuse(
             "length" not in state,
-            "data.streaming: the checkpoint was made with it: resume with it, or start anew with another run.name",
+            f"{self._section}: the checkpoint was made with rows drawn in another way: resume with the same settings,"
+            " or start anew with another run.name",
         )
         for setting, saved, here in (
             (f"{self._section}.path", f"{state['length']} prompts", f"{own['length']} prompts"),

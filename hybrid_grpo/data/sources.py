@@ -68,7 +68,7 @@ class Source:
 
 def training_source(config: DataConfig) -> Source:
     """The rows to train on."""
-    return Source(config.path, config.split, config.subset, config.limit, task=config.task, streaming=config.streaming)
+    return Source(config.path, config.split, config.subset, config.limit, task=config.task)
 
 
 def mixture_source(config: MixtureConfig) -> Source:
@@ -86,7 +86,7 @@ def evaluation_source(config: DataConfig) -> Source | None:
         held_out = replace(held_out, path=config.eval_path, subset=None, path_setting="data.eval_path")
     elif config.eval_split is None:
         return None
-    return _beside_stream(held_out, config)
+    return held_out
 
 
 def held_out_source(held_out: HeldOut) -> Source:
@@ -97,20 +97,7 @@ def held_out_source(held_out: HeldOut) -> Source:
         assert source is not None, "without rows of its own a set has those of the run"
         return source
     settings = f"{setting}.path", f"{setting}.split"
-    source = Source(rows.path, rows.split, rows.subset, rows.limit, *settings, task=held_out.data.task)
-    return _beside_stream(source, held_out.data)
-
-
-def _beside_stream(source: Source, data: DataConfig) -> Source:
-    """Held-out rows, which may be another split of the stream to train on."""
-    same = source.path is data.path or (isinstance(source.path, str) and source.path == data.path)
-    streaming = data.streaming and same
-    refuse(
-        streaming and source.split == data.split,
-        f"{source.split_setting} {source.split} is the split that data.streaming trains on: name another one, or"
-        " held-out rows of their own",
-    )
-    return replace(source, streaming=streaming)
+    return Source(rows.path, rows.split, rows.subset, rows.limit, *settings, task=held_out.data.task)
 
 
 def standard_input(lines: Iterable[bytes], setting: str, limit: int | None, text_column: str | None = None) -> Source:
@@ -229,8 +216,7 @@ def _split_rows(source: Source, splits: Mapping[str, Iterable[Row]]) -> Iterable
         return splits[split_name(source, split, list(splits))]
     refuse(
         source.streaming,
-        f"{source.split_setting} {split} needs all rows of the split, and data.streaming reads them as they come: name"
-        " a whole split",
+        f"{source.split_setting} {split} needs all rows of the split, which is read as it comes: name a whole split",
     )
     try:
         instruction = ReadInstruction.from_spec(split)

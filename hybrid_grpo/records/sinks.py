@@ -1,7 +1,7 @@
 """Where a run's numbers and rollouts go: metrics.jsonl, details.jsonl, rollouts/, the console, trackers such as wandb.
 
 Rank 0 writes everything; the other ranks only hand over their rollouts, so no shared file system is needed.
-What the numbers mean and how they are reduced is not decided here (see `metrics.py`).
+What the numbers mean and how they are reduced is not decided here (see `meter.py`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from hybrid_grpo.config import LogConfig
 from hybrid_grpo.config.errors import RunInterrupted
 from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.model import ranks
-from hybrid_grpo.records.alarms.divergence import RollBack
-from hybrid_grpo.records.details import DETAILS_FILE, details_line
+from hybrid_grpo.records.alarm_records import forget_alarms
+from hybrid_grpo.records.alarms.alarms import RollBack
 from hybrid_grpo.records.files import as_json, cut_lines, read_jsonl, replace_text, rollout_files
 from hybrid_grpo.records.metrics.catalogue import describe
-from hybrid_grpo.records.said import forget_alarms
+from hybrid_grpo.records.step_trace import TRACE_FILE, trace_line
 from hybrid_grpo.records.tokens import TokenText, joined, token_table, write_table
 from hybrid_grpo.records.trackers.process import TrackerProcess, start_trackers
-from hybrid_grpo.records.writing import one_line
+from hybrid_grpo.records.write_failures import one_line
 
 _FINISH_SECONDS, _STOP_SECONDS = 60.0, 8.0
 """How long the end of a run waits for its trackers, and a run that is asked to stop, which has little time."""
@@ -67,7 +67,7 @@ class Log:
         """
         self._every, self._steps, self._rollouts = config.rollouts_every, steps, run_dir / "rollouts"
         self._text = TokenText(tokenizer) if tokenizer is not None and config.tokens else None
-        self._details = run_dir / DETAILS_FILE
+        self._details = run_dir / TRACE_FILE
         self._sinks: list[Sink] = []
         self._trackers: list[TrackerProcess] = []
         if ranks.rank() != 0:
@@ -131,11 +131,11 @@ class Log:
                 write_table(self._rollouts / f"step_{step:06d}.parquet", joined(tables))
             replace_text(self._rollouts / f"step_{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
 
-    def write_details(self, step: int, own: dict[str, Any] | None) -> None:
+    def write_trace(self, step: int, own: dict[str, Any] | None) -> None:
         """Write what all ranks have collected of a step; nothing where they collect nothing. Collective."""
         parts = None if own is None else ranks.gather_objects(own)
         if parts is not None:
-            line = as_json(details_line(step, parts), separators=(",", ":"))
+            line = as_json(trace_line(step, parts), separators=(",", ":"))
             with one_line(self._details.parent), self._details.open("a", encoding="utf-8") as file:
                 print(line, file=file)
 

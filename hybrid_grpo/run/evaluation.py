@@ -20,7 +20,7 @@ from hybrid_grpo.generation import Request, Sampling, stream_key
 from hybrid_grpo.generation.rollout import request_of, sampling_of
 from hybrid_grpo.model.ranks import all_gather_objects, rank, world_size
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.records.metrics.measure import measure_lengths
+from hybrid_grpo.records.metrics.measurements import measure_lengths
 from hybrid_grpo.records.metrics.statistics import Floats, majority_at_k, pass_at_k, standard_error
 from hybrid_grpo.rewards.scoring import Rewards
 

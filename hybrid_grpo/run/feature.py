@@ -22,7 +22,7 @@ from hybrid_grpo.config.importing import import_object
 from hybrid_grpo.data.batch import Completion, MicroBatch, Numbers, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run.parts import SavedModel, Shards, Stateful
 
 if TYPE_CHECKING:
@@ -321,7 +321,8 @@ def make_features(
     """The features of a run, the user's own last; raises UserError where one does not fit."""
     given_here = config.features if isinstance(config, TrainConfig) else []
     own = [(f"features {function_text(given)}", _own(given)) for given in given_here]
-    features: list[Feature] = [feature.load()(config, plan, inputs) for feature in config.active_features]
+    classes = [feature.load() for feature in config.active_features]
+    features: list[Feature] = [make(config, plan, inputs) for make in classes if make is not None]
     for setting, make in own:
         feature = make(config, plan, inputs)
         what = "does not make a Feature: derive it from hybrid_grpo.run.feature.Feature"

@@ -14,10 +14,10 @@ from pathlib import Path
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.secrets import masked_text
 from hybrid_grpo.model.ranks import from_first_rank, rank, world_size
+from hybrid_grpo.records.alarm_records import ALARMS_FILE
 from hybrid_grpo.records.files import replace_text, set_aside
 from hybrid_grpo.records.lock import FolderLock
-from hybrid_grpo.records.said import ALARMS_FILE
-from hybrid_grpo.records.writing import one_line
+from hybrid_grpo.records.write_failures import one_line
 
 _FILES = (
     *("config.yaml", "deepspeed.json", "metrics.jsonl", "details.jsonl", ALARMS_FILE, "prompts.jsonl"),

@@ -8,8 +8,8 @@ from torch import Tensor
 from hybrid_grpo.data.batch import Numbers, Rollout, Scores
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.records.alarms.alarms import Alarms
-from hybrid_grpo.records.details import Details
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.meter import Meter
+from hybrid_grpo.records.step_trace import StepTrace
 from hybrid_grpo.run.feature import Features
 from hybrid_grpo.run.parts import Shards, Stateful
 from hybrid_grpo.run.stopping.stopping import Progress
@@ -34,7 +34,7 @@ class Stage:
         shards: tensors as large as the policy that a checkpoint holds beside it; None: none.
         last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
         last_advantages_BT: its advantages token by token, of a step that is finished.
-        details: what is collected of a step beyond its numbers.
+        trace: what is collected of a step beyond its numbers.
         progress: where the stage says what it does, and hears that it shall stop.
         eval_sets: what the policy is measured on, each after steps of its own.
         alarms: some of them want nothing to be learned from a step.
@@ -45,7 +45,7 @@ class Stage:
     parts: Mapping[str, Stateful]
     features = Features()
     shards: Shards | None = None
-    details = Details()
+    trace = StepTrace()
     progress = Progress()
     alarms = Alarms()
     last_rollout: tuple[Rollout, Scores, Tensor] | None = None

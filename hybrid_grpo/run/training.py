@@ -14,20 +14,17 @@ from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.generation import Journal
 from hybrid_grpo.model.ranks import barrier, from_first_rank, rank, world_size
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.records.alarms.alarms import Alarms
-from hybrid_grpo.records.alarms.divergence import Guard, RollBack
-from hybrid_grpo.records.alarms.symptoms import Symptoms
-from hybrid_grpo.records.details import Details
-from hybrid_grpo.records.exporting import export, exported
+from hybrid_grpo.records.alarm_records import write_alarm
+from hybrid_grpo.records.alarms.alarms import Alarms, RollBack
+from hybrid_grpo.records.exports import export, exported
 from hybrid_grpo.records.files import replace_text
-from hybrid_grpo.records.profiling import Profiler
-from hybrid_grpo.records.said import write_alarm
+from hybrid_grpo.records.profiler import Profiler
 from hybrid_grpo.records.sinks import Log
-from hybrid_grpo.records.writing import WriteFailed, one_line, why, write_prompts
+from hybrid_grpo.records.step_trace import StepTrace
+from hybrid_grpo.records.write_failures import WriteFailed, one_line, why, write_prompts
 from hybrid_grpo.run import fingerprints
 from hybrid_grpo.run.fingerprints import CODE, Fingerprints
 from hybrid_grpo.run.folder import RunFolder, say
-from hybrid_grpo.run.parts import Stateful
 from hybrid_grpo.run.saving.best import Best
 from hybrid_grpo.run.saving.checkpoint import Checkpoint
 from hybrid_grpo.run.saving.saver import Saver, load_stage
@@ -56,7 +53,7 @@ class TrainingRun:
         self.config = parsed.config
         run = parsed.config.run
         self._steps, self._inputs = run.steps, inputs
-        self._alarms, self._guard = self._new_monitors()
+        self._alarms = Alarms.of(self.config)
         self._back_to = -1
         """Step of the checkpoint that the run went back to, while there is no newer one."""
         self._run_folder = RunFolder(Path(run.dir) / run.name)
@@ -104,7 +101,7 @@ class TrainingRun:
         RunInterrupted where the run was asked to stop; it is saved.
         """
         stage.progress = Progress(self.config.run, stage.policy.engine.device)
-        stage.details = Details(self.config.log, self._steps)
+        stage.trace = StepTrace(self.config.log, self._steps)
         try:
             done = self._prepare(stage)
             with loaded_objects_kept():
@@ -169,7 +166,7 @@ class TrainingRun:
     def _make_step(self, stage: Stage, step: int, profiler: Profiler, log: Log) -> None:
         """Make a step. Where it cannot be finished, the run is saved as it was before it."""
         before = copy.deepcopy(self._states(stage))
-        stage.details.begin(step)
+        stage.trace.begin(step)
         try:
             with profiler.step(step, stage.meter):
                 stage.step(step)
@@ -198,17 +195,17 @@ class TrainingRun:
         if due := [of for of in stage.eval_sets if is_last or (of.every and step % of.every == 0)]:
             stage.progress.enter("evaluation")
             stage.evaluate(step, due)
-        log.write_details(step, stage.details.own(stage.meter.spans, stage.last_rollout))
+        log.write_trace(step, stage.trace.own(stage.meter.spans, stage.last_rollout))
         # Numbers before the checkpoint: a checkpoint without them would resume after a gap, while lines without a
         # checkpoint are cut again.
         log.write(step, values := self.watched(step, stage.meter.reduce()))
-        self._judge(stage, step, values)
+        self._act(stage, step)
         self._keep_best(stage, step, values)
         ends = not is_last and self._best.exhausted
         # After the last step the model is exported, which a resumed run would have to do too.
         stops = not is_last and not ends and stage.progress.stops()
         saves = saves and (is_last or not self._alarms.doubts)
-        if (saves or stops or (ends and self.saver.is_on)) and not self._guard.doubts:
+        if (saves or stops or (ends and self.saver.is_on)) and not self._alarms.diverged:
             self._save(stage, step)
         if stops:
             raise self._interrupted(stage)
@@ -233,12 +230,10 @@ class TrainingRun:
                 again = f"hybrid-grpo report {self.folder} writes it again"
                 say(f"WARNING: report.html could not be written: {why(error, self.folder)}: {again}")
 
-    def _judge(self, stage: Stage, step: int, values: dict[str, float]) -> None:
-        """Show the numbers of a step to the guard, and do what alarms ask for. Raises RunStopped or RollBack."""
+    def _act(self, stage: Stage, step: int) -> None:
+        """Do what the alarms of a step ask for. Raises RunStopped or RollBack."""
         try:
-            for message in self._guard.judge(step, values):
-                say(f"GUARD: {message}")
-            if self._alarms.stops and self.saver.is_on and not self._guard.doubts:
+            if self._alarms.stops and self.saver.is_on and not self._alarms.diverged:
                 self.saver.save(stage, step, self._states(stage))
             self._alarms.act(f"the newest checkpoint is of step {self.saver.step}")
         except (RunStopped, RollBack):
@@ -264,7 +259,7 @@ class TrainingRun:
         self.saver.step = step
         self._best.remember(lines_before(self.folder / "metrics.jsonl", step))
         self._load(stage, checkpoint)
-        say(f"GUARD: {note}")
+        say(f"ROLLBACK: {note}")
         return step
 
     def _bind_journal(self) -> None:
@@ -273,9 +268,6 @@ class TrainingRun:
 
     def _fingerprint(self) -> None:
         self.checkpoints.inputs = from_first_rank(self._inputs() if rank() == 0 else {})
-
-    def _new_monitors(self) -> tuple[Alarms, Guard]:
-        return Alarms(self.config.alarms, Symptoms.of(self.config)), Guard(self.config.guard, self.config.run.steps)
 
     def _interrupted(self, stage: Stage) -> RunInterrupted:
         asked, step = f"stopped ({stage.progress.why()})", self.saver.step
@@ -291,7 +283,7 @@ class TrainingRun:
 
     def _keep_best(self, stage: Stage, step: int, values: dict[str, float]) -> None:
         """Keep the weights of a step in `model_best/` where they are the best, and not in doubt."""
-        if not self._guard.doubts and (warning := self._best.take(stage.policy, step, values)):
+        if not self._alarms.diverged and (warning := self._best.take(stage.policy, step, values)):
             say(warning)
 
     def _export(self, stage: Stage, step: int) -> None:
@@ -330,22 +322,18 @@ class TrainingRun:
         return self.start.step
 
     def _load(self, stage: Stage, checkpoint: Checkpoint) -> None:
-        """Bring a stage, the alarms and the guard to where they were when a checkpoint was written."""
+        """Bring a stage and the alarms to where they were when a checkpoint was written."""
         manifest, state = checkpoint.manifest, load_stage(stage, self.checkpoints, checkpoint)
-        self._alarms, self._guard = self._new_monitors()
+        self._alarms = Alarms.of(self.config)
         self._alarms.recall(self.folder, manifest.step)
-        for name, part in self._own_parts.items():
-            if name in state:
-                part.load_state_dict(state[name])
+        if "alarms" in state:
+            self._alarms.load_state_dict(state["alarms"])
         self._alarms.note, self._back_to = manifest.note, manifest.step if manifest.note else -1
-
-    @property
-    def _own_parts(self) -> dict[str, Stateful]:
-        return {"alarms": self._alarms, "guard": self._guard}
 
     def _states(self, stage: Stage) -> dict[str, Any]:
         """What a checkpoint holds beside the policy."""
-        return {name: part.state_dict() for name, part in {**stage.all_parts, **self._own_parts}.items()}
+        parts = {**stage.all_parts, "alarms": self._alarms}
+        return {name: part.state_dict() for name, part in parts.items()}
 
 
 @contextmanager

@@ -14,14 +14,14 @@ from starlette.exceptions import HTTPException
 from hybrid_grpo.records.files import json_safe
 from hybrid_grpo.records.metrics.catalogue import describe, find
 from hybrid_grpo.records.metrics.charts import Chart, Curve, charts_of, is_noisy
-from hybrid_grpo.watch.details_file import first_step, read_step
-from hybrid_grpo.watch.folder import AXES, Run, differing
 from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.layers import time_layers
 from hybrid_grpo.watch.prompt_rewards import ORDERS
 from hybrid_grpo.watch.rollouts import Query, line_number, read_row, read_rows, rivals, search
 from hybrid_grpo.watch.thinning import clip, present, smooth, thin
 from hybrid_grpo.watch.tokens import read_tokens
+from hybrid_grpo.watch.trace_file import first_step, read_step
+from hybrid_grpo.watch.watched_run import AXES, WatchedRun, differing
 
 QUESTIONS = (
     *("runs", "charts", "curves", "alarms", "settings", "samples", "sample", "rival", "tokens", "prompts", "times"),
@@ -66,7 +66,7 @@ class Answers:
             {
                 **run.summary(),
                 "version": run.version,
-                "details": run.details.changed_ms,
+                "details": run.trace.changed_ms,
                 "read": run.share_read,
                 "damaged": run.damaged,
             }
@@ -162,15 +162,15 @@ class Answers:
         run, order = self._run(given), given.get("order", "")
         if order not in ("", *ORDERS):
             raise HTTPException(400, f"order {order} must be one of {', '.join(ORDERS)}")
-        run.details.read(_READ_S)
-        rewards = run.details.rewards
+        run.trace.read(_READ_S)
+        rewards = run.trace.rewards
         order = order or rewards.telling_order
         low, high = _range(given, "low", "high", 0, len(rewards))
         first, last = _range(given, "first", "last", rewards.first, rewards.last)
         rows, columns = (min(_MOST_CELLS, max(1, _whole(given, name) or 100)) for name in ("rows", "columns"))
         cells = rewards.map(order, low, high, first, last, rows, columns)
         return {
-            "read": run.details.share_read, "prompts": len(rewards), "steps": [rewards.first, rewards.last],
+            "read": run.trace.share_read, "prompts": len(rewards), "steps": [rewards.first, rewards.last],
             "low": low, "high": high, "first": first, "last": last, "counts": cells.counts.tolist(),
             "means": [[_short(mean) for mean in row] for row in cells.means.tolist()],
             "tall": cells.tall, "wide": cells.wide, "order": order,
@@ -184,8 +184,8 @@ class Answers:
     def step(self, given: QueryParams) -> Any:
         """What one run noted of a step (without `step`: the newest), and its histograms over all steps."""
         run, step = self._run(given), _whole(given, "step")
-        run.details.read(_READ_S)
-        path, histograms = run.details.path, run.details.histograms
+        run.trace.read(_READ_S)
+        path, histograms = run.trace.path, run.trace.histograms
         found, newest = read_step(path, step), read_step(path, None)
         near = histograms.near(found["step"]) if found else None
         over_time = {
@@ -197,7 +197,7 @@ class Answers:
         }  # fmt: skip
         return json_safe(
             {
-                "read": run.details.share_read, "details": found, "over_time": over_time,
+                "read": run.trace.share_read, "details": found, "over_time": over_time,
                 "steps": [first_step(path), newest["step"]] if newest else None,
                 "histograms": {"step": near[0], "by_name": near[1]} if near else None,
             }
@@ -212,7 +212,7 @@ class Answers:
             raise HTTPException(404, "there is no such completion (any more)")
         return step, path, offset, row
 
-    def _runs(self, given: QueryParams) -> list[Run]:
+    def _runs(self, given: QueryParams) -> list[WatchedRun]:
         known = self._folders.runs
         names = given.getlist("run")
         for name in names:
@@ -220,7 +220,7 @@ class Answers:
                 raise HTTPException(404, f"there is no run {name}")
         return [known[name] for name in names]
 
-    def _run(self, given: QueryParams) -> Run:
+    def _run(self, given: QueryParams) -> WatchedRun:
         runs = self._runs(given)
         if len(runs) != 1:
             raise HTTPException(400, "give one run")
@@ -259,7 +259,7 @@ def _chart(chart: Chart) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _alarms(run: Run) -> list[dict[str, Any]]:
+def _alarms(run: WatchedRun) -> list[dict[str, Any]]:
     steps = run.table.column("step")
     places = {axis: run.axis(axis) for axis in AXES}
     found = []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.watch.folder import Run
+from hybrid_grpo.watch.watched_run import WatchedRun
 
 _DEPTH = 3
 """Folders between one that was named and a run in it."""
@@ -21,16 +21,16 @@ class Folders:
             if not folder.is_dir():
                 raise UserError(f"{folder} is not a folder: give the folder of a run, or one that holds some")
         self._named = [folder.resolve() for folder in named]
-        self._runs: dict[Path, Run] = {}
+        self._runs: dict[Path, WatchedRun] = {}
         self._looking = threading.Lock()
         self.look()
 
     @property
-    def runs(self) -> dict[str, Run]:
+    def runs(self) -> dict[str, WatchedRun]:
         """The runs that were found when the folders were last looked at, by name."""
         return {run.name: run for run in self._runs.values()}
 
-    def look(self) -> dict[str, Run]:
+    def look(self) -> dict[str, WatchedRun]:
         """The runs by name, with those that are new; a run whose folder is gone is left out."""
         with self._looking:
             found = dict.fromkeys(run for folder in self._named for run in _runs_in(folder, _DEPTH))
@@ -40,7 +40,7 @@ class Folders:
                 if folder not in runs:
                     name = _unused(folder, names)
                     names.add(name)
-                    runs[folder] = Run(name, folder)
+                    runs[folder] = WatchedRun(name, folder)
             self._runs = runs
         return self.runs
 

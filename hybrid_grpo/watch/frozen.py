@@ -19,11 +19,11 @@ from starlette.datastructures import QueryParams
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.records.files import json_safe, replace_text
 from hybrid_grpo.watch.answers import Answers
-from hybrid_grpo.watch.folder import AXES, Run
 from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.prompt_rewards import ORDERS
 from hybrid_grpo.watch.rollouts import line_number, read_rows, rivals, summarize
 from hybrid_grpo.watch.tokens import Record, read_tokens
+from hybrid_grpo.watch.watched_run import AXES, WatchedRun
 
 _PAGE = Path(__file__).parent / "page"
 _POINTS = 300
@@ -53,9 +53,9 @@ def write_report(folder: Path) -> Path:
     return path
 
 
-def _frozen(run: Run, answers: Answers) -> dict[str, Any]:
+def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
     """What the page asks about the run, and what it is told; see page/frozen.js."""
-    run.details.read(_READ_S)
+    run.trace.read(_READ_S)
 
     def ask(question: str, **given: Any) -> Any:
         return getattr(answers, question)(QueryParams({"run": run.name, **given}))
@@ -98,7 +98,7 @@ def _frozen(run: Run, answers: Answers) -> dict[str, Any]:
     }
 
 
-def _curves(run: Run, ask: Any) -> dict[str, Any]:
+def _curves(run: WatchedRun, ask: Any) -> dict[str, Any]:
     """The curves over steps, where the axes are at some steps, and the places that curves share."""
     names = [name for name in run.table.names if name != "step"]
     places: dict[tuple[float, ...], int] = {}

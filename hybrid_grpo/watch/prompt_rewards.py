@@ -50,7 +50,7 @@ class PromptRewards:
 
     def append(self, step: int, prompts: Any) -> None:
         """Add a step's prompts as details.jsonl has them: row in the data, mean reward, and more that is not kept.
-        Entries that are none are passed over."""
+        TrackedSteps that are none are passed over."""
         if not isinstance(prompts, list):
             return
         pairs = [

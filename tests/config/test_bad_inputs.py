@@ -103,7 +103,6 @@ SETTINGS = [
     ("--log.profile=[3,3]", "log.profile [3, 3] names a step twice: take one out"),
     ("--log.profile=soon", "log.profile: expected a whole number or a list, got soon"),
     ("--run.steps=9 --log.profile=[3,10]", "log.profile 10 is after the last step, run.steps 9: name an earlier one"),
-    ("--curriculum.skip_above=2", "curriculum.skip_above 2 must be in [0, 1]"),
     ("--checkpoint.keep=0", "checkpoint.keep 0 must be 1 or greater"),
     ("--lora.rank=-1", "lora.rank -1 must be 0 or greater"),
     ("--data.limit=0", "data.limit 0 must be 1 or greater"),
@@ -176,22 +175,6 @@ SETTINGS = [
     ("--data.eval_path=empty.jsonl", "data.eval_path empty.jsonl is empty"),
     ("score train.jsonl --rewards exact_match --score.output=nomodel", "score.output nomodel is a folder"),
     ("score no.jsonl --rewards exact_match", "SOURCE no.jsonl: there is no such file or folder"),
-    # Streams
-    ("--data.stream_block=5", "data.stream_block 5 has no effect without data.streaming"),
-    ("--data.streaming=true --data.stream_block=0", "data.stream_block 0 must be 1 or greater"),
-    ("--data.streaming=true --data.limit=5", "data.limit 5 needs all rows before the run", "take it out"),
-    ("--data.streaming=true --data.split=train[:9]", "data.split train[:9] needs all rows", "name a whole split"),
-    ("--data.streaming=true --data.over_long=refuse", "data.over_long refuse needs all rows", "set it to drop"),
-    ("--data.streaming=true --curriculum.sampling=difficulty", "data.streaming keeps no success rates"),
-    ("train --data.task=letters --data.streaming=true", "data.task letters makes its rows itself"),
-    (
-        "train --policy.model=model --rewards exact_match --data.streaming=true --data.mixture='[{path: train.jsonl}]'",
-        "data.mixture of train is read whole: take out data.streaming",
-    ),
-    *[
-        (f"{command} --policy.model=model --data.path=train.jsonl --data.streaming=true", "data.streaming is for train")
-        for command in ("sft", "reward", "generate --data.over_long=drop", "data")
-    ],
     # Ranks
     ("WORLD_SIZE=abc RANK=0 --run.name=x", "WORLD_SIZE 'abc' in the environment must be a whole number"),
     ("WORLD_SIZE=0 RANK=0 --run.name=x", "WORLD_SIZE '0' in the environment must be a whole number of 1"),
@@ -224,13 +207,6 @@ LOADED = [
     ("--rollout.max_completion_tokens=64", "70 tokens", "64 positions", "max_completion_tokens by 6"),
     ("--rollout.max_total_tokens=1", "rollout.max_total_tokens 1 leaves a prompt of", "none to sample: raise it"),
     ("--rollout.stop_ids=[999]", "rollout.stop_ids 999", "end at 28"),
-    ("--data.streaming=true", "is 520 tokens", "64 positions", "lower data.max_prompt_tokens"),
-    ("--data.streaming=true --data.path=noprompt.jsonl", "data.prompt_column prompt", "question"),
-    ("--data.streaming=true --data.path=binary.parquet", "data.path binary.parquet cannot be read at row 0 (from 0)"),
-    (
-        "--data.streaming=true --data.max_prompt_tokens=9 --data.eval_path=null --data.eval_split=train",
-        "data.eval_split train is the split that data.streaming trains on",
-    ),
     ("--rollout.tools='[\"calculator\"]'", "rollout.tools are called in chats", "a chat template that knows tools"),
     ("--rollout.environment=a.py:Game", "rollout.environment is asked in chats", "a chat template"),
     ("--rollout.user=f.py:g", "rollout.user speaks in chats", "a chat template"),

@@ -10,7 +10,6 @@ from user import User
 
 from hybrid_grpo.config import (
     ChatConfig,
-    CheckDataConfig,
     EvaluateConfig,
     GenerateConfig,
     PublishConfig,
@@ -33,7 +32,7 @@ def help_of(cls: Any, capsys: pytest.CaptureFixture[str], *section: str) -> str:
 
 CLASSES = [
     *(TrainConfig, SftConfig, RewardStageConfig, EvaluateConfig),
-    *(GenerateConfig, ChatConfig, CheckDataConfig, PublishConfig, ServeRewardConfig, WatchConfig),
+    *(GenerateConfig, ChatConfig, PublishConfig, ServeRewardConfig, WatchConfig),
 ]
 
 
@@ -74,8 +73,6 @@ def test_help_begins_with_the_command_s_own_and_the_usual_settings(capsys: pytes
     text = help_of(GenerateConfig, capsys)
     order = ["usage: hybrid-grpo train", "--config FILE", "--generate.output", "--policy.model", "sections, each shown"]
     assert sorted(order, key=text.index) == order
-    # `data` takes recipes of sft too, whose settings are none of its own.
-    assert "--clean.output" in help_of(CheckDataConfig, capsys) and "--sft." not in help_of(CheckDataConfig, capsys)
     assert "--sft.batch_size" in help_of(SftConfig, capsys)
     lines = help_of(TrainConfig, capsys).splitlines()
     # The colon between the backticks once ended the line.

@@ -6,19 +6,18 @@ from fractions import Fraction
 
 import forks
 import pytest
-import torch
 from char_tokenizer import char_tokenizer, ids
 from launching import make_task
 
-from hybrid_grpo.config import BatchPlan, CurriculumConfig, DataConfig, TrainConfig
+from hybrid_grpo.config import BatchPlan, DataConfig, RunConfig, TrainConfig
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import configure, parse
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.data.completions import read_step
-from hybrid_grpo.data.curriculum import Curriculum
 from hybrid_grpo.data.mixture import quotas
 from hybrid_grpo.data.prompts import read_prompts
+from hybrid_grpo.data.training_prompts import ListLoader
 from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.scoring import Rewards
 
@@ -36,17 +35,16 @@ def streams(
     minibatches: int = 1,
     seed: int = 0,
     shuffle: bool = True,
-    curriculum: CurriculumConfig = CurriculumConfig(),  # noqa: B008  # it does not change
-) -> list[Curriculum]:
+) -> list[ListLoader]:
     """The stream of every rank."""
     names = [name for source in sources for name in [source["name"]] * SIZES[source["name"]]]
     prompts = [Prompt(number, name, [1], {}, source=name) for number, name in enumerate(names)]
-    data = DataConfig(mixture=sources, shuffle=shuffle)
+    config = TrainConfig(data=DataConfig(mixture=sources, shuffle=shuffle), run=RunConfig(seed=seed))
     plan = BatchPlan(world, step // world, 2, minibatches, 1)
-    return [Curriculum(prompts, plan, rank, curriculum, seed, data, torch.device("cpu")) for rank in range(world)]
+    return [ListLoader(prompts, config, plan, rank) for rank in range(world)]
 
 
-def steps(ranks: list[Curriculum], count: int, minibatches: int = 1) -> list[list[tuple[int, int]]]:
+def steps(ranks: list[ListLoader], count: int, minibatches: int = 1) -> list[list[tuple[int, int]]]:
     """Prompts of the next steps and their epochs, minibatch after minibatch, each from rank to rank."""
     found = []
     for _ in range(count):
@@ -115,36 +113,6 @@ def test_the_prompts_are_the_same_on_any_number_of_ranks_and_after_a_resume(weig
             assert steps(resumed, 4, minibatches) == alone[4:]
 
 
-def play(ranks: list[Curriculum], count: int) -> list[list[tuple[int, int]]]:
-    """Steps in which prompts with an even number are always solved and others half of the time. Every rank is told of
-    the prompts of all."""
-    found = []
-    for _ in range(count):
-        drawn = [rank.next_prompts(1) for rank in ranks]
-        everything = [prompt for own in drawn for prompt in own]
-        for rank in ranks:
-            rank.note(everything, torch.tensor([right for p in everything for right in (1.0, p.id % 2 == 0)]), 1.0)
-            rank.update()
-        found.append([(prompt.id, prompt.epoch) for prompt in everything])
-    return found
-
-
-def test_the_curriculum_decides_which_prompts_of_a_source_are_drawn_and_not_how_many():
-    curriculum, sizes = CurriculumConfig(sampling="difficulty", skip_above=0.9), list(SIZES.values())
-    alone = play(streams(mixture(2, 1, 3), curriculum=curriculum), 60)
-    assert all(counts(step, sizes) == [4, 2, 6] and len(set(step)) == 12 for step in alone)
-    late = [item for step in alone[20:] for item, _ in step]
-    # Of the first source four of seven are solved, and four are drawn in every step.
-    for start, size, most in ((0, 7, 0.32), (7, 5, 0.1), (12, 40, 0.2)):
-        own = [item % 2 == 0 for item in late if start <= item < start + size]
-        assert sum(own) / len(own) < most
-    ranks = streams(mixture(2, 1, 3), world=3, curriculum=curriculum)
-    assert play(ranks, 30) == alone[:30]
-    (resumed,) = streams(mixture(2, 1, 3), curriculum=curriculum)
-    resumed.load_state_dict(json.loads(json.dumps(ranks[1].state_dict())))
-    assert play([resumed], 30) == alone[30:]
-
-
 def test_a_checkpoint_of_other_sources_is_refused():
     (saved,) = streams(mixture(2, 1, 3))
     for sources, shown in [(mixture(1, 1, 3), "a 1/5, b 1/5, c 3/5"), (mixture(2, 1), None)]:
@@ -153,10 +121,7 @@ def test_a_checkpoint_of_other_sources_is_refused():
             UserError, match="^data.mixture: .* with shares a 1/3, b 1/6, c 1/2, " if shown else "^data.path"
         ):
             other.load_state_dict(saved.state_dict())
-    without = Curriculum(
-        [Prompt(n, "p", [1], {}) for n in range(52)], BatchPlan(1, 12, 2, 1, 1), 0, CurriculumConfig(), 0, DataConfig(),
-        torch.device("cpu"),
-    )  # fmt: skip
+    without = ListLoader([Prompt(n, "p", [1], {}) for n in range(52)], TrainConfig(), BatchPlan(1, 12, 2, 1, 1), 0)
     with pytest.raises(UserError, match=r"^data.mixture: the checkpoint was made with one, this run has none"):
         without.load_state_dict(saved.state_dict())
     (one,) = streams(mixture(2, 1, 3))
@@ -284,7 +249,7 @@ def test_a_run_of_a_mixture_tells_the_numbers_of_every_source(tmp_path):
     assert len([row for row in rows if "policy/loss" in row]) == 2
     # Held-out prompts are of no source, so every function scores them; one is a prompt to train on.
     assert all(0.0 <= row["eval/heldout/accuracy"] <= 1.0 for row in (rows[0], rows[-1]))
-    assert "; 1 of them are prompts to train on too: see hybrid-grpo data" in done.out
+    assert "; 1 of them are also training prompts: see docs/data.md" in done.out
     saved = [json.loads(line) for line in (tmp_path / "runs/run/rollouts/step_000001.jsonl").read_text().splitlines()]
     assert [row["source"] for row in saved].count("sums") == 4
     assert {(row["source"], row["columns"]["data_source"]) for row in saved} == {(n, n) for n in ("letters", "sums")}

@@ -8,7 +8,7 @@ import torch
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
 from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.grpo.resampling import GroupSlots, resample
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.meter import Meter
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ import pytest
 from launching import make_task, ranks
 from workshop import Workshop
 
-from hybrid_grpo.records.exporting import exported
+from hybrid_grpo.records.exports import exported
 
 Runs = dict[str, list[dict[str, Any]]]
 

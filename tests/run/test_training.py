@@ -8,7 +8,7 @@ from hybrid_grpo.config import RunConfig, TrainConfig
 from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.config.run import CheckpointConfig
-from hybrid_grpo.records.writing import WriteFailed
+from hybrid_grpo.records.write_failures import WriteFailed
 from hybrid_grpo.run.saving import saver as savers
 from hybrid_grpo.run.saving.manifest import Manifest
 from hybrid_grpo.run.settings import settings_of

@@ -18,7 +18,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import watch_page
 
-from hybrid_grpo.records.said import Said, write_alarm
+from hybrid_grpo.records.alarm_records import AlarmRecord, write_alarm
 from hybrid_grpo.watch import server
 from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.frozen import write_report
@@ -51,7 +51,7 @@ def runs(make_run: Any) -> list[Path]:
     tokens = {"token_ids": [[7, 8]], "pieces": [["the", " answer"]], "logp": [[-0.123456789, -2.5]]}
     tokens |= {"row": [0], "prompt_index": [0], "sample": [0], "advantage": [[0.1, -0.1]]}
     pyarrow.parquet.write_table(pyarrow.table(tokens), slow / "rollouts" / "step_000020.parquet")
-    write_alarm(slow, Said(30, "parity", 30, "sampler and training forward differ by 0.2000 nats"))
+    write_alarm(slow, AlarmRecord(30, "parity", 30, "sampler and training forward differ by 0.2000 nats"))
     return [slow, make_run("fast", numbers(2.0), "policy: {lr: 0.2}")]
 
 

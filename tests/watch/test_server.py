@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from paths import ROOT
 
-from hybrid_grpo.records.said import Said, write_alarm
+from hybrid_grpo.records.alarm_records import AlarmRecord, write_alarm
 from hybrid_grpo.watch import server
 from hybrid_grpo.watch.folders import Folders
 
@@ -93,7 +93,7 @@ def test_curves_of_two_runs_on_an_axis_in_a_range(folder, make_run):
 def test_settings_alarms_and_samples(folder, make_run):
     two = make_run("two", [{"step": 1}, {"step": 2}], "policy: {lr: 0.2}")
     # The numbers of step 3 are not written yet.
-    write_alarm(two, Said(3, "parity", 1, "the gap is wide"))
+    write_alarm(two, AlarmRecord(3, "parity", 1, "the gap is wide"))
     page = Page(folder, two)
     page.ask("runs", run=["one", "two"])
     settings = page.ask("settings", run=["one", "two"])

@@ -16,8 +16,8 @@ from hybrid_grpo.data.preferences import Preference
 from hybrid_grpo.model.ranks import all_reduce, rank, world_size
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Scorer
-from hybrid_grpo.records.metrics.measure import measure_memory
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.measurements import measure_memory
+from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run.feature import Feature, Features
 from hybrid_grpo.run.stage import Stage
 

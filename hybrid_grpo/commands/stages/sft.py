@@ -10,8 +10,8 @@ from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.data.pairs import Pair
 from hybrid_grpo.model.ranks import rank, world_size
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.records.metrics.measure import measure_memory
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.measurements import measure_memory
+from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run.feature import Feature, Features
 from hybrid_grpo.run.stage import Stage
 

@@ -59,6 +59,7 @@ class CriticConfig(FeatureConfig):
     """Keep its optimizer state in host memory. Default: engine.offload_optimizer."""
 
     section, method = "critic", "PPO"
+    page = "docs/ppo.md"
     replaces_groups = "critic.enabled"
     gives_advantages = True
     free = frozenset({"critic.zero_stage", "critic.offload_optimizer"})

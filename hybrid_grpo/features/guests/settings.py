@@ -56,6 +56,7 @@ class GuestsConfig(FeatureConfig):
     docs/guests.md."""
 
     section = "guests"
+    page = "docs/guests.md"
 
     @property
     def is_on(self) -> bool:
@@ -106,9 +107,9 @@ class GuestsConfig(FeatureConfig):
             " brings others: set grpo.kl_in to loss, or grpo.beta to 0",
         )
         refuse(
-            config.data.streaming,
-            f"data.streaming reads prompts as the run goes, and guests.writers {names[0]} needs all of them before it"
-            " begins: take out one of the two",
+            bool(config.streamer),
+            f"{config.streamer} reads prompts as the run goes, and guests.writers {names[0]} needs all of them before"
+            " it begins: take out one of the two",
         )
 
     def memory(self, config: TrainConfig) -> FeatureMemory:

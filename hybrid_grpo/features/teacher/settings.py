@@ -48,6 +48,7 @@ class TeacherConfig(FeatureConfig):
     or (false) on the devices. Either way they are spread over the ranks."""
 
     section = "teacher"
+    page = "docs/distillation.md"
     replaces_groups = "a teacher"
     learns_without_rewards = True
     free = frozenset({"teacher.offload"})
@@ -101,9 +102,9 @@ class TeacherConfig(FeatureConfig):
             " rollout.environment writes what the policy reads: take out one of them",
         )
         refuse(
-            self.is_on and config.data.streaming,
-            "teacher is checked with all prompts before the run, which data.streaming does not know: take out one of"
-            " the two",
+            self.is_on and bool(config.streamer),
+            f"teacher is checked with all prompts before the run, which {config.streamer} does not know: take out one"
+            " of the two",
         )
         refuse(
             self.is_on and bool(config.giver),

@@ -1,19 +1,18 @@
-"""Alarms over the numbers of a run: which symptom has lasted too long, how that is said, and what is done about it.
+"""The alarms of a run: how long a symptom is tolerated, and what happens then.
 
-What a symptom is stands in symptoms.py. An alarm is also a number (`health/alarm`, `parity/alarm`), which is added to
-those it was made from.
+symptoms.py says what the symptoms are. Some alarms are metrics too (`health/alarm`, `parity/alarm`) and are added to
+the numbers they were made from.
 """
 
 from pathlib import Path
 
-from hybrid_grpo.config import AlarmConfig, AlarmsConfig
+from hybrid_grpo.config import AlarmConfig, AlarmsConfig, GuardConfig, ModelRunConfig
 from hybrid_grpo.config.errors import RunStopped, did_you_mean, refuse
 from hybrid_grpo.model.ranks import all_gather_objects, rank
-from hybrid_grpo.records.alarms.divergence import RollBack
-from hybrid_grpo.records.alarms.symptoms import Sign, Symptoms
+from hybrid_grpo.records.alarm_records import AlarmRecord
+from hybrid_grpo.records.alarms.symptoms import NON_FINITE, Sign, Symptoms, evaluated_sets
 from hybrid_grpo.records.files import read_jsonl
 from hybrid_grpo.records.metrics.catalogue import CATALOGUE, find
-from hybrid_grpo.records.said import Said
 
 _CAUSES = {
     "dead_groups": {"constant_reward", "entropy_collapse", "duplicates", "failing_rewards", "truncated"},
@@ -22,18 +21,39 @@ _CAUSES = {
     "ratio": {"parity"},
     "held_out": {"reward_hacking"},
 }
-"""Symptoms that follow from others: while one of those is bad they are not counted, so that the cause is said alone."""
+"""Symptoms that follow from others: while one of those is bad, they are not counted and only the cause is reported."""
+
+
+class RollBack(Exception):
+    """The run must go on from a checkpoint before the step `since`, at a lower learning rate; the same on all ranks."""
+
+    def __init__(self, message: str, since: int) -> None:
+        super().__init__(message)
+        self.since = since
 
 
 class Alarms:
-    """All alarms of a run. They see the numbers of every step, which all ranks share, so that all ranks do the same.
+    """All alarms of a run. All ranks show them the same numbers after every step, and so do the same.
 
-    Raises UserError where `alarms.numbers` names a metric that there is not.
+    Args:
+        guard: what happens when numbers are not finite, which is the alarm `non_finite`; None: no such alarm.
+        last_step: the last step of the run, in which non-finite numbers are not tolerated.
+
+    Raises UserError where `alarms.numbers` names an unknown metric.
     """
 
-    def __init__(self, config: AlarmsConfig | None = None, symptoms: Symptoms | None = None) -> None:
+    def __init__(
+        self,
+        config: AlarmsConfig | None = None,
+        symptoms: Symptoms | None = None,
+        guard: GuardConfig | None = None,
+        last_step: int = 0,
+    ) -> None:
         self._config, self._symptoms = config or AlarmsConfig(), symptoms or Symptoms()
+        self._last_step = last_step
         self._limits = {**self._config.named, **self._config.numbers}
+        if guard is not None:
+            self._limits[NON_FINITE] = AlarmConfig(above=0.0, patience=guard.patience, action=guard.non_finite)
         for name in self._config.numbers:
             known = [metric.name for metric in CATALOGUE]
             refuse(find(name) is None, f"alarms.numbers {name} is not a metric: {did_you_mean(name, known)}")
@@ -43,60 +63,71 @@ class Alarms:
         """The first of them."""
         self._first_set = ""
         """The held-out set that training is compared with: the first that was evaluated."""
-        self._due: list[Said] = []
-        """Alarms after the newest step that ask for more than words."""
+        self._due: list[AlarmRecord] = []
+        """Alarms of the newest step that stop the run or roll it back."""
         self.note = ""
-        """Why the run went back, which is said with the next step."""
+        """Why the run was rolled back, which is reported with the next step."""
+
+    @classmethod
+    def of(cls, config: ModelRunConfig) -> "Alarms":
+        """The alarms of a run with these settings."""
+        return cls(config.alarms, Symptoms.of(config), config.guard, config.run.steps)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether numbers of the newest step are not finite, so that its weights must not be saved."""
+        return self._bad.get(NON_FINITE, 0) > 0
 
     @property
     def doubts(self) -> bool:
-        """Whether the newest step may be one to go back behind: it should not push out older checkpoints."""
+        """Whether the newest step may be rolled back: its checkpoint must not push out older ones."""
         return any(count and self._limits[name].action == "roll_back" for name, count in self._bad.items())
 
     @property
     def may_skip(self) -> bool:
-        """Whether there are alarms after which nothing is learned from a step."""
+        """Whether an alarm has the action `skip`."""
         return any(limit.action == "skip" for limit in self._limits.values())
 
     def skips(self, step: int, values: dict[str, float]) -> bool:
-        """Whether nothing is to be learned from a step, by its numbers as far as they are known."""
-        limits = {name: self._limits[name] for name in self._bad_signs(self._seen(step, values))}
+        """Whether nothing is to be learned from a step, by the numbers that are known before its update."""
+        limits = {name: self._limits[name] for name in self._bad_signs(self._signs(values))}
         return any(
             limit.action == "skip" and self._bad.get(name, 0) + 1 >= limit.patience for name, limit in limits.items()
         )
 
-    def watch(self, step: int, values: dict[str, float]) -> list[Said]:
+    def watch(self, step: int, values: dict[str, float]) -> list[AlarmRecord]:
         """Add the alarms to the numbers of a step; return those that go off with it."""
-        signs = self._seen(step, values)
+        signs = self._signs(values)
         self._add_numbers(values, signs)
         bad = self._bad_signs(signs)
-        said = [Said(step, "roll_back", step, self.note)] if self.note else []
+        records = [AlarmRecord(step, "roll_back", step, self.note)] if self.note else []
         self._due, self.note = [], ""
         for name, sign in signs.items():
             limit = self._limits[name]
-            self._bad[name] = self._bad.get(name, 0) + 1 if name in bad else 0
-            if self._bad[name] == 1:
+            self._bad[name] = count = self._bad.get(name, 0) + 1 if name in bad else 0
+            if count == 1:
                 self._since[name] = sign.since or step
-            if self._bad[name] < limit.patience:
+            at_once = name == NON_FINITE and step == self._last_step and limit.action != "say"
+            if count < (1 if at_once else limit.patience):
                 continue
-            alarm = Said(step, name, self._since[name], self._words(name, sign), limit.action)
-            # Once for every time that it begins.
-            said += [alarm] if self._bad[name] == limit.patience else []
-            self._due += [alarm] if limit.action in ("stop", "roll_back") else []
+            record = AlarmRecord(step, name, self._since[name], self._message(name, sign), limit.action)
+            # An alarm is reported once for each time that it begins.
+            records += [record] if count <= limit.patience else []
+            self._due += [record] if limit.action in ("stop", "roll_back") else []
         self._symptoms.remember(step, values)
-        return said
+        return records
 
     def remember(self, step: int, values: dict[str, float]) -> None:
-        """Take the numbers of a step before the run was resumed, which later ones are compared with. What was said then
-        is not said again; what stops a run or goes back has patience anew, until `load_state_dict`."""
+        """Take the numbers of a step before the run was resumed, which later ones are compared with. What was reported
+        then is not reported again; alarms that stop or roll back start to count anew, until `load_state_dict`."""
         self.watch(step, values)
         self._bad = {name: count for name, count in self._bad.items() if self._limits[name].action in ("say", "skip")}
         self._due = []
 
     def state_dict(self) -> dict[str, dict[str, int]]:
         """Bad steps in a row and the first of them, by alarm, as a checkpoint holds them. An alarm that has stopped the
-        run has patience anew when it goes on."""
-        due = {alarm.alarm for alarm in self._due}
+        run starts to count anew when it goes on."""
+        due = {record.alarm for record in self._due}
         bad = {name: count for name, count in self._bad.items() if count and name not in due}
         return {"bad": bad, "since": {name: self._since[name] for name in bad}}
 
@@ -119,37 +150,39 @@ class Alarms:
     @property
     def stops(self) -> bool:
         """Whether an alarm of the newest step stops the run."""
-        return any(alarm.action == "stop" for alarm in self._due)
+        return any(record.action == "stop" for record in self._due)
 
     def act(self, saved: str) -> None:
-        """Do what the alarms of the newest step ask for; `saved` says what there is to go on from. Raises RunStopped or
+        """Do what the alarms of the newest step ask for; `saved` says which checkpoint there is. Raises RunStopped or
         RollBack, on all ranks alike."""
-        for alarm in self._due:
-            if alarm.action == "stop":
+        due = [record for record in self._due if record.alarm == NON_FINITE] or self._due
+        for record in due:
+            if record.action == "stop":
                 raise RunStopped(
-                    f"alarm {alarm.message}: the run is stopped, no model was exported, and {saved}: change what is"
-                    " wrong and go on with --run.resume auto, or give an earlier checkpoint as run.resume"
+                    f"alarm {record.message}: the run is stopped, no model was exported, and {_way_out(record, saved)}"
                 )
-        if self._due:
-            raise RollBack(f"alarm {self._due[0].message}", min(alarm.since for alarm in self._due))
+        if due:
+            raise RollBack(f"alarm {due[0].message}", min(record.since for record in due))
 
     def _needs(self, name: str, value: float | None) -> bool:
         return value is not None and (name in self._config.numbers or self._symptoms.needs(name))
 
-    def _seen(self, step: int, values: dict[str, float]) -> dict[str, Sign]:
-        signs = {name: sign for name, sign in self._symptoms.seen(step, values).items() if name in self._limits}
+    def _signs(self, values: dict[str, float]) -> dict[str, Sign]:
+        signs = {name: sign for name, sign in self._symptoms.signs(values).items() if name in self._limits}
         own = {
             name: Sign(values[name], f"{name} is {values[name]:g}") for name in self._config.numbers if name in values
         }
         return {**signs, **own}
 
     def _bad_signs(self, signs: dict[str, Sign]) -> set[str]:
-        """The alarms whose number is bad, but for those that follow from others."""
+        """The alarms whose number is bad, without those that follow from others."""
         bad = {name for name, sign in signs.items() if _is_bad(self._limits[name], sign.value)}
         return {name for name in bad if not _CAUSES.get(name, set()) & bad}
 
-    def _words(self, name: str, sign: Sign) -> str:
+    def _message(self, name: str, sign: Sign) -> str:
         limit, count = self._limits[name], self._bad[name]
+        if name == NON_FINITE:
+            return f"{name}: {sign.words} ({count} {'step' if count == 1 else 'steps'} in a row; guard.non_finite)"
         bound = f"above {limit.above:g}" if limit.above is not None and sign.value > limit.above else ""
         bound = bound or f"below {limit.below:g}"
         what = "evaluations" if name == "held_out" else "steps"
@@ -158,14 +191,12 @@ class Alarms:
         return f"{name}: {sign.words} ({sign.value:.4g}, {bound}{many}; {setting})"
 
     def _add_numbers(self, values: dict[str, float], signs: dict[str, Sign]) -> None:
-        """Add the alarms that are also numbers, and the gap to the held-out reward."""
+        """Add the alarms that are also metrics, and the gap to the held-out reward."""
         if "parity/logp_abs_diff_mean" in values and "parity" in self._limits:
-            gap, limit = values["parity/logp_abs_diff_mean"], self._limits["parity"]
+            gap = values["parity/logp_abs_diff_mean"]
             # A gap that is NaN is an alarm too.
-            values["parity/alarm"] = float(gap != gap or _is_bad(limit, gap))
-        sets = [
-            name.removesuffix("/accuracy") for name in values if name.startswith("eval/") and name.endswith("/accuracy")
-        ]
+            values["parity/alarm"] = float(gap != gap or _is_bad(self._limits["parity"], gap))
+        sets = evaluated_sets(values)
         if not sets:
             return
         self._first_set = self._first_set or sets[0]
@@ -174,6 +205,17 @@ class Alarms:
         if "held_out" in self._limits:
             sign = signs.get("held_out")
             values["health/alarm"] = float(sign is not None and _is_bad(self._limits["held_out"], sign.value))
+
+
+def _way_out(record: AlarmRecord, saved: str) -> str:
+    if record.alarm == NON_FINITE:
+        return (
+            f"checkpoints of steps before {record.since} are kept: look at rollouts/, lower policy.lr or"
+            " policy.max_grad_norm, and go on from one of them with --run.resume auto --run.allow_changes true"
+        )
+    return (
+        f"{saved}: change what is wrong and go on with --run.resume auto, or give an earlier checkpoint as run.resume"
+    )
 
 
 def _is_bad(limit: AlarmConfig, value: float) -> bool:

@@ -1,38 +1,36 @@
-"""What is wrong with a run, as numbers: each symptom of the numbers of a step, seen beside those of the steps before.
+"""Symptoms: what may be wrong with a run, as numbers, from the metrics of a step and of the steps before it.
 
-A symptom is a pure function of what was logged: the numbers of a step, which all ranks share, and of earlier ones. From
-when on it is an alarm, and what is done about it, is decided in alarms.py.
+A symptom is a pure function of what was logged, which is the same on all ranks. When it becomes an alarm, and what
+happens then, is decided in alarms.py.
 """
 
 import itertools
 import math
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from hybrid_grpo.config import ModelRunConfig, TrainConfig
 
+NON_FINITE = "non_finite"
+"""The alarm whose settings are those of the section `guard`."""
 _FIRST = 10
 """Steps at the start of a run that later ones are compared with."""
 _RECENT, _BEFORE, _FEWEST = 60, 20, 5
-"""The usual value of a number is the median of the last `_RECENT` steps but for the last `_BEFORE`, so that it does not
-follow what goes wrong at once; early in a run, of the first `_FEWEST`."""
+"""The usual value of a number is the median of the last `_RECENT` steps without the last `_BEFORE`, so that it does not
+follow at once what goes wrong; early in a run, that of the first `_FEWEST`."""
 _SMOOTH = 10
 """Steps that the means of reward_hacking are taken over."""
 _CHANCE, _HELD_OUT_CHANCE = 4.0, 2.0
-"""Standard errors that a fall must have so that it is not chance: in training, which is looked at in every step, and of
-held-out accuracy."""
+"""Standard errors that a fall must exceed so that it is not chance: in training, which is looked at in every step, and
+of held-out accuracy."""
 _ENTROPY = 5.0
-"""Entropy of a completion, in nats, from which on equal ones should be rare."""
+"""Entropy of a completion, in nats, above which equal completions should be rare."""
+_FINITE = re.compile(r"policy/(kl|ratio_max|entropy)|parity/logp_abs_diff_mean|.*/(loss|grad_norm)")
+"""Metrics that are never NaN or infinite in a healthy run."""
 _OTHERS = re.compile(r"reward/[^/]+/(mean|failed_frac)|eval/[^/]+/(accuracy|reward_mean|stderr)")
-_NEEDED = {
-    *("policy/entropy", "policy/kl", "policy/ratio_max", "parity/logp_abs_diff_mean"),
-    *("completion/length_mean", "completion/clipped_frac", "completion/duplicate_frac"),
-    *("group/zero_std_frac", "group/all_right_frac", "reward/mean", "reward/max", "reward/min"),
-    "throughput/generated_tokens_per_s",
-}
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,9 @@ class Sign:
     """One symptom at one step."""
 
     value: float
-    """What the limits of the alarm are about; NaN where it cannot be bad."""
+    """What the limits of the alarm apply to; NaN where it cannot be bad."""
     words: str
-    """What is so, with the numbers."""
+    """What is wrong, with the numbers."""
     since: int | None = None
     """The first step of what is seen; None: that of the first bad value."""
 
@@ -71,7 +69,7 @@ class _Series:
         return median(values[: max(_FEWEST, len(values) - _BEFORE)]) if len(values) >= _FEWEST else math.nan
 
     def last(self, count: int) -> list[float]:
-        """The newest values, as many as were asked for, or none."""
+        """The newest `count` values; none while there are fewer."""
         return list(self._recent)[-count:] if len(self._recent) >= count else []
 
 
@@ -89,25 +87,25 @@ class Symptoms:
 
     Args:
         outcome: the reward function that tells right from wrong; empty where there is none.
-        groups: whether the policy learns from what differs inside groups of completions.
+        groups: whether the policy learns from differences within groups of completions.
         rewarded: whether the policy learns from rewards alone.
     """
 
     def __init__(self, outcome: str = "", *, groups: bool = True, rewarded: bool = True) -> None:
         self._outcome, self._groups, self._rewarded = outcome, groups, rewarded
-        self._series: dict[str, _Series] = {}
+        self._series: dict[str, _Series] = defaultdict(_Series)
         self._trained: list[float] = []
         """Training rewards since the run began."""
         self._best: _Best | None = None
         """The best smoothed outcome in training."""
         self._held_out: dict[str, _Best] = {}
         """The best evaluation of each set; the reward at step 0 is that of the first step, NaN until then."""
-        self._seen: dict[str, int] = {}
+        self._rewards_seen: dict[str, int] = {}
         """Training rewards before the latest evaluation of each set."""
 
     @classmethod
     def of(cls, config: ModelRunConfig) -> "Symptoms":
-        """Of a run with these settings."""
+        """The symptoms of a run with these settings."""
         if not isinstance(config, TrainConfig):
             return cls()
         outcome = config.eval.outcome or next(iter(config.reward_names), "")
@@ -115,105 +113,95 @@ class Symptoms:
         return cls(outcome, groups=groups, rewarded=not any(of.learns_without_rewards for of in config.active_features))
 
     def needs(self, name: str) -> bool:
-        """Whether a metric is looked at."""
+        """Whether any symptom is made from this metric of an earlier step."""
         return name in _NEEDED or _OTHERS.fullmatch(name) is not None
 
-    def seen(self, step: int, values: dict[str, float]) -> dict[str, Sign]:
-        """The symptoms of a step, by alarm; those whose numbers it does not have are left out."""
-        found = {name: of(self, step, values) for name, of in _SYMPTOMS.items()}
+    def signs(self, values: dict[str, float]) -> dict[str, Sign]:
+        """The symptoms of a step, by alarm, as far as the step has the metrics for them."""
+        found = {name: of(self, values) for name, (of, needed) in _SYMPTOMS.items() if values.keys() >= {*needed}}
         return {name: sign for name, sign in found.items() if sign is not None}
 
     def remember(self, step: int, values: dict[str, float]) -> None:
         """Take the numbers of a step as the past of later ones."""
         for name in ("completion/length_mean", "completion/clipped_frac", "throughput/generated_tokens_per_s"):
             if name in values:
-                self._series.setdefault(name, _Series()).add(values[name])
+                self._series[name].add(values[name])
         reward, outcome = values.get("reward/mean"), values.get(f"reward/{self._outcome}/mean")
         if reward is not None:
             self._trained.append(reward)
-            self._of("reward/mean").add(reward)
+            self._series["reward/mean"].add(reward)
             for stage, best in self._held_out.items():
                 if math.isnan(best.reward):
                     self._held_out[stage] = _Best(best.step, best.value, reward)
         if reward is not None and outcome is not None:
-            self._of("outcome").add(outcome)
-            rewards, outcomes = self._of("reward/mean").last(_SMOOTH), self._of("outcome").last(_SMOOTH)
+            self._series["outcome"].add(outcome)
+            rewards, outcomes = self._series["reward/mean"].last(_SMOOTH), self._series["outcome"].last(_SMOOTH)
             if rewards and outcomes and (self._best is None or fmean(outcomes) >= self._best.value):
                 self._best = _Best(step, fmean(outcomes), fmean(rewards))
-        for stage in _evaluated(values):
-            accuracy, trained = values[f"{stage}/accuracy"], self._reward_before(stage)
-            self._seen[stage] = len(self._trained)
+        for stage in evaluated_sets(values):
+            accuracy, trained = values[f"{stage}/accuracy"], self._reward_since_evaluation(stage)
+            self._rewards_seen[stage] = len(self._trained)
             if stage not in self._held_out or accuracy >= self._held_out[stage].value:
                 self._held_out[stage] = _Best(step, accuracy, trained)
 
-    def _of(self, name: str) -> _Series:
-        return self._series.setdefault(name, _Series())
-
-    def _reward_before(self, stage: str) -> float:
+    def _reward_since_evaluation(self, stage: str, *newest: float) -> float:
         """Mean training reward since the last evaluation of a set; NaN where there was none."""
-        rewards = self._trained[self._seen.get(stage, 0) :]
+        rewards = [*self._trained[self._rewards_seen.get(stage, 0) :], *newest]
         return fmean(rewards) if rewards else math.nan
 
-    def _entropy(self, step: int, values: dict[str, float]) -> Sign | None:
-        if "policy/entropy" not in values:
-            return None
+    def _non_finite(self, values: dict[str, float]) -> Sign:
+        broken = [name for name, value in values.items() if _FINITE.fullmatch(name) and not math.isfinite(value)]
+        return Sign(len(broken), f"{', '.join(broken)} not finite: the policy has diverged, or its inputs hold NaN")
+
+    def _entropy(self, values: dict[str, float]) -> Sign:
         entropy, right = values["policy/entropy"], values.get("group/all_right_frac", 0.0)
         return Sign(
             entropy if right < 0.5 else math.nan,
-            f"entropy is {entropy:.4f} nats a token, with {right:.0%} of the groups all right: the policy has stopped"
-            " to explore",
+            f"entropy is {entropy:.4f} nats per token, with {right:.0%} of the groups all right: the policy has stopped"
+            " exploring",
         )
 
-    def _length(self, step: int, values: dict[str, float]) -> Sign | None:
-        return self._beside("completion/length_mean", values, "completions have {:.1f} tokens, {:.1f} times as usual")
+    def _length(self, values: dict[str, float]) -> Sign:
+        return self._compared("completion/length_mean", values, "completions have {:.1f} tokens, {:.1f} times as usual")
 
-    def _throughput(self, step: int, values: dict[str, float]) -> Sign | None:
-        words = "{:.0f} tokens are generated a second, {:.2f} times as usual"
+    def _throughput(self, values: dict[str, float]) -> Sign | None:
         if "time/profiled" in values:  # tracing takes time
             return None
-        return self._beside("throughput/generated_tokens_per_s", values, words)
+        words = "{:.0f} tokens are generated per second, {:.2f} times as usual"
+        return self._compared("throughput/generated_tokens_per_s", values, words)
 
-    def _beside(self, name: str, values: dict[str, float], words: str) -> Sign | None:
-        """A number beside its usual value."""
-        if name not in values:
-            return None
-        usual = self._of(name).usual
+    def _compared(self, name: str, values: dict[str, float], words: str) -> Sign:
+        """A number divided by its usual value."""
+        usual = self._series[name].usual
         share = values[name] / usual if usual else math.nan
         return Sign(share, words.format(values[name], share))
 
-    def _truncated(self, step: int, values: dict[str, float]) -> Sign | None:
-        if "completion/clipped_frac" not in values:
-            return None
-        share, start = values["completion/clipped_frac"], self._of("completion/clipped_frac").start
+    def _truncated(self, values: dict[str, float]) -> Sign:
+        share, start = values["completion/clipped_frac"], self._series["completion/clipped_frac"].start
         return Sign(share - start, f"{share:.0%} of completions are cut at the length limit, {start:.0%} at the start")
 
-    def _dead_groups(self, step: int, values: dict[str, float]) -> Sign | None:
-        if not self._groups or "group/zero_std_frac" not in values:
-            return None
+    def _dead_groups(self, values: dict[str, float]) -> Sign | None:
         dead, right = values["group/zero_std_frac"], values.get("group/all_right_frac", 0.0)
-        return Sign(dead - right, f"{dead:.0%} of the groups teach nothing, and {right:.0%} are all right")
+        words = f"{dead:.0%} of the groups teach nothing, and {right:.0%} are all right"
+        return Sign(dead - right, words) if self._groups else None
 
-    def _constant(self, step: int, values: dict[str, float]) -> Sign | None:
-        if not self._rewarded or not {"reward/max", "reward/min", "reward/mean"} <= values.keys():
-            return None
-        spread, start = values["reward/max"] - values["reward/min"], self._of("reward/mean").start
+    def _constant(self, values: dict[str, float]) -> Sign | None:
+        spread, start = values["reward/max"] - values["reward/min"], self._series["reward/mean"].start
         learned = values.get("group/all_right_frac", 0.0) > 0.99 and values["reward/mean"] > start
         words = f"all completions have the reward {values['reward/max']:g}: there is no gradient"
-        return Sign(math.nan if learned else spread, words)
+        return Sign(math.nan if learned else spread, words) if self._rewarded else None
 
-    def _hacking(self, step: int, values: dict[str, float]) -> Sign | None:
-        functions = sum(
-            name.startswith("reward/") and name.count("/") == 2 and name.endswith("/mean") for name in values
-        )
+    def _hacking(self, values: dict[str, float]) -> Sign | None:
+        functions = sum(re.fullmatch("reward/[^/]+/mean", name) is not None for name in values)
         outcome, best = values.get(f"reward/{self._outcome}/mean"), self._best
-        if functions < 2 or outcome is None or best is None or "reward/mean" not in values:
+        if functions < 2 or outcome is None or best is None:
             return None
-        outcomes = [*self._of("outcome").last(_SMOOTH)[1:], outcome]
-        now, reward = fmean(outcomes), fmean([*self._of("reward/mean").last(_SMOOTH)[1:], values["reward/mean"]])
+        outcomes = [*self._series["outcome"].last(_SMOOTH)[1:], outcome]
+        rewards = [*self._series["reward/mean"].last(_SMOOTH)[1:], values["reward/mean"]]
+        now, reward, fall = fmean(outcomes), fmean(rewards), best.value - fmean(outcomes)
         differences = [one - other for one, other in itertools.pairwise(outcomes)]
         # Successive differences have twice the variance of a value, whatever the trend.
         chance = _CHANCE * math.sqrt(fmean(d * d for d in differences) / 2 / len(outcomes))
-        fall = best.value - now
         return Sign(
             fall if reward > best.reward and fall > chance else math.nan,
             f"{self._outcome} fell from {best.value:.3f} at step {best.step} to {now:.3f} in training, while the reward"
@@ -221,18 +209,13 @@ class Symptoms:
             best.step + 1,
         )
 
-    def _heldout(self, step: int, values: dict[str, float]) -> Sign | None:
-        signs = [sign for stage in _evaluated(values) if (sign := self._of_set(stage, values))]
+    def _heldout(self, values: dict[str, float]) -> Sign | None:
+        signs = [self._of_set(stage, values) for stage in evaluated_sets(values) if stage in self._held_out]
         return max(signs, key=lambda sign: -math.inf if math.isnan(sign.value) else sign.value, default=None)
 
-    def _of_set(self, stage: str, values: dict[str, float]) -> Sign | None:
-        best = self._held_out.get(stage)
-        if best is None:
-            return None
-        reward = values.get("reward/mean")
-        rewards = self._trained[self._seen[stage] :] + ([] if reward is None else [reward])
-        trained = fmean(rewards) if rewards else math.nan
-        accuracy = values[f"{stage}/accuracy"]
+    def _of_set(self, stage: str, values: dict[str, float]) -> Sign:
+        accuracy, best = values[f"{stage}/accuracy"], self._held_out[stage]
+        trained = self._reward_since_evaluation(stage, *(values[name] for name in ("reward/mean",) if name in values))
         fall = best.value - accuracy
         # Of the difference of two evaluations, as if they were of different prompts.
         chance = _HELD_OUT_CHANCE * math.sqrt(2) * values.get(f"{stage}/stderr", 0.0)
@@ -245,65 +228,53 @@ class Symptoms:
             best.step + 1,
         )
 
-    def _kl(self, step: int, values: dict[str, float]) -> Sign | None:
-        words = "the policy is {:.3g} nats a token from the reference"
-        return _plain("policy/kl", values, words)
-
-    def _ratio(self, step: int, values: dict[str, float]) -> Sign | None:
-        words = "a token became {:.4g} times as likely within one step"
-        return _plain("policy/ratio_max", values, words)
-
-    def _parity(self, step: int, values: dict[str, float]) -> Sign | None:
-        words = (
-            "sampler and training forward differ by {:.4f} nats a token on average: old_logp is not the policy's, so"
-            " ratios and clipping are off"
-        )
-        return _plain("parity/logp_abs_diff_mean", values, words)
-
-    def _duplicates(self, step: int, values: dict[str, float]) -> Sign | None:
-        if "completion/duplicate_frac" not in values or "policy/entropy" not in values:
-            return None
-        share, entropy = (
-            values["completion/duplicate_frac"],
-            values["policy/entropy"] * values["completion/length_mean"],
-        )
+    def _duplicates(self, values: dict[str, float]) -> Sign:
+        share = values["completion/duplicate_frac"]
+        entropy = values["policy/entropy"] * values["completion/length_mean"]
         return Sign(
             share if entropy > _ENTROPY else math.nan,
             f"{share:.0%} of completions equal another of their group, although the policy has {entropy:.1f} nats of"
-            " entropy a completion: what is sampled is not the policy",
+            " entropy per completion: what is sampled is not the policy",
         )
 
-    def _failing(self, step: int, values: dict[str, float]) -> Sign | None:
+    def _failing(self, values: dict[str, float]) -> Sign | None:
         shares = {name: share for name, share in values.items() if re.fullmatch("reward/[^/]+/failed_frac", name)}
-        if not shares:
+        worst = max(shares, key=lambda name: shares[name], default=None)
+        if worst is None:
             return None
-        worst = max(shares, key=lambda name: shares[name])
         return Sign(
             shares[worst], f"reward function {worst.split('/')[1]} failed on {shares[worst]:.0%} of completions"
         )
 
 
-_SYMPTOMS: dict[str, Callable[[Symptoms, int, dict[str, float]], Sign | None]] = {
-    "entropy_collapse": Symptoms._entropy,
-    "length_runaway": Symptoms._length,
-    "truncated": Symptoms._truncated,
-    "dead_groups": Symptoms._dead_groups,
-    "constant_reward": Symptoms._constant,
-    "reward_hacking": Symptoms._hacking,
-    "held_out": Symptoms._heldout,
-    "kl": Symptoms._kl,
-    "ratio": Symptoms._ratio,
-    "parity": Symptoms._parity,
-    "duplicates": Symptoms._duplicates,
-    "throughput_drop": Symptoms._throughput,
-    "failing_rewards": Symptoms._failing,
+def _plain(name: str, words: str) -> tuple[Callable[[Symptoms, dict[str, float]], Sign], tuple[str]]:
+    return lambda _, values: Sign(values[name], words.format(values[name])), (name,)
+
+
+_SYMPTOMS: dict[str, tuple[Callable[[Symptoms, dict[str, float]], Sign | None], tuple[str, ...]]] = {
+    NON_FINITE: (Symptoms._non_finite, ()),
+    "entropy_collapse": (Symptoms._entropy, ("policy/entropy",)),
+    "length_runaway": (Symptoms._length, ("completion/length_mean",)),
+    "truncated": (Symptoms._truncated, ("completion/clipped_frac",)),
+    "dead_groups": (Symptoms._dead_groups, ("group/zero_std_frac",)),
+    "constant_reward": (Symptoms._constant, ("reward/mean", "reward/max", "reward/min")),
+    "reward_hacking": (Symptoms._hacking, ("reward/mean",)),
+    "held_out": (Symptoms._heldout, ()),
+    "kl": _plain("policy/kl", "the policy is {:.3g} nats per token away from the reference"),
+    "ratio": _plain("policy/ratio_max", "a token became {:.4g} times as likely within one step"),
+    "parity": _plain(
+        "parity/logp_abs_diff_mean",
+        "sampler and training forward differ by {:.4f} nats per token on average: old_logp is not the policy's, so"
+        " ratios and clipping are off",
+    ),
+    "duplicates": (Symptoms._duplicates, ("completion/duplicate_frac", "completion/length_mean", "policy/entropy")),
+    "throughput_drop": (Symptoms._throughput, ("throughput/generated_tokens_per_s",)),
+    "failing_rewards": (Symptoms._failing, ()),
 }
+"""By alarm: its symptom, and the metrics without which a step does not have it."""
+_NEEDED = {"group/all_right_frac", *(name for _, needed in _SYMPTOMS.values() for name in needed)}
 
 
-def _evaluated(values: dict[str, float]) -> list[str]:
-    """The held-out sets with an evaluation in a step."""
+def evaluated_sets(values: dict[str, float]) -> list[str]:
+    """The held-out sets that a step has evaluated, such as `eval/heldout`."""
     return [name.removesuffix("/accuracy") for name in values if re.fullmatch("eval/[^/]+/accuracy", name)]
-
-
-def _plain(name: str, values: dict[str, float], words: str) -> Sign | None:
-    return Sign(values[name], words.format(values[name])) if name in values else None

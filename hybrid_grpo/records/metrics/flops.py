@@ -11,7 +11,7 @@ import torch
 from hybrid_grpo.data.batch import Numbers, Rollout
 from hybrid_grpo.model.flops import Cost
 from hybrid_grpo.model.hardware import peak_flops
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.meter import Meter
 
 if TYPE_CHECKING:
     from hybrid_grpo.policy import Policy

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol
 import psutil
 
 from hybrid_grpo.config import LogConfig
-from hybrid_grpo.records.trackers.entries import Entries, Entry
+from hybrid_grpo.records.trackers.steps import TrackedStep, TrackedSteps
 
 LOOK_SECONDS = 0.5
 """Between two looks into the folder."""
@@ -38,7 +38,7 @@ class Tracker(Protocol):
     greeting: str
     """Where the run is to be seen, in one line."""
 
-    def write(self, entry: Entry) -> None: ...
+    def write(self, entry: TrackedStep) -> None: ...
 
     def close(self, files: list[Path], failed: bool) -> None: ...
 
@@ -62,7 +62,7 @@ class _Follower:
         asked, words = threading.Event(), list[bytes]()
         threading.Thread(target=_listen, args=[asked, words], daemon=True).start()
         parent, config = os.getppid(), LogConfig(**log)
-        entries = Entries(folder, done, config.histograms_every)
+        entries = TrackedSteps(folder, done, config.histograms_every)
         try:
             with self._within("starting"):
                 tracker = make(self._name, folder, config, settings, done >= 0)
@@ -79,7 +79,7 @@ class _Follower:
             self._give_up(f"{type(error).__name__}: {reason[:300]}")
         self._leave(0)
 
-    def _show(self, tracker: Tracker, entries: Iterator[Entry]) -> None:
+    def _show(self, tracker: Tracker, entries: Iterator[TrackedStep]) -> None:
         for entry in entries:
             with self._within(f"writing step {entry.step}"):
                 tracker.write(entry)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.config import LogConfig
-from hybrid_grpo.records.trackers.entries import Entry, table
+from hybrid_grpo.records.trackers.steps import TrackedStep, table
 
 _LONGEST_PARAMETER = 6000
 """Characters of a parameter that MLflow takes."""
@@ -33,7 +33,7 @@ class MlflowTracker:
             mlflow.set_tags(tags)
         self.greeting = f"mlflow: {mlflow.get_tracking_uri()}, experiment {config.wandb_project}"
 
-    def write(self, entry: Entry) -> None:
+    def write(self, entry: TrackedStep) -> None:
         """Log the numbers of a step, now and then its samples as a table, and its alarms as tags."""
         # MLflow's names have no @, and its server refuses what is not finite.
         numbers = {name.replace("@", "_at_"): value for name, value in entry.values.items() if math.isfinite(value)}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.config import LogConfig
-from hybrid_grpo.records.trackers.entries import Entry
+from hybrid_grpo.records.trackers.steps import TrackedStep
 
 _BINS = 30
 
@@ -30,7 +30,7 @@ class TensorboardTracker:
         self._add(0, [self._text("config", "\n".join(f"    {line}" for line in text.splitlines()))])
         self.greeting = f"tensorboard: tensorboard --logdir {folder.parent}"
 
-    def write(self, entry: Entry) -> None:
+    def write(self, entry: TrackedStep) -> None:
         """Write the scalars of a step, its histograms, and its samples and alarms as text."""
         if self._resumes:  # what an earlier attempt wrote from this step on is hidden
             self._resumes, start = False, self._event.SessionLog(status=self._event.SessionLog.START)

@@ -5,7 +5,7 @@ from typing import Any
 
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.records.files import json_safe
-from hybrid_grpo.records.trackers.entries import Entry, table
+from hybrid_grpo.records.trackers.steps import TrackedStep, table
 
 
 class TrackioTracker:
@@ -26,7 +26,7 @@ class TrackioTracker:
         )
         self.greeting = f"trackio: trackio show --project {project}"
 
-    def write(self, entry: Entry) -> None:
+    def write(self, entry: TrackedStep) -> None:
         """Log a step: its numbers, histograms and samples, and an alert for each alarm."""
         for message in entry.alarms:
             self._trackio.alert(f"Alarm at step {entry.step}", message)

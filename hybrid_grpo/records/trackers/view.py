@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybrid_grpo.records.metrics.charts import CHARTS, STEP_PARTS
-from hybrid_grpo.records.trackers.entries import STEP
+from hybrid_grpo.records.trackers.steps import STEP
 
 QUESTIONS = {
     "Is it learning?": ("Results", "Data"),

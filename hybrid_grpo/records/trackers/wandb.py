@@ -10,7 +10,7 @@ from typing import Any, Literal
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.records.files import json_safe
 from hybrid_grpo.records.metrics.catalogue import find
-from hybrid_grpo.records.trackers.entries import AXES, STEP, Entry, table
+from hybrid_grpo.records.trackers.steps import AXES, STEP, TrackedStep, table
 from hybrid_grpo.records.trackers.view import save_view
 
 WandbMode = Literal["online", "offline", "disabled"]
@@ -89,7 +89,7 @@ class WandbTracker:
         except Exception as error:
             return f"; no view was saved: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
-    def write(self, entry: Entry) -> None:
+    def write(self, entry: TrackedStep) -> None:
         """Log a step as one row; every curve is drawn over the step, or over another of AXES."""
         for name in entry.values.keys() | entry.distributions.keys():
             self._define(name)

@@ -18,7 +18,7 @@ from hybrid_grpo.engine import Engine
 from hybrid_grpo.model.ranks import all_gather_objects, barrier, rank, world_size
 from hybrid_grpo.model.tensor_files import foreign_types
 from hybrid_grpo.records.files import replace_text, sync
-from hybrid_grpo.records.writing import WriteFailed, write_together
+from hybrid_grpo.records.write_failures import WriteFailed, write_together
 from hybrid_grpo.run.parts import Shards
 from hybrid_grpo.run.saving.manifest import Damaged, Manifest, measure, owner
 

@@ -11,7 +11,7 @@ from launching import ranks
 from safetensors.torch import load_file
 from workshop import Workshop
 
-from hybrid_grpo.records.exporting import exported
+from hybrid_grpo.records.exports import exported
 
 PROGRAMS = str(Path(__file__).with_name("programs.py"))
 

@@ -28,8 +28,8 @@ from hybrid_grpo.features.guests.guests import Guests
 from hybrid_grpo.features.guests.settings import GuestConfig, GuestsConfig
 from hybrid_grpo.generation.rollout import requests_of
 from hybrid_grpo.model.loading import load_tokenizer
-from hybrid_grpo.records.metrics.measure import measure_step
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.measurements import measure_step
+from hybrid_grpo.records.metrics.meter import Meter
 
 PROGRAMS = str(Path(__file__).with_name("programs.py"))
 Seen = dict[str, Any]

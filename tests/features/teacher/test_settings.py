@@ -19,10 +19,6 @@ REFUSED = [
         "teacher.offload false has no effect where the policy itself is the teacher: set teacher.model",
     ),
     ({"teacher": {"prompt_column": "prompt"}}, "teacher.prompt_column prompt is data.prompt_column, which the policy"),
-    (
-        {"teacher": {"prompt_column": "solved"}, "data": {"path": "x.jsonl", "streaming": True}},
-        "teacher is checked with all prompts before the run, which data.streaming does not know",
-    ),
     ({**ALONE, "grpo": {"scale_rewards": "none"}}, "grpo.scale_rewards none is about rewards in a group, and rollout."),
     ({**ALONE, "grpo": {"dynamic_sampling": True}}, "grpo.dynamic_sampling true is about rewards in a group"),
     (

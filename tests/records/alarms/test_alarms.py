@@ -10,8 +10,7 @@ from paths import ROOT
 from hybrid_grpo.config import AlarmConfig, AlarmsConfig, RunConfig, TrainConfig, build, to_dict
 from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
-from hybrid_grpo.records.alarms.alarms import Alarms
-from hybrid_grpo.records.alarms.divergence import RollBack
+from hybrid_grpo.records.alarms.alarms import Alarms, RollBack
 from hybrid_grpo.records.alarms.symptoms import Symptoms
 from hybrid_grpo.run.saving.checkpoint import Checkpoint
 from hybrid_grpo.run.saving.manifest import Manifest

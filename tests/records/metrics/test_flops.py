@@ -11,7 +11,7 @@ from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.model.flops import Cost
 from hybrid_grpo.model.hardware import peak_flops
 from hybrid_grpo.records.metrics import flops
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.meter import Meter
 
 COST = Cost(body=1000.0, body_trained=1000.0, head=300.0, head_trained=300.0, width=8, layers={math.inf: 2})
 

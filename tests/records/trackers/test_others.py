@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from hybrid_grpo.config import LogConfig
-from hybrid_grpo.records.trackers.entries import Entries
 from hybrid_grpo.records.trackers.follower import make
+from hybrid_grpo.records.trackers.steps import TrackedSteps
 
 CONFIG = LogConfig(wandb_project="sorting", group="seeds", tags=["a"], notes="why", histograms_every=2)
 SETTINGS = {"policy": {"lr": 1e-4, "betas": [0.9, 0.99]}, "data": {}}
@@ -31,7 +31,7 @@ class Calls:
 
 def show(name, folder, resumes=False, settings=SETTINGS):
     tracker = make(name, folder, CONFIG, settings, resumes)
-    for entry in Entries(folder, -1, CONFIG.histograms_every).new():
+    for entry in TrackedSteps(folder, -1, CONFIG.histograms_every).new():
         tracker.write(entry)
     tracker.close([folder / "report.html"], failed=True)
     return tracker

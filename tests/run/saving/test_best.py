@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from workshop import Workshop
 
 from hybrid_grpo.config import EvalConfig
-from hybrid_grpo.records.exporting import exported
+from hybrid_grpo.records.exports import exported
 from hybrid_grpo.run.saving.best import Best
 
 METRIC = "eval/heldout/accuracy"

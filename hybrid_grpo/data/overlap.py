@@ -1,0 +1,37 @@
+"""Whether two prompts have the same text, and how many held-out prompts are also trained on."""
+
+import re
+import unicodedata
+from collections.abc import Iterable
+
+from hybrid_grpo.data.batch import Message, Prompt
+
+_PUNCTUATION = re.compile(r"""[\s.,;:!?"'`\u2018-\u201f\u2026\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f]+""")
+
+
+def count_equal(training: Iterable[Prompt], held_out: Iterable[Prompt]) -> int:
+    """How many held-out prompts are also training prompts, ignoring punctuation, case and white space."""
+    trained = {without_punctuation(plain_text(prompt.text)) for prompt in training}
+    return sum(without_punctuation(plain_text(prompt.text)) in trained for prompt in held_out)
+
+
+def plain_text(prompt: str | list[Message]) -> str:
+    """The text of a prompt, one message after the other, without system messages, which many prompts share."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(_content(message.get("content")) for message in prompt if message["role"] != "system")
+
+
+def normalized(text: str) -> str:
+    """The text with case folded, white space collapsed and letters composed."""
+    return " ".join(unicodedata.normalize("NFC", text).casefold().split())
+
+
+def without_punctuation(text: str) -> str:
+    """The normalized text without punctuation. All other signs stay: (2 + 3) * 4 is not 2 + 3 * 4."""
+    return _PUNCTUATION.sub(" ", normalized(text)).strip()
+
+
+def _content(content: str | list[dict[str, str]] | None) -> str:
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    return "\n".join(str(part.get("text", "")) for part in parts)

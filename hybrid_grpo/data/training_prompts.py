@@ -1,0 +1,128 @@
+"""The prompts to train on, and the order in which the steps of a run draw them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hybrid_grpo.config import BatchPlan, TrainConfig
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.data.batch import Numbers, Prompt
+from hybrid_grpo.data.loader import PromptLoader
+from hybrid_grpo.data.mixture import Mixture
+from hybrid_grpo.model.ranks import rank
+
+
+class StepLoader(Protocol):
+    """Draws the prompts of every step, on this rank. What is drawn is the same on any number of ranks."""
+
+    def next_prompts(self, batches: int) -> list[Prompt]:
+        """This rank's prompts of the next global batches, batch after batch, each with the epoch it was drawn in.
+        Collective."""
+
+    def more_prompts(self, count: int, wanted: list[int]) -> list[Prompt]:
+        """Those of the next `count` prompts over all ranks that are `wanted` here. Collective."""
+
+    def note(self, prompts: Sequence[Prompt], outcome_B: Tensor, threshold: float) -> None:
+        """Note how the groups of these prompts, [P], turned out, which this rank drew since the last update. Outcomes
+        of `threshold` (`eval.threshold`) or more are right, and NaN is not counted."""
+
+    def update(self) -> None:
+        """Called once per step, after all of its groups were noted. Collective."""
+
+    def numbers(self) -> Numbers:
+        """How far the run has come."""
+
+    def tried_prompts(self) -> list[dict[str, Any]]:
+        """The rows of prompts.jsonl; none where success rates are not kept."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The present position, over all ranks; the same on every rank."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved position; raises UserError where it belongs to other prompts or another order."""
+
+
+class ListLoader(PromptLoader[Prompt]):
+    """A `StepLoader` of prompts that are all in memory. Outcomes change nothing.
+
+    A batch is a minibatch, so that its prompts do not depend on the number of ranks.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], config: TrainConfig, plan: BatchPlan, rank: int) -> None:
+        batch_size = plan.world_size * plan.prompts_per_rank // plan.num_minibatches
+        data, seed = config.data, config.run.seed
+        super().__init__(prompts, batch_size, rank, plan.world_size, seed, data.shuffle)
+        self._mixture = Mixture(data.mixture, prompts, seed, data.shuffle) if data.mixture else None
+        self._num_generations = plan.own_generations
+
+    def next_prompts(self, batches: int) -> list[Prompt]:
+        """See `StepLoader`."""
+        if self._mixture is None:
+            return [replace(prompt, epoch=epoch) for _ in range(batches) for prompt, epoch in self.next_batch()]
+        # The quotas of its sources are those of a whole step.
+        return self.more_prompts(batches * self._batch_size, self.wanted(batches))
+
+    def more_prompts(self, count: int, wanted: list[int]) -> list[Prompt]:
+        """See `StepLoader`."""
+        return [replace(prompt, epoch=epoch) for prompt, epoch in self.draw(count, wanted)]
+
+    def note(self, prompts: Sequence[Prompt], outcome_B: Tensor, threshold: float) -> None:
+        """See `StepLoader`."""
+
+    def update(self) -> None:
+        """See `StepLoader`."""
+
+    def tried_prompts(self) -> list[dict[str, Any]]:
+        """See `StepLoader`."""
+        return []
+
+    def numbers(self) -> Numbers:
+        """See `StepLoader`."""
+        return {
+            "data/epoch": (self.position / len(self._prompts), 1),
+            "progress/completions": (self.position * self._num_generations, 1),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `PromptLoader`; also the positions in the sources of a mixture."""
+        mixture = {} if self._mixture is None else {"mixture": self._mixture.state_dict()}
+        return {**super().state_dict(), **mixture}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state; see `PromptLoader`."""
+        super().load_state_dict(state)
+        refuse(
+            self._mixture is None and "mixture" in state,
+            "data.mixture: the checkpoint was made with one, this run has none: resume with the same, or start anew"
+            " with another run.name",
+        )
+        if self._mixture is not None:
+            self._mixture.load_state_dict(state.get("mixture"))
+
+    def _take(self, count: int) -> list[tuple[int, int]]:
+        if self._mixture is None:
+            return super()._take(count)
+        self._position += count
+        return self._mixture.take(count)
+
+
+@dataclass(frozen=True)
+class TrainingPrompts:
+    """The prompts to train on."""
+
+    prompts: list[Prompt]
+    """All of them, or some of those that will be read as the run goes; the same on every rank."""
+    fact: str
+    """What was read, as one line for the console and the run folder."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt that may be drawn."""
+        return max(len(prompt.token_ids) for prompt in self.prompts)
+
+    def loader(self, config: TrainConfig, plan: BatchPlan, device: torch.device) -> StepLoader:
+        """Draws them, from the first one."""
+        return ListLoader(self.prompts, config, plan, rank())

@@ -1,0 +1,5 @@
+"""Finds training rows that are faulty, duplicated or held out, and writes the rows without them.
+
+`faults` looks at single rows, `duplicates` and `overlap` compare rows, `cleaner` runs all checks, and `command` is the
+command `data`. Rows are never changed.
+"""

@@ -1,0 +1,249 @@
+"""Checks the training rows for one kind of fault after the other, and reports what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from hybrid_grpo.config import DataConfig
+from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
+from hybrid_grpo.data.overlap import normalized, plain_text
+from hybrid_grpo.data.prompts import prompt_text, read_prompt, require_column
+from hybrid_grpo.data.sources import Row, evaluation_source, read_rows, source_rows, training_source
+from hybrid_grpo.data.tasks import row_reader
+from hybrid_grpo.features.cleaning.duplicates import NearTexts, Sketches, first_of_equals
+from hybrid_grpo.features.cleaning.faults import answer_fault, encoding_fault, language
+from hybrid_grpo.features.cleaning.overlap import OverlapIndex
+from hybrid_grpo.features.cleaning.settings import CleanConfig
+from hybrid_grpo.features.cleaning.words import words
+
+_ANSWERS = ("answer", "tests", "target")
+_QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A row in which a fault was found."""
+
+    row: int
+    """Number of the row in the source, from 0."""
+    why: str
+    """The fault, in words that continue "row 3"."""
+    text: str
+    """The prompt; empty if there is none."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found in the rows of a source."""
+
+    source: str
+    rows: int
+    kept: list[int]
+    """Numbers of the rows that are kept, in their order."""
+    found: dict[str, list[Finding]]
+    """By the setting of `clean` for each kind, in the order of the checks, without kinds that were not checked."""
+    lengths: dict[str, int]
+    """Quantiles of the lengths of all readable prompts, in `unit`."""
+    unit: str
+    """`tokens`, or `words` without a tokenizer."""
+    skipped: list[str]
+    """Checks that were not possible, and why."""
+
+
+@dataclass(frozen=True)
+class _Readable:
+    """A row that can be read."""
+
+    number: int
+    row: Row
+    """As the task reads it."""
+    text: str
+    """The prompt without system messages."""
+    length: int
+    """Of the prompt, in tokens or words."""
+
+
+_Faults = Iterator[tuple[_Readable, str]]
+"""The faulty rows, and what is wrong with each."""
+
+
+def clean(data: DataConfig, config: CleanConfig, tokenizer: Any = None) -> tuple[list[Row], Report]:
+    """The training rows that are kept, unchanged, and a report on all of them.
+
+    Args:
+        tokenizer: counts the tokens of prompts; without one, lengths are in words and no prompt is too long.
+
+    Raises:
+        UserError: a source, or every row of it, cannot be read; a column is missing; `overlap` is `refuse` and there is
+            one.
+    """
+    source = replace(training_source(data), any_letters=True)
+    rows = source_rows(source)
+    readable, unreadable = _read(rows, str(source), data, tokenizer)
+    cleaner = _Cleaner(readable, data, config, counts_tokens=tokenizer is not None)
+    found = {"unreadable": unreadable}
+    dropped = {finding.row for finding in unreadable if config.unreadable == "drop"}
+    for kind, check in cleaner.checks().items():
+        action = getattr(config, kind)
+        faults = check([row for row in readable if row.number not in dropped])
+        found[kind] = [Finding(row.number, why, row.text) for row, why in faults]
+        if action == "refuse" and found[kind]:
+            raise UserError(_refusal(found[kind], str(source)))
+        if action == "drop":
+            dropped |= {finding.row for finding in found[kind]}
+    kept = [number for number in range(len(rows)) if number not in dropped]
+    lengths = np.array([row.length for row in readable])
+    quantiles = {name: int(np.quantile(lengths, share, method="nearest")) for name, share in _QUANTILES.items()}
+    unit = "words" if tokenizer is None else "tokens"
+    report = Report(str(source), len(rows), kept, found, quantiles, unit, cleaner.skipped)
+    return [rows[number] for number in kept], report
+
+
+def _refusal(found: list[Finding], source: str) -> str:
+    return (
+        f"clean.overlap: {len(found)} rows of {source} are also held-out prompts, the first is row {found[0].row},"
+        f" which {found[0].why}: set clean.overlap to drop, or take them out"
+    )
+
+
+def _read(rows: list[Row], source: str, data: DataConfig, tokenizer: Any) -> tuple[list[_Readable], list[Finding]]:
+    """The rows that can be read, and those that cannot."""
+    read = row_reader(data.task, source) if data.task is not None else lambda _, row: row
+    readable, unreadable = [], []
+    for number, raw in enumerate(rows):
+        text = ""
+        try:
+            row = read(number, raw)
+            column, where = data.prompt_column, f"row {number} (from 0) of {source}"
+            refuse(column not in row, f"data.prompt_column {column}: {where} has none: {did_you_mean(column, row)}")
+            text = plain_text(prompt_text(row, where, data))
+            refuse(not text.strip(), f"data.prompt_column {column}: {where} is an empty prompt")
+            is_unicode = text.encode(errors="ignore").decode() == text
+            counted = tokenizer is not None and is_unicode
+            length = len(read_prompt(number, row, where, data, tokenizer).token_ids) if counted else len(words(text))
+        except UserError as error:
+            unreadable.append(Finding(number, f"cannot be read: {error}", text))
+        else:
+            readable.append(_Readable(number, row, text, length))
+    if not readable:
+        raise UserError(unreadable[0].why.removeprefix("cannot be read: "))
+    return readable, unreadable
+
+
+class _Cleaner:
+    """The checks. Each is given the rows that are left, and yields the faulty ones."""
+
+    def __init__(self, rows: list[_Readable], data: DataConfig, config: CleanConfig, *, counts_tokens: bool) -> None:
+        self._rows, self._data, self._config = rows, data, config
+        self.skipped: list[str] = []
+        self._column = self._answer_column()
+        self._held_out = self._held_out_texts() if config.overlap != "off" else []
+        self._counts_tokens = counts_tokens
+
+    def checks(self) -> dict[str, Callable[[list[_Readable]], _Faults]]:
+        """The checks that are on and possible, by their settings, in their order."""
+        every = {
+            "encoding": self._encoding, "answers": self._answers, "languages": self._languages,
+            "lengths": self._lengths, "duplicates": self._duplicates, "near_duplicates": self._near_duplicates,
+            "overlap": self._overlaps,
+        }  # fmt: skip
+        impossible = {
+            "answers": "" if self._column else "answers: there is no column of answers: set clean.answer_column",
+            "lengths": "" if self._counts_tokens else "lengths in tokens: set policy.model",
+            "overlap": "" if self._held_out else "overlap: no held-out prompts: set data.eval_split or data.eval_path",
+        }
+        wanted = {kind: check for kind, check in every.items() if getattr(self._config, kind) != "off"}
+        self.skipped = [impossible[kind] for kind in wanted if impossible.get(kind)]
+        return {kind: check for kind, check in wanted.items() if not impossible.get(kind)}
+
+    def _answer_column(self) -> str | None:
+        column, known = self._config.answer_column, self._rows[0].row
+        if column is not None and column not in known:
+            raise UserError(f"clean.answer_column {column}: there is no such column: {did_you_mean(column, known)}")
+        found = (name for name in (*_ANSWERS, self._data.completion_column) if name in known)
+        return column or next(found, None)
+
+    def _held_out_texts(self) -> list[str]:
+        source = evaluation_source(self._data)
+        if source is None:
+            return []
+        rows = read_rows(source)
+        require_column("data.prompt_column", self._data.prompt_column, rows, source)
+        return [
+            plain_text(prompt_text(row, f"row {number} (from 0) of {source}", self._data))
+            for number, row in enumerate(rows)
+        ]
+
+    def _encoding(self, rows: list[_Readable]) -> _Faults:
+        for row in rows:
+            answer = row.row.get(self._column) if self._column else None
+            if why := encoding_fault(row.text):
+                yield row, why
+            elif isinstance(answer, str) and (why := encoding_fault(answer)):
+                yield row, f"has an answer that {why}"
+
+    def _answers(self, rows: list[_Readable]) -> _Faults:
+        for row in rows:
+            if why := answer_fault(row.row.get(self._column or "")):
+                yield row, f"has an answer ({self._column}) that {why}"
+
+    def _languages(self, rows: list[_Readable]) -> _Faults:
+        for row in rows:
+            if (code := language(row.text)) not in (None, *self._config.expected_languages):
+                yield row, f"is in {code}"
+
+    def _lengths(self, rows: list[_Readable]) -> _Faults:
+        limit = self._data.max_prompt_tokens
+        return ((row, f"is longer than data.max_prompt_tokens {limit}") for row in rows if row.length > limit)
+
+    def _duplicates(self, rows: list[_Readable]) -> _Faults:
+        column = self._column or ""
+        for row, first in zip(rows, first_of_equals([normalized(row.text) for row in rows]), strict=True):
+            if (earlier := rows[first]) is not row:
+                differs = row.row.get(column) != earlier.row.get(column)
+                yield row, f"has the prompt of row {earlier.number}" + (", with another answer" if differs else "")
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """Numbers of the distinct normalized texts, of the rows and of the held-out prompts."""
+        texts = [*(row.text for row in self._rows), *self._held_out]
+        return {text: number for number, text in enumerate(dict.fromkeys(map(normalized, texts)))}
+
+    @cached_property
+    def _sketches(self) -> Sketches:
+        return Sketches(list(self._numbers))
+
+    def _near_duplicates(self, rows: list[_Readable]) -> _Faults:
+        near = NearTexts(self._sketches, self._config.similarity)
+        seen: dict[int, _Readable] = {}
+        for row in rows:
+            number = self._numbers[normalized(row.text)]
+            if number in seen:  # equal prompts are duplicates
+                continue
+            seen[number] = row
+            nearest = near.nearest(number)
+            if nearest is None:
+                near.add(number)
+            else:
+                yield row, f"is like row {seen[nearest[0]].number} (similarity {nearest[1]:.2f})"
+
+    def _overlaps(self, rows: list[_Readable]) -> _Faults:
+        index = OverlapIndex(self._held_out, [row.text for row in rows], self._config.overlap_words)
+        near: NearTexts | None = None
+        first: dict[int, int] = {}
+        if self._config.near_duplicates != "off":
+            near = NearTexts(self._sketches, self._config.similarity)
+            for number, text in enumerate(self._held_out):
+                first.setdefault(self._numbers[normalized(text)], number)
+            for number in first:
+                near.add(number)
+        for row in rows:
+            if found := index.find(row.text):
+                yield row, f"{found[1]} held-out row {found[0]}"
+            elif near and (nearest := near.nearest(self._numbers[normalized(row.text)])):
+                yield row, f"is like held-out row {first[nearest[0]]} (similarity {nearest[1]:.2f})"

@@ -1,0 +1,97 @@
+"""Texts that are equal, or nearly equal, to others.
+
+Near duplicates are looked up by MinHash and locality-sensitive hashing (Broder 1997; Leskovec, Rajaraman and Ullman,
+Mining of Massive Datasets, chapter 3), and every candidate is compared exactly: hashing can only miss some.
+"""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_grpo.features.cleaning.words import words
+
+Shingles = NDArray[np.int64]
+"""The distinct words and pairs of consecutive words of a text, as sorted numbers."""
+
+_PERMUTATIONS = 256
+_SURE = 0.98
+"""Least share of pairs at the least similarity that hashing must find; of more similar pairs it finds more."""
+_MARGIN = 0.125
+"""Four standard errors of a similarity that is estimated from sketches, 0.5 / sqrt(256) each."""
+_SEED = 1
+_PAIR = 2**31
+_COMMON_SHARE = 0.2
+
+
+def is_common(count: int, total: int, share: float) -> bool:
+    """Whether `count` of `total` texts are too many to tell texts apart: more than this share of them, and more than
+    ten, or than half where there are few."""
+    return count > max(min(10.0, total / 2), total * share)
+
+
+def first_of_equals(texts: Sequence[Hashable]) -> list[int]:
+    """[N], for every text the number of the first equal one."""
+    first: dict[Hashable, int] = {}
+    return [first.setdefault(text, number) for number, text in enumerate(texts)]
+
+
+def shingles(texts: Sequence[str]) -> list[Shingles]:
+    """[N], the shingles of every text, except those that more than a fifth of the texts share."""
+    numbers: dict[str, int] = {}
+    found = []
+    for text in texts:
+        word_W = np.array([numbers.setdefault(word, len(numbers)) for word in words(text)], dtype=np.int64)
+        found.append(np.unique(np.concatenate([word_W, (word_W[:-1] + 1) * _PAIR + word_W[1:]])))
+    every, counts = np.unique(np.concatenate([*found, np.empty(0, np.int64)]), return_counts=True)
+    common = every[[is_common(int(count), len(texts), _COMMON_SHARE) for count in counts]]
+    return [np.setdiff1d(own, common, assume_unique=True) for own in found]
+
+
+class Sketches:
+    """The shingles and MinHash sketches of texts, by the numbers of the texts."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        from rensa import RMinHash
+
+        self.shingles_N = shingles(texts)
+        tokens = (map(str, own.tolist()) for own in self.shingles_N)
+        self.sketch_N = RMinHash.from_token_sets(tokens, _PERMUTATIONS, _SEED)
+
+
+class NearTexts:
+    """Finds the most similar of the texts that were added. Two texts are similar if they share at least `similarity` of
+    their shingles (Jaccard), in (0, 1]."""
+
+    def __init__(self, sketches: Sketches, similarity: float) -> None:
+        from rensa import RMinHashLSH
+
+        self._sketches, self._similarity = sketches, similarity
+        self._index = RMinHashLSH(similarity, _PERMUTATIONS, bands(similarity))
+
+    def add(self, number: int) -> None:
+        """Add a text. One without shingles is never found."""
+        if len(self._sketches.shingles_N[number]):
+            self._index.insert(number, self._sketches.sketch_N[number])
+
+    def nearest(self, number: int) -> tuple[int, float] | None:
+        """The number of the most similar text that was added, and its similarity; None if none is similar enough."""
+        shingles_N, sketch_N = self._sketches.shingles_N, self._sketches.sketch_N
+        own, least = shingles_N[number], self._similarity - _MARGIN
+        candidates = self._index.query(sketch_N[number]) if len(own) else []
+        likely = (other for other in candidates if sketch_N[number].jaccard(sketch_N[other]) >= least)
+        best, negative = max(((jaccard(own, shingles_N[other]), -other) for other in likely), default=(0.0, 0))
+        return (-negative, best) if best >= self._similarity else None
+
+
+def bands(similarity: float) -> int:
+    """The number of bands of a sketch: the fewest, which give the fewest candidates, with which two texts of at least
+    this similarity share a band with probability `_SURE`."""
+    rows = (rows for rows in (16, 8, 4, 2) if 1 - (1 - similarity**rows) ** (_PERMUTATIONS // rows) >= _SURE)
+    return _PERMUTATIONS // next(rows, 1)
+
+
+def jaccard(a: Shingles, b: Shingles) -> float:
+    """Size of the intersection over that of the union."""
+    both = len(np.intersect1d(a, b, assume_unique=True))
+    return both / (len(a) + len(b) - both)

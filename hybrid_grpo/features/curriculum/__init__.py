@@ -1,0 +1,1 @@
+"""Success rates of prompts, kept over the run, and an order of prompts that follows them."""

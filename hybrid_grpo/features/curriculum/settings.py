@@ -1,0 +1,75 @@
+"""Settings of the curriculum: whether and how the order of prompts follows their success rates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
+
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.features import FeatureConfig
+from hybrid_grpo.config.fields import SECTION, Share
+
+if TYPE_CHECKING:
+    from hybrid_grpo.config.data import DataConfig
+    from hybrid_grpo.config.train import TrainConfig
+    from hybrid_grpo.features.curriculum.curriculum import RatedPrompts
+
+
+@dataclass(frozen=True, config=SECTION)
+class CurriculumConfig(FeatureConfig):
+    """Which prompts are drawn, by how often they are solved. A completion solves its prompt when the reward named by
+    `eval.outcome` is at least `eval.threshold`."""
+
+    sampling: Literal["uniform", "difficulty"] = "uniform"
+    """`uniform` passes over all prompts, in an order that does not depend on success. `difficulty` draws prompts in
+    proportion to what their groups are expected to teach: the probability that the completions are neither all right
+    nor all wrong, times the share that is still wrong. A prompt that was not tried yet is expected to be solved as
+    often as those of similar length."""
+    skip_above: Share | None = None
+    """Leave out prompts with a known success rate of at least this: they are solved. A rate is known by 4 completions
+    or more, discounted by their age, so a prompt comes back when its completions have aged."""
+    skip_below: Share | None = None
+    """Leave out prompts with a known success rate of at most this: they are out of reach."""
+
+    section = "curriculum"
+
+    @property
+    def is_on(self) -> bool:
+        """Success rates are kept in any case."""
+        return True
+
+    @model_validator(mode="after")
+    def _check(self) -> CurriculumConfig:
+        low, high = self.skip_below, self.skip_above
+        refuse(
+            low is not None and high is not None and low >= high,
+            f"curriculum.skip_below {low} and curriculum.skip_above {high} leave out everything: set the first lower",
+        )
+        return self
+
+    @property
+    def follows(self) -> bool:
+        """Whether success rates change which prompts are drawn."""
+        return self.sampling == "difficulty" or self.skip_below is not None or self.skip_above is not None
+
+    def check(self, config: TrainConfig) -> None:
+        """Refuse to follow success rates where the order is fixed, or where none are kept."""
+        refuse(
+            self.follows and not config.data.shuffle,
+            "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
+            " the settings of curriculum",
+        )
+        refuse(
+            self.follows and bool(config.streamer),
+            f"{config.streamer} keeps no success rates, which the settings of curriculum follow: take out one of the"
+            " two",
+        )
+
+    def training_prompts(self, data: DataConfig, tokenizer: Any, seed: int, check: Any) -> RatedPrompts:
+        """Prompts that are drawn by a curriculum."""
+        from hybrid_grpo.data.prompts import read_prompts
+        from hybrid_grpo.features.curriculum.curriculum import RatedPrompts
+
+        return RatedPrompts(*read_prompts(data, tokenizer))

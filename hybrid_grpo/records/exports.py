@@ -1,0 +1,57 @@
+"""The trained model as a folder in Hugging Face format, which is whole or absent."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybrid_grpo.model.ranks import rank
+from hybrid_grpo.records.files import replace_text, sync, sync_tree
+from hybrid_grpo.records.write_failures import WriteFailed, write_together
+
+if TYPE_CHECKING:
+    from hybrid_grpo.policy import TrainedModel
+
+FACTS = "run.json"
+"""File of the folder that tells which step it is of."""
+
+
+def export(policy: TrainedModel, model: Path, facts: dict[str, float]) -> None:
+    """Write the folder `model`, whole or not at all, with facts about it, such as its step. Raises WriteFailed on all
+    ranks. Collective."""
+    folder = model.parent
+    draft, old = (folder / f".{model.name}_{kind}" for kind in ("draft", "old"))
+
+    def clear() -> None:
+        for rest in (draft, old) if rank() == 0 else ():
+            shutil.rmtree(rest, ignore_errors=True)
+
+    def publish() -> None:
+        if rank() == 0:
+            replace_text(draft / FACTS, json.dumps(facts) + "\n")
+            sync_tree(draft)
+            if model.exists():
+                model.rename(old)
+            draft.rename(model)
+            sync(folder)
+            clear()
+
+    try:
+        write_together(clear, folder)
+        # Each of the libraries that write here has errors of its own.
+        write_together(lambda: policy.export(draft), folder, (Exception,))
+        write_together(publish, folder)
+    except WriteFailed:
+        clear()
+        raise
+
+
+def exported(model: Path) -> dict[str, float]:
+    """The facts that were written with the folder `model`; empty where there is none, or another program wrote it."""
+    try:
+        facts = json.loads((model / FACTS).read_bytes())
+        return {name: float(value) for name, value in facts.items()} | {"step": int(facts["step"])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}

@@ -1,0 +1,219 @@
+"""What the stages of a step look like in numbers: from their records to the metrics of the catalogue.
+
+The functions return `Numbers`, which a `Meter` adds up. Which numbers give an alarm is decided in alarms.py.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+from torch import Tensor
+
+from hybrid_grpo.data.batch import Completion, Numbers, RewardStatus, Rollout, Scores, TrainBatch
+from hybrid_grpo.grpo.advantages import group_stats
+from hybrid_grpo.model.ranks import world_size
+from hybrid_grpo.records.metrics.flops import measure_flops
+from hybrid_grpo.records.metrics.meter import Meter, Span
+from hybrid_grpo.rewards.rules import repeated_share
+
+if TYPE_CHECKING:
+    from hybrid_grpo.engine import Engine
+    from hybrid_grpo.policy import Policy
+
+_NGRAM = 3
+"""Tokens of a run that may repeat, as in the built-in reward `repetition_penalty`."""
+
+
+def measure_step(rollout: Rollout, scores: Scores, outcome: str, threshold: float, own: int) -> Numbers:
+    """What a rollout and its scores are like: of every group the first `own` completions, which the policy sampled."""
+    size = rollout.num_generations
+    rollout, scores = rollout.first(own), scores.first(own, size)
+    return measure_rollout(rollout, scores, outcome, threshold) | measure_health(rollout, scores)
+
+
+def measure_rollout(rollout: Rollout, scores: Scores, outcome: str, threshold: float) -> Numbers:
+    """Rewards, groups and completions of a rollout."""
+    rows, group_size = len(rollout.completions), rollout.num_generations
+    outcome_B = scores.right_B(outcome, rollout.prompts)
+    stats = group_stats(scores.reward_B, outcome_B, group_size, threshold, scores.steps)
+    tokens = [tuple(c.token_ids) for c in rollout.completions]
+    groups = [tokens[i : i + group_size] for i in range(0, rows, group_size)]
+    return {
+        **measure_rewards(scores, group_size),
+        **measure_sources(rollout, scores, outcome_B, threshold),
+        "group/count": (stats.groups, 1),
+        "group/zero_std_frac": (stats.zero_std / stats.groups, stats.groups),
+        "group/all_right_frac": (stats.all_right / stats.groups, stats.groups),
+        "group/all_wrong_frac": (stats.all_wrong / stats.groups, stats.groups),
+        **measure_lengths("completion", rollout.completions),
+        **measure_turns(rollout),
+        "completion/length_max": (max(rollout.lengths), 1),
+        "completion/duplicate_frac": (1 - sum(len(set(group)) for group in groups) / rows, rows),
+    }
+
+
+def measure_rewards(scores: Scores, group_size: int) -> Numbers:
+    """What the reward functions said of the completions that have a reward, and where functions failed."""
+    numbers: Numbers = {}
+    scored_B = scores.reward_B[~scores.reward_B.isnan()]
+    if len(scored_B):
+        numbers["reward/mean"] = scored_B.mean(), len(scored_B)
+        numbers["reward/max"] = scored_B.max(), 1
+        numbers["reward/min"] = scored_B.min(), 1
+    reward_PG = scores.reward_B.view(-1, group_size)
+    count_P = (~reward_PG.isnan()).sum(1)
+    squares_P = (reward_PG - reward_PG.nanmean(1, keepdim=True)).square().nansum(1)
+    spread_P = (squares_P / (count_P - 1)).sqrt()[count_P > 1]
+    numbers["reward/std"] = spread_P.mean(), len(spread_P)
+    for name, value_B in scores.by_function.items():
+        status_B = scores.status[name]
+        numbers[f"reward/{name}/mean"] = value_B.nanmean(), int((~value_B.isnan()).sum())
+        for what, counts_B in (
+            ("none", status_B == RewardStatus.NOT_APPLICABLE),
+            ("failed", status_B >= RewardStatus.FAILED),
+            ("timeout", status_B == RewardStatus.TIMED_OUT),
+        ):
+            numbers[f"reward/{name}/{what}_frac"] = counts_B.double().mean(), len(status_B)
+    return numbers
+
+
+def measure_sources(rollout: Rollout, scores: Scores, outcome_B: Tensor, threshold: float) -> Numbers:
+    """Prompts, reward and accuracy of every source of a mixture; nothing without one. `outcome_B` tells right from
+    wrong; NaN is not counted."""
+    numbers: Numbers = {}
+    of_row = [prompt.source for prompt in rollout.row_prompts]
+    for source in dict.fromkeys(filter(None, of_row)):
+        own_B = torch.tensor([name == source for name in of_row])
+        reward_N, right_N = (value_B[own_B & ~value_B.isnan()] for value_B in (scores.reward_B, outcome_B))
+        numbers[f"source/{source}/count"] = sum(prompt.source == source for prompt in rollout.prompts), 1
+        numbers[f"source/{source}/reward"] = reward_N.mean(), len(reward_N)
+        numbers[f"source/{source}/accuracy"] = (right_N >= threshold).double().mean(), len(right_N)
+    return numbers
+
+
+def measure_turns(rollout: Rollout) -> Numbers:
+    """Turns of completions, and what was given between them; nothing where completions are no conversations."""
+    told = [completion for completion in rollout.completions if completion.messages]
+    if not told:
+        return {}
+    turns, given = [c.turns for c in told], [sum(len(ids) for _, ids in c.given) for c in told]
+    return {
+        "turns/mean": (sum(turns) / len(told), len(told)),
+        "turns/max": (max(turns), 1),
+        "turns/given_tokens": (sum(given) / len(told), len(told)),
+    }
+
+
+def measure_lengths(stage: str, completions: list[Completion]) -> Numbers:
+    """Mean length of completions and the share that was cut at the limit."""
+    count = len(completions)
+    return {
+        f"{stage}/length_mean": (sum(len(c.token_ids) for c in completions) / max(count, 1), count),
+        f"{stage}/clipped_frac": (sum(c.finish == "length" for c in completions) / max(count, 1), count),
+    }
+
+
+def measure_health(rollout: Rollout, scores: Scores) -> Numbers:
+    """Signs of reward hacking: what rewards go along with inside a group. Groups of equal rewards say nothing."""
+    shape = (len(rollout.prompts), rollout.num_generations)
+    reward_PG = scores.reward_B.view(shape)
+    shares = [repeated_share(completion.token_ids, _NGRAM) for completion in rollout.completions]
+    repetition_B = torch.tensor(shares, dtype=torch.float64)
+    numbers: Numbers = {"health/repetition_mean": (repetition_B.mean(), len(repetition_B))}
+    for name, value_B in (
+        ("length", torch.tensor(rollout.lengths, dtype=torch.float64)),
+        ("repetition", repetition_B),
+    ):
+        correlation_P = group_correlation(reward_PG, value_B.view(shape))
+        numbers[f"health/reward_{name}_corr"] = correlation_P.nanmean(), int((~correlation_P.isnan()).sum())
+    highest_P1 = reward_PG.nan_to_num(-math.inf).amax(1, keepdim=True)
+    lowest_P1 = reward_PG.nan_to_num(math.inf).amin(1, keepdim=True)
+    best_PG = (reward_PG == highest_P1) & (highest_P1 > lowest_P1)
+    clipped_B = torch.tensor([completion.finish == "length" for completion in rollout.completions])
+    clipped_N = clipped_B.view(shape)[best_PG].double()
+    numbers["health/best_clipped_frac"] = clipped_N.mean(), len(clipped_N)
+    return numbers
+
+
+def group_correlation(reward_PG: Tensor, value_PG: Tensor) -> Tensor:
+    """float64 [P], Pearson correlation of rewards with another number inside each group.
+
+    NaN where all rewards or all numbers of a group are equal; completions whose reward is NaN are left out.
+    """
+    applies_PG = ~reward_PG.isnan()
+    count_P1 = applies_PG.sum(1, keepdim=True).clamp(min=1)
+    centred, varies_P = [], torch.ones(len(reward_PG), dtype=torch.bool)
+    for number_PG in (reward_PG.double(), value_PG.double()):
+        highest_P = torch.where(applies_PG, number_PG, -torch.inf).amax(1)
+        lowest_P = torch.where(applies_PG, number_PG, torch.inf).amin(1)
+        varies_P &= highest_P > lowest_P
+        mean_P1 = torch.where(applies_PG, number_PG, 0.0).sum(1, keepdim=True) / count_P1
+        centred.append(torch.where(applies_PG, number_PG - mean_P1, 0.0))
+    one_PG, other_PG = centred
+    correlation_P = (one_PG * other_PG).sum(1) / (one_PG.square().sum(1) * other_PG.square().sum(1)).sqrt()
+    return torch.where(varies_P, correlation_P, torch.nan)
+
+
+def measure_parity(batch: TrainBatch, logp_bT: Tensor) -> Numbers:
+    """How far the sampler was from the training forward of the same weights, on tokens of the policy."""
+    if not batch.micro.rows:
+        return {}
+    gap_bT = torch.where(batch.own_bT, (logp_bT.detach() - batch.sampler_logp_bT).abs(), 0.0)
+    tokens = batch.own_bT.sum() if batch.writers else len(batch.micro.target_N)
+    return {
+        "parity/logp_abs_diff_mean": (gap_bT.sum() / tokens, tokens),
+        "parity/logp_abs_diff_max": (gap_bT.max(), 1),
+    }
+
+
+def sampling_spans(start: float, engine: "Engine") -> list[Span]:
+    """The stages of a rollout that began at `start` and has ended now: the switch to generation and back, sampling, and
+    the wait for other ranks, which `engine` has taken the time of."""
+    end = time.perf_counter()
+    wait = end - engine.wait_s
+    generate, release = start + engine.gather_s, wait - engine.release_s
+    return [
+        ("gather", start, generate),
+        ("generate", generate, release),
+        ("release", release, wait),
+        ("wait", wait, end),
+    ]
+
+
+def measure_sampling(rollout: Rollout, spans: Sequence[Span], captures: int | None) -> Numbers:
+    """Tokens and times of a rollout with the stages `sampling_spans`, in which decode steps were captured as CUDA
+    graphs (None without a GPU)."""
+    sampled = sum(len(completion.token_ids) for completion in rollout.completions if not completion.writer)
+    seconds = {name: end - begin for name, begin, end in spans}
+    return {
+        **({"time/straggler_s": (seconds["wait"], 1)} if world_size() > 1 else {}),
+        "time/generate_s": (seconds["generate"] + seconds["wait"], 1),
+        "time/gather_s": (seconds["gather"], 1),
+        "time/switch_s": (seconds["gather"] + seconds["release"], 1),
+        "completion/sampled_tokens": (sampled, 1),
+        **({} if captures is None else {"throughput/graph_captures": (captures, 1)}),
+    }
+
+
+def measure_costs(rollout: Rollout, passes: int, policy: "Policy", meter: Meter) -> Numbers:
+    """Memory, and tokens a second of sampling and of so many passes of training over a rollout, by the meter's times,
+    with the operations of both. Without the speed of training where nothing was learned."""
+    rows = zip(rollout.row_prompts, rollout.completions, strict=True)
+    tokens = sum(len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in rows if completion.learned)
+    generated = meter.total("completion/sampled_tokens") / meter.total("time/generate_s")
+    numbers = measure_memory() | {"throughput/generated_tokens_per_s": (generated, 1)}
+    if train_s := meter.total("time/train_s"):
+        numbers["throughput/trained_tokens_per_s"] = tokens * passes / train_s, 1
+    return numbers | measure_flops(rollout, passes, policy, meter)
+
+
+def measure_memory() -> Numbers:
+    """Peak of the GPU since the last call, and host memory now."""
+    numbers: Numbers = {"memory/rss_gb": (psutil.Process().memory_info().rss / 1e9, 1)}
+    if torch.cuda.is_available():
+        numbers["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9, 1
+        torch.cuda.reset_peak_memory_stats()
+    return numbers

@@ -1,0 +1,230 @@
+"""Publishing: the trained model of a run with its card, in a repository of the Hugging Face hub or in a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import HTTPError
+
+from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
+from hybrid_grpo.config.publishing import PublishOptionsConfig
+from hybrid_grpo.config.secrets import publishable
+from hybrid_grpo.model.ranks import rank
+from hybrid_grpo.records.exports import FACTS, exported
+from hybrid_grpo.records.files import sync_tree
+from hybrid_grpo.records.lock import FolderLock
+from hybrid_grpo.records.publishing.card import Evaluation, TrainedRun, write_card
+from hybrid_grpo.records.publishing.curves import draw_curves
+from hybrid_grpo.records.write_failures import why
+
+CONTENTS = "publication.json"
+"""File of a publication that lists its files and their sizes, by which it is known again."""
+_NAMING_FOLDERS = ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json")
+"""Files of a model in which libraries may have noted where it was loaded from."""
+
+
+def publish(folder: Path, options: PublishOptionsConfig) -> str:
+    """Publish a model of the run in `folder`; return the address of the repository, or the folder. Raises UserError.
+    Where there are several ranks, rank 0 does it."""
+    address = str(options.folder) if options.hub is None else f"{huggingface_hub.constants.ENDPOINT}/{options.hub}"
+    if rank() != 0:
+        return address
+    run = _trained_run(folder, options.model)
+    evaluation = _evaluation(Path(options.evaluation), run) if options.evaluation else run.evaluation()
+    lock = FolderLock(folder)
+    try:
+        if options.hub is None:
+            _into_folder(run, evaluation, options, Path(str(options.folder)))
+        else:
+            _onto_hub(run, evaluation, options, options.hub)
+    finally:
+        lock.release()
+    return address
+
+
+def _trained_run(folder: Path, model: str) -> TrainedRun:
+    for name in ("config.yaml", "metrics.jsonl"):
+        refuse(not (folder / name).is_file(), f"{folder} is not the folder of a run: it has no {name}")
+    models = [path.parent.name for path in sorted(folder.glob(f"*/{FACTS}")) if exported(path.parent)]
+    refuse(not models, f"{folder}: the run has no trained model yet: finish it with --run.resume auto")
+    refuse(model not in models, f"publish.model {model}: the run has no such model: {did_you_mean(model, models)}")
+    return TrainedRun(folder, folder / model)
+
+
+def _evaluation(file: Path, run: TrainedRun) -> Evaluation:
+    """What `hybrid-grpo eval` has printed of the model."""
+    try:
+        said = json.loads(file.read_text(encoding="utf-8").strip().splitlines()[-1])
+        of_model, evaluation = Path(said["model"]), Evaluation.printed(said)
+    except OSError as error:
+        raise UserError(f"publish.evaluation {file} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        raise UserError(
+            f"publish.evaluation {file} is not what hybrid-grpo eval prints on standard output: write it anew with"
+            f" hybrid-grpo eval --config {run.folder}/config.yaml > {file}"
+        ) from None
+    refuse(
+        of_model.resolve() != run.model.resolve(),
+        f"publish.evaluation {file} is of {of_model}, not of {run.model}: evaluate that one with --policy.model",
+    )
+    return evaluation
+
+
+def _fill(
+    draft: Path,
+    run: TrainedRun,
+    evaluation: Evaluation,
+    options: PublishOptionsConfig,
+    copy: Callable[[Path, Path], Any],
+) -> None:
+    """Write all that is published into the folder `draft`, which does not exist."""
+    for source in sorted(path for path in run.model.rglob("*") if path.is_file() and path.name != FACTS):
+        target = draft / source.relative_to(run.model)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        copy(source, target)
+    for path in (path for name in _NAMING_FOLDERS for path in draft.rglob(name)):
+        settings = json.loads(path.read_bytes())
+        if (shown := publishable(settings)) != settings:
+            path.unlink()  # it may be a link to the file of the run
+            path.write_text(json.dumps(shown, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    curves = draw_curves(run.lines)
+    if curves is not None:
+        (draft / "curves.svg").write_text(curves, encoding="utf-8")
+    (draft / "config.yaml").write_text(run.recipe, encoding="utf-8")
+    name = options.hub or Path(str(options.folder)).name
+    write_card(draft / "README.md", run, evaluation, name, options.license)
+    (draft / CONTENTS).write_text(json.dumps({"files": _sizes(draft)}, indent=2) + "\n", encoding="utf-8")
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of the files of a publication, by their paths in it."""
+    files = (path for path in sorted(folder.rglob("*")) if not path.is_dir())
+    return {str(path.relative_to(folder)): path.lstat().st_size for path in files if path.name != CONTENTS}
+
+
+def _is_publication(folder: Path) -> bool:
+    """Whether a folder holds an earlier publication as it was written, and nothing else."""
+    try:
+        listed: Any = json.loads((folder / CONTENTS).read_bytes())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return bool(listed == _sizes(folder))
+
+
+def _into_folder(run: TrainedRun, evaluation: Evaluation, options: PublishOptionsConfig, target: Path) -> None:
+    """Write the folder `target`, whole or not at all."""
+    _check_target(target)
+    with _told(target), _folder_beside(target) as beside:
+        _fill(beside / "draft", run, evaluation, options, shutil.copy2)
+        sync_tree(beside / "draft")
+        # Again, since copying a large model takes minutes.
+        _check_target(target)
+        replaces = target.exists()
+        if replaces:
+            target.rename(beside / "old")
+        try:
+            (beside / "draft").rename(target)
+        except OSError:
+            if replaces:
+                (beside / "old").rename(target)
+            raise
+
+
+def _check_target(target: Path) -> None:
+    is_free = not target.exists() or (target.is_dir() and (not any(target.iterdir()) or _is_publication(target)))
+    refuse(
+        target.is_symlink() or not is_free,
+        f"publish.folder {target} holds something else than a publication as it was written: give another folder, or"
+        " move it away",
+    )
+
+
+@contextmanager
+def _folder_beside(target: Path) -> Iterator[Path]:
+    """A folder for drafts on the disk of `target`, which is gone afterwards."""
+    target.absolute().parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}_", dir=target.absolute().parent))
+    try:
+        yield beside
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+@contextmanager
+def _told(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{target} cannot be written: {why(error, target.absolute().parent)}: make room or mend it"
+        ) from error
+
+
+def _check_hub(name: str) -> None:
+    """Refuse a repository that the hub would refuse, before anything is written."""
+    refuse(
+        huggingface_hub.constants.HF_HUB_OFFLINE,
+        f"publish.hub {name}: HF_HUB_OFFLINE is set: take it out, or give publish.folder",
+    )
+    refuse("/" not in name, f"publish.hub {name} has no owner: give it as you/{name}")
+    with _refused_by_hub(name):
+        huggingface_hub.utils.validate_repo_id(name)
+    refuse(
+        huggingface_hub.get_token() is None,
+        f"publish.hub {name}: there is no token for the hub: log in with hf auth login, set HF_TOKEN, or give"
+        " publish.folder",
+    )
+
+
+def _onto_hub(run: TrainedRun, evaluation: Evaluation, options: PublishOptionsConfig, name: str) -> None:
+    """Make the repository if there is none, and upload everything in one commit."""
+    _check_hub(name)
+    # On the disk of the run, where links spare a copy of the weights.
+    with _folder_beside(run.folder / "publication") as beside:
+        with _told(run.folder):
+            _fill(beside / "draft", run, evaluation, options, _link)
+        with _refused_by_hub(name):
+            api = huggingface_hub.HfApi()
+            api.create_repo(name, private=options.private, exist_ok=True)
+            files = set(api.list_repo_files(name)) - {".gitattributes"}
+            refuse(
+                bool(files) and CONTENTS not in files,
+                f"publish.hub {name} has files that are no publication: give the name of another repository",
+            )
+            api.upload_folder(
+                repo_id=name,
+                folder_path=beside / "draft",
+                commit_message=f"{run.folder.resolve().name} after step {run.step}",
+                # An earlier publication may have had more parts.
+                delete_patterns=["*.safetensors", "*.safetensors.index.json"],
+            )
+
+
+@contextmanager
+def _refused_by_hub(name: str) -> Iterator[None]:
+    """Tells what the hub, or the way to it, refuses in one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (HTTPError, OSError, ValueError) as error:
+        said = getattr(error, "server_message", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"publish.hub {name} cannot be written: {said}: see that the hub can be reached and that you are logged in"
+            " (hf auth whoami), or give publish.folder"
+        ) from error
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # the file system has no links
+        shutil.copy2(source, target)

@@ -1,0 +1,184 @@
+"""What a step was like beyond its numbers: its groups, how its numbers are spread, and where its time went.
+
+Every rank collects its part as the step goes; `sinks.py` gathers the parts once a step and writes them to
+details.jsonl. docs/dashboards.md says what a line holds.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hybrid_grpo.config import LogConfig
+from hybrid_grpo.data.batch import Rollout, Scores, TrainBatch
+from hybrid_grpo.generation import Course
+from hybrid_grpo.model.ranks import world_size
+from hybrid_grpo.records.metrics.meter import Span
+
+TRACE_FILE = "details.jsonl"
+"""In a run's folder: one JSON object per step."""
+BUCKETS = 20
+"""Most buckets of a histogram."""
+_FINE = 1024
+"""Buckets in which tokens are counted, of which those of a histogram are made: counts can be added up over
+micro-batches and ranks before the extremes are known."""
+_TOPS = {"entropy": 16.0, "ratio": 4.0}
+"""Upper end of these buckets; the last one holds what is beyond."""
+_MOMENTS = 512
+"""Moments of decoding that a line holds of all ranks together, but for 8 of each rank."""
+
+
+class StepTrace:
+    """What this rank collects of a step; nothing where `log.details` is off, or without `config`.
+
+    Args:
+        config: whether details are written, and how often they have histograms.
+        steps: the last step of the run, which has histograms, as the first one has.
+    """
+
+    def __init__(self, config: LogConfig | None = None, steps: int = 0) -> None:
+        self._on, self._every, self._steps = False, 0, steps
+        if config is not None:
+            self._on, self._every = config.details, config.histograms_every
+        self._has_histograms = False
+        self._courses: list[Course] = []
+        self._counts: dict[str, Tensor] = {}
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        due = self._every > 0 and (step % self._every == 0 or step in (1, self._steps))
+        self._has_histograms = self._on and due
+        self._courses, self._counts = [], {}
+
+    def decoded(self, course: Course | None) -> None:
+        """Take the course of a rollout; None where nothing was decoded."""
+        if course is not None:
+            self._courses.append(course)
+
+    def learned(self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor) -> None:
+        """Count the tokens of a micro-batch by their entropy, and by their ratio where the policy may have moved since
+        it sampled. Nothing waits for the GPU."""
+        if not self._has_histograms:
+            return
+        self._count("entropy", entropy_bT, batch.own_bT)
+        if batch.old_logp_bT is not None:
+            self._count("ratio", (logp_bT.detach() - batch.old_logp_bT).exp(), batch.own_bT)
+
+    def _count(self, name: str, value_bT: Tensor, real_bT: Tensor) -> None:
+        top = _TOPS[name]
+        # Numbers below the lowest bucket are not counted; taking out the others would wait for the device.
+        kept_bT = torch.where(real_bT, value_bT.detach().float().clamp(0.0, top), -1.0).nan_to_num(-1.0)
+        count_K = torch.histc(kept_bT, _FINE, 0.0, top)
+        self._counts[name] = self._counts[name] + count_K if name in self._counts else count_K
+
+    def own(self, spans: Sequence[Span], taken: tuple[Rollout, Scores, Tensor] | None) -> dict[str, Any] | None:
+        """This rank's part of the step that has ended, for `trace_line`; None where nothing is collected.
+
+        Args:
+            spans: the stages of the step.
+            taken: what `Stage.last_rollout` holds.
+        """
+        start = next((begin for name, begin, _ in spans if name == "step"), None)
+        if not self._on or start is None:
+            return None
+        within = sorted((begin, end, name) for name, begin, end in spans if name != "step" and begin >= start)
+        part: dict[str, Any] = {
+            "stages": [[name, _time(begin - start), _time(end - start)] for begin, end, name in within]
+        }
+        part["decoder"] = _moments(self._courses, start, max(8, _MOMENTS // world_size())) if self._courses else None
+        if taken is not None:
+            rollout, scores, advantage_B = taken
+            part["prompts"] = _groups(rollout, scores)
+            if self._has_histograms:
+                part["values"] = {
+                    "reward": scores.reward_B.numpy(),
+                    "length": np.array(rollout.lengths),
+                    "advantage": advantage_B.cpu().numpy(),
+                }
+                part["counts"] = {name: count_K.cpu().numpy() for name, count_K in self._counts.items()}
+        return part
+
+
+def trace_line(step: int, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The line of details.jsonl from the parts of all ranks."""
+    line: dict[str, Any] = {"step": step}
+    if "prompts" in parts[0]:
+        line["prompts"] = list(chain.from_iterable(part["prompts"] for part in parts))
+    if "values" in parts[0]:
+        values = {name: np.concatenate([part["values"][name] for part in parts]) for name in parts[0]["values"]}
+        found = {name: histogram(of_rows) for name, of_rows in values.items()}
+        # A rank on which nothing was learned has counted nothing.
+        names = dict.fromkeys(chain.from_iterable(part["counts"] for part in parts))
+        for name in names:
+            count_K = np.sum([part["counts"][name] for part in parts if name in part["counts"]], axis=0)
+            found[name] = of_counts(count_K, _TOPS[name])
+        line["histograms"] = {name: drawn for name, drawn in found.items() if drawn is not None}
+    line["stages"] = [part["stages"] for part in parts]
+    if any(part["decoder"] for part in parts):
+        line["decoder"] = [part["decoder"] for part in parts]
+    return line
+
+
+def histogram(values: NDArray[Any]) -> dict[str, list[Any]] | None:
+    """Edges and counts of `BUCKETS` buckets of one width from the lowest to the highest value; one bucket around values
+    that are all equal. None without any. NaN is left out."""
+    values = values[~np.isnan(values)]
+    if not values.size:
+        return None
+    counts, edges = np.histogram(values, BUCKETS if np.ptp(values) else 1)
+    return {"edges": [_short(edge) for edge in edges.tolist()], "counts": counts.tolist()}
+
+
+def of_counts(count_K: NDArray[Any], top: float) -> dict[str, list[Any]] | None:
+    """Edges and counts of at most `BUCKETS` buckets, each a few neighbours of the many buckets from 0 to `top`, from
+    the first that holds anything to the last. None where none does."""
+    used = np.flatnonzero(count_K)
+    if not used.size:
+        return None
+    first, last = int(used[0]), int(used[-1])
+    wide = -(-(last + 1 - first) // BUCKETS)
+    starts = np.arange(first, last + 1, wide)
+    counts = np.add.reduceat(count_K[: last + 1], starts)
+    edges = np.append(starts, starts[-1] + wide) * (top / len(count_K))
+    return {"edges": [_short(edge) for edge in edges.tolist()], "counts": counts.astype(int).tolist()}
+
+
+def _groups(rollout: Rollout, scores: Scores) -> list[list[Any]]:
+    """Row number, mean and standard deviation of the policy's rewards of each group, and the source of a mixture."""
+    sampled_B = np.array([not completion.writer for completion in rollout.completions])
+    reward_PG = np.where(sampled_B, scores.reward_B.numpy(), np.nan).reshape(-1, rollout.num_generations)
+    count_P = (~np.isnan(reward_PG)).sum(1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean_P = np.nansum(reward_PG, 1) / count_P
+        variance_P = np.nansum((reward_PG - mean_P[:, None]) ** 2, 1) / np.where(count_P > 1, count_P - 1, np.nan)
+    numbers = zip(rollout.prompts, mean_P.tolist(), np.sqrt(variance_P).tolist(), strict=True)
+    return [
+        [prompt.id, _short(mean), _short(spread), *([prompt.source] if prompt.source else [])]
+        for prompt, mean, spread in numbers
+    ]
+
+
+def _moments(courses: list[Course], start: float, most: int) -> dict[str, Any]:
+    """The courses of a step's rollouts, one after the other, in at most so many moments; the last one is among them."""
+    at = list(chain.from_iterable(course.at for course in courses))
+    apart = -(-len(at) // most)
+    kept = list(range(len(at)))[::-apart][::-1]
+    line: dict[str, Any] = {"t": [_time(at[moment] - start) for moment in kept]}
+    for name in ("decoding", "waiting", "queued"):
+        values = list(chain.from_iterable(getattr(course, name) for course in courses))
+        line[name] = [values[moment] for moment in kept]
+    line["slots"] = max(course.slots for course in courses)
+    line["pages_used_max"] = _short(max(course.pages_used_max for course in courses))
+    return line
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _time(seconds: float) -> float:
+    return round(seconds, 4)

@@ -1,0 +1,142 @@
+"""What a run's folder tells a tracker: an entry for each step, read as the files grow."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybrid_grpo.records.alarm_records import ALARMS_FILE
+from hybrid_grpo.records.files import read_jsonl, rollout_files
+
+STEP, TOKENS, HOURS = AXES = ("progress/step", "progress/tokens", "progress/hours")
+"""What curves are drawn over: the step, completion tokens sampled (`sft`: target tokens) since the run began, and hours
+of training, evaluation and checkpoints."""
+
+_TIMES = ("time/step_s", "time/eval_s", "time/checkpoint_s")
+_TOKENS = ("completion/sampled_tokens", "sft/tokens")
+_EACH, _OF_ALARM = 4, 32
+"""Samples of each kind that are shown of a step, and of a step with an alarm."""
+
+Row = dict[str, Any]
+"""A line of rollouts/step_*.jsonl: a completion with its rewards."""
+
+
+@dataclass(frozen=True)
+class TrackedStep:
+    """What a tracker shows of one step."""
+
+    step: int
+    values: dict[str, float]
+    """The metrics and the AXES by name; NaN where metrics.jsonl has null."""
+    samples: list[tuple[str, Row]] = field(default_factory=list)
+    """Completions worth reading, each with the reason: best, worst, surprising, alarm."""
+    distributions: dict[str, list[float]] = field(default_factory=dict)
+    """Rewards, lengths (tokens) and advantages of all completions, where a histogram of them is due."""
+    alarms: list[str] = field(default_factory=list)
+
+
+class Lines:
+    """The lines of a JSON-lines file that were added since the last look; one that is not whole yet is left."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+
+    def __iter__(self) -> Iterator[Row]:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                yield json.loads(line)
+
+
+class TrackedSteps:
+    """The entries of a run after the step `done`, each once, as its folder grows."""
+
+    def __init__(self, folder: Path, done: int, histograms_every: int) -> None:
+        """`histograms_every`: steps between histograms; 0: none."""
+        self._rollouts, self._done, self._every = folder / "rollouts", done, histograms_every
+        self._numbers, self._alarms = Lines(folder / "metrics.jsonl"), Lines(folder / ALARMS_FILE)
+        self._said: dict[int, list[str]] = defaultdict(list)
+        self._tokens = self._seconds = 0.0
+        self._last, self._drawn = done, -1
+        """The last step that was read, and the last one with histograms."""
+
+    def new(self) -> Iterator[TrackedStep]:
+        """The entries of the steps whose numbers were written since the last look."""
+        for line in self._numbers:
+            step = line.pop("step")
+            values = {name: float("nan") if value is None else value for name, value in line.items()}
+            self._tokens += sum(values.get(name, 0.0) for name in _TOKENS)
+            self._seconds += sum(values.get(name, 0.0) for name in _TIMES)
+            if step > self._done:
+                self._last = step
+                axes = dict(zip(AXES, (step, self._tokens, self._seconds / 3600), strict=True))
+                yield self._entry(step, {**values, **axes})
+
+    def unfinished(self) -> Iterator[TrackedStep]:
+        """Rollouts of a last step that could not be finished: it has no numbers."""
+        for step in rollout_files(self._rollouts):
+            if step > self._last:
+                yield self._entry(step, {STEP: step})
+
+    def _entry(self, step: int, values: dict[str, float]) -> TrackedStep:
+        for alarm in self._alarms:  # written before the numbers of its step
+            self._said[alarm["step"]].append(alarm["message"])
+        alarms = self._said.pop(step, [])
+        rows = read_jsonl(self._rollouts / f"step_{step:06d}.jsonl")
+        due = bool(self._every) and (self._drawn < 0 or step - self._drawn >= self._every)
+        if rows and due:
+            self._drawn = step
+        return TrackedStep(step, values, chosen(rows, bool(alarms)), distributions(rows) if due else {}, alarms)
+
+
+def chosen(rows: list[Row], alarm: bool) -> list[tuple[str, Row]]:
+    """The best and the worst completions of a step by reward, each of another group, and the most surprising by the
+    size of their advantage: those that their group did not make likely. After an alarm, further ones from the start."""
+    scored = [row for row in rows if row["reward"] is not None]
+    ranked = sorted(scored, key=lambda row: row["reward"])
+    surprising = sorted(scored, key=lambda row: -abs(row["advantage"] or 0.0))
+    wanted = [("best", row) for row in _of_groups(ranked[::-1])] + [("worst", row) for row in _of_groups(ranked)]
+    wanted += [("surprising", row) for row in _of_groups(surprising)]
+    wanted += [("alarm", row) for row in rows[:_OF_ALARM]] if alarm else []
+    firsts: dict[int, tuple[str, Row]] = {}
+    for why, row in wanted:  # a completion that is wanted for two reasons is shown for the first
+        firsts.setdefault(id(row), (why, row))
+    return list(firsts.values())
+
+
+def _of_groups(rows: list[Row]) -> list[Row]:
+    """The first rows, one of each group."""
+    firsts: dict[int, Row] = {}
+    for row in rows:
+        firsts.setdefault(row["group"], row)
+    return list(firsts.values())[:_EACH]
+
+
+def distributions(rows: list[Row]) -> dict[str, list[float]]:
+    """Rewards, lengths and advantages of completions, without those that have none."""
+    found = {name: [row[name] for row in rows if row[name] is not None] for name in ("reward", "length", "advantage")}
+    return {f"distribution/{name}": values for name, values in found.items() if values}
+
+
+def table(samples: list[tuple[str, Row]]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and cells of the samples of a step."""
+    names = ["step", "group", "prompt", "completion", "reward", "advantage", "length", "finish"]
+    names += ["writer"] if any("writer" in row for _, row in samples) else []
+    functions = list(samples[0][1]["rewards"]) if samples else []
+    rows = [
+        [why, *(_cell(row.get(name, "")) for name in names), *(row["rewards"][name] for name in functions)]
+        for why, row in samples
+    ]
+    return ["why", *names, *(f"reward/{function}" for function in functions)], rows
+
+
+def _cell(value: Any) -> Any:
+    """Chat messages as text; tables take one type a column."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value

@@ -1,0 +1,94 @@
+"""What a model needs to complete prompts, read before its weights, and prompts that it can complete."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_grpo.config import PolicyConfig, RolloutConfig
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.model.architectures import check_architecture
+from hybrid_grpo.model.files import check_files
+from hybrid_grpo.model.loading import (
+    check_lengths,
+    check_prompt_ids,
+    check_token_ids,
+    load_config,
+    load_tokenizer,
+    stop_ids,
+)
+from hybrid_grpo.turns import Conversations
+
+_SAMPLING = ("temperature", "top_p", "top_k")
+"""Settings that are always shown. The ones below are shown where they are not the default."""
+_SAMPLING_IF_SET = (
+    "min_p", "repetition_penalty", "logit_bias", "min_completion_tokens", "max_turn_tokens", "max_total_tokens",
+    "ignore_eos", "logprobs", "decoder",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A model that samples, without its weights."""
+
+    rollout: RolloutConfig
+    """How it samples."""
+    model_config: Any
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    """Tokens that end a completion."""
+
+    @classmethod
+    def read(cls, policy: PolicyConfig, rollout: RolloutConfig) -> Sampler:
+        """Raises UserError where the model cannot sample, or its files are damaged."""
+        config = load_config(policy.model)
+        check_architecture(config, rollout.decoder)
+        check_files(policy.model, config, pickled=policy.pickled_weights)
+        tokenizer = load_tokenizer(policy.model)
+        check_token_ids(rollout, config)
+        return cls(rollout, config, tokenizer, stop_ids(policy.model, tokenizer, rollout.stop_ids, config))
+
+    @property
+    def fact(self) -> str:
+        """The sampling settings in force, as one line. Nothing else changes them, not even the model's own generation
+        config."""
+        rollout, default = self.rollout, RolloutConfig()
+        names = [*_SAMPLING, *(n for n in _SAMPLING_IF_SET if getattr(rollout, n) != getattr(default, n))]
+        values = (getattr(rollout, name) for name in names)
+        settings = [f"{n} {v:g}" if isinstance(v, float) else f"{n} {v}" for n, v in zip(names, values, strict=True)]
+        ids = () if rollout.ignore_eos else self.stop_ids
+        ended_by = [
+            *(f"{token} {self.tokenizer.convert_ids_to_tokens(token)!r}" for token in ids),
+            *(f"text {text!r}" for text in rollout.stop_strings),
+        ]
+        return (
+            f"{', '.join(settings)}, at most {rollout.max_completion_tokens} tokens,"
+            f" ended by {', '.join(ended_by) or 'the limit only'}"
+        )
+
+    def check_prompts(
+        self, prompts: list[Prompt], conversations: Conversations | None, rollout: RolloutConfig | None = None
+    ) -> None:
+        """Refuse prompts that the model cannot read, or complete at the length asked for (`rollout`, by default its
+        own), or that have nothing for their environments."""
+        self.check_room(max(len(prompt.token_ids) for prompt in prompts), rollout)
+        self.check_readable(prompts, conversations)
+
+    def check_readable(self, prompts: list[Prompt], conversations: Conversations | None) -> None:
+        """Refuse prompts that the model cannot read, or that have nothing for their environments."""
+        check_prompt_ids([prompt.token_ids for prompt in prompts], self.model_config)
+        if conversations is not None:
+            conversations.check(prompts)
+
+    def check_room(self, longest: int, rollout: RolloutConfig | None = None) -> None:
+        """Refuse prompts of up to `longest` tokens that leave no room for a completion, or exceed what the model
+        reads."""
+        rollout = rollout or self.rollout
+        total, opened = rollout.max_total_tokens, longest + (rollout.max_tool_tokens if rollout.environment else 0)
+        refuse(
+            total is not None and opened >= total,
+            f"rollout.max_total_tokens {total} leaves a prompt of {opened} tokens none to sample: raise it, or lower"
+            " data.max_prompt_tokens below it",
+        )
+        check_lengths(self.model_config, rollout.longest(longest))

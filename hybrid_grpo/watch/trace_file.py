@@ -1,0 +1,119 @@
+"""details.jsonl: what a run noted of each step beside its numbers.
+
+One step is found by bisection, since the lines are in the order of their steps. Rewards of prompts and histograms of
+all steps are gathered by reading the file once, as it is written.
+"""
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hybrid_grpo.watch.growing_file import GrowingFile
+from hybrid_grpo.watch.histograms import Histograms
+from hybrid_grpo.watch.prompt_rewards import PromptRewards
+from hybrid_grpo.watch.records import open_file, parse, read_lines
+
+_STEP = re.compile(rb'\{\s*"step":\s*(\d{1,9})\s*[,}]')
+_NEAR = 2**18
+"""Bytes that are read line by line rather than bisected on."""
+_END = 2**20
+_SECONDS = 0.5
+"""After which a step is not looked for any more; it is found in milliseconds."""
+
+Trace = dict[str, Any]
+
+
+class TraceFile:
+    """Gathers `rewards` and `histograms` of a details.jsonl; nothing is read before `read` is called."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines = GrowingFile(path, self._take, self._begin)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.rewards, self.histograms = PromptRewards(), Histograms()
+
+    @property
+    def share_read(self) -> float:
+        """Share of the file that has been gathered."""
+        return self._lines.share_read
+
+    @property
+    def changed_ms(self) -> int:
+        """When the file was last written, in milliseconds; 0 where there is none."""
+        try:
+            return self.path.stat().st_mtime_ns // 10**6
+        except OSError:
+            return 0
+
+    def read(self, seconds: float) -> None:
+        """Gather what has been written since, for about so many seconds at most."""
+        self._lines.check()
+        self._lines.read(seconds)
+
+    def _take(self, line: bytes) -> None:
+        # What follows is most of the line, and nothing of it is gathered.
+        kept, cut, _ = line.partition(b'"stages":')
+        details = _parse(kept.rstrip(b", ") + b"}" if cut else line)
+        if details is not None:
+            self.rewards.append(details["step"], details.get("prompts"))
+            self.histograms.append(details["step"], details.get("histograms"))
+
+
+def read_step(path: Path, step: int | None) -> Trace | None:
+    """What was noted of the newest step that is not after `step` (None: of all); None where there is no such step."""
+    deadline, found = time.monotonic() + _SECONDS, None
+    try:
+        with open_file(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            begin = max(0, size - _END) if step is None else _before(file, size, step, deadline)
+            for _, number, line in _steps(file, begin, deadline):
+                if step is not None and number > step:
+                    break
+                found = line
+    except OSError:
+        return None
+    return None if found is None else _parse(found)
+
+
+def _before(file: BinaryIO, size: int, step: int, deadline: float) -> int:
+    """A byte, where a line begins, from which on the step is found within about `_NEAR` bytes."""
+    low, high = 0, size
+    while high - low > _NEAR:
+        middle = (low + high) // 2
+        place, number, _ = next(_steps(file, middle, deadline), (high, 0, b""))
+        if place >= high or number > step:
+            high = middle
+        else:
+            low = place
+    return low
+
+
+def first_step(path: Path) -> int | None:
+    """The first step of a file."""
+    try:
+        with open_file(path) as file:
+            return next((number for _, number, _ in _steps(file, 0, time.monotonic() + _SECONDS)), None)
+    except OSError:
+        return None
+
+
+def _steps(file: BinaryIO, begin: int, deadline: float) -> Iterator[tuple[int, int, bytes]]:
+    """The whole lines of steps from a byte on: where each begins, its step, and the line."""
+    for offset, line in read_lines(file, begin):
+        if time.monotonic() > deadline:
+            return
+        match = _STEP.match(line) if line and line.endswith(b"\n") else None
+        if line and match:
+            yield offset, int(match[1]), line
+
+
+def _parse(line: bytes) -> Trace | None:
+    """The object of a line; None where it is none of details.jsonl."""
+    details = parse(line)
+    step = details.get("step") if details else None
+    return details if type(step) is int and 0 <= step < 2**31 else None

@@ -1,0 +1,219 @@
+"""A run that diverges is reported, and stopped while it still has good checkpoints; on all ranks alike."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import forks
+import pytest
+from paths import SUPPORT
+from workshop import Workshop
+
+from hybrid_grpo.config import TrainConfig, build
+from hybrid_grpo.config.errors import RunStopped
+from hybrid_grpo.records.alarms.alarms import Alarms, RollBack
+from hybrid_grpo.records.files import read_jsonl
+
+GOOD = {"policy/loss": 0.1, "policy/grad_norm": 1.0, "policy/kl": 0.1, "policy/entropy": 2.0, "policy/ratio_max": 1.5}
+NAN_REWARDS = """
+import os
+
+def early_letters(completions, trainer_state, **columns):
+    bad = trainer_state.global_step >= 2 and os.environ["RANK"] == "1"
+    return [float("nan") if bad else sum("a" <= letter <= "m" for letter in text) / 8 for text in completions]
+"""
+ACTING_REWARDS = """
+import os
+from pathlib import Path
+
+def by_step(completions, trainer_state, **columns):
+    step, last_rank = trainer_state.global_step, os.environ["RANK"] == "1"
+    fourth, again = Path("fourth"), Path("again")
+    if step == 3 and fourth.exists():
+        again.touch()
+    if step == 4:
+        fourth.touch()
+    if step == 2:
+        return [0.5] * len(completions)
+    if last_rank and (step == 6 or (step == 4 and not again.exists())):
+        return [9.0 if step == 4 else -9.0] * len(completions)
+    return [sum("a" <= letter <= "m" for letter in text) / 8 for text in completions]
+"""
+ALARMS = """
+constant_reward: {patience: 1, action: skip}
+numbers:
+  reward/max: {above: 5, patience: 1, action: roll_back}
+  reward/min: {below: -5, patience: 1, action: stop}
+"""
+NAN = {"policy/grad_norm": math.nan}
+
+
+def watching(last_step: int = 100, **section: object) -> Alarms:
+    return Alarms(guard=build(TrainConfig, {"guard": section}).guard, last_step=last_step)
+
+
+def watched(alarms: Alarms, *steps: dict[str, float]) -> list[str]:
+    """What is reported of these steps, whose alarms act one after the other."""
+    messages = []
+    for step, values in enumerate(steps, 1):
+        messages += [record.message for record in alarms.watch(step, GOOD | values)]
+        alarms.act("")
+    return messages
+
+
+@pytest.mark.parametrize("section, steps, says", [
+    ({}, [{}, NAN, NAN, {}, NAN, NAN, {}], None),
+    ({}, [{}, NAN, NAN, NAN], "policy/grad_norm not finite"),
+    ({}, [{"parity/logp_abs_diff_mean": math.inf}] * 3, "parity/logp_abs_diff_mean not finite"),
+    ({}, [{"policy/loss": math.nan, "policy/kl": math.nan}] * 3, "policy/loss, policy/kl not finite"),
+    ({"patience": 1}, [NAN], "(1 step in a row; guard.non_finite): the run is stopped, no model was exported, and"
+     " checkpoints of steps before 1 are kept"),
+])  # fmt: skip
+def test_when_a_run_is_stopped(section, steps, says):
+    alarms = watching(**section)
+    if says is None:
+        assert watched(alarms, *steps) == []
+        return
+    with pytest.raises(RunStopped) as stopped:
+        watched(alarms, *steps)
+    assert says in str(stopped.value) and alarms.stops and alarms.diverged
+
+
+def test_what_is_only_reported_is_reported_once_for_each_time_that_it_begins():
+    messages = watched(watching(non_finite="say"), *[NAN] * 9, {}, *[NAN] * 3)
+    assert len(messages) == 2 and all("policy/grad_norm not finite" in message for message in messages)
+
+
+def test_the_last_step_has_no_patience_and_doubts_are_known():
+    alarms = watching(last_step=2)
+    assert watched(alarms, NAN) == [] and alarms.diverged
+    assert watched(alarms, {}) == [] and not alarms.diverged
+    with pytest.raises(RunStopped):
+        watched(alarms, {}, NAN)
+    assert watched(watching(last_step=2, non_finite="say"), {}, NAN) == []
+
+
+def test_numbers_that_are_not_finite_decide_where_other_alarms_would_act_too():
+    """A ratio that stops the run does not keep a run that has diverged from going back."""
+    config = build(TrainConfig, {
+        "guard": {"non_finite": "roll_back", "patience": 1}, "alarms": {"ratio": {"patience": 1, "action": "stop"}},
+    })  # fmt: skip
+    alarms = Alarms(config.alarms, guard=config.guard)
+    alarms.watch(3, GOOD | {"policy/ratio_max": math.inf})
+    with pytest.raises(RollBack, match="alarm non_finite: policy/ratio_max not finite") as back:
+        alarms.act("")
+    assert back.value.since == 3
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    workshop = Workshop(tmp_path_factory.mktemp("guard"))
+    workshop.write("nan_rewards.py", NAN_REWARDS)
+    workshop.write("acting_rewards.py", ACTING_REWARDS)
+    workshop.write("alarms.yaml", "alarms:" + ALARMS.replace("\n", "\n  "))
+    yield workshop
+    workshop.close()
+
+
+def options(name: str, rewards: str = "my_rewards.py:early_letters") -> list[str]:
+    return ["train", "--config", "train.yaml", "--data.eval_path=null", "--rewards", rewards, "--run.name", name]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("what, says", [
+    ("loss", "policy/loss, policy/grad_norm not finite"),
+    ("gradient", "policy/grad_norm not finite"),
+    ("weights", "not finite"),
+    ("reward", "rewards: early_letters failed on 8 of 16 completions"),
+])  # fmt: skip
+def test_nan_on_one_rank_stops_all_ranks(workshop: Workshop, what, says):
+    """From the second step on; the checkpoint of the first step is kept, and none is written after it."""
+    script = SUPPORT / "guard_programs.py"
+    settings = ["--engine.zero_stage=3", "--checkpoint.every=1", "--run.steps=8", "--scoring.max_failed_frac=0.25"]
+    rewards = "nan_rewards.py:early_letters" if what == "reward" else "my_rewards.py:early_letters"
+    done = forks.run(script, what, *options(what, rewards), *settings, world=2, cwd=workshop.folder)
+    assert done.status == 2, done.err[-3000:]
+    told = [line for line in done.err.splitlines() if line.startswith("hybrid-grpo")]
+    assert len(told) == 2 and all(says in line for line in told), done.err[-3000:]
+    assert len({line.partition("error: ")[2] for line in told}) == 1
+    folder = workshop.folder / "runs" / what
+    assert max(path.name for path in folder.glob("checkpoints/step_*")) == "step_000001"
+    assert not (folder / "model").exists()
+    # A reward that is mended is asked about the same completions; those of a broken policy are thrown away.
+    assert (folder / "journal").exists() is (what == "reward")
+
+
+@pytest.mark.ranks
+def test_a_learning_rate_that_breaks_the_model_does_not_end_well(workshop: Workshop):
+    done = workshop.run(*options("fast"), "--policy.lr=1e6", "--checkpoint.every=1", "--run.steps=12")
+    assert done.status == 2 and done.err.count("\n") == 1, done.err[-3000:]
+    assert "hybrid-grpo: error: alarm non_finite: parity/logp_abs_diff_mean not finite" in done.err
+    folder = workshop.folder / "runs" / "fast"
+    assert len([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]) == 4
+    assert not (folder / "model").exists() and (folder / "checkpoints" / "step_000001").is_dir()
+
+
+@pytest.mark.ranks
+def test_a_run_that_rolls_back_ends_well_at_a_lower_learning_rate(workshop: Workshop):
+    """The first step breaks the weights, which shows in the second; so the checkpoint of the first is no use either."""
+    told = ["--guard.non_finite=roll_back", "--guard.patience=1", "--guard.lr_factor=1e-5", "--checkpoint.every=1"]
+    done = workshop.run(*options("back"), *told, "--policy.lr=1e6", "--run.steps=3", ranks=2)
+    assert done.status == 0, done.err[-3000:]
+    said = [line for line in done.out.splitlines() if line.startswith("ROLLBACK: ")]
+    assert [line.rpartition(": back to ")[2] for line in said] == [
+        "step 1, the learning rate times 1e-05",
+        "step 0, the learning rate times 1e-10",
+    ]
+    rows = [json.loads(line) for line in (workshop.folder / "runs/back/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["policy/lr"] for row in rows] == pytest.approx([1e-4] * 3)
+    assert all(row["parity/logp_abs_diff_mean"] < 1e-4 for row in rows)
+    assert (workshop.folder / "runs/back/model/model.safetensors").exists()
+    # A run that goes on later keeps the lower learning rate.
+    more = workshop.run(*options("back"), *told, "--policy.lr=1e6", "--run.steps=4", "--run.resume=auto", ranks=2)
+    assert more.status == 0, more.err[-3000:]
+    rows = [json.loads(line) for line in (workshop.folder / "runs/back/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[-1]["policy/lr"] == pytest.approx(1e-4)
+
+
+@pytest.mark.ranks
+def test_alarms_skip_an_update_go_back_and_stop_on_all_ranks(workshop: Workshop):
+    """The rewards of step 2 are equal, those of step 4 too high when it is made for the first time, and those of step 6
+    too low, both on one rank only."""
+    settings = ["--config", "alarms.yaml", "--checkpoint.every=2", "--run.steps=8"]
+    done = workshop.run(*options("alarmed", "acting_rewards.py:by_step"), *settings, ranks=2)
+    assert done.status == 2, done.err[-3000:]
+    told = [line.partition("error: ")[2] for line in done.err.splitlines() if line.startswith("hybrid-grpo")]
+    assert len(told) == 2 and len(set(told)) == 1 and told[0].startswith("alarm reward/min: reward/min is -9 "), told
+    assert "no model was exported, and the newest checkpoint is of step 6: " in told[0]
+    folder = workshop.folder / "runs/alarmed"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["policy/skipped_update"]) for row in rows] == [(k, float(k == 2)) for k in range(1, 7)]
+    assert [row["step"] for row in rows if "policy/loss" not in row] == [2]
+    assert [row.get("policy/lr") for row in rows] == [1e-2, None, 5e-3, 5e-3, 5e-3, 5e-3]
+    assert max(row["reward/max"] for row in rows) <= 1.0, "step 4 was made again"
+    said = read_jsonl(folder / "alarms.jsonl")
+    names = [(alarm["step"], alarm["alarm"], alarm["action"]) for alarm in said]
+    assert names == [(2, "constant_reward", "skip"), (3, "roll_back", "say"), (6, "reward/min", "stop")]
+    assert said[1]["message"].startswith("alarm reward/max: reward/max is 9 ")
+    assert said[1]["message"].endswith(": back to step 2, the learning rate times 0.5")
+    assert (folder / "checkpoints/step_000006").is_dir() and not (folder / "model").exists()
+
+    # Killed in the step after the one that it made again, the run went on at the full learning rate, and learned from
+    # completions of other weights.
+    for name in ("fourth", "again"):
+        (workshop.folder / name).unlink()
+    arguments = [*options("killed", "acting_rewards.py:by_step"), *settings, "--run.resume=auto"]
+    program = [str(SUPPORT / "accidents.py"), "update", "4", "1", "SIGKILL"]
+    done = forks.run(*program, *arguments, world=2, cwd=workshop.folder, environment={"NTH": "2"})
+    assert done.status == 137, done.err[-3000:]
+    killed = workshop.folder / "runs/killed"
+    assert [row["step"] for row in read_jsonl(killed / "metrics.jsonl")] == [1, 2, 3] and (killed / "journal").exists()
+    done = workshop.run(*arguments, ranks=2)
+    assert done.status == 2 and "resumed runs/killed after step 2" in done.out, done.err[-3000:]
+    timed = ("time/", "throughput/", "memory/")
+    assert [{name: row[name] for name in row if not name.startswith(timed)} for row in rows] == [
+        {name: row[name] for name in row if not name.startswith(timed)} for row in read_jsonl(killed / "metrics.jsonl")
+    ]
+    assert read_jsonl(killed / "alarms.jsonl") == said

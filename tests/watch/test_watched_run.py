@@ -1,0 +1,115 @@
+import json
+import shutil
+
+import pytest
+
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.records.alarm_records import AlarmRecord, write_alarm
+from hybrid_grpo.watch import growing_file, metrics_file
+from hybrid_grpo.watch.folders import Folders
+from hybrid_grpo.watch.watched_run import Alarm, WatchedRun, differing
+
+
+def run_lines():
+    """What a run logs that is evaluated every tenth step."""
+    lines = []
+    for step in range(41):
+        values = {"time/step_s": 2.0, "completion/sampled_tokens": 100.0} if step else {}
+        values |= {"reward/mean": step / 40}
+        if step % 10 == 0:
+            values |= {"eval/heldout/accuracy": [0.5, 0.6, 0.4, 0.4, 0.7][step // 10], "time/eval_s": 10.0}
+        lines.append({"step": step, **values})
+    return lines
+
+
+def opened(folder):
+    run = WatchedRun(folder.name, folder)
+    run.refresh(10)
+    return run
+
+
+def test_alarms_are_told_in_the_words_of_the_run(make_run):
+    """Also in a copy of the folder, and those of an earlier version, which have no name."""
+    folder = make_run("sick", run_lines())
+    write_alarm(folder, AlarmRecord(7, "parity", 5, "the gap is wide", "stop"))
+    run = opened(folder)
+    first = Alarm(5, 7, "parity", "the gap is wide")
+    assert run.alarms() == [first]
+    with (folder / "alarms.jsonl").open("a") as file:
+        file.write('{"step": 20, "message": "held-out accuracy fell"}\n{"step": 3')
+    assert run.alarms() == [first, Alarm(20, 20, "", "held-out accuracy fell")]
+    copied = shutil.copytree(run.folder, run.folder.parent / "copied")
+    assert opened(copied).alarms() == run.alarms()
+    (folder / "alarms.jsonl").write_text("damaged\n")
+    assert run.alarms() == opened(make_run("none", [])).alarms() == []
+
+
+def test_axes_are_steps_tokens_and_hours_of_work(make_run, monkeypatch):
+    folder = make_run("run", run_lines())
+    run = opened(folder)
+    assert run.axis("step")[-1] == 40
+    assert run.axis("tokens").tolist() == [100.0 * step for step in range(41)]
+    assert run.axis("hours")[-1] == pytest.approx((40 * 2 + 5 * 10) / 3600)
+    first = opened(make_run("later", [{"step": 1, "sft/tokens": 64.0}, {"step": 2, "sft/tokens": 32.0}]))
+    assert first.axis("tokens").tolist() == [64.0, 96.0]
+    assert opened(make_run("empty", [])).axis("hours").tolist() == []
+    # From lines all over a file that is not yet read: each stands for the steps before it too.
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "completion/sampled_tokens": 100.0}) + "\n" for step in range(20_000))
+    )
+    monkeypatch.setattr(metrics_file, "_GLIMPSE_OVER", 10_000)
+    monkeypatch.setattr(growing_file, "_CHUNK", 1_000)
+    run = WatchedRun("run", folder)
+    run.refresh(0)
+    assert run.share_read < 1
+    assert run.axis("tokens")[-1] == pytest.approx(2_000_000)
+
+
+def test_runs_are_compared_by_their_newest_and_best_numbers(make_run):
+    run = opened(make_run("run", run_lines()))
+    numbers = {entry["name"]: entry for entry in run.summary()["numbers"]}
+    accuracy = numbers["eval/heldout/accuracy"]
+    assert (accuracy["value"], accuracy["best"], accuracy["best_step"]) == (0.7, 0.7, 40)
+    assert numbers["reward/mean"]["value"] == pytest.approx(sum(range(31, 41)) / 400), "the mean of the last ten"
+    assert run.summary()["step_seconds"] == 2.0
+
+
+def test_settings_that_differ_are_named(make_run):
+    runs = [
+        WatchedRun(name, make_run(name, [], text))
+        for name, text in (
+            ("a", "run: {name: a, seed: 0}\npolicy: {lr: 0.1, betas: [0.9, 0.9]}\nengine: {}\n"),
+            ("b", "run: {name: b, seed: 0}\npolicy: {lr: 0.2, betas: [0.9, 0.9]}\nengine: {}\nsft: {batch: text}\n"),
+        )
+    ]
+    assert differing(runs) == [
+        {"name": "policy.lr", "values": {"a": "0.1", "b": "0.2"}},
+        {"name": "sft.batch", "values": {"a": None, "b": "text"}},
+    ]
+
+
+@pytest.mark.parametrize("config", ["", "- list", "policy: [", "policy: 3\nrun: null\nlog: null"])
+def test_a_folder_with_a_damaged_config_is_shown_all_the_same(make_run, config):
+    run = opened(make_run("run", run_lines(), config))
+    assert run.outline()["step"] == 40
+
+
+def test_runs_are_found_under_the_folders_that_were_named(make_run, tmp_path):
+    """Also those that come later; two of the same name are told apart; a folder that is named twice is one run."""
+    one = make_run("one", [])
+    named = [tmp_path / "runs", one, tmp_path / "elsewhere"]
+    named[2].mkdir()
+    folders = Folders(named)
+    (run,) = folders.look().values()
+    assert run.name == "one"
+    shutil.copytree(one, tmp_path / "elsewhere/seed1/one")
+    make_run("two", [])
+    runs = folders.look()
+    assert {name: run.folder for name, run in runs.items()} == {
+        "one": one, "two": tmp_path / "runs/two", "seed1/one": tmp_path / "elsewhere/seed1/one",
+    }  # fmt: skip
+    assert runs["one"] is run
+    shutil.rmtree(one)
+    assert "one" not in folders.look()
+    with pytest.raises(UserError, match="nothing is not a folder"):
+        Folders([tmp_path / "nothing"])
