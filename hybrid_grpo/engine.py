@@ -11,10 +11,8 @@ No other module imports deepspeed. Three hazards decide how it is used here:
 """
 
 import contextlib
-import functools
 import logging
 import os
-import socket
 import sys
 import time
 import warnings
@@ -38,12 +36,13 @@ from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_conf
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.model import shards
-from hybrid_grpo.model.kernels.compiling import compiling
+from hybrid_grpo.model.hardware import refuse_idle_gpus, take_gpu
+from hybrid_grpo.model.kernels.compiling import one_at_a_time
 from hybrid_grpo.model.lora import Adapter
 from hybrid_grpo.model.ranks import (
     all_reduce,
     check_shared_memory,
-    local_ranks,
+    form_group_of_one,
     meeting,
     rank,
     release_shared_memory,
@@ -57,6 +56,7 @@ _REFERENCE = "reference"
 """Name of a frozen model's files in a checkpoint."""
 _DONE, _INTERRUPTED, _STOPPED, _FAILED = range(4)
 """How generation ended on a rank; the worst of all ranks counts. The number of the rank is added to `_FAILED`."""
+_ENDS: dict[type[Exception], int] = {RunInterrupted: _INTERRUPTED, RunStopped: _STOPPED}
 
 
 def start(timeout_minutes: float = 30.0) -> torch.device:
@@ -73,22 +73,18 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     # Every rank would warn that there are no inference kernels.
     deepspeed.utils.logger.addFilter(lambda record: "No compatible DeepSpeed inference" not in record.getMessage())
     if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in alone.items()})
+        form_group_of_one()
     # Compile kernels with this environment's ninja even if the environment is not activated: two versions of ninja
     # disagree on what is up to date, and would each compile everything again.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    OpBuilder.jit_load = _one_at_a_time(OpBuilder.jit_load)
+    OpBuilder.jit_load = one_at_a_time(OpBuilder.jit_load)
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     if on_cpu:
-        _refuse_idle_gpus()
+        refuse_idle_gpus()
         check_shared_memory()
     else:
-        _prepare_gpu(accelerator)
+        take_gpu(accelerator)
     if on_cpu and __compatible_ops__.get(ShareMemCommBuilder.NAME):
         # DeepSpeed would compile it while the ranks meet.
         ShareMemCommBuilder().load(verbose=False)
@@ -101,58 +97,6 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     if on_cpu:
         release_shared_memory()
     return torch.device(accelerator.current_device_name())
-
-
-def _prepare_gpu(accelerator: Any) -> None:
-    """Choose this rank's GPU, before CUDA starts in it; its allocator, and threads for what is computed on the host."""
-    # Segments of memory that grow leave fewer holes between rollouts and training.
-    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
-    if "OMP_NUM_THREADS" not in os.environ or by_torchrun:
-        # Cores that this rank alone was bound to, or its share of those that all ranks of the machine have.
-        cores = os.sched_getaffinity(0)
-        shared = cores == os.sched_getaffinity(os.getppid())
-        threads = max(1, len(cores) // (local_ranks() if shared else 1))
-        # Adam's kernel comes with an OpenMP of its own, which reads the variable.
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
-    count, local = accelerator.device_count(), int(os.environ["LOCAL_RANK"])
-    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
-        # Whoever started the ranks showed each its own, as Slurm does with --gpus-per-task.
-        local = 0
-    if local >= count:
-        raise UserError(
-            f"rank {os.environ['RANK']} is number {local} on its machine, where torch sees {count} GPUs: start one rank"
-            " a GPU, or let it see more (CUDA_VISIBLE_DEVICES)"
-        )
-    os.environ["LOCAL_RANK"] = str(local)  # DeepSpeed reads it too
-    accelerator.set_device(local)
-
-
-def _refuse_idle_gpus() -> None:
-    """Refuse to train on the CPU beside GPUs that torch cannot use, unless that is asked for."""
-    gpus = list(Path("/dev").glob("nvidia[0-9]*"))
-    if gpus and "DS_ACCELERATOR" not in os.environ and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for the CPU"
-        raise UserError(
-            f"this machine has {len(gpus)} GPUs that torch cannot use: torch {torch.__version__} {built}: update the"
-            " driver, install a torch for it (for CUDA 12 TORCH_INDEX=https://download.pytorch.org/whl/cu126 with"
-            " training_scripts/setup.sh), or set DS_ACCELERATOR=cpu to train on the CPU"
-        )
-
-
-def _one_at_a_time(compile_and_load: Callable[..., Any]) -> Callable[..., Any]:
-    """DeepSpeed's way of compiling a kernel, by one process at a time."""
-    if hasattr(compile_and_load, "__wrapped__"):
-        return compile_and_load
-
-    @functools.wraps(compile_and_load)
-    def guarded(builder: Any, *args: Any, **kwargs: Any) -> Any:
-        with compiling(builder.name):
-            return compile_and_load(builder, *args, **kwargs)
-
-    return guarded
 
 
 def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
@@ -327,14 +271,8 @@ class Engine:
         self.gather_s = time.perf_counter() - start
         try:
             yield self._view.module
-        except RunInterrupted:
-            outcome.fill_(_INTERRUPTED)
-            raise
-        except RunStopped:
-            outcome.fill_(_STOPPED)
-            raise
-        except Exception:
-            outcome.fill_(_FAILED + rank())
+        except Exception as error:
+            outcome.fill_(_ENDS.get(type(error), _FAILED + rank()))
             raise
         finally:
             start = time.perf_counter()
@@ -354,7 +292,7 @@ class Engine:
         """Whole weights of parameters, on this rank's device; not to be written to. Collective."""
         return self._view.whole(parameters)
 
-    def tell_communication(self) -> None:
+    def print_communication(self) -> None:
         """Print DeepSpeed's table of collectives if `engine.deepspeed.comms_logger` is enabled. Collective."""
         if self.config.get("comms_logger", {}).get("enabled"):
             deepspeed.comm.log_summary()

@@ -16,6 +16,7 @@ from hybrid_grpo.grpo.kl import KlController
 from hybrid_grpo.grpo.loss import micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
 from hybrid_grpo.grpo.resampling import group_slots, resample
+from hybrid_grpo.model.ranks import rank, sum_over_ranks
 from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.records.metrics.measurements import (
     measure_costs,
@@ -58,6 +59,7 @@ class Trainer(Stage):
         self.features = Features(features, self.meter)
         self.loader = inputs.training.loader(config, plan, device)
         self.kl = KlController(config.grpo, plan.rows, device)
+        self.total = partial(sum_over_ranks, device=device)
         # The filtered distribution is not the policy's: with its log-probabilities no ratio is 1.
         self.starts_on_policy = config.recomputes_old_logp or config.rollout.logprobs == "softmax"
         self.parts = {"loader": self.loader, "kl": self.kl}
@@ -93,14 +95,16 @@ class Trainer(Stage):
         """The step's groups and their scores; with dynamic sampling, groups that teach nothing are replaced."""
         rollout, scores = self.sample_and_score(self.draw_prompts(), step)
         if self.config.grpo.dynamic_sampling:
+            plan = self.plan
             rollout, scores, numbers = resample(
                 rollout,
                 scores,
-                group_slots(self.plan.prompts_per_rank, self.plan.num_minibatches),
+                group_slots(plan.prompts_per_rank, plan.num_minibatches, rank(), plan.world_size),
+                slots=plan.world_size * plan.prompts_per_rank,
+                total=self.total,
                 draw=self.loader.more_prompts,
                 sample=lambda prompts: self.sample_and_score(prompts, step),
                 max_rounds=self.config.grpo.max_resamples,
-                device=self.device,
             )
             self.meter.update(numbers)
         self.loader.update()
@@ -170,12 +174,13 @@ class Trainer(Stage):
     ) -> Tensor:
         """How much better every token was than the other completions of its group, or as features see it, float32
         [B, T]. Collective."""
+        config, limit = self.config, self.config.rollout.max_completion_tokens
         kl_BT, beta = self.kl.of_reward(old_logp_BT, ref_logp_BT, rollout.mask_BT), self.kl.beta
         scored = Scored(rollout, scores, old_logp_BT, kl_BT, beta)
         bonuses, of_bonuses = self.features.bonus(scored)
         split = partial(self.micro_batches, rollout, range(len(rollout.completions)), gradients=False)
         advantages_BT, numbers = self.features.advantages(scored, split) or token_advantages(
-            rollout, scores, self.config, kl_BT, beta, self.device
+            rollout, scores, config.grpo, limit, config.reward_weights, kl_BT, beta, self.total
         )
         self.meter.update(of_bonuses | numbers)
         return sum(bonuses, start=advantages_BT.to(self.device))
@@ -210,12 +215,13 @@ class Trainer(Stage):
             self.step_optimizer()
         if self.reference is not None:
             self.meter.add("policy/kl_coef", self.kl.beta)
-            self.kl.update()
+            self.kl.update(self.total)
 
     def optimizer_steps(self, rollout: Rollout, signals: Signals) -> Iterator[Iterator[TrainBatch]]:
         """The optimizer steps on a rollout, each as its weighted micro-batches. Collective."""
         split, limit = partial(self.micro_batches, rollout), self.config.rollout.max_completion_tokens
-        return optimizer_steps(rollout, signals, split, self.config.grpo, limit, starts_on_policy=self.starts_on_policy)
+        settings = self.config.grpo, limit, self.total
+        return optimizer_steps(rollout, signals, split, *settings, starts_on_policy=self.starts_on_policy)
 
     def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:
         """The given rows of a rollout within the token budget; as many on every rank."""

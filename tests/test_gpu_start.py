@@ -12,9 +12,9 @@ import torch
 import torch.cuda.graphs
 from paths import ROOT
 
-from hybrid_grpo import engine
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import cache, graphs
+from hybrid_grpo.model import hardware
 
 SCRIPTS = ROOT / "training_scripts"
 
@@ -111,13 +111,13 @@ def test_as_many_gpus_take_part_in_the_quickstart_as_divide_its_batch(tmp_path):
 
 
 def test_the_same_without_the_launcher(monkeypatch):
-    monkeypatch.setattr(engine, "Path", lambda _: SimpleNamespace(glob=lambda _: ["nvidia0", "nvidia1"]))
+    monkeypatch.setattr(hardware, "Path", lambda _: SimpleNamespace(glob=lambda _: ["nvidia0", "nvidia1"]))
     for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match=r"has 2 GPUs that torch cannot use: torch .* set DS_ACCELERATOR=cpu"):
-        engine._refuse_idle_gpus()
+        hardware.refuse_idle_gpus()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    engine._refuse_idle_gpus()
+    hardware.refuse_idle_gpus()
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def gpus(monkeypatch):
         monkeypatch.setenv("RANK", os.environ["LOCAL_RANK"])
         cores["own"], taken = own, []
         threads.clear()
-        engine._prepare_gpu(SimpleNamespace(device_count=lambda: count, set_device=taken.append))
+        hardware.take_gpu(SimpleNamespace(device_count=lambda: count, set_device=taken.append))
         assert os.environ["LOCAL_RANK"] == str(taken[0])
         return taken[0], threads[0] if threads else None, os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
 

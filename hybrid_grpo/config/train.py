@@ -117,6 +117,11 @@ class TrainConfig(ModelRunConfig):
         """Names of all rewards, those of functions first, then those of environments."""
         return [*map(reward_name, self.rewards), *dict.fromkeys(environment_rewards(self.rollout).values())]
 
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The weight of every reward, by name; those of environments count once."""
+        return dict.fromkeys(self.reward_names, 1.0) | {reward_name(reward): reward.weight for reward in self.rewards}
+
     @model_validator(mode="after")
     def _check_sections(self) -> TrainConfig:
         """What must agree between the sections. Commands that only read a recipe for training have checks of their

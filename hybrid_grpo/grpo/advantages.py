@@ -7,19 +7,17 @@ them in the last digit, and dividing by a standard deviation that is rounding no
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hybrid_grpo.config import TrainConfig, reward_name
+from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.data.batch import Numbers, Rollout, Scores
 from hybrid_grpo.grpo.length import overlong_penalty
-from hybrid_grpo.model.ranks import all_reduce
 
 _STD_EPSILON = 1e-4  # a group of nearly equal rewards must not blow its last digits up to advantages of size 1
 
@@ -27,20 +25,28 @@ _LENGTH = "length/penalty"
 """The length penalty among the reward functions; no function can have this name, since names hold no slash."""
 
 Total = Callable[[Tensor], Tensor]
-"""Sums a float64 tensor over ranks."""
+"""Sums a tensor over ranks; the sum is on the CPU."""
 
 
 def token_advantages(
-    rollout: Rollout, scores: Scores, config: TrainConfig, kl_BT: Tensor | None, beta: float, device: torch.device
+    rollout: Rollout,
+    scores: Scores,
+    grpo: GrpoConfig,
+    max_completion_tokens: int,
+    weights: Mapping[str, float],
+    kl_BT: Tensor | None,
+    beta: float,
+    total: Total,
 ) -> tuple[Tensor, Numbers]:
     """Advantages of every token: those of its completion's reward, and of its steps where functions score steps.
 
-    The reward is reduced by the length penalty, and by the KL where the KL is part of the reward. Collective.
+    The reward is reduced by the length penalty, and by the KL where the KL is part of the reward.
 
     Args:
+        max_completion_tokens, weights: see `penalized_rewards`.
         kl_BT: float32, the KL of each token in nats; None where the KL is not part of the reward.
         beta: what a nat costs.
-        device: where collectives take place.
+        total: sums over ranks; every rank calls it equally often.
 
     Returns:
         float32 [B, T] on the CPU, T the longest completion, meaningless beyond the end of a shorter one, and 0 where
@@ -49,18 +55,17 @@ def token_advantages(
     Raises:
         RunStopped: functions score steps, and rewards are to be normalized function by function.
     """
-    grpo, group_size = config.grpo, rollout.num_generations
+    group_size = rollout.num_generations
     if group_size == 1:
         return torch.zeros(len(rollout.completions), max(rollout.lengths)), {}
-    # Asked of all ranks: one whose functions scored no step takes part in the deviation over all ranks all the same.
-    scores_steps = bool(all_reduce(torch.tensor(int(scores.steps is not None), device=device), "max"))
+    # On any rank: one whose functions scored no step takes part in the deviation over all ranks all the same.
+    scores_steps = bool(total(torch.tensor(int(scores.steps is not None))))
     if scores_steps and grpo.combine_rewards == "normalize":
         raise RunStopped("grpo.combine_rewards normalize is not defined for rewards of steps: set it to sum")
-    reward_B, numbers = penalized_rewards(rollout, scores, config)
+    reward_B, numbers = penalized_rewards(rollout, scores, grpo, max_completion_tokens, weights)
     if kl_BT is not None:
         reward_B = reward_B - beta * kl_BT.sum(1).double().cpu()
     steps, lengths, scale = scores.steps or [[] for _ in rollout.completions], rollout.lengths, grpo.scale_rewards
-    total = partial(over_ranks, device=device)
     if scores_steps and grpo.step_credit == "reward_to_go":
         advantages_BT = reward_to_go_advantages(
             reward_B, steps, lengths, group_size, baseline=grpo.baseline, scale=scale, total=total
@@ -73,23 +78,23 @@ def token_advantages(
     return advantages_BT, numbers
 
 
-def penalized_rewards(rollout: Rollout, scores: Scores, config: TrainConfig) -> tuple[Tensor, Numbers]:
-    """float64 [B], the rewards of completions as wholes, minus the length penalty; and the mean penalty."""
-    grpo = config.grpo
-    limit = config.rollout.max_completion_tokens
-    penalties = overlong_penalty(rollout.lengths, limit, grpo.overlong_buffer, grpo.overlong_penalty)
+def penalized_rewards(
+    rollout: Rollout, scores: Scores, grpo: GrpoConfig, max_completion_tokens: int, weights: Mapping[str, float]
+) -> tuple[Tensor, Numbers]:
+    """float64 [B], the rewards of completions as wholes, minus the length penalty; and the mean penalty. `weights` are
+    those of the reward functions, by name."""
+    penalties = overlong_penalty(rollout.lengths, max_completion_tokens, grpo.overlong_buffer, grpo.overlong_penalty)
     penalty_B = torch.tensor(penalties, dtype=torch.float64)
     own_B = penalty_B[[row for row, completion in enumerate(rollout.completions) if not completion.writer]]
     numbers: Numbers = {"reward/overlong_penalty": (own_B.mean(), len(own_B))} if grpo.overlong_buffer else {}
     if grpo.combine_rewards == "sum":
         return scores.outcome_B + penalty_B, numbers
-    weights = dict.fromkeys([*config.reward_names, _LENGTH], 1.0)
-    weights |= {reward_name(reward): reward.weight for reward in config.rewards}
     missing_B = scores.reward_B.isnan()
     parts = {
         name: value_B.masked_fill(missing_B, math.nan)
         for name, value_B in (*scores.by_function.items(), (_LENGTH, penalty_B))
     }
+    weights = {**weights, _LENGTH: 1.0}
     return normalized_rewards(parts, weights, rollout.num_generations).masked_fill(missing_B, math.nan), numbers
 
 
@@ -97,11 +102,6 @@ def mean_over_tokens(values_BT: Tensor, rollout: Rollout) -> Tensor:
     """float32 [B] on the CPU, computed in float64, where the mean of equal numbers is exactly that number."""
     real_BT = rollout.mask_BT
     return (values_BT.cpu().double() * real_BT).sum(1).div(real_BT.sum(1)).float()
-
-
-def over_ranks(values: Tensor, device: torch.device) -> Tensor:
-    """The sum over ranks, on the CPU; the collective takes place on `device`."""
-    return all_reduce(values.to(device)).cpu()
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def group_advantages(
     return (advantage_PG / SCALES[scale](spread_PG, applies_PG, total)).flatten().to(torch.float32)
 
 
-def normalized_rewards(by_function: dict[str, Tensor], weights: dict[str, float], num_generations: int) -> Tensor:
+def normalized_rewards(by_function: dict[str, Tensor], weights: Mapping[str, float], num_generations: int) -> Tensor:
     """Weighted sum of reward functions that were each centred and scaled within the group first.
 
     The first half of GDPO (arXiv:2601.05242): rewards of a wide range do not drown those of a narrow one, and different

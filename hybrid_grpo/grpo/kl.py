@@ -5,8 +5,8 @@ from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers
+from hybrid_grpo.grpo.advantages import Total
 from hybrid_grpo.grpo.loss import reward_kl
-from hybrid_grpo.model.ranks import all_reduce
 
 _HORIZON = 10_000
 """Completions over which a KL that is 20 % or more off its target changes beta by a fifth."""
@@ -18,7 +18,7 @@ class KlController:
     Args:
         grpo: the settings.
         rows: completions of a step, over all ranks.
-        device: where collectives take place.
+        device: where the numbers of micro-batches are.
     """
 
     def __init__(self, grpo: GrpoConfig, rows: int, device: torch.device) -> None:
@@ -46,11 +46,11 @@ class KlController:
             self._seen[0] += kl * tokens
             self._seen[1] += tokens
 
-    def update(self) -> None:
-        """The coefficient of the next step, from the KL per token of this one over all ranks. Collective."""
+    def update(self, total: Total) -> None:
+        """Set the coefficient of the next step, from the KL per token of this one; `total` sums over ranks."""
         if self._grpo.kl_target is None:
             return
-        kl, tokens = all_reduce(self._seen).tolist()
+        kl, tokens = total(self._seen).tolist()
         self._seen.zero_()
         if tokens:
             self.beta = adaptive_beta(self.beta, kl / tokens, self._grpo.kl_target, _HORIZON, self._rows)

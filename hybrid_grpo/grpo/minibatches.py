@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import MicroBatch, Rollout, TrainBatch
+from hybrid_grpo.grpo.advantages import Total
 from hybrid_grpo.grpo.loss import token_weights
-from hybrid_grpo.model.ranks import all_reduce
 from hybrid_grpo.model.upload import upload
 
 
@@ -36,6 +36,7 @@ def optimizer_steps(
     split: Callable[[Sequence[int]], list[MicroBatch]],
     grpo: GrpoConfig,
     max_completion_tokens: int,
+    total: Total,
     *,
     starts_on_policy: bool,
 ) -> Iterator[Iterator[TrainBatch]]:
@@ -47,6 +48,7 @@ def optimizer_steps(
     Args:
         split: from rows to micro-batches, as many on every rank; called once for each minibatch.
         max_completion_tokens: see `token_weights`.
+        total: sums over ranks; called once.
         starts_on_policy: the ratio of the first optimizer step is 1 by construction: its own log-probabilities stand
             for `old_logp`.
     """
@@ -60,7 +62,7 @@ def optimizer_steps(
     minibatches = [[row for row in part if rows[row].learned] for part in parts]
     # All uploads and collectives come before the first forward: nothing between two micro-batches waits for the GPU.
     micro_batches = [split(rows) for rows in minibatches]
-    sums = totals(rollout.lengths, counts, minibatches, device)
+    sums = totals(rollout.lengths, counts, minibatches, total)
     for number in range(grpo.num_iterations * grpo.num_minibatches):
         minibatch = number % grpo.num_minibatches
         given = replace(signals, old_logp_BT=None) if number == 0 and starts_on_policy else signals
@@ -105,16 +107,16 @@ def train_batches(
 
 
 def totals(
-    lengths: Sequence[int], counts: Sequence[bool], minibatches: Sequence[Sequence[int]], device: torch.device
+    lengths: Sequence[int], counts: Sequence[bool], minibatches: Sequence[Sequence[int]], total: Total
 ) -> list[tuple[int, int]]:
-    """Tokens and rows of each minibatch over all ranks that take part in its optimizer step. Collective.
+    """Tokens and rows of each minibatch over all ranks that take part in its optimizer step.
 
     Args:
         lengths: tokens of every completion of this rank's.
         counts: whether it takes part in the loss.
         minibatches: the rows of each, of this rank's.
-        device: where collectives take place.
+        total: sums over ranks.
     """
     taken = [[lengths[row] for row in rows if counts[row]] for rows in minibatches]
-    sums = all_reduce(torch.tensor([(sum(part), len(part)) for part in taken], device=device))
+    sums = total(torch.tensor([(sum(part), len(part)) for part in taken]))
     return [(tokens, rows) for tokens, rows in sums.tolist()]

@@ -12,17 +12,14 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.data.batch import Numbers, Prompt, Rollout, Scores
-from hybrid_grpo.grpo.advantages import informative
-from hybrid_grpo.model.ranks import all_reduce, rank, world_size
+from hybrid_grpo.grpo.advantages import Total, informative
 
 
-def group_slots(prompts_per_rank: int, num_minibatches: int) -> list[int]:
-    """Slots of this rank's groups among those of all ranks, minibatch after minibatch."""
+def group_slots(prompts_per_rank: int, num_minibatches: int, rank: int, ranks: int) -> list[int]:
+    """Slots of a rank's groups among those of all ranks, minibatch after minibatch."""
     share = prompts_per_rank // num_minibatches
     return [
-        (minibatch * world_size() + rank()) * share + group
-        for minibatch in range(num_minibatches)
-        for group in range(share)
+        (minibatch * ranks + rank) * share + group for minibatch in range(num_minibatches) for group in range(share)
     ]
 
 
@@ -31,17 +28,15 @@ class GroupSlots:
 
     Args:
         mine: the slot of each group of this rank.
-        total: slots over all ranks.
-        device: where collectives take place.
+        count: slots over all ranks.
+        total: sums over ranks.
     """
 
-    def __init__(self, mine: list[int], total: int, device: torch.device) -> None:
-        self._mine = mine
-        self._total = total
-        self._device = device
-        self._sampled = total
+    def __init__(self, mine: list[int], count: int, total: Total) -> None:
+        self._mine, self._count, self._total = mine, count, total
+        self._sampled = count
         self._informative = 0
-        self.open: list[int] = list(range(total))
+        self.open: list[int] = list(range(count))
 
     def close(self, teaches_P: Tensor, informative: int) -> None:
         """Take note of a round. Collective.
@@ -50,10 +45,10 @@ class GroupSlots:
             teaches_P: bool, for each group of this rank, whether what holds its slot now teaches something.
             informative: groups of this round, on this rank, that teach something.
         """
-        closed = torch.zeros(self._total + 1, dtype=torch.int64)
+        closed = torch.zeros(self._count + 1, dtype=torch.int64)
         closed[self._mine] = teaches_P.to(torch.int64)
         closed[-1] = informative
-        *slots, count = all_reduce(closed.to(self._device)).tolist()
+        *slots, count = self._total(closed).tolist()
         self._informative += count
         self.open = [slot for slot, taken in enumerate(slots) if not taken]
 
@@ -66,8 +61,8 @@ class GroupSlots:
             How many candidates all ranks together draw; the indices of this rank's among them; and for each of these
             the group on this rank that it may replace.
         """
-        needed = math.ceil(self._sampled / self._informative) if self._informative else self._total
-        each = min(self._total // len(self.open), needed)
+        needed = math.ceil(self._sampled / self._informative) if self._informative else self._count
+        each = min(self._count // len(self.open), needed)
         drawn = each * len(self.open)
         self._sampled += drawn
         group_of = {slot: group for group, slot in enumerate(self._mine)}
@@ -80,10 +75,11 @@ def resample(
     scores: Scores,
     mine: list[int],
     *,
+    slots: int,
+    total: Total,
     draw: Callable[[int, list[int]], list[Prompt]],
     sample: Callable[[list[Prompt]], tuple[Rollout, Scores]],
     max_rounds: int,
-    device: torch.device,
 ) -> tuple[Rollout, Scores, Numbers]:
     """Sample other prompts in place of groups that teach nothing, until none is left or `max_rounds` times.
 
@@ -93,21 +89,22 @@ def resample(
     Args:
         rollout, scores: of this rank, the first of the step.
         mine: the slot of each of its groups, see `group_slots`.
+        slots: how many there are over all ranks.
+        total: sums over ranks.
         draw: takes the number of prompts to draw over all ranks and the indices of those that are wanted here, and
             returns these prompts.
         sample: a rollout of prompts, of which there may be none, and its scores. Collective.
-        device: where collectives take place.
 
     Returns:
         As many groups on each rank as before, their scores, and how many groups were sampled and teach something.
     """
     groups, group_size = len(rollout.prompts), rollout.num_generations
-    slots = GroupSlots(mine, groups * world_size(), device)
+    held = GroupSlots(mine, slots, total)
     teaches_P = informative(scores.reward_B, group_size, scores.steps)
-    slots.close(teaches_P, int(teaches_P.sum()))
+    held.close(teaches_P, int(teaches_P.sum()))
     sampled, informative_groups, rounds = groups, int(teaches_P.sum()), 0
-    while slots.open and rounds < max_rounds:
-        drawn, wanted, replaces = slots.candidates()
+    while held.open and rounds < max_rounds:
+        drawn, wanted, replaces = held.candidates()
         more, more_scores = sample(draw(drawn, wanted))
         teaches_C = informative(more_scores.reward_B, group_size, more_scores.steps)
         # By group, the first of its candidates that teaches something.
@@ -118,7 +115,7 @@ def resample(
         rollout = rollout.joined(more).groups(order)
         scores = scores.joined(more_scores).groups(order, group_size)
         teaches_P[list(chosen)] = True
-        slots.close(teaches_P, int(teaches_C.sum()))
+        held.close(teaches_P, int(teaches_C.sum()))
         sampled += len(teaches_C)
         informative_groups += int(teaches_C.sum())
         rounds += 1

@@ -1,14 +1,16 @@
-"""The device that a rank runs on: how much memory is free there and on its host, and how fast it is."""
+"""The device that a rank runs on: which one it takes, how much memory is free there and on its host, and its speed."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import torch
 from torch.utils.benchmark import Timer
 
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.model.ranks import local_ranks
 
 _CGROUPS = (
@@ -59,6 +61,48 @@ _CALLED = {
     r"\bB200\b": "b200",
 }
 """The GPUs by what CUDA calls them."""
+
+
+def take_gpu(accelerator: Any) -> None:
+    """Take this rank's GPU, before CUDA starts in the process; set its allocator, and the threads of the host.
+
+    `accelerator` is DeepSpeed's.
+    """
+    # Segments of memory that grow leave fewer holes between rollouts and training.
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+    if "OMP_NUM_THREADS" not in os.environ or by_torchrun:
+        # Cores that this rank alone was bound to, or its share of those that all ranks of the machine have.
+        cores = os.sched_getaffinity(0)
+        shared = cores == os.sched_getaffinity(os.getppid())
+        threads = max(1, len(cores) // (local_ranks() if shared else 1))
+        # Adam's kernel comes with an OpenMP of its own, which reads the variable.
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+    count, local = accelerator.device_count(), int(os.environ["LOCAL_RANK"])
+    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        # Whoever started the ranks showed each its own, as Slurm does with --gpus-per-task.
+        local = 0
+    if local >= count:
+        raise UserError(
+            f"rank {os.environ['RANK']} is number {local} on its machine, where torch sees {count} GPUs: start one rank"
+            " a GPU, or let it see more (CUDA_VISIBLE_DEVICES)"
+        )
+    os.environ["LOCAL_RANK"] = str(local)  # DeepSpeed reads it too
+    accelerator.set_device(local)
+
+
+def refuse_idle_gpus() -> None:
+    """Refuse to train on the CPU beside GPUs that torch cannot use, unless that is asked for."""
+    gpus = list(Path("/dev").glob("nvidia[0-9]*"))
+    if gpus and "DS_ACCELERATOR" not in os.environ and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for the CPU"
+        raise UserError(
+            f"this machine has {len(gpus)} GPUs that torch cannot use: torch {torch.__version__} {built}: update the"
+            " driver, install a torch for it (for CUDA 12 TORCH_INDEX=https://download.pytorch.org/whl/cu126 with"
+            " training_scripts/setup.sh), or set DS_ACCELERATOR=cpu to train on the CPU"
+        )
 
 
 def peak_flops(name: str) -> float | None:

@@ -5,6 +5,7 @@ On one process the collectives are the identity, whether or not a process group 
 
 import os
 import shutil
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -42,6 +44,14 @@ def world_size() -> int:
 def local_ranks() -> int:
     """Ranks on this machine: DeepSpeed's launcher sets LOCAL_SIZE, torchrun sets LOCAL_WORLD_SIZE."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+
+
+def form_group_of_one() -> None:
+    """Describe a process group of this process alone in the environment, as a launcher does."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 @contextmanager
@@ -113,6 +123,11 @@ def all_reduce(tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tens
     if world_size() > 1:
         dist.all_reduce(tensor, op=_OPS[op])
     return tensor
+
+
+def sum_over_ranks(values: Tensor, device: torch.device) -> Tensor:
+    """The sum over ranks, on the CPU; the collective takes place on `device`."""
+    return all_reduce(values.to(device)).cpu()
 
 
 def gather_objects(value: Any) -> list[Any] | None:

@@ -44,7 +44,6 @@ class EvalSet:
 
     @property
     def name(self) -> str:
-        """Name in the metrics."""
         return self.settings.name
 
     @property
@@ -54,12 +53,10 @@ class EvalSet:
 
     @property
     def rows(self) -> int:
-        """Completions of an evaluation, over all ranks."""
         return len(self.prompts) * self.settings.rollout.num_generations
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with its completion."""
         return self.settings.rollout.longest(max(len(prompt.token_ids) for prompt in self.prompts))
 
     def own_prompts(self) -> list[Prompt]:
@@ -67,7 +64,6 @@ class EvalSet:
         return self.opened(rank_share(self.prompts, rank(), world_size()))
 
     def requests(self, prompts: list[Prompt]) -> list[Request]:
-        """For the completions of `own_prompts`."""
         rollout = self.settings.rollout
 
         def keys(prompt: Prompt) -> list[int]:
@@ -96,7 +92,6 @@ class EvalSet:
         return results.numbers()
 
     def results(self, prompts: list[Prompt], groups: list[list[Completion]], step: int = 0) -> "EvalResults":
-        """Score the completions of `own_prompts`."""
         completions = [completion for group in groups for completion in group]
         count = self.settings.rollout.num_generations
         rows = [prompt for prompt in prompts for _ in range(count)]

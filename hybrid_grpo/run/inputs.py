@@ -98,7 +98,7 @@ class RunInputs:
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt, to train on or held out."""
         held_out = (len(prompt.token_ids) for of_set in self.eval_sets for prompt in of_set.prompts)
-        return max(self.training.longest, *held_out)
+        return max([self.training.longest, *held_out])
 
     @property
     def held_out_rows(self) -> int:

@@ -39,11 +39,9 @@ class LoggedSkips(Alarms):
 
     @property
     def may_skip(self) -> bool:
-        """See `Alarms.may_skip`."""
         return bool(self._skipped)
 
     def skips(self, step: int, values: dict[str, float]) -> bool:
-        """See `Alarms.skips`."""
         return step in self._skipped
 
 
@@ -69,7 +67,6 @@ class LossRecorder:
         beta: float,
         objective: Objective | None = None,
     ) -> tuple[Tensor, Numbers]:
-        """See `micro_batch_loss`."""
         if batch.micro.rows:
             iteration = 1 + (self._policy.optimizer_steps - self._start) // self._num_minibatches
             columns = {

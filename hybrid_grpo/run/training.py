@@ -161,7 +161,7 @@ class TrainingRun:
                 say(f"stopped after step {step}: eval.patience evaluations without a better {self._best}")
             stage.progress.enter("export")
             self._export(stage, step)
-            stage.policy.engine.tell_communication()
+            stage.policy.engine.print_communication()
 
     def _make_step(self, stage: Stage, step: int, profiler: Profiler, log: Log) -> None:
         """Make a step. Where it cannot be finished, the run is saved as it was before it."""

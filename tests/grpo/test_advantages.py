@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_grpo.config import GrpoConfig, RolloutConfig, TrainConfig
+from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
 from hybrid_grpo.grpo.advantages import (
     GroupStats,
@@ -229,10 +229,8 @@ def test_the_mean_penalty_for_length_is_that_of_what_the_policy_wrote():
     rollout = Rollout([Prompt(0, "", [0], {})], completions, 4)
     reward_B = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64)
     scores = Scores(reward_B, {"f": reward_B}, {"f": torch.zeros(4, dtype=torch.int8)})
-    config = TrainConfig(
-        rollout=RolloutConfig(max_completion_tokens=8), grpo=GrpoConfig(overlong_buffer=4, overlong_penalty=1.0)
-    )
-    penalized_B, numbers = penalized_rewards(rollout, scores, config)
+    grpo = GrpoConfig(overlong_buffer=4, overlong_penalty=1.0)
+    penalized_B, numbers = penalized_rewards(rollout, scores, grpo, 8, {"f": 1.0})
     assert penalized_B.tolist() == [1.0, -0.5, 0.0, -0.75]
     mean, weight = numbers["reward/overlong_penalty"]
     assert float(mean) == pytest.approx(-1.25 / 3) and weight == 3

@@ -10,8 +10,6 @@ from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.grpo.resampling import GroupSlots, resample
 from hybrid_grpo.records.metrics.meter import Meter
 
-CPU = torch.device("cpu")
-
 
 def rollout_of(prompts: list[Prompt], good: set[int]) -> tuple[Rollout, Scores]:
     """Groups of two, whose rewards differ for the good prompts only."""
@@ -40,8 +38,9 @@ class Step:
             list(range(groups)),
             draw=lambda count, wanted: [prompt for prompt, _ in self.loader.draw(count, wanted)],
             sample=sample,
+            slots=groups,
+            total=lambda counts: counts,
             max_rounds=max_rounds,
-            device=CPU,
         )
         self.meter.update(numbers)
         self.kept = [prompt.id for prompt in self.rollout.prompts]
@@ -80,15 +79,14 @@ def test_no_prompt_is_drawn_twice():
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 6])
-def test_candidates_belong_to_slots_whoever_has_them(world, monkeypatch):
+def test_candidates_belong_to_slots_whoever_has_them(world):
     taken = [True, False, True, False, False, True]
     flags = torch.tensor([*map(int, taken), sum(taken)])
-    monkeypatch.setattr("hybrid_grpo.grpo.resampling.all_reduce", lambda _: flags.clone())
     share = 6 // world
     seen = {}
     for rank in range(world):
         mine = list(range(rank * share, (rank + 1) * share))
-        slots = GroupSlots(mine, 6, CPU)
+        slots = GroupSlots(mine, 6, total=lambda _: flags)
         slots.close(torch.tensor([taken[slot] for slot in mine]), 0)
         drawn, wanted, groups = slots.candidates()
         assert drawn == 6 and slots.open == [1, 3, 4]

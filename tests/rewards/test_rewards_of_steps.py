@@ -41,7 +41,8 @@ def advantages(rollout: Rollout, scores: Scores, kl_BT=None, names=("f0",), **gr
         grpo=GrpoConfig(**grpo),
         rewards=[RewardConfig(name) for name in names],
     )
-    return token_advantages(rollout, scores, config, kl_BT, 0.5, torch.device("cpu"))[0]
+    given = config.grpo, 10, config.reward_weights, kl_BT, 0.5, lambda values: values
+    return token_advantages(rollout, scores, *given)[0]
 
 
 def test_steps_and_outcomes_stay_apart():

@@ -38,7 +38,7 @@ def sections(folder: Path) -> dict[str, Any]:
         trainer = build(folder, deepspeed=deepspeed)
         seen[name] = two_steps(trainer)
         with redirect_stdout(io.StringIO()) as told:
-            trainer.policy.engine.tell_communication()
+            trainer.policy.engine.print_communication()
         seen[name]["communication"] = told.getvalue()
         seen[name]["offloads"] = trainer.policy.engine.engine.optimizer.offload_param
     seen["flops"] = flops.read_text() if flops.is_file() else ""

@@ -90,19 +90,15 @@ class Average(Feature):
         self.average = MovingAverage(trained.module, trained.optimizer, policy.engine.stage, self._decay)
 
     def stepped(self) -> None:
-        """See `Feature`."""
         self.average.update()
 
     @property
     def shards(self) -> MovingAverage:
-        """See `Feature`."""
         return self.average
 
     def checkpoint_bytes(self, weights: int) -> int:
-        """See `Feature`."""
         return 4 * weights
 
     @property
     def exports(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
-        """See `Feature`."""
         return {"model_ema": self.average.used}

@@ -18,7 +18,8 @@ from torch import Tensor
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.data.batch import Numbers, RewardStep, Rollout, Scores
 from hybrid_grpo.features.critic.settings import CriticConfig
-from hybrid_grpo.grpo.advantages import Total, over_ranks, penalized_rewards
+from hybrid_grpo.grpo.advantages import Total, penalized_rewards
+from hybrid_grpo.model.ranks import sum_over_ranks
 
 _STD_EPSILON = 1e-4  # advantages that are nearly equal must not be blown up to size 1
 
@@ -56,8 +57,9 @@ def critic_advantages(
     Returns:
         Advantages, float32 [B, T] on the CPU, 0 on padding; the targets; and the numbers of the critic.
     """
-    settings, total = config.of(CriticConfig), partial(over_ranks, device=device)
-    whole_B, numbers = penalized_rewards(rollout, scores, config)
+    settings, total = config.of(CriticConfig), partial(sum_over_ranks, device=device)
+    limit = config.rollout.max_completion_tokens
+    whole_B, numbers = penalized_rewards(rollout, scores, config.grpo, limit, config.reward_weights)
     reward_BT = token_rewards(whole_B, scores.steps, rollout.lengths)
     if kl_BT is not None:
         # Token by token, as in InstructGPT.

@@ -3,13 +3,14 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from torch.utils.cpp_extension import get_default_build_root
 
@@ -52,6 +53,19 @@ def compiling(kernel: str) -> Iterator[None]:
             ) from error
         finally:
             owner.truncate(0)
+
+
+def one_at_a_time(compile_and_load: Callable[..., Any]) -> Callable[..., Any]:
+    """DeepSpeed's way of compiling a kernel, by one process at a time."""
+    if hasattr(compile_and_load, "__wrapped__"):
+        return compile_and_load
+
+    @functools.wraps(compile_and_load)
+    def guarded(builder: Any, *args: Any, **kwargs: Any) -> Any:
+        with compiling(builder.name):
+            return compile_and_load(builder, *args, **kwargs)
+
+    return guarded
 
 
 def _locked(file: TextIO) -> bool:
