@@ -20,7 +20,7 @@ from hybrid_grpo.generation.fused_gpu import GpuStep
 from hybrid_grpo.model import softmax
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
-from hybrid_grpo.rewards.models.reward import reward_model
+from hybrid_grpo.rewards.models.reward_model import reward_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field
 
+from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import Function
 
 if TYPE_CHECKING:
@@ -52,6 +53,12 @@ class FeatureConfig:
     """Name of the section in a recipe; empty if the feature takes no part in training."""
     needs_rollouts = True
     """Whether it takes part in `train` alone, and not in `sft` and `reward`."""
+    feature = ""
+    """The class of the feature itself, a `run.feature.Feature`, as `module:Class` in its folder; empty where it has no
+    part in steps."""
+    planned = ""
+    """The class of its share of the memory plan, a `run.memory.plan.FeatureMemory`, in the same way; empty where it
+    takes no memory worth planning."""
     page = ""
     """Its page in the documentation."""
     command = ""
@@ -81,6 +88,16 @@ class FeatureConfig:
         """The settings that are not at their default."""
         default = type(self)()
         return {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+
+    def refuse_idle(self, why: str, *names: str) -> None:
+        """Refuse settings of these names, or any, that are not at their default, although they have no effect; `why`
+        is what they lack, and the way out. Raises UserError."""
+        for name, value in self.changed.items():
+            shown = str(value).lower() if isinstance(value, bool) else f"{value!s:.60}"
+            refuse(
+                not names or name in names,
+                f"{self.section}.{name} {shown} has no effect {why}, or take {self.section}.{name} out",
+            )
 
     @property
     def policy_waits(self) -> int:
@@ -119,14 +136,16 @@ class FeatureConfig:
         return source
 
     def memory(self, config: TrainConfig) -> Any:
-        """Its share of the memory plan (`run.memory.plan.FeatureMemory`), if the feature is on; None where it takes no
-        memory worth planning. Imports torch."""
-        return None
+        """Its share of the memory plan, if the feature is on; see `planned`. Imports torch."""
+        return self._imported(self.planned)(config) if self.planned else None
 
     def load(self) -> Any:
-        """The class of the feature itself, a `run.feature.Feature`; None where it has no part in steps. Imports
-        torch."""
-        return None
+        """The class of the feature itself; see `feature`. Imports torch."""
+        return self._imported(self.feature) if self.feature else None
+
+    def _imported(self, entry: str) -> Any:
+        module, _, name = entry.partition(":")
+        return getattr(import_module(f"{type(self).__module__.rpartition('.')[0]}.{module}"), name)
 
 
 @functools.cache

@@ -53,7 +53,7 @@ class Builtin:
 
 BUILTINS: dict[str, Builtin] = {
     "exact_match": Builtin("rules", "inline"),
-    "numeric_answer": Builtin("maths.reward", "inline"),
+    "numeric_answer": Builtin("maths.answers", "inline"),
     "format_regex": Builtin("rules"),
     "repetition_penalty": Builtin("rules", "inline"),
     "letters_in_place": Builtin("rules", "inline"),
@@ -61,9 +61,9 @@ BUILTINS: dict[str, Builtin] = {
     "multiple_choice": Builtin("text", "inline"),
     "language_penalty": Builtin("text", "inline"),
     "countdown": Builtin("countdown", "inline"),
-    "math_answer": Builtin("maths.reward"),
-    "reward_model": Builtin("models.reward", "thread"),
-    "code_tests": Builtin("code.reward"),
+    "math_answer": Builtin("maths.answers"),
+    "reward_model": Builtin("models.reward_model", "thread"),
+    "code_tests": Builtin("code.code_tests"),
     "remote": Builtin("remote.client"),
 }
 """The reward functions that a configuration names without a path."""

@@ -14,7 +14,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.model.ranks import local_ranks
 from hybrid_grpo.rewards.functions import BUILTINS, Interface, load_function
-from hybrid_grpo.rewards.models.reward import RewardModel, held
+from hybrid_grpo.rewards.models.reward_model import RewardModel, held
 from hybrid_grpo.workers.pool import Caller, Pool, call_inline
 
 

@@ -28,7 +28,7 @@ from hybrid_grpo.model.ranks import all_reduce
 from hybrid_grpo.rewards.environments import Carried
 from hybrid_grpo.rewards.functions import ENVIRONMENTS, INPUTS, Failure, Inputs, Reply, RewardCall, Value, failed
 from hybrid_grpo.rewards.loading import Reward
-from hybrid_grpo.rewards.models.reward import RewardModel, Shard
+from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
 from hybrid_grpo.workers.pool import busy_seconds
 

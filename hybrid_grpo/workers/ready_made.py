@@ -55,7 +55,7 @@ def python(code: str) -> str:
         code: the program; it has no network, and no files but its own.
     """
     # Late: only processes that run programs need it.
-    from hybrid_grpo.rewards.code.reward import own_sandbox
+    from hybrid_grpo.rewards.code.code_tests import own_sandbox
 
     result = own_sandbox(tuple(PROTECTIONS)).run(code, "", Limits(timeout_s=_PROGRAM_S))
     if result.end == "exited" and result.status == 0:

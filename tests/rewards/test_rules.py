@@ -6,7 +6,7 @@ import math
 import pytest
 
 from hybrid_grpo.rewards.functions import BUILTINS
-from hybrid_grpo.rewards.maths.reward import numeric_answer
+from hybrid_grpo.rewards.maths.answers import numeric_answer
 from hybrid_grpo.rewards.rules import (
     exact_match,
     format_regex,

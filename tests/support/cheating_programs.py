@@ -46,12 +46,12 @@ class Always:
 def send(message): os.write(4, struct.pack('>i', len(message)) + message)
 text = lambda word: b'X' + struct.pack('<I', len(word)) + word.encode()
 # The functions that this process has sent are known there by a number: `yes` is made to be one of them.
-judging = __import__('sys').modules['hybrid_grpo.rewards.code.judging']
+judge = __import__('sys').modules['hybrid_grpo.rewards.code.judge']
 channel = None
 def own_channel():
     import gc
-    return next(o for o in gc.get_objects() if type(o) is judging.Channel)
-remote = lambda number: (b'chybrid_grpo.rewards.code.judging\\n_kept\\n' + text('sender') + b'K' + bytes([number])
+    return next(o for o in gc.get_objects() if type(o) is judge.Channel)
+remote = lambda number: (b'chybrid_grpo.rewards.code.judge\\n_kept\\n' + text('sender') + b'K' + bytes([number])
                          + b'\\x86R')
 def attributes(value, names='issubset startswith endswith equals isdigit __eq__'):
     number = own_channel().keep(yes)
@@ -108,7 +108,7 @@ CHEATS = {
     # Messages that no honest program sends.
     "a forged function": _forged("attributes(b'cbuiltins\\nint\\n')"),
     "a forged class": _forged("attributes(b'ccollections\\nOrderedDict\\n')"),
-    "a forged method": _forged("attributes(b'chybrid_grpo.rewards.code.judging\\n_kept\\n')"),
+    "a forged method": _forged("attributes(b'chybrid_grpo.rewards.code.judge\\n_kept\\n')"),
     "a forged OrderedDict": _forged("attributes(b'ccollections\\nOrderedDict\\n)R')"),
     "a forged Counter in a list": _forged("b'(' + attributes(b'ccollections\\nCounter\\n)R') + b'l'"),
     "a forged Fraction": _forged(
@@ -166,15 +166,15 @@ CHEATS = {
     "            except OSError: pass\n    return 7",
     "builtins": "import builtins\nfor name in ('abs', 'all', 'sorted', 'map', 'filter', 'zip', 'isinstance', 'len'):\n"
     "    setattr(builtins, name, lambda *a, **k: True)\nbuiltins.AssertionError = None\ndef f(x): return 7",
-    "pickle": "import sys\njudging = sys.modules['hybrid_grpo.rewards.code.judging']\n"
-    "judging._Pickler.reducer_override = lambda self, value: NotImplemented\nclass A(int): pass\n"
+    "pickle": "import sys\njudging = sys.modules['hybrid_grpo.rewards.code.judge']\n"
+    "judge._Pickler.reducer_override = lambda self, value: NotImplemented\nclass A(int): pass\n"
     "def f(x): return A(7)",
-    "operations": "import sys\noperations = sys.modules['hybrid_grpo.rewards.code.judging']._OPERATIONS\n"
+    "operations": "import sys\noperations = sys.modules['hybrid_grpo.rewards.code.judge']._OPERATIONS\n"
     "for name in operations: operations[name] = lambda *a: 1\nclass A: pass\ndef f(x): return A()",
     "modules": "import sys, types\nfor name in ('math', 'unittest', 'itertools', 'functools'):\n"
     "    sys.modules[name] = types.SimpleNamespace(isclose=lambda *a: True)\nmath = unittest = sys.modules['math']\n"
     "def f(x): return 7",
-    "arguments": "import sys\nChannel = sys.modules['hybrid_grpo.rewards.code.judging'].Channel\ncall = Channel._call\n"
+    "arguments": "import sys\nChannel = sys.modules['hybrid_grpo.rewards.code.judge'].Channel\ncall = Channel._call\n"
     "def changed(self, function, sent):\n    return call(self, function, sent)[0], ((4,), {'x': 4})\n"
     "Channel._call = changed\ndef f(x): return 7",
 }  # fmt: skip

@@ -392,7 +392,7 @@ def main() -> None:
 
     from math_verify import parse, verify
 
-    from hybrid_grpo.rewards.maths.reward import math_answer
+    from hybrid_grpo.rewards.maths.answers import math_answer
 
     def by_math_verify(completion: str, gold: str) -> bool:
         marked = "boxed" in gold or "####" in gold

@@ -16,7 +16,7 @@ from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.model.ranks import rank, world_size
 from hybrid_grpo.rewards.loading import load_rewards
-from hybrid_grpo.rewards.models.reward import reward_model
+from hybrid_grpo.rewards.models.reward_model import reward_model
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.trainer import Trainer
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from annotated_types import Gt, Lt
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.features import FeatureConfig
 from hybrid_grpo.config.fields import SECTION, Number
-
-if TYPE_CHECKING:
-    from hybrid_grpo.config.train import TrainConfig
-    from hybrid_grpo.features.average.memory import AverageMemory
-    from hybrid_grpo.run.feature import Feature
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -27,21 +22,10 @@ class AverageConfig(FeatureConfig):
     ranks at ZeRO stages 1 to 3. Default: no average is kept."""
 
     section = "average"
+    feature, planned = "average:Average", "memory:AverageMemory"
     needs_rollouts = False
 
     @property
     def is_on(self) -> bool:
         """Whether an average is kept."""
         return self.decay is not None
-
-    def memory(self, config: TrainConfig) -> AverageMemory:
-        """Its share of the memory plan."""
-        from hybrid_grpo.features.average.memory import AverageMemory
-
-        return AverageMemory()
-
-    def load(self) -> type[Feature]:
-        """The feature itself."""
-        from hybrid_grpo.features.average.average import Average
-
-        return Average

@@ -16,8 +16,6 @@ from hybrid_grpo.config.model import EngineConfig, PolicyConfig
 
 if TYPE_CHECKING:
     from hybrid_grpo.config.train import TrainConfig
-    from hybrid_grpo.run.feature import Feature
-    from hybrid_grpo.run.memory.plan import FeatureMemory
 
 _OF_POLICY = (
     *("dtype", "attn_implementation", "shared_prefix", "gradient_checkpointing", "lr_schedule", "weight_decay"),
@@ -59,6 +57,7 @@ class CriticConfig(FeatureConfig):
     """Keep its optimizer state in host memory. Default: engine.offload_optimizer."""
 
     section, method = "critic", "PPO"
+    feature, planned = "critic:CriticFeature", "memory:CriticMemory"
     page = "docs/ppo.md"
     replaces_groups = "critic.enabled"
     gives_advantages = True
@@ -93,13 +92,7 @@ class CriticConfig(FeatureConfig):
     def check(self, config: TrainConfig) -> None:
         """Refuse settings without effect, and an engine that cannot be made beside the policy's."""
         if not self.enabled:
-            name, value = next(iter(self.changed.items()), ("", None))
-            shown = str(value).lower() if isinstance(value, bool) else value
-            refuse(
-                bool(name),
-                f"critic.{name} {shown} has no effect without critic.enabled: set critic.enabled to true, or take"
-                f" critic.{name} out",
-            )
+            self.refuse_idle("without critic.enabled: set critic.enabled to true")
             return
         self._check_engine(config.policy, config.engine)
         grpo = config.grpo
@@ -124,18 +117,6 @@ class CriticConfig(FeatureConfig):
             f"critic.enabled learns the values of the policy's own completions, and {config.giver} brings others: set"
             f" critic.enabled to false, or take out {config.giver}",
         )
-
-    def memory(self, config: TrainConfig) -> FeatureMemory:
-        """The weights, gradients and optimizer of the critic."""
-        from hybrid_grpo.features.critic.memory import CriticMemory
-
-        return CriticMemory(config)
-
-    def load(self) -> type[Feature]:
-        """The critic itself."""
-        from hybrid_grpo.features.critic.critic import CriticFeature
-
-        return CriticFeature
 
     def _check_engine(self, policy: PolicyConfig, engine: EngineConfig) -> None:
         stage = engine.zero_stage if self.zero_stage is None else self.zero_stage

@@ -14,8 +14,6 @@ from hybrid_grpo.config.fields import SECTION, Count, Name, Text
 
 if TYPE_CHECKING:
     from hybrid_grpo.config.train import TrainConfig
-    from hybrid_grpo.run.feature import Feature
-    from hybrid_grpo.run.memory.plan import FeatureMemory
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -56,6 +54,7 @@ class GuestsConfig(FeatureConfig):
     docs/guests.md."""
 
     section = "guests"
+    feature, planned = "guests:Guests", "memory:GuestMemory"
     page = "docs/guests.md"
 
     @property
@@ -111,15 +110,3 @@ class GuestsConfig(FeatureConfig):
             f"{config.streamer} reads prompts as the run goes, and guests.writers {names[0]} needs all of them before"
             " it begins: take out one of the two",
         )
-
-    def memory(self, config: TrainConfig) -> FeatureMemory:
-        """The models that are guests."""
-        from hybrid_grpo.features.guests.memory import GuestMemory
-
-        return GuestMemory(config)
-
-    def load(self) -> type[Feature]:
-        """The guests themselves."""
-        from hybrid_grpo.features.guests.guests import Guests
-
-        return Guests

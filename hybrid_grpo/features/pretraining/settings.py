@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
@@ -14,7 +13,6 @@ from hybrid_grpo.config.places import check_source, refuse_indivisible
 
 if TYPE_CHECKING:
     from hybrid_grpo.config.train import TrainConfig
-    from hybrid_grpo.run.feature import Feature
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -40,34 +38,21 @@ class PtxConfig(FeatureConfig):
     """Longest row; longer texts are cut into several."""
 
     section = "ptx"
+    feature = "pretraining:PretrainingLoss"
 
     @property
     def is_on(self) -> bool:
         """Whether there is such a loss."""
         return self.coef > 0
 
-    @model_validator(mode="after")
-    def _check(self) -> PtxConfig:
-        if not self.coef:
-            default = type(self).__dataclass_fields__
-            for name in default:
-                value = getattr(self, name)
-                refuse(
-                    value != default[name].default,
-                    f"ptx.{name} is set, but without ptx.coef there is no such loss: set ptx.coef, or take it out",
-                )
-        else:
-            refuse(self.path == "", f"ptx.coef {self.coef:g} needs texts: set ptx.path, or ptx.coef to 0")
+    def check(self, config: TrainConfig) -> None:
+        """Refuse settings without effect, and a loss on nothing."""
+        if not self.is_on:
+            self.refuse_idle("without ptx.coef: set ptx.coef")
+        refuse(self.is_on and self.path == "", f"ptx.coef {self.coef:g} needs texts: set ptx.path, or ptx.coef to 0")
         refuse(self.max_tokens < 2, "ptx.max_tokens 1 leaves no token to predict: set it to 2 or more")
-        return self
 
     def check_place(self, config: TrainConfig, world_size: int) -> None:
         """Refuse texts that are not there, and rows that do not divide evenly among the ranks."""
         check_source("ptx.path", self.path)
         refuse_indivisible("ptx.rows_per_step", self.rows_per_step, world_size, "ranks")
-
-    def load(self) -> type[Feature]:
-        """The feature itself."""
-        from hybrid_grpo.features.pretraining.pretraining import PretrainingLoss
-
-        return PretrainingLoss

@@ -13,8 +13,6 @@ from hybrid_grpo.config.model import PolicyConfig
 
 if TYPE_CHECKING:
     from hybrid_grpo.config.train import TrainConfig
-    from hybrid_grpo.run.feature import Feature
-    from hybrid_grpo.run.memory.plan import FeatureMemory
 
 _OF_POLICY = ("dtype", "attn_implementation", "shared_prefix", "pickled_weights")
 """Settings of the policy that hold for the teacher too."""
@@ -48,6 +46,7 @@ class TeacherConfig(FeatureConfig):
     or (false) on the devices. Either way they are spread over the ranks."""
 
     section = "teacher"
+    feature, planned = "teacher:Teacher", "memory:TeacherMemory"
     page = "docs/distillation.md"
     replaces_groups = "a teacher"
     learns_without_rewards = True
@@ -76,21 +75,12 @@ class TeacherConfig(FeatureConfig):
     def check(self, config: TrainConfig) -> None:
         """Refuse settings without effect, and what a teacher cannot read or judge."""
         prompt_column, rollout = config.data.prompt_column, config.rollout
-        for name, idle, because in (
-            (
-                next(iter(self.changed), ""),
-                not self.is_on,
-                "without a teacher: set teacher.model or teacher.prompt_column",
-            ),
-            ("top_k", self.into == "advantage", "with teacher.into advantage: set teacher.into to loss"),
-            ("offload", self.model is None, "where the policy itself is the teacher: set teacher.model"),
-        ):
-            value = self.changed.get(name)
-            shown = str(value).lower() if isinstance(value, bool) else value
-            refuse(
-                idle and value is not None,
-                f"teacher.{name} {shown} has no effect {because}, or take teacher.{name} out",
-            )
+        if not self.is_on:
+            self.refuse_idle("without a teacher: set teacher.model or teacher.prompt_column")
+        if self.into == "advantage":
+            self.refuse_idle("with teacher.into advantage: set teacher.into to loss", "top_k")
+        if self.model is None:
+            self.refuse_idle("where the policy itself is the teacher: set teacher.model", "offload")
         refuse(
             self.prompt_column == prompt_column,
             f"teacher.prompt_column {prompt_column} is data.prompt_column, which the policy reads: name another column,"
@@ -119,15 +109,3 @@ class TeacherConfig(FeatureConfig):
             "rewards is empty: to learn from the teacher alone give one that is only measured, as in --rewards"
             " '[{function: repetition_penalty, weight: 0}]'",
         )
-
-    def memory(self, config: TrainConfig) -> FeatureMemory:
-        """The teacher's weights, and what it says of the vocabulary."""
-        from hybrid_grpo.features.teacher.memory import TeacherMemory
-
-        return TeacherMemory(config)
-
-    def load(self) -> type[Feature]:
-        """The teacher itself."""
-        from hybrid_grpo.features.teacher.teacher import Teacher
-
-        return Teacher

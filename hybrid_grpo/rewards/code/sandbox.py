@@ -142,7 +142,7 @@ class Sandbox:
         return ProgramResult(reply["end"], reply["status"], *written)
 
     def test(self, source: str, tests: str, limits: Limits = _DEFAULT_LIMITS) -> list[bool]:
-        """Run `tests` (see `judging.judge`) against a program, in two processes, each with these limits.
+        """Run `tests` (see `judge.judge`) against a program, in two processes, each with these limits.
 
         Returns whether each test was passed, up to the last one that was reached. Raises RuntimeError as `run` does.
         """

@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hybrid_grpo.rewards.code.containment import Containment, Limits
-from hybrid_grpo.rewards.code.judging import judge, run_program, serve_program
+from hybrid_grpo.rewards.code.judge import judge, run_program, serve_program
 
 MODULES = (
     "abc array bisect cmath collections.abc copy dataclasses datetime decimal enum fractions functools heapq io"

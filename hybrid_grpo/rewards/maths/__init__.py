@@ -1,1 +1,1 @@
-"""The maths grader: `reward` finds the stated answer, `reading` reads it, `grading` compares two of them."""
+"""Grading of mathematical answers: `answers` finds them, `parser` parses them, `grader` compares them."""

@@ -1,8 +1,8 @@
 r"""Expressions in LaTeX or plain notation: their values, and whether two are the same everywhere.
 
-Two expressions are compared by their values where variables are replaced by fixed pseudo-random rationals, positive and
-negative (the identity test of Schwartz and Zippel). None is rewritten, so the time follows the length of the text.
-This is not computer algebra: it solves nothing, and it does not read sums, integrals and limits.
+Expressions are compared by their values after fixed pseudo-random rationals, positive and negative, have been put in
+for their variables (Schwartz-Zippel identity testing). They are not rewritten, so the time is proportional to the
+length of the text. This is no computer algebra: it solves nothing and reads no sums, integrals or limits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybrid_grpo.rewards.maths import values
 from hybrid_grpo.rewards.maths.notation import TABLE
 from hybrid_grpo.rewards.maths.values import Unreadable, Value
 
-_DEEPEST = 50  # operators, functions and brackets inside each other
+_DEEPEST = 50  # nested operators, functions and brackets
 _FUNCTIONS, _GREEK = set(TABLE["functions"]), set(TABLE["greek"])
 _WORDS = _FUNCTIONS | {"sqrt", "frac", "binom", "lfloor", "rfloor", "lceil", "rceil"}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|", "lfloor": "rfloor", "lceil": "rceil"}
@@ -36,7 +36,7 @@ _OPERATORS: dict[str, tuple[int, Callable[[Value, Value], Value]]] = {
     "/": (_PRODUCT, operator.truediv),
     "^": (_POWER, values.power),
 }
-_BEHIND: dict[str, Callable[[Value], Value]] = {
+_POSTFIX: dict[str, Callable[[Value], Value]] = {
     "!": values.factorial,
     "°": lambda value: value * values.named("π") / 180,
     "%": lambda value: value / 100,
@@ -51,12 +51,10 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True)
 class Expression:
-    """The mathematical expression that a text stands for."""
-
     values: tuple[Value, ...]
-    """The value at each point; a single one without variables, and none where it has no value at a point."""
+    """The value at each point: a single one without variables, none if it is undefined at some point."""
     names: frozenset[str] = frozenset()
-    """Names of its variables."""
+    """Its variables."""
 
     def __sub__(self, other: Expression) -> Expression:
         return applied(operator.sub, self, other)
@@ -66,7 +64,7 @@ class Expression:
 
 
 def applied(function: Callable[..., Value], *parts: Expression) -> Expression:
-    """The expression that has the function's value at every point."""
+    """The expression that results from applying a function at every point."""
     names = frozenset[str]().union(*(part.names for part in parts))
     try:
         found = tuple(values.bounded(function(*values.alike(*at))) for at in _at_points(*parts))
@@ -76,18 +74,18 @@ def applied(function: Callable[..., Value], *parts: Expression) -> Expression:
 
 
 def constant(value: Fraction | int | str) -> Expression:
-    """A rational number."""
+    """A rational number as an expression."""
     return Expression((Fraction(value),))
 
 
 def identical(first: Expression, second: Expression) -> bool:
-    """Whether both have a value, the same one, at all points."""
+    """Whether both are defined and equal at all points."""
     pairs = _at_points(first, second)
     return bool(pairs) and all(values.close(a, b) for a, b in pairs)
 
 
 def proportional(first: Expression, second: Expression, positive: bool = False) -> bool:
-    """Whether one is a constant times the other, and neither is constant; `positive` requires a positive factor."""
+    """Whether neither is constant and one is a constant multiple, if `positive` a positive one, of the other."""
     (a, b), *others = _at_points(first, second) or [(Fraction(0), Fraction(0))]
     if not first.names or not second.names or values.close(a, Fraction(0)) or values.close(b, Fraction(0)):
         return False
@@ -96,11 +94,11 @@ def proportional(first: Expression, second: Expression, positive: bool = False) 
 
 
 def read_expression(text: str) -> Expression:
-    r"""The expression that `text` is, after notation.py has cleaned it.
+    r"""Parse a text that `notation.clean` has cleaned; raises Unreadable if it contains anything but the following.
 
-    Understood: + - * / ^ ! % and °, products without a sign, \frac{a}{b} and \frac12, mixed numbers, repeating
-    decimals, roots, |x|, floor and ceiling, \binom, trigonometric and exponential functions, \log with a base, π, e, i,
-    ∞, and variables of one letter with a subscript. Raises Unreadable where the text holds anything else.
+    + - * / ^ ! % and °, products without a sign, \frac{a}{b} and \frac12, mixed numbers, repeating decimals, roots,
+    |x|, floor and ceiling, \binom, trigonometric and exponential functions, \log with a base, π, e, i, ∞, and
+    variables of one letter with a subscript.
     """
     parser = _Parser(_tokens(text))
     value = parser.expression()
@@ -109,7 +107,7 @@ def read_expression(text: str) -> Expression:
 
 
 def _at_points(*parts: Expression) -> list[tuple[Value, ...]]:
-    """The values of all parts, point by point; nothing where one of them has none."""
+    """The values of all parts, point by point; empty if one of them is undefined."""
     if not all(part.values for part in parts):
         return []
     points = max(len(part.values) for part in parts)
@@ -128,7 +126,7 @@ def _variable(name: str) -> Expression:
 
 
 def _tokens(text: str) -> list[tuple[str, str]]:
-    """(kind, text) of each token; every letter of a word that is not known is a variable."""
+    """(kind, text) of each token; each letter of an unknown word is a variable."""
     tokens, at = [], 0
     text = _MIXED.sub(lambda m: f"({m[1]}+{m[2]})" if int(m[3]) < int(m[4]) else m[0], text).rstrip()
     # 0.1\overline{6} is 0.1 + 6/90.
@@ -151,7 +149,7 @@ def _tokens(text: str) -> list[tuple[str, str]]:
 
 
 class _Parser:
-    """Operator precedence (Pratt) over the tokens; every method reads what it is named after."""
+    """A Pratt parser; each method parses what it is named after."""
 
     def __init__(self, tokens: list[tuple[str, str]]) -> None:
         self.tokens, self.at = [*tokens, ("end", "")], 0
@@ -175,7 +173,7 @@ class _Parser:
             raise Unreadable(f"{token!r} expected")
 
     def expression(self, above: int = 0) -> Expression:
-        """The longest expression whose operators bind more tightly than `above`."""
+        """An expression whose operators bind more tightly than `above`."""
         self.depth += 1
         if self.depth > _DEEPEST:
             raise Unreadable("too deep")
@@ -186,8 +184,8 @@ class _Parser:
             left = self.atom()
         while True:
             strength, operation = _OPERATORS.get(self.token, (0, operator.mul))
-            if self.token in _BEHIND and above < _ATOM:
-                left = applied(_BEHIND[self.take()], left)
+            if self.token in _POSTFIX and above < _ATOM:
+                left = applied(_POSTFIX[self.take()], left)
             elif strength > above:
                 self.take()
                 # Powers group from the right: 2^3^2 is 2^9.
@@ -199,7 +197,7 @@ class _Parser:
                 return left
 
     def starts_factor(self) -> bool:
-        """Whether a factor without a sign in front can begin here: 2 3 is not a product."""
+        """Whether the next token can begin a factor without a sign in front: 2x is a product, 2 3 is not."""
         starts = self.kind == "name" or self.token in _WORDS | {"(", "[", "{", "|", "π", "∞"}
         return starts and self.token != self.closing[-1]
 

@@ -1,4 +1,4 @@
-r"""The notation of answers: one spelling for what can be written in several ways, and splitting outside of brackets."""
+r"""The notation of answers: brings them to one spelling, and splits them outside of brackets."""
 
 import re
 from itertools import accumulate
@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 LONGEST = 500
-"""Characters of an answer that is read as mathematics; longer answers are compared as words."""
+"""Characters of an answer that is parsed; longer answers are compared as words."""
 
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 _BEFORE, _AFTER = (
@@ -18,10 +18,12 @@ _OPENING, _CLOSED = "([{⦃", ")]}⦄"
 
 
 def clean(text: str) -> str:
-    r"""The text in the notation of notation.yaml: no spacing and no `$`, one sign for each operation. Commands such as
-    \frac and \text{} stay; `⦃` and `⦄` stand for the braces of sets."""
+    r"""Normalize a text by notation.yaml: no spacing, no `$`, one sign for each operation.
+
+    Commands such as \frac and \text{} stay; `⦃` and `⦄` are the braces of sets.
+    """
     text = text[: 4 * LONGEST].strip(" \t\n*`")
-    if text.replace(r"\$", "").count("$") % 2:  # a $ without a partner is money
+    if text.replace(r"\$", "").count("$") % 2:  # an unpaired $ is a currency sign
         text = re.sub(r"(?<!\\)\$(?=\s*-?[\d.])", r"\\$", text)
     for pattern, replacement in _BEFORE:
         text = pattern.sub(replacement, text)
@@ -38,7 +40,7 @@ def bare(text: str) -> str:
 
 
 def words(text: str) -> str:
-    """A form for comparing as words: words of three letters and more in lower case, all else without extra spaces."""
+    """The form in which words are compared: words of three letters or more in lower case, no redundant spaces."""
     text = bare(text)
     if re.fullmatch(r"[A-Za-z][A-Za-z .,'-]*", text) and re.search(r"[A-Za-z]{3}|^no$", text, re.IGNORECASE):
         return text.casefold()
@@ -46,7 +48,7 @@ def words(text: str) -> str:
 
 
 def outside(text: str) -> str:
-    """The text with everything in brackets replaced by spaces; the kinds of a pair may differ, as in [0, 1)."""
+    """The text with spaces in place of everything in brackets, which need not match, as in [0, 1)."""
     kept, depth = [], 0
     for character in text:
         depth -= character in _CLOSED
@@ -56,17 +58,17 @@ def outside(text: str) -> str:
 
 
 def wrapped(text: str) -> bool:
-    """Whether one pair of brackets stands around the whole text."""
+    """Whether a single pair of brackets encloses the whole text."""
     return text[0] in _OPENING and text[-1] in _CLOSED and not outside(text)[1:-1].strip()
 
 
 def nesting(text: str) -> int:
-    """Number of brackets inside each other."""
+    """Depth of nested brackets."""
     return max(accumulate((character in _OPENING) - (character in _CLOSED) for character in text), default=0)
 
 
 def split(text: str, separator: str) -> list[str]:
-    """Split the text at the matches of a pattern that stand outside of all brackets."""
+    """Split the text at the matches of a pattern outside of all brackets."""
     parts, begin = [], 0
     for match in re.finditer(separator, outside(text)):
         parts.append(text[begin : match.start()])

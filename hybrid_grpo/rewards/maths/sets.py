@@ -1,7 +1,7 @@
-r"""Sets of real numbers, and the operations on them: (-∞,∞) \setminus \{3\} is (-∞,3) \cup (3,∞).
+r"""Sets of real numbers and their operations: (-∞,∞) \setminus \{3\} is (-∞,3) \cup (3,∞).
 
-A set is known by its members: two sets are the same if they agree at every end of an interval and every single number
-that either names, and between and beyond them. Nothing is rewritten or solved.
+Two sets are the same if they have the same members among all ends of intervals and single numbers that either of them
+mentions, and between and beyond these. Nothing is rewritten or solved.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cmp_to_key
 from itertools import pairwise
 
 from hybrid_grpo.rewards.maths import values
-from hybrid_grpo.rewards.maths.reading import Answer, Either, Number, Operation, Ordered, Relation, Unordered
+from hybrid_grpo.rewards.maths.parser import Answer, Either, Operation, Ordered, Quantity, Relation, Unordered
 from hybrid_grpo.rewards.maths.values import Value
 
 
@@ -24,18 +24,18 @@ class RealSet:
     """The numbers where membership may change."""
     holds: Callable[[Value], bool]
     names: frozenset[str] = frozenset()
-    """Variables of the inequalities that describe it: not the same set for x > 2 and y > 2."""
+    """Variables of the inequalities that describe it: x > 2 and y > 2 are not the same set."""
 
 
 def has_operation(answer: Answer) -> bool:
-    """Whether the answer is an operation on sets, or has a part that is."""
+    """Whether the answer, or a part of it, is an operation on sets."""
     return isinstance(answer, Operation) or any(
-        has_operation(part) for part in getattr(answer, "parts", ()) if not isinstance(part, Number)
+        has_operation(part) for part in getattr(answer, "parts", ()) if not isinstance(part, Quantity)
     )
 
 
 def real_set(answer: Answer) -> RealSet | None:
-    """The set that an answer stands for; None where it is not a set of real numbers."""
+    """The answer as a set, or None if it is not a set of real numbers."""
     match answer:
         case Either(parts=(strict, loose)):
             found = real_set(loose)
@@ -54,7 +54,7 @@ def real_set(answer: Answer) -> RealSet | None:
 
 
 def same_set(a: RealSet, b: RealSet) -> bool:
-    """Whether both have the same members."""
+    """Whether both sets have the same members."""
     if len(a.names | b.names) > 1:
         return False
     finite = [end for end in (*a.ends, *b.ends) if not values.context.isinf(end)]
@@ -92,8 +92,8 @@ def _combined(parts: tuple[Answer, ...], holds: Callable[[list[bool]], bool]) ->
 
 
 def _real(answer: Answer) -> Value | None:
-    """The real number that an answer is, or ±∞; None where it has a name, a unit, or no value."""
-    if not isinstance(answer, Number) or answer.name or answer.sign or answer.unit.dimensions:
+    """The answer as a real number or ±∞; None if it has a name, a unit or no value."""
+    if not isinstance(answer, Quantity) or answer.name or answer.sign or answer.unit.dimensions:
         return None
     if answer.expression.names or len(answer.expression.values) != 1:
         return None
@@ -102,6 +102,6 @@ def _real(answer: Answer) -> Value | None:
 
 
 def _below(a: Value, b: Value) -> bool:
-    """Whether a < b, by more than the digits of a number that is not rational."""
+    """Whether a < b by more than the precision of numbers that are not rational."""
     a, b = values.alike(a, b)
     return bool(a < b) and not values.close(a, b)

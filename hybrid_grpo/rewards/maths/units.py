@@ -1,4 +1,4 @@
-"""Units of measurement, as the words after a number name them; units.yaml lists the known ones."""
+"""Units of measurement, named by the words after a number; units.yaml lists those that are known."""
 
 import re
 from collections import Counter
@@ -11,12 +11,10 @@ import yaml
 
 @dataclass(frozen=True)
 class Unit:
-    """A product of powers of dimensions."""
-
     factor: Fraction
-    """Number of base units that make one of this unit."""
+    """Number of base units in one of this unit."""
     dimensions: tuple[tuple[str, int], ...]
-    """(name, power), sorted; empty where the words name no known unit."""
+    """(name, power), sorted; empty for an unknown unit."""
 
 
 NO_UNIT = Unit(Fraction(1), ())
@@ -33,7 +31,7 @@ _PART = re.compile(r"(/)|([a-z.]+)(?: ?\^ ?\{? ?(\d))?")
 
 
 def read_unit(words: str) -> Unit:
-    """The unit that the words name; NO_UNIT where they name no known unit (eggs, red apples)."""
+    """The unit that the words name; NO_UNIT if it is not known (eggs, red apples)."""
     words = words.lower()
     for pattern, replacement in _TABLE["spellings"]:
         words = re.sub(pattern, replacement, words)
@@ -51,6 +49,6 @@ def read_unit(words: str) -> Unit:
 
 
 def is_unit_words(words: str) -> bool:
-    """Whether the words after a number can be its unit: known units, or nouns of three letters and more."""
+    """Whether the words after a number can be its unit: known units, or words of three letters or more."""
     parts = (part.strip(".").lower() for part in re.findall(r"[A-Za-z.]+", words))
     return all(part in _KNOWN or len(part) > 2 or part in _TABLE["filling"] for part in parts)

@@ -1,6 +1,6 @@
-r"""Arithmetic that cannot run away: exact on rationals, with 60 digits on everything else.
+r"""Bounded arithmetic: exact for rational numbers, with 60 digits for all others.
 
-Operations whose result would grow without bound (9^{9^{9^9}}, 100000!) are refused before they are computed.
+Operations with huge results (9^{9^{9^9}}, 100000!) are refused before they are computed.
 """
 
 import math
@@ -15,36 +15,36 @@ Value = Any
 _DIGITS, _AGREEING = 60, 40
 _MOST_BITS = 5000  # of an exact number; a larger one is computed with 60 digits
 _LARGEST_LOG = 1e15  # natural logarithm of the largest number
-_LARGEST_ANGLE = 1e30  # largest argument of a function, and largest number that is rounded down
+_LARGEST_ANGLE = 1e30  # largest argument of a function or of floor
 _LARGEST_FACTORIAL = 3000
 _LOGARITHMS = {"ln": "log", "log": "log10", "lg": "log10"}
 _MPMATH_NAMES = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", **_LOGARITHMS}
 context = mpmath.MPContext()
-"""A context of our own, so that the number of digits changes nothing elsewhere."""
+"""A separate context, so that its precision changes nothing elsewhere."""
 context.dps = _DIGITS
 
 
 class Unreadable(ValueError):
-    """The text is not an expression in the notation that is understood, or its value is out of all bounds."""
+    """The text is not an expression that can be parsed, or its value is out of bounds."""
 
 
 def wide(value: Value) -> Value:
-    """The value as a number of mpmath."""
+    """The value as an mpmath number."""
     return context.convert(value)
 
 
 def alike(*values: Value) -> tuple[Value, ...]:
-    """The values, all as numbers of mpmath if one is: it does not mix with Fractions everywhere."""
+    """The values, all as mpmath numbers if one is: mpmath does not always accept Fractions."""
     return values if _exact(*values) else tuple(map(wide, values))
 
 
 def bounded(value: Value) -> Value:
-    """The value, with 60 digits where it would be exact with far more."""
+    """The value, rounded to 60 digits if exactness would take far more."""
     return wide(value) if isinstance(value, Fraction) and _bits(value) > _MOST_BITS else value
 
 
 def close(a: Value, b: Value) -> bool:
-    """Whether the values are equal: exactly for rational numbers, to 40 digits for others."""
+    """Whether the values are equal: exactly if rational, else to 40 digits."""
     a, b = alike(a, b)
     if a == b or _exact(a, b) or context.isinf(a) or context.isinf(b):
         return bool(a == b)
@@ -77,17 +77,16 @@ def power(base: Value, exponent: Value) -> Value:
 def factorial(value: Value) -> Value:
     """n! of a whole number up to 3,000."""
     if not _exact(value) or value.denominator != 1 or not 0 <= value <= _LARGEST_FACTORIAL:
-        raise Unreadable("a factorial of no small number")
+        raise Unreadable("a factorial of something other than a small whole number")
     return Fraction(math.factorial(int(value)))
 
 
 def binomial(n: Value, k: Value) -> Value:
-    """n over k."""
+    """The binomial coefficient, n choose k."""
     return factorial(n) / (factorial(k) * factorial(n - k))
 
 
 def floor(value: Value) -> Value:
-    """The largest whole number that is not above the value."""
     if _exact(value):
         return Fraction(math.floor(value))
     if not abs(value) < _LARGEST_ANGLE:
@@ -96,7 +95,7 @@ def floor(value: Value) -> Value:
 
 
 def applied(function: str, value: Value) -> Value:
-    """The value of a function that is named as in LaTeX."""
+    """The value of a function, given by its name in LaTeX."""
     if function == "exp":
         return power(named("e"), value)
     if not abs(wide(value)) < _LARGEST_ANGLE and function not in _LOGARITHMS:

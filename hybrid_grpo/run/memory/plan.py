@@ -20,7 +20,7 @@ from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.model.hardware import CUDA_CONTEXT_BYTES, Hardware
 from hybrid_grpo.model.loading import load_config, parameters_of
 from hybrid_grpo.model.logprobs import HeadFunction
-from hybrid_grpo.rewards.models.reward import RewardModel
+from hybrid_grpo.rewards.models.reward_model import RewardModel
 from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure
 
 REFUSED_ABOVE = 1.15
@@ -81,6 +81,8 @@ class FeatureMemory:
     """A feature's share of the plan; see features/."""
 
     name = ""
+
+    def __init__(self, config: TrainConfig) -> None: ...
 
     def part(self, plan: Plan, on_host: bool) -> Part:
         """What it holds from step to step, on the host or on the device."""

@@ -22,7 +22,7 @@ from hybrid_grpo.data.packing import pack_pairs
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.scalar import ScalarModel
 from hybrid_grpo.records.files import read_jsonl
-from hybrid_grpo.rewards.models.reward import reward_model
+from hybrid_grpo.rewards.models.reward_model import reward_model
 
 CPU = torch.device("cpu")
 

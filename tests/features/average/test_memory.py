@@ -17,7 +17,7 @@ from hybrid_grpo.run.memory.plan import Plan
 @pytest.mark.parametrize(("stage", "owned"), [(0, N), (2, N // 8), (3, N // 8)])
 def test_it_is_in_host_memory_and_sharded_as_the_optimizer_is(stage, owned):
     config = recipe(stage, "float32", average=AverageConfig(decay=0.99))
-    plan = partial(Plan, config, SIZES, batch_plan(config, 8), 512, features=[AverageMemory()])
+    plan = partial(Plan, config, SIZES, batch_plan(config, 8), 512, features=[AverageMemory(config)])
     host, phases = plan(GPU).host, plan(GPU).phases
     assert {part.name: part.bytes for part in host.parts}["moving average"] == 4 * owned
     assert "moving average" not in {part.name for phase in phases for part in phase.parts}

@@ -121,7 +121,10 @@ def test_languages_are_told_apart_where_this_is_asked_for(there: Path, capsys: p
         (["--clean.answer_column=anser"], "clean.answer_column anser: there is no such column: did you mean answer?"),
         (["--data.prompt_column=promt"], "data.prompt_column promt: row 0 (from 0) of rows.jsonl [train] has none"),
         (["--data.eval_path=q.jsonl"], "data.prompt_column prompt: q.jsonl has no such column: known are question"),
-        (["--data.mixture=[{path: rows.jsonl}]"], "data.mixture is for train: data reads one source: take it out"),
+        (
+            ["--data.path=", "--data.mixture=[{path: rows.jsonl}]"],
+            "data.mixture is for train: data reads one source: take it out",
+        ),
         (["--clean.similarity=0"], "clean.similarity 0 must be in (0, 1]"),
     ],
 )

@@ -11,7 +11,7 @@ from hybrid_grpo.config.parsing import parse
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ptx.path=x.jsonl"], "ptx.path is set, but without ptx.coef there is no such loss: set ptx.coef"),
+        (["--ptx.path=x.jsonl"], "ptx.path x.jsonl has no effect without ptx.coef: set ptx.coef, or take ptx.path out"),
         (["--ptx.coef=1"], "ptx.coef 1 needs texts: set ptx.path, or ptx.coef to 0"),
         (["--ptx.coef=1", "--ptx.path=nope/x.jsonl"], "ptx.path nope/x.jsonl: there is no such file or folder"),
         (["--ptx.coef=1", "--ptx.path=x/y", "--ptx.max_tokens=1"], "ptx.max_tokens 1 leaves no token to predict"),

@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from hybrid_grpo.rewards.code import judging
-from hybrid_grpo.rewards.code.judging import Channel, Remote
+from hybrid_grpo.rewards.code import judge as judge_module
+from hybrid_grpo.rewards.code.judge import Channel, Proxy
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_a_forged_message_does_not_change_a_function_of_the_tests(channels):
             self.state = state
 
         def __reduce__(self):
-            return judging._kept, ("receiver", judge.keep(expected)), *self.state
+            return judge_module._kept, ("receiver", judge.keep(expected)), *self.state
 
     with pytest.raises(AttributeError):
         judge.load(pickle.dumps(Forged((None, {"__defaults__": (2,)}))))
@@ -40,7 +40,7 @@ def test_a_forged_message_does_not_change_a_function_of_the_tests(channels):
 @pytest.mark.parametrize("name", ["startswith", "endswith", "issubset", "isdisjoint", "equals", "isdigit"])
 def test_an_object_of_the_program_is_not_asked_whether_it_is_what_was_expected(channels, name):
     """Its own method would see the expected value, and could say yes."""
-    remote = Remote(channels[0], 0)
+    proxy = Proxy(channels[0], 0)
     with pytest.raises(AttributeError, match="an object of the program"):
-        getattr(remote, name)("expected")
+        getattr(proxy, name)("expected")
     assert not channels[1]._connection.poll()

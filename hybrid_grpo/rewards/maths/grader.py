@@ -1,4 +1,4 @@
-"""Whether two texts are the same answer, by the conventions of docs/rewards/maths.md."""
+"""Decides whether two texts are the same answer, by the conventions of docs/rewards/maths.md."""
 
 import logging
 import os
@@ -9,18 +9,18 @@ from functools import lru_cache
 
 from hybrid_grpo.rewards.maths.expressions import Expression, constant, identical, proportional
 from hybrid_grpo.rewards.maths.notation import LONGEST, TABLE, bare, clean, words
-from hybrid_grpo.rewards.maths.reading import (
+from hybrid_grpo.rewards.maths.parser import (
     MOST_PARTS,
-    UNDONE,
+    UNEVALUATED,
     Answer,
     Chain,
     Either,
-    Number,
     Operation,
     Ordered,
+    Quantity,
     Ratio,
     Relation,
-    Undone,
+    Unevaluated,
     Unordered,
     Words,
     holds_words,
@@ -31,11 +31,11 @@ from hybrid_grpo.rewards.maths.sets import has_operation, real_set, same_set
 _CHOICE = re.compile(r"(?:[Oo]ption|[Cc]hoice)?\s*\(?([A-J])(?:$|[).:])")
 _LETTER = re.compile(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])")
 _MATH_VERIFY_S = 5.0
-"""Seconds of a core to compare two expressions; after them they are not the same."""
+"""CPU seconds for comparing two expressions, after which they count as different."""
 
 
 def same_answer(stated: str, gold: str) -> bool:
-    """Whether the two are the same answer."""
+    """Whether a stated answer is the same as the reference answer `gold`."""
     if not stated.strip() or len(stated) > 4 * LONGEST:
         return False
     stated, gold = clean(stated), clean(gold)
@@ -46,20 +46,22 @@ def same_answer(stated: str, gold: str) -> bool:
     choice, picked = _CHOICE.match(bare(gold)), _CHOICE.match(bare(stated))
     if choice and picked:
         return set(_LETTER.findall(bare(stated))) == {choice[1]} == {picked[1]}
-    if not UNDONE.search(gold):  # only a gold answer is worked out: a model could waste any time with its own
-        stated = UNDONE.sub(r"\\undone", stated)
+    if not UNEVALUATED.search(
+        gold
+    ):  # only the reference is evaluated: a model could use up any time with its own answer
+        stated = UNEVALUATED.sub(r"\\unevaluated", stated)
     return _same(read_answer(stated), read_answer(gold))
 
 
 def is_mathematical(text: str) -> bool:
-    """Whether the text is read as anything but words; letters alone are words."""
+    """Whether a text is an answer other than words; letters alone are words."""
     text = clean(text)
     if len(text) > LONGEST or re.fullmatch("[A-Za-z ]*", text):
         return False
     return not holds_words(read_answer(text))
 
 
-_ORDER = (Either, Chain, Unordered, Ordered, Ratio, Number, Relation, Operation, Undone, Words)
+_ORDER = (Either, Chain, Unordered, Ordered, Ratio, Quantity, Relation, Operation, Unevaluated, Words)
 
 
 def _same(first: Answer, second: Answer) -> bool:
@@ -89,31 +91,33 @@ def _same(first: Answer, second: Answer) -> bool:
         case Ordered(), Ordered():
             alike = a.brackets == b.brackets and len(a.parts) == len(b.parts)
             return alike and all(map(_same, a.parts, b.parts))
-        case Ordered(brackets=":", parts=(*times, Number() as last)), Ratio():
-            ratio = [time.expression for time in times if isinstance(time, Number)]
+        case Ordered(brackets=":", parts=(*times, Quantity() as last)), Ratio():
+            ratio = [time.expression for time in times if isinstance(time, Quantity)]
             return not last.unit.dimensions and _in_ratio(ratio, b.parts)
         case Ratio(), Ratio():
             return not _unlike(a.name, b.name) and _in_ratio(a.parts, b.parts)
-        case Ratio(parts=(_, _)), Number(sign=""):
+        case Ratio(parts=(_, _)), Quantity(sign=""):
             return (
                 not _unlike(a.name, b.name)
                 and not b.unit.dimensions
                 and _in_ratio(a.parts, (b.expression, constant(1)))
             )
-        case Number(), Number():
+        case Quantity(), Quantity():
             return _same_number(a, b)
-        case Number(relation=Relation() as relation), Relation():
+        case Quantity(relation=Relation() as relation), Relation():
             return _same_relation(relation, b)
         case Relation(), Relation():
             return _same_relation(a, b)
-        case ((Number() | Undone()), Undone()):
-            return _by_math_verify(a.text, b.text) if _has_value(a) else False
+        case ((Quantity() | Unevaluated()), Unevaluated()):
+            # Without a known value, as 9^{9^{9^9}}, math-verify would not find one either.
+            has_value = isinstance(a, Unevaluated) or bool(a.text and a.expression.values)
+            return has_value and _same_by_math_verify(a.text, b.text)
         case Words(), Words():
             return words(a.text) == words(b.text)
     return False
 
 
-def _same_number(a: Number, b: Number) -> bool:
+def _same_number(a: Quantity, b: Quantity) -> bool:
     if a.name and b.name and a.name != b.name:
         if a.relation and b.relation and _same_relation(a.relation, b.relation):
             return True  # y = 2x is x = y/2
@@ -129,12 +133,11 @@ def _same_number(a: Number, b: Number) -> bool:
 
 
 def _unlike(a: str, b: str) -> bool:
-    """Whether two names are of different things: letters and ratios of names; other names may mean the same."""
+    """Whether two names stand for different things. Only letters and ratios of names do for certain."""
     return a != b and (len(a) == len(b) == 1 or (":" in a and ":" in b))
 
 
 def _distinct(parts: Sequence[Answer]) -> list[Answer]:
-    """The parts of a set, each once."""
     distinct: list[Answer] = []
     for part in parts[:MOST_PARTS]:
         if not any(_same(part, other) for other in distinct):
@@ -143,7 +146,7 @@ def _distinct(parts: Sequence[Answer]) -> list[Answer]:
 
 
 def _same_parts(a: list[Answer], b: list[Answer]) -> bool:
-    """Whether the parts are the same in any order."""
+    """Whether the parts are the same, in any order."""
     if len(a) != len(b) or len(a) > MOST_PARTS:
         return False
     for part in a:
@@ -155,7 +158,7 @@ def _same_parts(a: list[Answer], b: list[Answer]) -> bool:
 
 
 def _in_ratio(a: Sequence[Expression], b: Sequence[Expression]) -> bool:
-    """Whether a and b have the same proportions; zeros have none."""
+    """Whether a and b have the same proportions; with a zero they have none."""
     if len(a) != len(b) or any(identical(part, constant(0)) for part in (*a, *b)):
         return False
     return all(identical(x * b[0], a[0] * y) for x, y in zip(a[1:], b[1:], strict=True))
@@ -165,14 +168,9 @@ def _same_relation(a: Relation, b: Relation) -> bool:
     return a.sign == b.sign and proportional(a.difference, b.difference, positive=a.sign in ("<", "<="))
 
 
-def _has_value(answer: Number | Undone) -> bool:
-    """Whether an expression has values, as far as they are known without math-verify: 9^{9^{9^9}} has none."""
-    return isinstance(answer, Undone) or bool(answer.text and answer.expression.values)
-
-
 @lru_cache(maxsize=1024)
-def _by_math_verify(first: str, second: str) -> bool:
-    """Whether math-verify finds two expressions equal within its seconds, in a process that is ended after them."""
+def _same_by_math_verify(first: str, second: str) -> bool:
+    """Whether math-verify finds two expressions equal, in a process that is killed after `_MATH_VERIFY_S`."""
     import math_verify
 
     if pid := os.fork():

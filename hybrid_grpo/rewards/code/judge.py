@@ -3,7 +3,7 @@
 The judge runs the tests, and asks the program's process for the values of its functions. So the program sees no test
 and no expected value, and cannot change what `==`, `assert` or `sorted` mean to the judge; if it ends, the remaining
 tests fail. Plain data comes back as a copy, which the judge makes of exact types alone: numbers, text, containers and a
-few types of the standard library. Any other object stays in the program's process, and the judge holds a `Remote` for
+few types of the standard library. Any other object stays in the program's process, and the judge holds a `Proxy` for
 it.
 
 Standard library only: this runs in processes without site-packages.
@@ -61,9 +61,9 @@ def _remotely(operation: str) -> Any:
     return lambda remote, *arguments: remote._ask(operation, *arguments)
 
 
-class Remote:
+class Proxy:
     """Stands for an object in the other process. It can be called, iterated, indexed and asked for attributes, and can
-    only be equal to another `Remote`."""
+    only be equal to another `Proxy`."""
 
     __slots__ = ("_remote",)
     _remote: tuple[Channel, int]
@@ -85,7 +85,7 @@ class Remote:
         return self._ask("get", name)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and bool(self._ask("equal", other))
+        return isinstance(other, Proxy) and bool(self._ask("equal", other))
 
     def __iter__(self) -> Iterator[Any]:
         iterator = self._ask("iter")
@@ -132,7 +132,7 @@ class Channel:
         self.objects: list[Any] = []
         """The objects of this side that the other side knows, by their numbers."""
         self._numbers: dict[int, int] = {}
-        self._remotes: dict[int, Remote] = {}
+        self._proxies: dict[int, Proxy] = {}
 
     def ask(self, what: str, *arguments: Any) -> Any:
         """Have the other side do one of `_OPERATIONS`. Raises what was raised there if that is builtin, else
@@ -177,7 +177,7 @@ class Channel:
             return self.objects[number]
         if by == "receiver":
             return _Own(self.objects[number])
-        return self._remotes.setdefault(number, Remote(self, number))
+        return self._proxies.setdefault(number, Proxy(self, number))
 
     def _answer(self, what: str, arguments: Sequence[Any]) -> None:
         try:
@@ -210,7 +210,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """How an object is sent; see pickle.Pickler.reducer_override."""
-        if isinstance(value, Remote):
+        if isinstance(value, Proxy):
             return _kept, ("receiver", value._remote[1])
         if value is _kept or type(value) in _EXACT or (isinstance(value, type) and value in _EXACT):
             return NotImplemented
@@ -251,7 +251,7 @@ def _copied(value: Any, made: dict[int, Any]) -> Any:
     kind = type(value)
     if id(value) in made:
         return made[id(value)]
-    if kind is Remote or kind is _Own or value is None or kind is bool or kind in _UNCHANGEABLE:
+    if kind is Proxy or kind is _Own or value is None or kind is bool or kind in _UNCHANGEABLE:
         return value
     copy: Any
     if kind in (list, set, deque):

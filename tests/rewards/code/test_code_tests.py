@@ -8,7 +8,7 @@ from cheating_programs import WAYS
 from reward_helpers import isolated, rows
 
 from hybrid_grpo.config import RewardConfig
-from hybrid_grpo.rewards.code.reward import code_tests, program_of
+from hybrid_grpo.rewards.code.code_tests import code_tests, program_of
 
 pytestmark = pytest.mark.process
 
@@ -73,12 +73,12 @@ CHEATS = {
     "code in a reply": "class A:\n    def __reduce__(self):\n        return (print, ('gone',))\n"
     "import os, pickle, struct\nmessage = pickle.dumps(('value', A()))\n"
     "os.write(4, struct.pack('>i', len(message)) + message)\ndef square(x): return 7",
-    "the channel": "import sys\njudging = sys.modules['hybrid_grpo.rewards.code.judging']\n"
-    "call = judging.Channel._call\njudging.Remote.__eq__ = lambda *a: True\n"
-    "def first(*a):\n    judging.Channel._call = lambda *a: ('yes', None)\n    return call(*a)\n"
-    "judging.Channel._call = first\ndef square(x): return first",
+    "the channel": "import sys\njudging = sys.modules['hybrid_grpo.rewards.code.judge']\n"
+    "call = judge.Channel._call\njudging.Remote.__eq__ = lambda *a: True\n"
+    "def first(*a):\n    judge.Channel._call = lambda *a: ('yes', None)\n    return call(*a)\n"
+    "judge.Channel._call = first\ndef square(x): return first",
     # The first reply has the program's names, and changes the argument, the list of names that were asked for.
-    "other names": "import sys\nChannel = sys.modules['hybrid_grpo.rewards.code.judging'].Channel\n"
+    "other names": "import sys\nChannel = sys.modules['hybrid_grpo.rewards.code.judge'].Channel\n"
     "call, names = Channel._call, ['square', 'sorted', 'abs']\ndef first(*a):\n    Channel._call = call\n"
     "    return {'square': square, 'sorted': lambda v: [4], 'abs': lambda v: 0}, ((names,), {})\n"
     "Channel._call = first\ndef square(x): return 7",

@@ -4,8 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from hybrid_grpo.rewards.maths.numeric import parse_number
-from hybrid_grpo.rewards.maths.reward import stated_number
+from hybrid_grpo.rewards.maths.answers import parse_number, stated_number
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from maths_pairs import pairs
 
-from hybrid_grpo.rewards.maths import grading
-from hybrid_grpo.rewards.maths import reward as maths
-from hybrid_grpo.rewards.maths.reward import math_answer, stated_answer
+from hybrid_grpo.rewards.maths import answers, grader
+from hybrid_grpo.rewards.maths.answers import math_answer, stated_answer
 
 PAIRS = pairs()
 
@@ -105,7 +104,7 @@ def test_an_exponential_has_the_bounds_of_a_power() -> None:
 @pytest.mark.process
 def test_what_math_verify_does_not_finish_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """It used to run until the worker was ended, without a reward for the completion."""
-    monkeypatch.setattr(grading, "_MATH_VERIFY_S", 0.5)
+    monkeypatch.setattr(grader, "_MATH_VERIFY_S", 0.5)
     gold, bomb = r"\sum_{k=1}^{5} 1", r"\sum_{k=1}^{9^{9^{9^9}}} k^{9^9}"
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     assert math_answer([rf"\boxed{{{said}}}" for said in (bomb, "9^{9^{9^9}}", "5")], [gold] * 3) == [0.0, 0.0, 1.0]
@@ -128,7 +127,7 @@ def test_does_not_apply_without_an_answer_and_reads_chats() -> None:
 
 
 def test_says_what_to_install_before_it_looks_at_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maths, "_HAS_MATH_VERIFY", False)
+    monkeypatch.setattr(answers, "_HAS_MATH_VERIFY", False)
     with pytest.raises(ValueError, match=r"pip install 'hybrid_grpo\[math\]'"):
         math_answer([], [])
     monkeypatch.undo()

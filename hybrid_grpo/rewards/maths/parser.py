@@ -1,6 +1,6 @@
-r"""What kind of answer a text is.
+r"""The kinds of answers, and the parser that finds which of them a text is.
 
-A text is read from the outside in: `read_answer` tries one kind after another. A text that is of none of them is words.
+A text is read from the outside in: `read_answer` tries one kind after another. If it is none of them, it is words.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from hybrid_grpo.rewards.maths.units import NO_UNIT, Unit, is_unit_words, read_u
 from hybrid_grpo.rewards.maths.values import Unreadable
 
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d]|,\d)")
-_DEEPEST = 12  # brackets inside each other
+_DEEPEST = 12  # nested brackets
 MOST_PARTS = 20
 
 
 @dataclass(frozen=True)
-class Number:
-    """A number or an expression."""
+class Quantity:
+    """A number or an expression, possibly with a unit and a name."""
 
     expression: Expression
     unit: Unit = NO_UNIT
     sign: str = ""
     """`%` or `°` after the number; not part of the expression."""
     whole: Expression | None = None
-    """The expression with the unit or sign as a part: 5 m may be five times m, 12% is 0.12 and 180° is π."""
+    """The expression including the unit or sign: 5 m may be five times m, 12% is 0.12 and 180° is π."""
     name: str = ""
-    """The name that is said to have this value, as in x = 5."""
+    """The left side of x = 5."""
     relation: Relation | None = None
-    """The equation of the name and the value."""
+    """The equation of name and value."""
     text: str = ""
-    """The expression as it is written, for math-verify."""
+    """The expression as written, for math-verify."""
 
 
 @dataclass(frozen=True)
 class Ordered:
-    """Parts between brackets: a point, a vector, an interval, the rows of a matrix, a time of the day; without brackets
-    (','), values that each have a name."""
+    """Parts in brackets: a point, a vector, an interval, the rows of a matrix, a time of day; without brackets (','),
+    named values."""
 
     brackets: str
     parts: tuple[Answer, ...]
@@ -48,9 +48,8 @@ class Ordered:
 
 @dataclass(frozen=True)
 class Unordered:
-    """A list of answers ('list'), a set ('set') or a union of intervals ('union')."""
-
     kind: str
+    """`list` (of answers), `set`, or `union` (of intervals)."""
     parts: tuple[Answer, ...]
 
 
@@ -68,51 +67,48 @@ class Ratio:
 
     parts: tuple[Expression, ...]
     name: str = ""
-    """What is said to have this ratio, as in AB:CD = 3:4."""
+    """The left side of AB:CD = 3:4."""
 
 
 @dataclass(frozen=True)
 class Relation:
-    """`=`, `<`, `<=` or `≠`, between two expressions."""
-
     sign: str
+    """`=`, `<`, `<=` or `≠`"""
     difference: Expression
     """Left side minus right side."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """a = b = c: an answer if all parts are the same."""
+    """a = b = c, which is the answer if all of its parts are."""
 
     parts: tuple[Answer, ...]
 
 
 @dataclass(frozen=True)
 class Either:
-    """Two ways to read one text, the stricter one first: x > 2 is a relation and (2, ∞)."""
+    """Two readings of one text, the stricter one first: x > 2 is a relation and (2, ∞)."""
 
     parts: tuple[Answer, Answer]
 
 
 @dataclass(frozen=True)
-class Undone:
-    """An expression with a sum, a product, an integral or a limit, which math-verify works out."""
+class Unevaluated:
+    """An expression with a sum, a product, an integral or a limit, which is left to math-verify."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Words:
-    """A text that is read as nothing else."""
-
     text: str
 
 
-Answer = Number | Ordered | Unordered | Operation | Ratio | Relation | Chain | Either | Undone | Words
+Answer = Quantity | Ordered | Unordered | Operation | Ratio | Relation | Chain | Either | Unevaluated | Words
 
 
 def read_answer(text: str) -> Answer:
-    """The answer that a text is, after notation.clean."""
+    """Parse a text that `notation.clean` has cleaned."""
     text = text.strip().rstrip(".").strip()
     while text.startswith("{") and wrapped(text):
         text = text[1:-1].strip()
@@ -122,7 +118,7 @@ def read_answer(text: str) -> Answer:
     if not text or nesting(text) > _DEEPEST:
         return Words(text)
     kinds = (_membership, _list, _union, _operation, _chain, _matrix, _bracketed, _two_signs, _ratio, _based, _number)
-    for read in (*kinds, _undone):
+    for read in (*kinds, _unevaluated):
         answer = read(text)
         if answer is not None:
             return answer
@@ -130,12 +126,12 @@ def read_answer(text: str) -> Answer:
 
 
 def holds_words(answer: Answer) -> bool:
-    """Whether the answer is words, or has a part that is."""
+    """Whether the answer, or a part of it, is words."""
     return isinstance(answer, Words) or any(map(holds_words, getattr(answer, "parts", ())))
 
 
 def expression_of(text: str) -> Expression | None:
-    """The expression that a text is; None where it cannot be read."""
+    """The text as an expression, or None if it is not one."""
     try:
         return read_expression(text)
     except Unreadable:
@@ -158,13 +154,13 @@ def _is_name(text: str) -> bool:
 
 
 def _is_asked(text: str) -> bool:
-    """Whether a text can stand for the unknown: a name, or a term of variables alone (m + n, not m + 2)."""
+    """Whether a text can be the unknown: a name, or a term that consists of variables (m + n, not m + 2)."""
     expression = None if re.search(r"\d", text) else expression_of(text)
     return _is_name(text) or _is_ratio(text) or (expression is not None and len(expression.names) > 1)
 
 
 def _is_ratio(text: str) -> bool:
-    """Whether a text is a ratio of names, as AB:CD; words are headings (Answer: x)."""
+    """Whether a text is a ratio of names, such as AB:CD. With words it is a heading (Answer: x)."""
     names = split(text, ":")
     return len(names) > 1 and all(_is_name(name) and not _WORD.search(name) for name in names)
 
@@ -185,10 +181,10 @@ def _list(text: str) -> Answer | None:
     if not 1 < len(texts) <= MOST_PARTS:
         return Words(text)
     parts = [read_answer(part) for part in texts]
-    names = [part.name for part in parts if isinstance(part, Number) and re.fullmatch(r"[A-Za-z]", part.name)]
+    names = [part.name for part in parts if isinstance(part, Quantity) and re.fullmatch(r"[A-Za-z]", part.name)]
     if len(set(names)) == len(parts):  # x = 1, y = 2 is the point (1, 2)
         point = tuple(parts[names.index(name)] for name in sorted(names))
-        # Only of neighbours in the alphabet is the order known in which somebody else lists them.
+        # The order in which values are listed without their names is only known for neighbours in the alphabet.
         neighbours = ord(max(names)) - ord(min(names)) < len(names)
         return Either((Ordered("()", point), Ordered(",", point if neighbours else tuple(parts))))
     if all(re.match(r"\s*[^(\[⦃\s].*[<>]", part) for part in texts) and not re.search(r"\band\b", text):
@@ -197,7 +193,7 @@ def _list(text: str) -> Answer | None:
 
 
 def _signed(texts: Iterable[str]) -> list[str]:
-    """The texts that are not empty, where 1 ± 2 is two of them."""
+    """The texts that are not empty; 1 ± 2 becomes two."""
     signed = []
     for text in filter(str.strip, texts):
         if "±" in text:
@@ -228,7 +224,7 @@ _SIGNS = "<=|>=|<|>|=|≠|≈"
 
 
 def _chain(text: str) -> Answer | None:
-    """A text with one of the signs = < > ≠ ≈ outside of brackets."""
+    """A text with = < > ≠ or ≈ outside of brackets."""
     texts = [part.strip() for part in split(text, _SIGNS)]
     signs = re.findall(_SIGNS, outside(text))
     if not 1 < len(texts) <= MOST_PARTS:
@@ -256,13 +252,13 @@ def _equation(texts: list[str]) -> Answer:
     for k, part in enumerate(parts):
         if ":" in name and isinstance(ratio := _ratio(texts[k + 1], named=True), Ratio):
             parts[k] = replace(ratio, name=name)
-        elif isinstance(part, Number) and not part.name:
+        elif isinstance(part, Quantity) and not part.name:
             parts[k] = replace(part, name=name, relation=relation)
     return parts[0] if len(parts) == 1 else Chain(tuple(parts))
 
 
 def _inequality(texts: list[str], signs: list[str]) -> Answer | None:
-    """A chain of < and <=; where it bounds a name, it is an interval."""
+    """A chain of < and <=, which is an interval if it bounds a name."""
     opening, closing = "[" if signs[0] == "<=" else "(", "]" if signs[-1] == "<=" else ")"
     if len(texts) == 3 and _is_name(texts[1]):
         return read_answer(f"{opening}{texts[0]},{texts[2]}{closing}")
@@ -276,7 +272,7 @@ def _inequality(texts: list[str], signs: list[str]) -> Answer | None:
 
 
 def _all_but(left: str, right: str) -> Answer | None:
-    """All real numbers but one, as a relation and as a union of intervals."""
+    """x ≠ 2, as a relation and as a union of intervals."""
     relation = _relation("≠", left, right)
     name, value = (left, right) if _is_name(left) else (right, left)
     if not _is_name(name) or expression_of(value) is None:
@@ -291,7 +287,7 @@ def _relation(sign: str, left: str, right: str) -> Relation | None:
 
 
 def _either(strict: Relation | None, loose: Answer) -> Answer:
-    """Both ways to read a relation; without variables it is not a relation."""
+    """Both readings of a relation; without variables it is not a relation."""
     return Either((strict, loose)) if strict is not None and strict.difference.names else loose
 
 
@@ -334,20 +330,20 @@ def _ratio(text: str, named: bool = False) -> Answer | None:
     if len(parts) < len(texts):
         return None
     if re.fullmatch(r"\d{1,2}(:\d\d)+", text) and not named:
-        return Ordered(":", (*map(Number, parts), Number(constant(1), unit)))
+        return Ordered(":", (*map(Quantity, parts), Quantity(constant(1), unit)))
     return Ratio(tuple(parts))
 
 
 def _based(text: str) -> Answer | None:
-    """A number in a base, as 2516_8, whose base may be left out."""
+    """A number in a given base, such as 2516_8; the other answer may leave the base out."""
     digits, _, base = text.partition("_")
     digits, base = digits.strip(), re.sub(r"\\text|[{}\s]", "", base)
     base = TABLE["bases"].get(base, base)
     if not re.fullmatch(r"[0-9A-Fa-f]*\d[0-9A-Fa-f]*", digits) or not re.fullmatch(r"\d\d?|[a-z]", base):
         return None
     # The digits are read in base 16 whatever the base: they are only compared one by one.
-    based = Ordered("_", (Number(constant(int(digits, 16))), read_answer(base)))
-    return Either((based, Number(constant(digits)))) if digits.isdigit() else based
+    based = Ordered("_", (Quantity(constant(int(digits, 16))), read_answer(base)))
+    return Either((based, Quantity(constant(digits)))) if digits.isdigit() else based
 
 
 def _number(text: str) -> Answer | None:
@@ -356,16 +352,16 @@ def _number(text: str) -> Answer | None:
     expression = expression_of(core.removesuffix(sign))
     whole = expression_of(text) if sign or core != text else None
     if expression is None:
-        return None if whole is None else Number(whole, text=text)
-    return Number(expression, unit, sign, whole, text=core)
+        return None if whole is None else Quantity(whole, text=text)
+    return Quantity(expression, unit, sign, whole, text=core)
 
 
-UNDONE = re.compile(r"\\(?:sum|prod|i*nt|oint|lim|partial|det)(?![A-Za-z])")
+UNEVALUATED = re.compile(r"\\(?:sum|prod|i*nt|oint|lim|partial|det)(?![A-Za-z])")
 
 
-def _undone(text: str) -> Answer | None:
+def _unevaluated(text: str) -> Answer | None:
     core, _ = _unit(text)
-    return Undone(core) if UNDONE.search(core) and r"\text" not in core else None
+    return Unevaluated(core) if UNEVALUATED.search(core) and r"\text" not in core else None
 
 
 _TEXT_UNIT = re.compile(
@@ -379,7 +375,7 @@ _QUALIFIED = re.compile(
 
 
 def _unit(text: str) -> tuple[str, Unit]:
-    """The text in front of the unit, and the unit."""
+    """The text before the unit, and the unit."""
     match = _TEXT_UNIT.fullmatch(text)
     if match and r"\text" not in match[1] and not _QUALIFIED.search(match[2]):
         words = match[2] + (match[3] or "") + re.sub(r"\\text|[{}]", " ", match[4])

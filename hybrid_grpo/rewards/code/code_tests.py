@@ -1,6 +1,6 @@
 """The built-in reward `code_tests`: the share of the tests that a program passes, run in a sandbox.
 
-The program has no part in the verdict: asserts run in another process (judging.py), outputs are compared in this one.
+The program has no part in the verdict: asserts run in another process (judge.py), outputs are compared in this one.
 """
 
 import ast

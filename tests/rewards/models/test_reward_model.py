@@ -20,7 +20,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
 from hybrid_grpo.model.hardware import Hardware
 from hybrid_grpo.rewards.loading import load_rewards
-from hybrid_grpo.rewards.models.reward import forwards, held, reward_model
+from hybrid_grpo.rewards.models.reward_model import forwards, held, reward_model
 from hybrid_grpo.rewards.scoring import Rewards
 from hybrid_grpo.run.memory.plan import estimate
 
