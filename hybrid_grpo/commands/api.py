@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.config import GenerateConfig, PublishConfig, RewardStageConfig, SftConfig, TrainConfig
+from hybrid_grpo.config.building import refuse_unused
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.launching import adopt_rank
 from hybrid_grpo.config.parsing import ConfigT, Parsed, configure
@@ -137,6 +138,7 @@ def _configure(
     recipes = [config] if isinstance(config, str | Path) else config or []
     for recipe in recipes:
         settings = overlay(settings, read_recipe(Path(recipe)))
+    refuse_unused(cls, sections)
     settings = overlay(settings, sections)
     if model is not None:
         settings = overlay(settings, {"policy": {"model": str(model)}})

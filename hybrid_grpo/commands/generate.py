@@ -49,7 +49,7 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
     from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
     from hybrid_grpo.model.loading import load_model
     from hybrid_grpo.run.sampling import Sampler
-    from hybrid_grpo.turns import conversations_of, with_tools
+    from hybrid_grpo.turns.conversations import conversations_of, with_tools
 
     rollout, count = config.rollout, config.rollout.num_generations
     sampler = Sampler.read(config.policy, rollout)

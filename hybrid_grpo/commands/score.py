@@ -27,8 +27,8 @@ from hybrid_grpo.records.files import json_lines, reader_may_leave
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.batch import Rollout, Scores
-    from hybrid_grpo.rewards.functions import Reply, RewardCall
     from hybrid_grpo.rewards.loading import Reward
+    from hybrid_grpo.workers.calls import Call, Reply
     from hybrid_grpo.workers.pool import Caller
 
 COMMAND = "score FILE_OR_RUN"
@@ -143,7 +143,7 @@ class _RecordingCaller:
         self._caller = caller
         self.calls: list[Future[Reply]] = []
 
-    def __call__(self, call: RewardCall) -> Future[Reply]:
+    def __call__(self, call: Call) -> Future[Reply]:
         """Call the function."""
         self.calls.append(self._caller(call))
         return self.calls[-1]

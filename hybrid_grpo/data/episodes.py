@@ -31,6 +31,6 @@ class Episode:
     total: float | None = None
     """The reward of the completion as a whole, None where the environment gives none."""
     state: dict[str, Any] | None = None
-    """The object as it was at the end, see `rewards/environments.py`; None where it failed."""
+    """The object as it was at the end, see `workers/snapshots.py`; None where it failed."""
     failure: str | None = None
     """Why the environment failed, in words that continue a sentence which begins with its name."""

@@ -24,11 +24,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import reprlib
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -36,8 +35,10 @@ from typing import Any, Literal
 from hybrid_grpo.config import RewardConfig, reward_name
 from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.config.importing import describe, functions_of, import_place
-from hybrid_grpo.rewards.environments import Carried, restored
 from hybrid_grpo.rewards.rules import completion_texts
+from hybrid_grpo.workers.calls import Call, Failure, Inputs, Interface, Reply, failed
+from hybrid_grpo.workers.replies import LONGEST_TRACEBACK, finite, stored
+from hybrid_grpo.workers.snapshots import Snapshot, restored
 
 
 @dataclass(frozen=True)
@@ -75,103 +76,15 @@ ENVIRONMENTS = "environments"
 CONTEXT = ("trainer_state", "log_extra", "log_metric")
 """Further arguments that TRL gives to functions that ask for them."""
 
-_LONGEST_TRACEBACK = 20_000  # characters
 _LARGEST = 1e15  # largest reward: gradients that are computed from it, and their squares, stay finite in float32
 _EXPECTED = f"a finite number (at most {_LARGEST:g} in size)"
 
-_MOST_COLUMNS, _LONGEST_NAME, _LONGEST_TEXT = 64, 100, 10_000
-"""Of what a function stores with completions: columns, and characters of a name and of a value."""
-_LARGEST_WHOLE = 2**63
-
-Inputs = dict[str, list[Any]]
-"""Arguments of a function by name, each with one element per row."""
 TextStep = tuple[str, float]
 """Text and reward of a step."""
 TokenStep = tuple[int, float]
 """End, in tokens, and reward of a step; a `RewardStep` of data/batch.py, without torch."""
 Value = float | list[TokenStep] | list[TextStep] | None
 """What a function returns for one completion; None where it does not apply."""
-
-
-Kind = Literal["raised", "invalid", "timeout", "died"]
-"""What went wrong."""
-ReplyForm = Literal["rewards", "text", "event"]
-"""What is returned: rewards, what a tool or a user says, or what came of an order to an environment."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a function gave a completion no value."""
-
-    kind: Kind
-    message: str
-    """One line that continues a sentence which begins with the function's name."""
-    traceback: str = ""
-
-
-@dataclass(frozen=True)
-class RewardCall:
-    """One call of a function."""
-
-    inputs: Inputs
-    lengths: list[int]
-    """Number of tokens of every row's completion."""
-    step: int = 0
-    """Step of the run."""
-
-    def rows(self, rows: list[int]) -> RewardCall:
-        """The same call for some of the rows."""
-        inputs = {name: [values[row] for row in rows] for name, values in self.inputs.items()}
-        return RewardCall(inputs, [self.lengths[row] for row in rows], self.step)
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The result of one call of a function."""
-
-    values: list[Value]
-    """One per row; None also where the function failed."""
-    failures: list[Failure | None]
-    """One per row."""
-    extra: dict[str, list[Any]] = field(default_factory=dict)
-    """By name, one per row: what the function wants stored with the completions, in types that JSON has."""
-    spent: bool = False
-    """The process has run out of memory: another process should make the next call."""
-    whole: bool = False
-    """The call failed as a whole: some of its rows may be without fault."""
-    spans: list[tuple[float, float]] = field(default_factory=list)
-    """Start and end of each time that the function ran, in seconds by `time.perf_counter` of the rank."""
-
-
-def failed(failure: Failure, rows: int, *, spent: bool = False) -> Reply:
-    """The reply of a call that failed as a whole."""
-    return Reply([None] * rows, [failure] * rows, spent=spent, whole=rows > 1)
-
-
-@dataclass(frozen=True)
-class Interface:
-    """How a function is to be called."""
-
-    required: list[str]
-    """Parameters without a default that `kwargs` does not give."""
-    accepted: list[str] | None
-    """Parameters that can be given by name; None where any can (**kwargs)."""
-    is_async: bool
-    batch_size: int | Literal["group", "all"]
-    """Completions of one call. `all`: all of a rank, possibly none, called by all ranks at the same time."""
-    instead: dict[str, str] = field(default_factory=dict)
-    """By required parameter, the column that can take its place."""
-    settings: list[str] = field(default_factory=list)
-    """Parameters that only `kwargs` gives, even if the data has a column of the same name."""
-    schema: dict[str, Any] | None = None
-    """What a model is told of a tool; None for a reward function. Of an environment: whether it `steps`, whether its
-    reset is `silent`, and what a model is told of its methods, `tools`."""
-
-    replies: ReplyForm = "rewards"
-
-    def accepts(self, name: str) -> bool:
-        """Whether the function can be given an input or a column of this name."""
-        return name not in self.settings and (self.accepted is None or name in self.accepted)
 
 
 @dataclass(frozen=True)
@@ -190,10 +103,10 @@ class Function:
         given = inputs | (context or {})
         given = {name: value for name, value in given.items() if self.interface.accepts(name)}
         if ENVIRONMENTS in given:  # it may also be a column of the data
-            given[ENVIRONMENTS] = [restored(e) if isinstance(e, Carried) else e for e in given[ENVIRONMENTS]]
+            given[ENVIRONMENTS] = [restored(e) if isinstance(e, Snapshot) else e for e in given[ENVIRONMENTS]]
         return self.function(**given)
 
-    def score(self, call: RewardCall) -> Reply:
+    def reply(self, call: Call) -> Reply:
         """Call the function and check what it returns; what the function raises becomes a failure."""
         extra: dict[str, list[Any]] = {}
         try:
@@ -202,8 +115,8 @@ class Function:
         except BaseException as error:  # a SystemExit of the function is no reason to end the process
             return self._raised(error, call)
 
-    async def score_async(self, call: RewardCall) -> Reply:
-        """`score` for an `async def` function."""
+    async def reply_async(self, call: Call) -> Reply:
+        """`reply` for an `async def` function."""
         extra: dict[str, list[Any]] = {}
         try:
             return _checked_reply(await self(call.inputs, _context(call, extra)), call, extra)
@@ -212,24 +125,24 @@ class Function:
         except BaseException as error:
             return self._raised(error, call)
 
-    def _raised(self, error: BaseException, call: RewardCall) -> Reply:
-        trace = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
+    def _raised(self, error: BaseException, call: Call) -> Reply:
+        trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
         failure = Failure("raised", f"raised {describe(error, self.file)}", trace)
-        return failed(failure, len(call.lengths), spent=isinstance(error, MemoryError))
+        return failed(failure, len(call.expected), spent=isinstance(error, MemoryError))
 
 
-def _context(call: RewardCall, extra: dict[str, list[Any]]) -> dict[str, Any]:
+def _context(call: Call, extra: dict[str, list[Any]]) -> dict[str, Any]:
     """TRL's further arguments; what the function logs is written to `extra`."""
     return {
         "trainer_state": SimpleNamespace(global_step=call.step),
         "log_extra": lambda column, values: extra.update({str(column): list(values)}),
-        "log_metric": lambda name, value: extra.update({str(name): [float(value)] * len(call.lengths)}),
+        "log_metric": lambda name, value: extra.update({str(name): [float(value)] * len(call.expected)}),
     }
 
 
-def _checked_reply(result: Any, call: RewardCall, extra: dict[str, list[Any]]) -> Reply:
+def _checked_reply(result: Any, call: Call, extra: dict[str, list[Any]]) -> Reply:
     """What a function returned as a reply; a row whose value is not a reward has failed."""
-    rows = len(call.lengths)
+    rows = len(call.expected)
     result = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(result, list | tuple):
         return failed(Failure("invalid", f"returned a {type(result).__name__}, expected a list of {rows}"), rows)
@@ -237,7 +150,7 @@ def _checked_reply(result: Any, call: RewardCall, extra: dict[str, list[Any]]) -
         return failed(Failure("invalid", f"returned {len(result)} values, expected {rows}"), rows)
     values: list[Value] = []
     failures: list[Failure | None] = []
-    for value, length in zip(result, call.lengths, strict=True):
+    for value, length in zip(result, call.expected, strict=True):
         try:
             values.append(checked(value, length))
             failures.append(None)
@@ -252,7 +165,7 @@ def checked(value: Any, length: int) -> Value:
     should be."""
     if isinstance(value, list | tuple):
         return _checked_steps(value, length)
-    number = finite(value)
+    number = finite_reward(value)
     if number is None and value is not None:
         raise ValueError(f"return {_EXPECTED}, or None where it does not apply")
     return number
@@ -264,7 +177,7 @@ def _checked_steps(pairs: Any, length: int) -> list[TokenStep] | list[TextStep]:
     end: Any
     for pair in pairs:
         end, value = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
-        reward = finite(value)
+        reward = finite_reward(value)
         is_text = isinstance(end, str)
         if hasattr(end, "__index__") and not isinstance(end, bool):
             end = int(end)
@@ -280,34 +193,29 @@ def _checked_steps(pairs: Any, length: int) -> list[TokenStep] | list[TextStep]:
     return steps
 
 
-def finite(value: Any, largest: float = _LARGEST) -> float | None:
-    """The value as a finite float of at most this size; None where it is none."""
-    # float() would also read text, but a reward that is given as text is a mistake.
-    try:
-        number = float(value) if hasattr(value, "__float__") or hasattr(value, "__index__") else math.nan
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return None
-    return number if math.isfinite(number) and abs(number) <= largest else None
+def finite_reward(value: Any) -> float | None:
+    """The value as a float that can be a reward; None where it is not one."""
+    return finite(value, _LARGEST)
 
 
-def stored(extra: dict[str, list[Any]], rows: int) -> dict[str, list[Any]]:
-    """What a function wants stored with completions, in plain values. Columns of another length are left out, as are
-    those beyond `_MOST_COLUMNS`; long text is cut."""
-    columns = [(str(name)[:_LONGEST_NAME], column) for name, column in extra.items() if len(column) == rows]
-    return {_readable(name): [_plain(v) for v in column] for name, column in columns[:_MOST_COLUMNS]}
+@dataclass(frozen=True)
+class RewardEntry:
+    """An entry of `rewards` as worker processes are given it; see `workers.calls.Entry`."""
 
+    config: RewardConfig
 
-def _plain(value: Any) -> Any:
-    """A value that JSON can hold: numbers and text as they are, anything else as text."""
-    if value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) < _LARGEST_WHOLE):
-        return value
-    number = None if isinstance(value, str) else finite(value, math.inf)
-    return _readable(str(value)[:_LONGEST_TEXT]) if number is None else number
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Fixed arguments of the function."""
+        return self.config.kwargs
 
+    def load(self, name: str) -> Function:
+        """See `load_function`."""
+        return load_function(self.config, name)
 
-def _readable(text: str) -> str:
-    """Text without halves of surrogate pairs, which no file takes."""
-    return text.encode(errors="replace").decode()
+    def checked(self, value: Any, expected: int) -> Value:
+        """The value of a completion with this number of tokens; see `checked`."""
+        return checked(value, expected)
 
 
 def load_function(config: RewardConfig, entry: str) -> Function:

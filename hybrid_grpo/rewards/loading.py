@@ -13,8 +13,9 @@ from hybrid_grpo.config import RewardConfig, ScoringConfig, reward_name
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.model.ranks import local_ranks
-from hybrid_grpo.rewards.functions import BUILTINS, Interface, load_function
+from hybrid_grpo.rewards.functions import BUILTINS, RewardEntry, load_function
 from hybrid_grpo.rewards.models.reward_model import RewardModel, held
+from hybrid_grpo.workers.calls import Interface
 from hybrid_grpo.workers.pool import Caller, Pool, call_inline
 
 
@@ -54,7 +55,8 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
     scoring = scoring or ScoringConfig()
     entries = {entry: _by_name(config) for entry, config in configs.items()}
     isolated = [entry for entry, config in entries.items() if _isolated(config, entry)]
-    pool = Pool([(entry, entries[entry]) for entry in isolated], scoring.workers or worker_count(), scoring)
+    loaded = [(entry, RewardEntry(entries[entry])) for entry in isolated]
+    pool = Pool(loaded, scoring.workers or worker_count(), scoring)
     rewards = []
     for entry, config in entries.items():
         caller: Caller
@@ -68,7 +70,7 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
             model = held(config.kwargs) if called == "thread" else None
             if called == "inline":
                 # It judges each row by itself, so the number of rows of a call matters for speed only.
-                interface, caller = replace(interface, batch_size="group"), partial(call_inline, function.score)
+                interface, caller = replace(interface, batch_size="group"), partial(call_inline, function.reply)
             elif model is not None and model.sharded:
                 interface, caller = replace(interface, batch_size="all"), partial(call_inline, model.reply)
             else:

@@ -25,12 +25,13 @@ from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import RunStopped, UserError, did_you_mean
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
 from hybrid_grpo.model.ranks import all_reduce
-from hybrid_grpo.rewards.environments import Carried
-from hybrid_grpo.rewards.functions import ENVIRONMENTS, INPUTS, Failure, Inputs, Reply, RewardCall, Value, failed
+from hybrid_grpo.rewards.functions import ENVIRONMENTS, INPUTS, Value
 from hybrid_grpo.rewards.loading import Reward
 from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
+from hybrid_grpo.workers.calls import Call, Failure, Inputs, Reply, failed
 from hybrid_grpo.workers.pool import busy_seconds
+from hybrid_grpo.workers.snapshots import Snapshot
 
 EPISODES = "episodes/"
 """Input with what came of environments, for their own rewards; no column or parameter has such a name."""
@@ -244,11 +245,11 @@ class Stream:
         }
         if ENVIRONMENTS in self._rewards.inputs:
             states = [None if c.episode is None else c.episode.state for c in completions]
-            inputs[ENVIRONMENTS] = [None if state is None else Carried(state) for state in states]
+            inputs[ENVIRONMENTS] = [None if state is None else Snapshot(state) for state in states]
         accepted = {name: values for name, values in inputs.items() if reward.interface.accepts(name)}
         if EPISODES in (reward.interface.accepted or ()):
             accepted[EPISODES] = [completion.episode for completion in completions]
-        call = RewardCall(accepted, [len(completion.token_ids) for completion in completions], self._step)
+        call = Call(accepted, [len(completion.token_ids) for completion in completions], self._step)
         self._calls[reward.name].append((rows, reward.caller(call)))
 
     def _reply(self, name: str, until_s: float, gives_up: Callable[[], bool]) -> Reply:
@@ -329,7 +330,7 @@ def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list
         for row, value in enumerate(reply.values):
             if by_steps_B[row] and value is not None and not failed_B[row]:
                 for end, step in value if isinstance(value, list) else [(lengths[row], value)]:
-                    steps[row][end] = steps[row].get(end, 0.0) + reward.weight * step  # type: ignore[index,arg-type]
+                    steps[row][end] = steps[row].get(end, 0.0) + reward.weight * step
 
     def total(parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack(parts).nansum(dim=0).masked_fill(failed_B, math.nan)

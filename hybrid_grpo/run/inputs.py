@@ -27,8 +27,8 @@ from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
 from hybrid_grpo.run.reward_sets import RewardSets
 from hybrid_grpo.run.sampling import Sampler
-from hybrid_grpo.turns import Conversations, conversations_of, with_tools
-from hybrid_grpo.turns.tools import tool_names
+from hybrid_grpo.turns.conversations import Conversations, conversations_of, with_tools
+from hybrid_grpo.turns.tools.tools import tool_names
 
 
 @dataclass(frozen=True)

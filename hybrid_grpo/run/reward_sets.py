@@ -9,7 +9,7 @@ from hybrid_grpo.config import TrainConfig, environment_rewards
 from hybrid_grpo.config.held_out import HeldOut
 from hybrid_grpo.rewards.loading import Reward, load_entries
 from hybrid_grpo.rewards.scoring import Rewards
-from hybrid_grpo.turns import rewards_of
+from hybrid_grpo.turns.rewards import rewards_of
 
 
 class RewardSets:

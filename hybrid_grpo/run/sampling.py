@@ -18,7 +18,7 @@ from hybrid_grpo.model.loading import (
     load_tokenizer,
     stop_ids,
 )
-from hybrid_grpo.turns import Conversations
+from hybrid_grpo.turns.conversations import Conversations
 
 _SAMPLING = ("temperature", "top_p", "top_k")
 """Settings that are always shown. The ones below are shown where they are not the default."""

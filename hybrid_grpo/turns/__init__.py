@@ -1,9 +1,9 @@
 """Completions of several turns: those who answer the model's turns, and what it reads of them.
 
     conversation.py   a completion under way, and what those who answer have in common (`Partner`)
-    tools.py          a partner: functions, and their calls in worker processes
-    environments.py   a partner: an object for each completion, in a worker process of its own
-    users.py          a partner: a function or a frozen model that plays the user
+    tools/            a partner: functions, and their calls in worker processes
+    environments/     a partner: an object for each completion, in a worker process of its own
+    users/            a partner: a function or a frozen model that plays the user
     openings.py       what environments say at the beginning, at the end of prompts
     rewards.py        what environments give, as rewards
     calls.py          what a turn says: text, calls, a fault
@@ -15,9 +15,3 @@
 What was sampled is never decoded and read as tokens again: between two turns only the tokens are added that the chat
 template itself writes there.
 """
-
-from hybrid_grpo.turns.conversations import Conversations, conversations_of, with_tools
-from hybrid_grpo.turns.rewards import rewards_of
-from hybrid_grpo.turns.tools import Tools
-
-__all__ = ["Conversations", "Tools", "conversations_of", "rewards_of", "with_tools"]

@@ -16,7 +16,7 @@ _LONGEST_NAME = 128
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A call of a tool."""
 
     name: str
@@ -31,12 +31,12 @@ class Turn:
 
     content: str
     """Its text without the calls."""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     fault: str | None = None
     """Why a call cannot be read, in words for the model."""
 
 
-def checked(call: Call) -> Call:
+def checked(call: ToolCall) -> ToolCall:
     """A call as anything may handle it: text that can be encoded, finite numbers, and lists and dictionaries that are
     not nested too deeply. Raises ValueError where it is not a call, or holds something else."""
     if not isinstance(call.name, str) or not call.name or len(call.name) > _LONGEST_NAME:
@@ -44,7 +44,7 @@ def checked(call: Call) -> Call:
     if not isinstance(call.arguments, dict):
         raise ValueError("the arguments of a call are an object")
     id = clean(call.id) if isinstance(call.id, str) and len(call.id) <= _LONGEST_NAME else None
-    return Call(clean(call.name), _plain(call.arguments, 0), id)
+    return ToolCall(clean(call.name), _plain(call.arguments, 0), id)
 
 
 def _plain(value: Any, depth: int) -> Any:

@@ -13,18 +13,19 @@ from typing import Any
 
 import torch
 
-from hybrid_grpo.config import DataConfig, RolloutConfig, TrainConfig
+from hybrid_grpo.config import DataConfig, RolloutConfig
+from hybrid_grpo.config.composition import SamplingConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Completion, Message, Numbers, Prompt, Rollout
 from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.turns.calls import Turn
 from hybrid_grpo.turns.conversation import Answer, Conversation, Finish, Partner
-from hybrid_grpo.turns.environments import Environments
+from hybrid_grpo.turns.environments.environments import Environments
 from hybrid_grpo.turns.openings import Openings
 from hybrid_grpo.turns.reading import reader_of
 from hybrid_grpo.turns.template import Between, assistant_message
-from hybrid_grpo.turns.tools import Tools
-from hybrid_grpo.turns.users import ModelUser, User, user_of
+from hybrid_grpo.turns.tools.tools import Tools
+from hybrid_grpo.turns.users.users import ModelUser, User, user_of
 
 _ANSWERS_KEPT = 1024
 """Answers whose tokens are remembered."""
@@ -258,7 +259,7 @@ class Conversations:
         return numbers
 
 
-def conversations_of(config: TrainConfig, tokenizer: Any, ends: tuple[int, ...]) -> Conversations | None:
+def conversations_of(config: SamplingConfig, tokenizer: Any, ends: tuple[int, ...]) -> Conversations | None:
     """What answers the turns of completions that `ends` end; None where a completion is one turn. Raises UserError
     where those who answer, or the tokenizer, cannot be used."""
     rollout, data = config.rollout, config.data

@@ -11,9 +11,9 @@ from hybrid_grpo.data.batch import Message, Prompt
 from hybrid_grpo.data.chat_text import clean, prompt_text_of
 from hybrid_grpo.data.episodes import Opening
 from hybrid_grpo.data.prompts import read_prompt
-from hybrid_grpo.turns.environments import Environments
+from hybrid_grpo.turns.environments.environments import Environments
 from hybrid_grpo.turns.template import cut
-from hybrid_grpo.turns.tools import Tools
+from hybrid_grpo.turns.tools.tools import Tools
 
 _LONGEST_PROMPT = 2**40
 """How long prompts may be was decided when they were read."""

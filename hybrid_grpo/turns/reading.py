@@ -15,7 +15,7 @@ from typing import Any
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.importing import describe
 from hybrid_grpo.data.chat_text import clean
-from hybrid_grpo.turns.calls import Call, Turn, checked
+from hybrid_grpo.turns.calls import ToolCall, Turn, checked
 from hybrid_grpo.turns.formats import FORMATS
 from hybrid_grpo.turns.formats.parts import Format, Part
 from hybrid_grpo.turns.template import assistant_message, user_message, written
@@ -32,7 +32,7 @@ _BEGUN = re.compile(r"(?:<[\w:]*think\w*>|\[THINK\])\s*\Z")
 _HIDDEN = "\U000f0002"
 """A character for private use, which stands for a thought."""
 
-_EXAMPLE = Call("look_up", {"key": "qzx7k", "count": 3})
+_EXAMPLE = ToolCall("look_up", {"key": "qzx7k", "count": 3})
 """A call that a chat template writes, and a reader is to read."""
 _TYPES = {"key": {"type": "string", "description": "a key"}, "count": {"type": "integer", "description": "a number"}}
 _PARAMETERS = {"type": "object", "properties": _TYPES, "required": [*_TYPES]}
@@ -126,7 +126,7 @@ def _by_template(tokenizer: Any, prompt: str, schemas: Sequence[dict[str, Any]],
         for called in message.get("tool_calls") or ():
             arguments = called["function"].get("arguments")
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-            yield Call(called["function"].get("name"), {} if arguments is None else arguments)
+            yield ToolCall(called["function"].get("name"), {} if arguments is None else arguments)
 
     return lambda text, end: _turn(text, parts(text + end), most_calls)
 
@@ -168,7 +168,7 @@ def _without_thoughts(text: str) -> tuple[str, list[str]]:
 def _turn(text: str, parts: Iterator[Part], most_calls: int) -> Turn:
     """What the parts of a turn say together; whatever they raise is a fault of the turn."""
     content: list[str] = []
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     faults: list[Exception] = []
     try:
         for part in parts:
@@ -191,7 +191,7 @@ def _turn(text: str, parts: Iterator[Part], most_calls: int) -> Turn:
     return Turn("".join(content).strip(), calls, _fault(faults[0]) if faults else None)
 
 
-def _spoken(call: Call) -> Call:
+def _spoken(call: ToolCall) -> ToolCall:
     """A call without thoughts in it; raises ValueError where there are some."""
     if _HIDDEN in json.dumps([call.name, call.arguments, call.id], ensure_ascii=False):
         raise ValueError("a thought stands in a call")

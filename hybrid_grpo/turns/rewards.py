@@ -6,9 +6,10 @@ from functools import partial
 
 from hybrid_grpo.data.batch import RewardStep
 from hybrid_grpo.data.episodes import Episode
-from hybrid_grpo.rewards.functions import Failure, Interface, Reply, RewardCall, Value
+from hybrid_grpo.rewards.functions import Value
 from hybrid_grpo.rewards.loading import Reward
 from hybrid_grpo.rewards.scoring import EPISODES
+from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply
 from hybrid_grpo.workers.pool import call_inline
 
 
@@ -26,11 +27,11 @@ def rewards_of(names: list[str], *, by_turn: bool) -> list[Reward]:
     ]
 
 
-def _score(name: str, by_turn: bool, call: RewardCall) -> Reply:
+def _score(name: str, by_turn: bool, call: Call) -> Reply:
     episodes: list[Episode | None] = call.inputs[EPISODES]
     own = [episode if episode is not None and episode.reward == name else None for episode in episodes]
     return Reply(
-        [_value(episode, length, by_turn) for episode, length in zip(own, call.lengths, strict=True)],
+        [_value(episode, length, by_turn) for episode, length in zip(own, call.expected, strict=True)],
         [Failure("invalid", e.failure) if e is not None and e.failure is not None else None for e in own],
     )
 

@@ -12,7 +12,7 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Message
 from hybrid_grpo.data.chat_text import ChatText, clean
 from hybrid_grpo.data.prompts import apply_template
-from hybrid_grpo.turns.calls import Call
+from hybrid_grpo.turns.calls import ToolCall
 
 _MARK = "qzx7k"
 """A text by which the model's turn is found in a chat that was written by the template."""
@@ -20,7 +20,7 @@ _THOUGHT = "kx7zq"
 """A text by which the model's thinking is found."""
 
 
-def assistant_message(content: str, calls: list[Call]) -> Message:
+def assistant_message(content: str, calls: list[ToolCall]) -> Message:
     """A turn as a message."""
     message: Message = {"role": "assistant", "content": clean(content)}
     if calls:
@@ -155,7 +155,7 @@ class Between:
             # A template may have begun the model's thinking, or ended it.
             if begin and not before.endswith(end):
                 thought = f"{'' if before.endswith(begin) else begin}{_THOUGHT}{end}"
-            calls = [Call(answer["name"], {"about": _MARK})] if answer["role"] == "tool" else []
+            calls = [ToolCall(answer["name"], {"about": _MARK})] if answer["role"] == "tool" else []
             content = "" if calls else _MARK
             chat.append(assistant_message(content if separate else thought + content, calls))
             if separate and thought:
@@ -183,7 +183,7 @@ class Between:
     def _behind(self, messages: list[Message]) -> tuple[bool, str]:
         """Whether the end of a turn stands in a chat that ends with `messages`, and what is written from there on."""
         answered = [message for message in messages if message["role"] == "tool"]
-        calls = [Call(message["name"], {"about": _MARK}, message["tool_call_id"]) for message in answered]
+        calls = [ToolCall(message["name"], {"about": _MARK}, message["tool_call_id"]) for message in answered]
         marked = self._text.marked(messages)
         chat = [{"role": "user", "content": "."}, assistant_message("" if calls else _MARK, calls), *marked]
         text = self._written(chat)

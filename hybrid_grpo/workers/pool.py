@@ -25,20 +25,20 @@ from typing import Any
 
 from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.importing import describe
-from hybrid_grpo.rewards.functions import Failure, Function, Reply, RewardCall, failed
+from hybrid_grpo.workers.calls import Call, Callee, Entry, Failure, Reply, failed
 from hybrid_grpo.workers.processes import ForkServer, Worker
 from hybrid_grpo.workers.seats import Seats
-from hybrid_grpo.workers.worker import Entry, died, timed_out
+from hybrid_grpo.workers.worker import died, timed_out
 
 _ASYNC_CALLS = 64
 _ASYNC_GRACE_SECONDS = 2.0  # a worker cancels slow coroutines itself, unless one of them blocks its event loop
 
-Caller = Callable[[RewardCall], "Future[Reply]"]
+Caller = Callable[[Call], "Future[Reply]"]
 """One way to call a function. It returns at once and never raises; only `call_inline` waits, and lets `score` raise."""
-Score = Callable[[RewardCall], Coroutine[Any, Any, Reply]]
+Score = Callable[[Call], Coroutine[Any, Any, Reply]]
 
 
-def call_inline(score: Callable[[RewardCall], Reply], call: RewardCall) -> Future[Reply]:
+def call_inline(score: Callable[[Call], Reply], call: Call) -> Future[Reply]:
     """Call at once, in the thread that asks, without a time limit; what `score` raises ends the run."""
     start_s = time.perf_counter()
     reply = score(call)
@@ -84,12 +84,12 @@ class Pool:
         assert self._fork_server is not None
         return Seats(self._fork_server, self._loop, timeout_s, most)
 
-    def threaded(self, function: Function, timeout_s: float, enter: Callable[[], None]) -> Caller:
+    def threaded(self, function: Callee, timeout_s: float, enter: Callable[[], None]) -> Caller:
         """The caller of a function of this process; every thread begins with `enter`."""
         score = partial(Threads(enter).score, function, timeout_s)
         return partial(self._start, score, function.interface.batch_size != "group")
 
-    def _start(self, score: Score, splits: bool, call: RewardCall) -> Future[Reply]:
+    def _start(self, score: Score, splits: bool, call: Call) -> Future[Reply]:
         # The coroutine does not hold the pool, which ends when nothing but calls under way would need it.
         return asyncio.run_coroutine_threadsafe(_replied(score, splits, call), self._loop)
 
@@ -121,19 +121,19 @@ def joined(replies: Sequence[Reply]) -> Reply:
     )
 
 
-def _single_rows(call: RewardCall) -> list[RewardCall]:
-    return [call.rows([row]) for row in range(len(call.lengths))]
+def _single_rows(call: Call) -> list[Call]:
+    return [call.rows([row]) for row in range(len(call.expected))]
 
 
-async def _replied(score: Score, splits: bool, call: RewardCall) -> Reply:
+async def _replied(score: Score, splits: bool, call: Call) -> Reply:
     """The reply to a call. If `splits`, a call of several rows that fails as a whole is repeated row by row."""
 
-    async def timed(part: RewardCall) -> Reply:
+    async def timed(part: Call) -> Reply:
         start_s = time.perf_counter()
         try:
             reply = await score(part)
         except Exception as error:  # such as inputs that cannot be pickled: no reason to end the rank
-            reply = failed(Failure("invalid", f"could not be called: {describe(error, None)}"), len(part.lengths))
+            reply = failed(Failure("invalid", f"could not be called: {describe(error, None)}"), len(part.expected))
         return replace(reply, spans=[(start_s, time.perf_counter())])
 
     reply = await timed(call)
@@ -155,7 +155,7 @@ class Workers:
         self._idle: defaultdict[int, list[Worker]] = defaultdict(list)
         """By the index of their function."""
 
-    async def score(self, index: int, timeout_s: float, call: RewardCall) -> Reply:
+    async def score(self, index: int, timeout_s: float, call: Call) -> Reply:
         """Call the isolated function of this index; `timeout_s` counts from when a process is free."""
         async with self._slots:
             reply = await self._ask(index, timeout_s, call)
@@ -165,11 +165,11 @@ class Workers:
                 for _ in range(self._count):
                     await slots.enter_async_context(self._slots)
                 reply = await self._ask(index, timeout_s, call)
-        return reply or died(None, len(call.lengths))
+        return reply or died(None, len(call.expected))
 
-    async def _ask(self, index: int, timeout_s: float, call: RewardCall) -> Reply | None:
+    async def _ask(self, index: int, timeout_s: float, call: Call) -> Reply | None:
         """The reply; None where the fork server has died together with the worker."""
-        rows = len(call.lengths)
+        rows = len(call.expected)
         worker = await self._free(index)
         try:
             reply = await asyncio.wait_for(worker.ask(index, call, timeout_s), timeout_s)
@@ -208,13 +208,13 @@ class Tasks:
         self._starting = asyncio.Lock()
         self._worker: Worker | None = None
 
-    async def score(self, index: int, timeout_s: float, call: RewardCall) -> Reply:
+    async def score(self, index: int, timeout_s: float, call: Call) -> Reply:
         """Call the function; `timeout_s` counts from when fewer than 64 calls are under way."""
         async with self._slots:
             reply = await self._ask(index, timeout_s, call)
         return reply or await self._workers.score(index, timeout_s, call)
 
-    async def _ask(self, index: int, timeout_s: float, call: RewardCall) -> Reply | None:
+    async def _ask(self, index: int, timeout_s: float, call: Call) -> Reply | None:
         """The reply; None where the process is lost, and other calls with it."""
         async with self._starting:
             worker = self._worker = self._worker or await self._fork_server.start_worker("async")
@@ -240,7 +240,7 @@ class Threads:
         self._enter = enter
         self._turn = asyncio.Lock()
 
-    async def score(self, function: Function, timeout_s: float, call: RewardCall) -> Reply:
+    async def score(self, function: Callee, timeout_s: float, call: Call) -> Reply:
         """Call the function; `timeout_s` counts from the call's turn."""
         async with self._turn:
             answer: Future[Reply] = Future()
@@ -248,14 +248,14 @@ class Threads:
             try:
                 return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
             except asyncio.TimeoutError:
-                return timed_out(timeout_s, len(call.lengths))
+                return timed_out(timeout_s, len(call.expected))
 
-    def _run(self, answer: Future[Reply], function: Function, call: RewardCall) -> None:
+    def _run(self, answer: Future[Reply], function: Callee, call: Call) -> None:
         if not answer.set_running_or_notify_cancel():
             return
         try:
             self._enter()
-            answer.set_result(function.score(copy.deepcopy(call)))  # the function may change its arguments
+            answer.set_result(function.reply(copy.deepcopy(call)))  # the function may change its arguments
         except Exception as error:  # arguments that cannot be copied
             answer.set_exception(error)
 

@@ -20,9 +20,9 @@ import psutil
 from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.secrets import named_variables, public_environment
-from hybrid_grpo.rewards.functions import Interface, Reply, RewardCall
+from hybrid_grpo.workers.calls import Call, Entry, Interface, Reply
 from hybrid_grpo.workers.replies import Expected, decode_reply, new_number
-from hybrid_grpo.workers.worker import Entry, framed, read_frame
+from hybrid_grpo.workers.worker import framed, read_frame
 
 _MOST_PRINTED = 4 << 20
 """Bytes that the processes of a fork server may print, to each stream."""
@@ -39,7 +39,8 @@ class ForkServer:
     def __init__(self, entries: Sequence[tuple[str, Entry]], scoring: ScoringConfig) -> None:
         self._orders = pickle.dumps((sys.path, entries, int(scoring.memory_gb * 2**30)))
         self._scoring = scoring
-        self._named = set(scoring.secrets).union(*(named_variables(config.kwargs) for _, config in entries))
+        self.entries = [entry for _, entry in entries]
+        self._named = set(scoring.secrets).union(*(named_variables(entry.kwargs) for _, entry in entries))
         self.connections: set[asyncio.StreamWriter] = set()
         """To the workers."""
         self.interfaces = self._start()
@@ -49,7 +50,7 @@ class ForkServer:
         package = str(Path(__file__).parents[3])
         code = (
             f"import sys; sys.path.insert(0, {package!r});"
-            " from hybrid_grpo.workers.worker import Entry, serve_forks;"
+            " from hybrid_grpo.workers.worker import serve_forks;"
             f" serve_forks({theirs.fileno()}, {os.getpid()})"
         )
         with theirs:
@@ -193,7 +194,7 @@ class Worker:
         """Whether the process was ended, or has ended."""
         return self._listener.done() or self._reader.at_eof()
 
-    async def ask(self, index: int, call: RewardCall, timeout_s: float) -> Reply:
+    async def ask(self, index: int, call: Call, timeout_s: float) -> Reply:
         """Send a call, and wait for its reply. Several calls can be under way if the worker is `async`.
 
         Raises EOFError or OSError where the process is gone, or where what it sends is not a reply.
@@ -201,7 +202,7 @@ class Worker:
         if self._listener.done():
             raise EOFError
         number = new_number()
-        self._expected[number] = Expected(call.lengths, self._fork_server.interfaces[index].replies)
+        self._expected[number] = Expected(self._fork_server.entries[index], call.expected)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             self._writer.write(framed(pickle.dumps((number, index, call, timeout_s))))

@@ -5,31 +5,29 @@ model, may have written it. So everything is checked here, and made anew from pl
 from __future__ import annotations
 
 import json
+import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from hybrid_grpo.rewards.functions import Failure, Kind, Reply, ReplyForm, checked, finite, stored
+from hybrid_grpo.workers.calls import Entry, Failure, Kind, Reply
 
-RESULT = "result"
-"""Name under which a reply holds what a tool, a user or an environment returned."""
 LONGEST_TEXT = 1 << 20
-"""Characters of what a tool, a user or an environment says."""
-_LONGEST_TRACEBACK = 20_000
-_LONGEST_STATE = 1 << 28
-"""Characters of the state of an environment."""
+"""Characters of a message, and of a text that is a value."""
+LONGEST_TRACEBACK = 20_000
+_MOST_COLUMNS, _LONGEST_NAME, _LONGEST_STORED = 64, 100, 10_000
+"""Of what is stored beside values: columns, and characters of a name and of a value."""
+_LARGEST_WHOLE = 2**63
 
 
 @dataclass(frozen=True)
 class Expected:
     """What the reply to a call must fit."""
 
-    lengths: Sequence[int]
-    """Of the rows, in tokens."""
-    form: ReplyForm
-    order: str = ""
-    """Given to an environment."""
+    entry: Entry
+    rows: Sequence[Any]
+    """What the value of each row is held against; see `Call.expected`."""
 
 
 def encode_reply(number: int, reply: Reply) -> bytes:
@@ -54,18 +52,18 @@ def decode_reply(message: bytes, calls: Mapping[int, Expected]) -> tuple[int, Re
         number, values, failures, extra, spent, whole = json.loads(message)
         if type(number) is not int or number not in calls:
             return None
-        lengths, form = calls[number].lengths, calls[number].form
+        entry, rows = calls[number].entry, calls[number].rows
         reasons = {int(row): _failure(**reason) for row, reason in failures.items()}
         reply = Reply(
-            [checked(value, length) for value, length in zip(values, lengths, strict=True)],
-            [reasons.get(row) for row in range(len(lengths))],
-            stored(extra, len(lengths)) if form == "rewards" else {},
+            [
+                None if index in reasons else entry.checked(value, row)
+                for index, (value, row) in enumerate(zip(values, rows, strict=True))
+            ],
+            [reasons.get(index) for index in range(len(rows))],
+            stored(extra, len(rows)),
             spent is True,
             whole is True,
         )
-        if form != "rewards" and not any(reply.failures):
-            [result] = extra[RESULT]
-            reply.extra[RESULT] = [_text(result) if form == "text" else _event(result, calls[number].order)]
         return number, reply
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ValueError("no reply") from error
@@ -74,57 +72,37 @@ def decode_reply(message: bytes, calls: Mapping[int, Expected]) -> tuple[int, Re
 def _failure(kind: Any, message: Any, traceback: Any) -> Failure:
     if kind not in get_args(Kind):
         raise ValueError(kind)
-    return Failure(kind, _clean(message, LONGEST_TEXT), _clean(traceback, _LONGEST_TRACEBACK))
+    return Failure(kind, checked_text(message), checked_text(traceback, LONGEST_TRACEBACK))
 
 
-def _clean(text: Any, longest: int) -> str:
-    """Text of at most this length, without the halves of surrogate pairs, which no file and no tokenizer takes."""
+def checked_text(text: Any, longest: int = LONGEST_TEXT) -> str:
+    """Text of at most this length, without the halves of surrogate pairs, which no file and no tokenizer takes. Raises
+    TypeError where it is not text."""
     if not isinstance(text, str):
         raise TypeError(text)
     return text[:longest].encode(errors="replace").decode()
 
 
-def _text(text: Any) -> str | None:
-    return None if text is None else _clean(text, LONGEST_TEXT)
+def finite(value: Any, largest: float = math.inf) -> float | None:
+    """The value as a finite float of at most this size; None where it is not one."""
+    # float() would also read text, but a number that is given as text is a mistake.
+    try:
+        number = float(value) if hasattr(value, "__float__") or hasattr(value, "__index__") else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return number if math.isfinite(number) and abs(number) <= largest else None
 
 
-def _event(found: Any, order: str) -> dict[str, Any]:
-    """What came of an order to an environment; see `environments.EnvironmentProcess`."""
-    event = {name: _FIELDS[name](found[name]) for name in _ORDERS[order]}
-    if order == "step" and "end" in found:
-        event["end"] = _event(found["end"], "end")
-    return event
+def stored(extra: dict[str, list[Any]], rows: int) -> dict[str, list[Any]]:
+    """What a callee wants stored beside its values, in plain values. Columns of another length are left out, as are
+    those beyond `_MOST_COLUMNS`; long text is cut."""
+    columns = [(str(name)[:_LONGEST_NAME], column) for name, column in extra.items() if len(column) == rows]
+    return {checked_text(name): [_plain(v) for v in column] for name, column in columns[:_MOST_COLUMNS]}
 
 
-def _reward(value: Any) -> float | None:
-    number = finite(value)
-    if number is None and value is not None:
-        raise ValueError(value)
-    return number
-
-
-def _state(state: Any) -> dict[str, Any]:
-    return {
-        "place": _clean(state["place"], LONGEST_TEXT),
-        "class": _clean(state["class"], LONGEST_TEXT),
-        "attributes": _texts(state["attributes"]),
-        "missing": _texts(state["missing"]),
-    }
-
-
-def _texts(texts: Any) -> dict[str, str]:
-    found = {_clean(name, LONGEST_TEXT): _clean(text, _LONGEST_STATE) for name, text in texts.items()}
-    if sum(map(len, found.values())) > _LONGEST_STATE:
-        raise ValueError("too long")
-    return found
-
-
-_FIELDS: dict[str, Callable[[Any], Any]] = {"text": _text, "reward": _reward, "done": bool, "state": _state}
-_ORDERS = {
-    "begin": ["text"],
-    "call": ["text"],
-    "step": ["text", "reward", "done"],
-    "end": ["reward", "state"],
-    "close": [],
-}
-"""What came of each order to an environment; a step may also have an `end`."""
+def _plain(value: Any) -> Any:
+    """A value that JSON can hold: numbers and text as they are, anything else as text."""
+    if value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) < _LARGEST_WHOLE):
+        return value
+    number = None if isinstance(value, str) else finite(value)
+    return checked_text(str(value), _LONGEST_STORED) if number is None else number

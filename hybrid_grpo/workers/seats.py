@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_grpo.config.importing import describe
-from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall, failed
+from hybrid_grpo.workers.calls import Call, Failure, Reply, failed
 from hybrid_grpo.workers.processes import ForkServer
 from hybrid_grpo.workers.replies import Expected, decode_reply, new_number
 from hybrid_grpo.workers.worker import died, framed, timed_out, unframed
@@ -49,13 +49,14 @@ class Seat:
 
     def ask(self, order: dict[str, Any], done: Done) -> None:
         """Give an order; `done` is called with the reply once."""
-        call = RewardCall({"order": [{**order, "number": self._number}]}, [0])
+        call = Call({"order": [{**order, "number": self._number}]}, [order["do"]])
         try:
             number = new_number()
             message = framed(pickle.dumps((number, self.index, call, self._seats.timeout_s)))
         except Exception as error:  # such as columns that cannot be pickled
             return done(failed(Failure("invalid", f"could not be called: {describe(error, None)}"), 1))
-        sent = _Order(self, {number: Expected([0], "event", order["do"])}, message, done)
+        entry = self._seats.fork_server.entries[self.index]
+        sent = _Order(self, {number: Expected(entry, call.expected)}, message, done)
         with self._seats.lock:
             if self.lost is None:
                 if self.process is not None:

@@ -1,7 +1,7 @@
-"""The processes that call reward functions. processes.py starts them, and talks to them over sockets.
+"""The processes that call reward callees. processes.py starts them, and talks to them over sockets.
 
-A *fork server* imports the functions of a run once, says what their signatures are, and forks a *worker* whenever it
-is asked to: a new worker is there in milliseconds, whatever the functions import. A worker calls functions with the
+A *fork server* imports the callees of a run once, says what their signatures are, and forks a *worker* whenever it
+is asked to: a new worker is there in milliseconds, whatever the callees import. A worker calls callees with the
 arguments that come over its socket until the socket closes, or until it is killed with all that it has started. It
 does not outlive the fork server, and the fork server does not outlive the rank. Neither needs torch.
 
@@ -30,21 +30,14 @@ from typing import Any
 
 import psutil
 
-from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.importing import describe
-from hybrid_grpo.rewards.functions import Failure, Function, Reply, RewardCall, failed, load_function
-from hybrid_grpo.workers.environments import EnvironmentEntry, EnvironmentProcess, load_environment
+from hybrid_grpo.workers.calls import Call, Callee, Failure, Reply, failed
 from hybrid_grpo.workers.replies import encode_reply
-from hybrid_grpo.workers.tools import Tool, ToolEntry, load_tool
-from hybrid_grpo.workers.users import UserEntry, load_user
 
 _HEADER = struct.Struct(">I")
 """Length of the message that follows; the frames of multiprocessing's Connection, up to 2 GiB."""
 _LARGEST_REPLY = 1 << 28
-Entry = RewardConfig | ToolEntry | EnvironmentEntry
-"""What a worker may hold: a reward function, a tool, an environment."""
-Functions = Sequence[Function | Tool | EnvironmentProcess]
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -95,13 +88,13 @@ def serve_forks(descriptor: int, rank: int) -> None:
         sys.stdout.reconfigure(line_buffering=True)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
-        functions = [_load(config, entry) for entry, config in entries]
+        callees = [entry.load(name) for name, entry in entries]
     except UserError as error:
         return _tell(control, {"error": str(error)})
     except BaseException as error:  # above all a module that ends the process while it is imported
         return _tell(control, {"error": f"rewards: importing them raised {describe(error, None)}"})
     _prctl(_PR_SET_PDEATHSIG, 0)
-    _tell(control, {"interfaces": [vars(function.interface) for function in functions]})
+    _tell(control, {"interfaces": [vars(callee.interface) for callee in callees]})
     # All objects of this moment are shared with every worker.
     gc.collect()
     gc.freeze()
@@ -116,7 +109,7 @@ def serve_forks(descriptor: int, rank: int) -> None:
             if what == "fork":
                 with socket.socket(fileno=descriptors[0]) as connection:
                     connection.set_inheritable(False)  # a program that outlives the worker would keep it open
-                    pid = _fork(connection, control, functions, memory_bytes, argument)
+                    pid = _fork(connection, control, callees, memory_bytes, argument)
                 workers.add(pid)
                 _tell(control, pid)
             else:
@@ -129,14 +122,6 @@ def serve_forks(descriptor: int, rank: int) -> None:
         _kill(_descendants(os.getpid()))
 
 
-def _load(config: Entry, entry: str) -> Function | Tool | EnvironmentProcess:
-    if isinstance(config, EnvironmentEntry):
-        return load_environment(config, entry)
-    if isinstance(config, UserEntry):
-        return load_user(config, entry)
-    return load_tool(config, entry) if isinstance(config, ToolEntry) else load_function(config, entry)
-
-
 def _tell(control: socket.socket, answer: Any) -> None:
     control.sendall(json.dumps(answer).encode() + b"\n")
 
@@ -144,7 +129,7 @@ def _tell(control: socket.socket, answer: Any) -> None:
 def _fork(
     connection: socket.socket,
     control: socket.socket,
-    functions: Functions,
+    callees: Sequence[Callee],
     memory_bytes: int,
     kind: str,
 ) -> int:
@@ -161,9 +146,9 @@ def _fork(
         control.close()
         _settle(memory_bytes)
         if kind == "async":
-            asyncio.run(_work_async(connection, functions))
+            asyncio.run(_work_async(connection, callees))
         else:
-            _work(connection, functions)
+            _work(connection, callees)
         status = 0
     finally:
         os._exit(status)
@@ -231,26 +216,26 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _work(connection: socket.socket, functions: Functions) -> None:
+def _work(connection: socket.socket, callees: Sequence[Callee]) -> None:
     frames = Connection(connection.detach())
     with suppress(EOFError):
         while True:
             number, index, call, _ = pickle.loads(frames.recv_bytes())
-            reply = functions[index].score(call)
+            reply = callees[index].reply(call)
             signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function forgot would end the next call
             frames.send_bytes(encode_reply(number, reply))
 
 
-async def _work_async(connection: socket.socket, functions: Functions) -> None:
+async def _work_async(connection: socket.socket, callees: Sequence[Callee]) -> None:
     """Calls overlap: each is a task of this loop."""
     reader, writer = await asyncio.open_connection(sock=connection)
     tasks: set[asyncio.Task[None]] = set()
 
-    async def answer(number: int, index: int, call: RewardCall, timeout_s: float) -> None:
+    async def answer(number: int, index: int, call: Call, timeout_s: float) -> None:
         try:
-            reply = await asyncio.wait_for(functions[index].score_async(call), timeout_s)
+            reply = await asyncio.wait_for(callees[index].reply_async(call), timeout_s)
         except asyncio.TimeoutError:
-            reply = timed_out(timeout_s, len(call.lengths))
+            reply = timed_out(timeout_s, len(call.expected))
         writer.write(framed(encode_reply(number, reply)))
 
     with suppress(asyncio.IncompleteReadError):

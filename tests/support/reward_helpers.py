@@ -26,7 +26,7 @@ def inline(function: Callable[..., Any], **fields: Any) -> Reward:
     name = fields.pop("name", function.__name__)
     config = RewardConfig(function=f"test:{name}", name=name, **{"batch_size": ALL, **fields})
     bound = bind(function, config, "rewards[0]")
-    return Reward(name, config.weight, frozenset(config.kwargs), bound.interface, partial(call_inline, bound.score))
+    return Reward(name, config.weight, frozenset(config.kwargs), bound.interface, partial(call_inline, bound.reply))
 
 
 def isolated(*configs: RewardConfig, **scoring: Any) -> Rewards:

@@ -5,7 +5,7 @@ is, a fault is expected here, since the model is told of it."""
 # ruff: noqa: RUF001
 from __future__ import annotations
 
-from hybrid_grpo.turns.calls import Call
+from hybrid_grpo.turns.calls import ToolCall as Call
 
 FAULT = "a fault"
 """Expected after the calls of a turn where a call cannot be read."""

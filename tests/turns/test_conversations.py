@@ -20,12 +20,13 @@ from hybrid_grpo.config import RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.generation import Journal, Request
-from hybrid_grpo.turns import Conversations, Tools
-from hybrid_grpo.turns.calls import Call
+from hybrid_grpo.turns.calls import ToolCall
 from hybrid_grpo.turns.conversation import Answer, Conversation, Seconds
+from hybrid_grpo.turns.conversations import Conversations
 from hybrid_grpo.turns.formats import FORMATS
 from hybrid_grpo.turns.reading import format_reader, reader_of
 from hybrid_grpo.turns.template import Between, assistant_message, tool_message, user_message
+from hybrid_grpo.turns.tools.tools import Tools
 
 TABLE = {"a": "q", "b": "x", "c": "m", "d": "z"}
 NAMES = ("look_up", "add", "slowly", "misbehave")
@@ -92,7 +93,7 @@ def test_what_is_read_is_what_the_template_makes_of_the_whole_conversation(tools
         sampled, given = [], []
         for _ in range(rng.randint(0, 3)):
             calls = [
-                rng.choice([Call("add", {"a": rng.randint(0, 99), "b": 2}), Call("look_up", {"key": word()})])
+                rng.choice([ToolCall("add", {"a": rng.randint(0, 99), "b": 2}), ToolCall("look_up", {"key": word()})])
                 for _ in range(1 if family == "llama3" else rng.randint(1, 2))
             ]
             turn = assistant_message(word().strip() if family == "hermes" else "", calls)
@@ -393,7 +394,7 @@ def test_the_parser_that_a_tokenizer_brings_reads_calls():
     tokenizer.response_template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
     read = reader_of("auto", tokenizer, {}, [], ["<|im_end|>"], 16)
     turn = read('<tool_call>\n{"name": "look_up", "arguments": {"key": "a"}}\n</tool_call>', "<|im_end|>")
-    assert (turn.calls, turn.fault) == ([Call("look_up", {"key": "a"})], None)
+    assert (turn.calls, turn.fault) == ([ToolCall("look_up", {"key": "a"})], None)
     assert (read("so", "<|im_end|>").content, read("so", "<|im_end|>").calls) == ("so", [])
 
 
@@ -466,7 +467,7 @@ def ready_made():
 @pytest.mark.parametrize(("name", "arguments", "result"), READY_MADE)
 def test_the_tools_that_are_there_already_and_those_written_for_trl(ready_made, name, arguments, result):
     told = queue.SimpleQueue()
-    ready_made.call(Conversation(1), Call(name, arguments), lambda text, _: told.put(text))
+    ready_made.call(Conversation(1), ToolCall(name, arguments), lambda text, _: told.put(text))
     assert told.get(timeout=60).strip().startswith(result)
 
 

@@ -10,7 +10,7 @@ from tool_tokenizers import WRITERS, tool_tokenizer, writer
 from written_calls import FAULT, SCHEMAS, WRITTEN
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.turns.calls import Call
+from hybrid_grpo.turns.calls import ToolCall
 from hybrid_grpo.turns.formats import FORMATS
 from hybrid_grpo.turns.reading import format_reader, reader_of
 from hybrid_grpo.turns.template import assistant_message, user_message, written
@@ -39,7 +39,7 @@ def test_every_format_has_cases():
 def check(turn):
     """Everything that handles a turn can: files, workers, templates and tokenizers."""
     for call in turn.calls:
-        assert isinstance(call, Call) and call.name and isinstance(call.arguments, dict)
+        assert isinstance(call, ToolCall) and call.name and isinstance(call.arguments, dict)
         json.dumps([call.name, call.arguments, call.id], ensure_ascii=False, allow_nan=False).encode()
     assert turn.fault is None or len(turn.fault.encode()) <= 2000
     assert len(turn.calls) <= 16
@@ -71,19 +71,19 @@ def test_a_turn_that_falls_into_white_space_is_read_at_once(name):
                 assert time.process_time() - start_s < 0.2, text[:end]
 
 
-LOOK_UP = Call("look_up", {"key": "a"})
+LOOK_UP = ToolCall("look_up", {"key": "a"})
 THOUGHT = '<tool_call>{"name": "look_up", "arguments": {"key": "a"}}</tool_call>'
 TURNS = [
     ("hermes", '<tool_call>{"name": "Alice", "age": 3}</tool_call>', [FAULT]),
     ("llama3", '{"name": "Alice", "age": 3}', []),
     ("llama3", '{"name": "Alice", "age": 3} {"name": "look_up", "parameters": {"key": "a"}}', [LOOK_UP]),
-    ("pythonic", "[f(a=True, b=False, c=None)]", [Call("f", {"a": True, "b": False, "c": None})]),
-    ("hermes", '<tool_call>{"name": "look_up", "arguments": null}</tool_call>', [Call("look_up", {})]),
+    ("pythonic", "[f(a=True, b=False, c=None)]", [ToolCall("f", {"a": True, "b": False, "c": None})]),
+    ("hermes", '<tool_call>{"name": "look_up", "arguments": null}</tool_call>', [ToolCall("look_up", {})]),
     ("hermes", f"<tool_call>[{THOUGHT[11:-12]}, {THOUGHT[11:-12]}]</tool_call>", [LOOK_UP, LOOK_UP]),
     (
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>',
-        [Call("f", {"a": "</tool_call>"})],
+        [ToolCall("f", {"a": "</tool_call>"})],
     ),
     ("hermes", f"<think>{THOUGHT}</think>no", []),
     ("hermes", f"<think>{THOUGHT}", []),
@@ -94,12 +94,12 @@ TURNS = [
     (
         "hermes",
         '<tool_call>{"name": "a\\ud83d", "arguments": {"b\\ud83d": "c\\ud83d"}}</tool_call>',
-        [Call("a?", {"b?": "c?"})],
+        [ToolCall("a?", {"b?": "c?"})],
     ),
     (
         "kimi_k2",
         "<|tool_call_begin|>a\ud83d:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
-        [Call("a?", {}, "a?:0")],
+        [ToolCall("a?", {}, "a?:0")],
     ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', [FAULT]),
     ("hermes", '<tool_call>{"name": ' * 2, [FAULT]),
@@ -133,7 +133,7 @@ SCHEMA = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}},
     },
 }
-ADD = Call("add", {"a": 3, "b": "4"})
+ADD = ToolCall("add", {"a": 3, "b": "4"})
 
 
 def auto(tokenizer, variables=None, named="auto"):
@@ -159,7 +159,7 @@ def test_prompts_may_begin_the_thinking_that_the_template_writes_or_drops(keeps)
     template = writer("{% if message.role == 'assistant' %}" + keeps + "{% endif %}" + WRITERS["glm45"])
     tokenizer.chat_template = template.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     called = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
-    assert auto(tokenizer)(f"hm</think>{called}", END).calls == [Call("add", {"a": 3})]
+    assert auto(tokenizer)(f"hm</think>{called}", END).calls == [ToolCall("add", {"a": 3})]
     assert auto(tokenizer)(called, END).calls == []
 
 

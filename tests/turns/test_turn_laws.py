@@ -13,8 +13,8 @@ from tool_tokenizers import FAMILIES, tool_tokenizer
 from hybrid_grpo.config import RolloutConfig, TrainConfig, build
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation import Request
-from hybrid_grpo.turns import Conversations, conversations_of
 from hybrid_grpo.turns.conversation import Answer, Seconds
+from hybrid_grpo.turns.conversations import Conversations, conversations_of
 from hybrid_grpo.turns.template import user_message
 
 GO = [{"role": "user", "content": "Go."}]

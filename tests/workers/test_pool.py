@@ -18,8 +18,9 @@ from reward_helpers import command_lines, completion, inline, isolated, rows, st
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.data.batch import Scores
-from hybrid_grpo.rewards.functions import Reply, RewardCall, bind
+from hybrid_grpo.rewards.functions import bind
 from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.workers.calls import Call, Reply
 from hybrid_grpo.workers.pool import busy_seconds
 
 pytestmark = pytest.mark.process
@@ -279,7 +280,7 @@ def test_whatever_is_raised_here_and_now_comes_back_as_a_failure(error: BaseExce
         raise error
 
     reward = inline(raises, batch_size=1)
-    (failure,) = reward.caller(RewardCall({"completions": ["a"]}, [1])).result().failures
+    (failure,) = reward.caller(Call({"completions": ["a"]}, [1])).result().failures
     assert failure is not None and failure.kind == "raised" and type(error).__name__ in failure.message
 
 
@@ -299,6 +300,6 @@ def test_a_group_is_scored_in_torch_s_normal_modes() -> None:
     function = bind(modes, RewardConfig("test:modes", batch_size=1), "rewards[0]")
     caller = pool.threaded(function, 5.0, lambda: None)
     with torch.inference_mode():
-        assert caller(RewardCall({"completions": ["a"]}, [1])).result().values == [1.0]
+        assert caller(Call({"completions": ["a"]}, [1])).result().values == [1.0]
     assert seen[0][:2] == (False, True) and seen[0][2] != threading.get_ident()
     pool.close()

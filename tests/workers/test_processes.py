@@ -15,19 +15,21 @@ from paths import ROOT, SUPPORT
 from reward_helpers import command_lines, completion, in_time, isolated, rows, statuses
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig
-from hybrid_grpo.rewards.functions import RewardCall
+from hybrid_grpo.rewards.functions import RewardEntry
+from hybrid_grpo.workers.calls import Call
 from hybrid_grpo.workers.pool import Pool
 
 pytestmark = pytest.mark.process
 RANK = """
 import os, sys
 from hybrid_grpo.config import RewardConfig, ScoringConfig
-from hybrid_grpo.rewards.functions import RewardCall
+from hybrid_grpo.rewards.functions import RewardEntry
+from hybrid_grpo.workers.calls import Call
 from hybrid_grpo.workers.pool import Pool
 
-pool = Pool([("rewards[0]", RewardConfig(sys.argv[1]))], 2, ScoringConfig())
+pool = Pool([("rewards[0]", RewardEntry(RewardConfig(sys.argv[1])))], 2, ScoringConfig())
 caller = pool.isolated(0, 60.0)
-calls = [caller(RewardCall({"completions": [text]}, [1])) for text in ("hangs with children", "1")]
+calls = [caller(Call({"completions": [text]}, [1])) for text in ("hangs with children", "1")]
 calls[1].result()
 print("at work", flush=True)
 sys.stdin.readline()
@@ -62,7 +64,7 @@ def wait_for_end(processes: list[psutil.Process]) -> None:
 
 def test_a_pool_that_is_closed_ends_by_itself() -> None:
     """A second reference kept the socket open: every close took two seconds, and then a kill."""
-    pool = Pool([("rewards[0]", act())], 1, ScoringConfig())
+    pool = Pool([("rewards[0]", RewardEntry(act()))], 1, ScoringConfig())
     (server,) = [process for process in family() if "serve_forks" in " ".join(process.cmdline())]
     start = time.monotonic()
     pool.close()
@@ -72,10 +74,10 @@ def test_a_pool_that_is_closed_ends_by_itself() -> None:
 
 def test_a_function_that_stops_its_parent_leaves_no_process() -> None:
     others = family()
-    pool = Pool([("rewards[0]", act())], 1, ScoringConfig())
+    pool = Pool([("rewards[0]", RewardEntry(act()))], 1, ScoringConfig())
     before = family()
     caller = pool.isolated(0, 60.0)
-    replies = [caller(RewardCall({"completions": [text]}, [1])) for text in ("stops its parent", "3")]
+    replies = [caller(Call({"completions": [text]}, [1])) for text in ("stops its parent", "3")]
     assert [reply.result(60).values for reply in replies] == [[9.0], [3.0]]
     assert in_time(lambda: any(process.status() == psutil.STATUS_STOPPED for process in before))
     processes = [process for process in family() if process not in others]
@@ -211,9 +213,11 @@ def test_dead_processes_do_not_pile_up() -> None:
 def test_what_functions_print_has_a_limit(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A function that prints in every call filled the log of the run."""
     monkeypatch.setattr("hybrid_grpo.workers.processes._MOST_PRINTED", 100_000)
-    pool = Pool([("rewards[0]", RewardConfig(f"{SUPPORT / 'acting_rewards.py'}:prints"))], 1, ScoringConfig())
+    pool = Pool(
+        [("rewards[0]", RewardEntry(RewardConfig(f"{SUPPORT / 'acting_rewards.py'}:prints")))], 1, ScoringConfig()
+    )
     caller = pool.isolated(0, 60.0)
-    calls = [caller(RewardCall({"completions": ["x"]}, [1])) for _ in range(4)]
+    calls = [caller(Call({"completions": ["x"]}, [1])) for _ in range(4)]
     assert [call.result(60).values for call in calls] == [[1.0]] * 4
     pool.close()
     printed = ""

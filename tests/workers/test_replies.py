@@ -6,11 +6,16 @@ import random
 
 import pytest
 
-from hybrid_grpo.rewards.functions import Failure, Reply
-from hybrid_grpo.workers.replies import RESULT, Expected, decode_reply, encode_reply
+from hybrid_grpo.config import RewardConfig
+from hybrid_grpo.rewards.functions import RewardEntry
+from hybrid_grpo.turns.environments.instances import EnvironmentEntry
+from hybrid_grpo.turns.tools.functions import ToolEntry
+from hybrid_grpo.workers.calls import Failure, Reply
+from hybrid_grpo.workers.replies import Expected, decode_reply, encode_reply
 
-CALLS = {7: Expected([3, 5], "rewards"), 8: Expected([0], "text")}
-CALLS |= {9 + k: Expected([0], "event", do) for k, do in enumerate(("begin", "call", "step", "end", "close"))}
+EVENTS = EnvironmentEntry("a:B")
+CALLS = {7: Expected(RewardEntry(RewardConfig("exact_match")), [3, 5]), 8: Expected(ToolEntry("calculator"), [None])}
+CALLS |= {9 + k: Expected(EVENTS, [do]) for k, do in enumerate(("begin", "call", "step", "end", "close"))}
 WRONG = [None, True, -1, 0.5, 1e400, -1e400, math.nan, 10**30, "1.0", "\udce9", [], [1], [[9, 1.0]], {}, {"a": 1}]
 FAILURE = {"kind": "raised", "message": "raised", "traceback": ""}
 STATE = {"place": "a", "class": "b", "attributes": {"x": "y"}, "missing": {}}
@@ -20,10 +25,10 @@ def test_replies_come_back_as_they_were_sent():
     for number, reply in (
         (7, Reply([1.5, [(2, 1.0), (5, -1.0)]], [None, None], {"a": [1, "x"], "b": [None, 0.5]})),
         (7, Reply([None, 2.0], [Failure("raised", "why", "trace"), None], whole=True)),
-        (8, Reply([0.0], [None], {RESULT: ["said"]})),
+        (8, Reply(["said"], [None])),
         (8, Reply([None], [Failure("died", "why")], spent=True)),
-        (11, Reply([0.0], [None], {RESULT: [{"text": "a", "reward": None, "done": False}]})),
-        (12, Reply([0.0], [None], {RESULT: [{"reward": 1.0, "state": STATE}]})),
+        (11, Reply([{"text": "a", "reward": None, "done": False}], [None])),
+        (12, Reply([{"reward": 1.0, "state": STATE}], [None])),
     ):
         assert decode_reply(encode_reply(number, reply), CALLS) == (number, reply)
     assert decode_reply(encode_reply(6, Reply([1.0], [None])), CALLS) is None
@@ -45,10 +50,10 @@ def test_replies_come_back_as_they_were_sent():
         b"[7, [1.0, 2.0], [[]], {}, false, false]",
         b'[7, [1.0, 2.0], {}, {"a": 1}, false, false]',
         b"[8, [0.0], {}, {}, false, false]",
-        b'[8, [0.0], {}, {"result": [5]}, false, false]',
-        b'[11, [0.0], {}, {"result": [{"text": "a", "reward": "1", "done": true}]}, false, false]',
-        b'[11, [0.0], {}, {"result": [{"text": "a"}]}, false, false]',
-        b'[12, [0.0], {}, {"result": [{"reward": 1.0, "state": []}]}, false, false]',
+        b"[8, [], {}, {}, false, false]",
+        b'[11, [{"text": "a", "reward": "1", "done": true}], {}, {}, false, false]',
+        b'[11, [{"text": "a"}], {}, {}, false, false]',
+        b'[12, [{"reward": 1.0, "state": []}], {}, {}, false, false]',
     ],
 )
 def test_what_is_no_reply_is_refused_with_a_single_kind_of_error(message):
@@ -61,7 +66,7 @@ def test_forged_parts_in_all_places_become_plain_values_or_no_reply():
     draw, accepted = random.Random(0), 0
     for _ in range(20_000):
         event = {"text": "a", "reward": 1.0, "done": True, "end": {"reward": 1.0, "state": STATE}, "state": STATE}
-        reply = [draw.choice([*CALLS]), [1.0], {}, {RESULT: [event]}, False, False]
+        reply = [draw.choice([*CALLS]), [event], {}, {"a": [1]}, False, False]
         if draw.random() < 0.5:
             reply = [7, [1.0, 2.0], {"1": dict(FAILURE)}, {"a": [1, "b"]}, False, False]
         for _ in range(draw.randint(1, 2)):
@@ -80,15 +85,19 @@ def test_forged_parts_in_all_places_become_plain_values_or_no_reply():
             continue
         accepted += 1
         number, found = decoded
-        rows = len(CALLS[number].lengths)
+        rows = len(CALLS[number].rows)
         assert len(found.values) == len(found.failures) == rows
-        for value in found.values:
-            assert value is None or isinstance(value, list) or (type(value) is float and math.isfinite(value))
+        for value, failure in zip(found.values, found.failures, strict=True):
+            assert value is None or failure is None
+            is_number = type(value) is float and math.isfinite(value)
+            assert (
+                is_number or value is None or isinstance(value, list if number == 7 else str if number == 8 else dict)
+            )
         assert all(len(column) == rows for column in found.extra.values())
         json.dumps(found.extra, ensure_ascii=False).encode()
         "".join(failure.message for failure in found.failures if failure).encode()
-        if CALLS[number].form == "event" and not any(found.failures):
-            text = found.extra[RESULT][0].get("text")
+        if CALLS[number].entry is EVENTS and not any(found.failures):
+            text = found.values[0].get("text")
             assert text is None or isinstance(text, str)
     assert accepted > 1000
 

@@ -10,10 +10,9 @@ from paths import SUPPORT
 from reward_helpers import in_time
 
 from hybrid_grpo.config import ScoringConfig
-from hybrid_grpo.rewards.functions import Reply
-from hybrid_grpo.workers.environments import EnvironmentEntry
+from hybrid_grpo.turns.environments.instances import EnvironmentEntry
+from hybrid_grpo.workers.calls import Reply
 from hybrid_grpo.workers.pool import Pool
-from hybrid_grpo.workers.replies import RESULT
 
 pytestmark = pytest.mark.process
 BEGIN = {"do": "begin", "columns": {}, "seed": 1, "observation": None, "is_first": False}
@@ -49,7 +48,7 @@ def play(seat, *texts):
 def said(future):
     """What a turn was answered, or why it was not."""
     reply = future.result(timeout=120)
-    return reply.extra[RESULT][0]["text"] if reply.failures[0] is None else reply.failures[0].message
+    return reply.values[0]["text"] if reply.failures[0] is None else reply.failures[0].message
 
 
 def test_objects_that_end_their_processes_are_lost_and_all_others_are_answered_in_order(pool):

@@ -29,7 +29,7 @@ from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.feature import Feature, Scored
 from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.turns import with_tools
+from hybrid_grpo.turns.conversations import with_tools
 
 _LONGEST_PROMPT = 2**20
 """Tokens of what a teacher reads: its own positions are the limit, and not what the policy is given."""

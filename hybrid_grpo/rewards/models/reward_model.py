@@ -23,8 +23,8 @@ from torch import Tensor
 from hybrid_grpo.config.fields import Count, Switch, Text, checked_settings
 from hybrid_grpo.config.importing import describe
 from hybrid_grpo.data.reward_text import chat_tokens, text_tokens
-from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall
 from hybrid_grpo.rewards.rules import Completions, completion_texts
+from hybrid_grpo.workers.calls import Call, Failure, Reply
 
 Template = Literal["auto", "chat", "text"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -199,7 +199,7 @@ class RewardModel:
         logits: Tensor = self._forward(input_ids=input_ids_bS, attention_mask=mask_bS).logits
         return logits
 
-    def reply(self, call: RewardCall) -> Reply:
+    def reply(self, call: Call) -> Reply:
         """The scores of a rank's rows, for a model that all ranks call together.
 
         A row whose text cannot be written fails alone. Any other error ends the run, since other ranks wait.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybrid_grpo.turns.calls import Call
+from hybrid_grpo.turns.calls import ToolCall
 from hybrid_grpo.turns.formats.parts import Format, Part, Properties
 
 _DECODER = json.JSONDecoder()
@@ -67,7 +67,7 @@ def _headed(groups: Mapping[str, str | None], arguments: Any) -> Part:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
         return error
-    return Call(str(groups["name"]), {} if arguments is None else arguments, groups.get("id"))
+    return ToolCall(str(groups["name"]), {} if arguments is None else arguments, groups.get("id"))
 
 
 def is_call(found: Any) -> bool:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybrid_grpo.turns.calls import Call
+from hybrid_grpo.turns.calls import ToolCall
 from hybrid_grpo.turns.formats.parts import Part, Properties, unended
 
 _TOKEN = re.compile(
@@ -62,7 +62,7 @@ class _Reader:
         if not self.follows(sign):
             raise ValueError(f"a call lacks {sign!r} before {self._text[self.place : self.place + 20]!r}")
 
-    def call(self) -> Call:
+    def call(self) -> ToolCall:
         """The next call, whose arguments all have names."""
         kind, name = self._next()
         if kind != "name":
@@ -76,7 +76,7 @@ class _Reader:
             if not self.follows(","):
                 self.expect(")")
                 break
-        return Call(name, arguments)
+        return ToolCall(name, arguments)
 
     def value(self, depth: int = 0) -> Any:
         """The next value. Sets and tuples are lists; what JSON does not have, such as bytes, is `...`."""
@@ -207,7 +207,7 @@ def gemma4(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
         yield text[place : found.start()]
         place = found.end()
         try:
-            yield Call(found["name"], json.loads(_json(found["body"]))) if found["end"] else unended("the call")
+            yield ToolCall(found["name"], json.loads(_json(found["body"]))) if found["end"] else unended("the call")
         except (ValueError, RecursionError) as error:
             yield error
     yield text[place:]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from hybrid_grpo.turns.calls import Call
+from hybrid_grpo.turns.calls import ToolCall
 
-Part = str | Call | Exception
+Part = str | ToolCall | Exception
 """A part of a turn: text outside of calls, a call, or why one cannot be read. After a fault, more may follow."""
 Properties = Mapping[str, Any]
 """What a tool's JSON schema says of its arguments, by their names."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybrid_grpo.turns.calls import Call
+from hybrid_grpo.turns.calls import ToolCall
 from hybrid_grpo.turns.formats.literals import literal
 from hybrid_grpo.turns.formats.parts import Format, Part, Properties, unended
 
@@ -31,7 +31,7 @@ def xml_format(call: str, argument: str, around: str) -> Format:
             else:
                 types = tools.get(name, {})
                 given = {one["key"].strip(): _line(one["value"]) for one in arguments.finditer(body)}
-                yield Call(name, {key: typed(value, types.get(key, {})) for key, value in given.items()})
+                yield ToolCall(name, {key: typed(value, types.get(key, {})) for key, value in given.items()})
         yield wrapped.sub("", text[place:])
         if place == 0 and wrapped.search(text):
             yield ValueError("it begins calls, and there is none")

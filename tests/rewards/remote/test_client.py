@@ -29,8 +29,9 @@ from hostile_service import (
 )
 
 from hybrid_grpo.config import RewardConfig
-from hybrid_grpo.rewards.functions import RewardCall, load_function
+from hybrid_grpo.rewards.functions import load_function
 from hybrid_grpo.rewards.remote.client import remote
+from hybrid_grpo.workers.calls import Call
 
 TOKEN = "s3cr3t-0123456789"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
@@ -226,7 +227,7 @@ def test_as_a_configured_function_each_row_fails_by_itself():
         assert function.interface.is_async and function.interface.batch_size == 2
         assert function.interface.required == ["completions", "prompts"], "texts will do, as in `score`"
         inputs = {"prompts": ["p", "q"], "completions": ["a", "b"], "completion_ids": [[1], [2]], "url_of": ["", ""]}
-        reply = asyncio.run(function.score_async(RewardCall(inputs, [1, 1])))
+        reply = asyncio.run(function.reply_async(Call(inputs, [1, 1])))
     assert reply.values == [None, 1.5] and reply.extra == {"q": [1, 2]}
     assert [failure and failure.kind for failure in reply.failures] == ["invalid", None]
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.config.importing import describe, functions_of, import_place
-from hybrid_grpo.rewards.functions import Failure, Interface, Reply, RewardCall, failed
-from hybrid_grpo.workers.replies import LONGEST_TEXT, RESULT
+from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed
+from hybrid_grpo.workers.replies import LONGEST_TEXT, LONGEST_TRACEBACK, checked_text
 
 BUILTINS = ("calculator", "python", "search")
-"""Tools that a configuration names without a path; they are defined in ready_made.py, and search.py."""
+"""Tools that a configuration names without a path; they are defined in builtins.py and search.py."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,18 @@ class ToolEntry:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments that are the same in every call, of which the model is not told."""
 
+    def load(self, name: str) -> Tool:
+        """See `load_tool`."""
+        return load_tool(self, name)
+
+    def checked(self, value: Any, expected: None) -> str | None:
+        """What a tool or a user says."""
+        return None if value is None else checked_text(value)
+
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool in the process that calls it; has the form of `functions.Function`."""
+    """A tool in the process that calls it; a `Callee`."""
 
     name: str
     function: Callable[..., Any]
@@ -47,7 +55,7 @@ class Tool:
     file: str | None
     """File in which the function is written."""
 
-    def score(self, call: RewardCall) -> Reply:
+    def reply(self, call: Call) -> Reply:
         """Call the function with the arguments of the call's only row."""
         try:
             result = self._called(call)
@@ -55,8 +63,8 @@ class Tool:
         except BaseException as error:  # a SystemExit of the function is no reason to end the process
             return self._failed(error)
 
-    async def score_async(self, call: RewardCall) -> Reply:
-        """`score` for an `async def` function."""
+    async def reply_async(self, call: Call) -> Reply:
+        """`reply` for an `async def` function."""
         try:
             return self._reply(await self._called(call))
         except asyncio.CancelledError:
@@ -64,7 +72,7 @@ class Tool:
         except BaseException as error:
             return self._failed(error)
 
-    def _called(self, call: RewardCall) -> Any:
+    def _called(self, call: Call) -> Any:
         arguments = call.inputs["arguments"][0]
         check_arguments(self.signature, arguments)
         return self.function(**arguments)
@@ -75,7 +83,7 @@ class Tool:
     def _failed(self, error: BaseException) -> Reply:
         if isinstance(error, WrongArguments):
             return failed(Failure("invalid", f"wrong arguments for {self.name}: {error}"), 1)
-        trace = "".join(traceback.format_exception(error))[-20_000:]
+        trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
         spent = isinstance(error, MemoryError)
         return failed(Failure("raised", describe(error, None)[:LONGEST_TEXT], trace), 1, spent=spent)
 
@@ -94,7 +102,7 @@ def check_arguments(signature: inspect.Signature, arguments: dict[str, Any]) -> 
 
 def text_reply(text: str | None) -> Reply:
     """The reply with what is said to the model."""
-    return Reply([0.0], [None], {RESULT: [text]})
+    return Reply([text], [None])
 
 
 def as_text(result: Any) -> str:
@@ -103,8 +111,7 @@ def as_text(result: Any) -> str:
         result = bytes(result).decode(errors="replace")
     if not isinstance(result, str):
         result = json.dumps(result, ensure_ascii=False, default=str)
-    # A tokenizer cannot read halves of surrogate pairs.
-    return result[:LONGEST_TEXT].encode(errors="replace").decode()
+    return checked_text(result)
 
 
 def load_tool(config: ToolEntry, entry: str) -> Tool:
@@ -121,7 +128,7 @@ def load_tool(config: ToolEntry, entry: str) -> Tool:
     if "required" in told:
         told["required"] = [name for name in told["required"] if name not in fixed]
     is_async = inspect.iscoroutinefunction(plain)
-    interface = Interface(["arguments"], ["arguments"], is_async, 1, schema=schema, replies="text")
+    interface = Interface(["arguments"], ["arguments"], is_async, 1, schema=schema)
     parameters = inspect.signature(function).parameters
     given = inspect.Signature([parameter for name, parameter in parameters.items() if name not in fixed])
     file = getattr(plain.__code__, "co_filename", None)
@@ -151,7 +158,7 @@ def _function(config: ToolEntry, setting: str) -> tuple[Callable[..., Any], dict
         _check_kwargs(function, config.kwargs, setting)
         return function, config.kwargs
     # Late, since only processes that search need numpy.
-    from hybrid_grpo.workers.search import search_tool
+    from hybrid_grpo.turns.tools.search import search_tool
 
     _check_kwargs(search_tool, config.kwargs, setting)
     try:
@@ -179,7 +186,7 @@ def find_function(spec: str, setting: str) -> Callable[..., Any]:
                 f"{setting} is not a built-in: {did_you_mean(spec, BUILTINS)}; one of your own is given as"
                 " path/to/file.py:function or package.module:function"
             )
-        place, name = "hybrid_grpo.workers.ready_made", spec
+        place, name = "hybrid_grpo.turns.tools.builtins", spec
     module = import_place(place, setting)
     function = getattr(module, name, None)
     if not callable(function):

@@ -14,15 +14,14 @@ from hybrid_grpo.config import RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.data.batch import Message, Numbers, Rollout
-from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall
 from hybrid_grpo.rewards.loading import worker_count
-from hybrid_grpo.turns.calls import Call, Turn
+from hybrid_grpo.turns.calls import ToolCall, Turn
 from hybrid_grpo.turns.conversation import Answer, Conversation, Seconds, call_numbers
-from hybrid_grpo.turns.environments import Environments, Kind
+from hybrid_grpo.turns.environments.environments import Environments, Kind
 from hybrid_grpo.turns.template import tool_message
+from hybrid_grpo.turns.tools.functions import ToolEntry
+from hybrid_grpo.workers.calls import Call, Failure, Reply
 from hybrid_grpo.workers.pool import Caller, Pool
-from hybrid_grpo.workers.replies import RESULT
-from hybrid_grpo.workers.tools import ToolEntry
 
 UNKNOWN = "unknown"
 """Stands for the tool, in counts and messages, where a call names none or cannot be read."""
@@ -52,7 +51,7 @@ class Tools:
             for k, tool in enumerate(config.tools)
         ]
         pool = Pool(entries, scoring.workers or worker_count(), scoring)
-        self._functions: list[dict[str, Any]] = [interface.schema or {} for interface in pool.interfaces]
+        self._functions: list[dict[str, Any]] = [interface.schema for interface in pool.interfaces]
         names = [str(schema["function"]["name"]) for schema in self._functions]
         kinds = list(environments.kinds.values()) if environments is not None else []
         self.names = list(dict.fromkeys([*names, *(name for kind in kinds for name in kind.tool_names)]))
@@ -85,7 +84,7 @@ class Tools:
         """What the model is told where its environment is of this kind."""
         return [*self._functions, *kind.schemas]
 
-    def call(self, conversation: Conversation, call: Call, done: Callable[[str, Failure | None], None]) -> None:
+    def call(self, conversation: Conversation, call: ToolCall, done: Callable[[str, Failure | None], None]) -> None:
         """Call a tool, or a method of the conversation's environment. `done` is called with what the model reads of it,
         and with the failure, if the call failed, on any thread."""
         caller, start_s = self._callers.get(call.name), time.perf_counter()
@@ -99,18 +98,18 @@ class Tools:
         def finish(future: Future[Reply]) -> None:
             reply = future.result() if not future.cancelled() else None
             failure = reply.failures[0] if reply else None
-            told(reply.extra[RESULT][0] if reply and failure is None else None, failure)
+            told(reply.values[0] if reply and failure is None else None, failure)
 
         if call.name in methods and environments:
             environments.call(conversation, call, told)
         elif caller is not None:
-            caller(RewardCall({"arguments": [call.arguments]}, [0])).add_done_callback(finish)
+            caller(Call({"arguments": [call.arguments]}, [None])).add_done_callback(finish)
         else:
             self._count(conversation, UNKNOWN, has_failed=True)
             known = [*self._callers, *methods]
             done(f"error: there is no tool {call.name}: {did_you_mean(call.name, known)}", None)
 
-    def give_up(self, conversation: Conversation, call: Call) -> str:
+    def give_up(self, conversation: Conversation, call: ToolCall) -> str:
         """What the model reads of a call that is not made, since another one of its turn has taken too long."""
         self._count(conversation, call.name if call.name in self.names else UNKNOWN, has_failed=True)
         return "error: not called: another call of the turn took too long"

@@ -1,7 +1,7 @@
-"""The object of an environment as it was at the end of a completion, on its way to the reward functions.
+"""An object of one worker process as others see it: a snapshot of its attributes.
 
-It is pickled attribute by attribute in the process where it lived, carried as text, and made again in the process that
-calls a function; never in the rank. Needs no torch.
+An object is pickled attribute by attribute in the process where it lives, carried as text, and restored in the process
+that uses it; never in the rank.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 from hybrid_grpo.config.importing import describe, import_place
 
 _LARGEST = 1 << 20
-"""Bytes of an attribute that is carried."""
+"""Bytes of a pickled attribute; larger ones are left out."""
 
 
 @dataclass(frozen=True)
-class Carried:
-    """An object on its way."""
+class Snapshot:
+    """An object that the process it is sent to restores."""
 
     state: dict[str, Any]
     """See `state_of`."""
 
 
 def state_of(instance: Any, place: str) -> dict[str, Any]:
-    """All attributes of an object, in types that JSON has; `place` is the file or module of its entry. What cannot be
-    carried is named with the reason."""
+    """All attributes of an object, in types that JSON has; `place` is the file or module that defines its class. An
+    attribute that cannot be carried is listed with the reason."""
     attributes, missing = {}, {}
     for name, value in getattr(instance, "__dict__", {}).items():
         try:
@@ -46,22 +46,23 @@ def state_of(instance: Any, place: str) -> dict[str, Any]:
     return {"place": place, "class": kind, "attributes": attributes, "missing": missing}
 
 
-def restored(carried: Carried) -> Any:
-    """An object of the same class with the attributes that were carried; asking for another raises AttributeError,
-    which says why it is missing."""
-    state = carried.state
-    import_place(state["place"], "rollout.environment")
+def restored(snapshot: Snapshot) -> Any:
+    """An object of the same class with the attributes that were carried. Reading one that was left out raises
+    AttributeError with the reason."""
+    state = snapshot.state
+    import_place(state["place"], "an object of another process")
     kind = pickle.loads(b64decode(state["class"]))
     missing: dict[str, str] = state["missing"]
     if missing:
-        kind = type(kind.__name__, (kind,), {"__getattr__": _told(kind, missing), "__module__": kind.__module__})
+        getter = _missing_attributes(kind, missing)
+        kind = type(kind.__name__, (kind,), {"__getattr__": getter, "__module__": kind.__module__})
     instance = object.__new__(kind)
     for name, pickled in state["attributes"].items():
         instance.__dict__[name] = pickle.loads(b64decode(pickled))
     return instance
 
 
-def _told(kind: type, missing: dict[str, str]) -> Any:
+def _missing_attributes(kind: type, missing: dict[str, str]) -> Any:
     def __getattr__(self: Any, name: str) -> Any:
         why = missing.get(name)
         raise AttributeError(f"{kind.__name__} has no {name}" + (f" outside of its process: {why}" if why else ""))

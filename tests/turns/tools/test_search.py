@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.workers.search import passages_of, search_tool
-from hybrid_grpo.workers.tools import ToolEntry, load_tool
+from hybrid_grpo.turns.tools.functions import ToolEntry, load_tool
+from hybrid_grpo.turns.tools.search import passages_of, search_tool
 
 TEXTS = {
     "b/bern.md": "The Aare flows around the old town.\n\nBern has 134,794 people, and bears.",

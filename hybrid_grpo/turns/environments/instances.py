@@ -28,15 +28,25 @@ from typing import Any
 
 from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.config.importing import describe, functions_of, import_place
-from hybrid_grpo.rewards.environments import state_of
-from hybrid_grpo.rewards.functions import Failure, Interface, Reply, RewardCall, failed, finite
-from hybrid_grpo.workers import openenv
-from hybrid_grpo.workers.replies import RESULT
-from hybrid_grpo.workers.tools import WrongArguments, as_text, check_arguments, described
-from hybrid_grpo.workers.verifiers import PACKAGE, VerifiersRollout, installed, is_foreign, quietly, rollouts_of
+from hybrid_grpo.rewards.functions import finite_reward
+from hybrid_grpo.turns.environments import openenv
+from hybrid_grpo.turns.environments.verifiers import (
+    PACKAGE,
+    VerifiersRollout,
+    installed,
+    is_foreign,
+    quietly,
+    rollouts_of,
+)
+from hybrid_grpo.turns.tools.functions import WrongArguments, as_text, check_arguments, described
+from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed
+from hybrid_grpo.workers.replies import LONGEST_TRACEBACK, checked_text
+from hybrid_grpo.workers.snapshots import state_of
 
 _SHARES = "objects_per_process"
 """Attribute of a class that allows its objects to share a process."""
+_LONGEST_STATE = 1 << 28
+"""Characters of the state of an environment."""
 _OWN = ("reset", "get_reward", "close")
 """Methods that are no tools."""
 
@@ -48,21 +58,75 @@ class EnvironmentEntry:
     factory: str
     """`path/to/file.py:Class` or `package.module:Class`; a function that returns an object will do."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """No environment has fixed arguments; a reward function may."""
+    """No environment has fixed arguments."""
+
+    def load(self, name: str) -> EnvironmentProcess:
+        """See `load_environment`."""
+        return load_environment(self, name)
+
+    def checked(self, value: Any, expected: str) -> dict[str, Any]:
+        """What came of an order, whose `do` is `expected`."""
+        event = {name: _FIELDS[name](value[name]) for name in _EVENTS[expected]}
+        if expected == "step" and "end" in value:
+            event["end"] = self.checked(value["end"], "end")
+        return event
+
+
+def _checked_text(text: Any) -> str | None:
+    return None if text is None else checked_text(text)
+
+
+def _checked_reward(value: Any) -> float | None:
+    number = finite_reward(value)
+    if number is None and value is not None:
+        raise ValueError(value)
+    return number
+
+
+def _checked_state(state: Any) -> dict[str, Any]:
+    return {
+        "place": checked_text(state["place"]),
+        "class": checked_text(state["class"]),
+        "attributes": _checked_texts(state["attributes"]),
+        "missing": _checked_texts(state["missing"]),
+    }
+
+
+def _checked_texts(texts: Any) -> dict[str, str]:
+    found = {checked_text(name): checked_text(text, _LONGEST_STATE) for name, text in texts.items()}
+    if sum(map(len, found.values())) > _LONGEST_STATE:
+        raise ValueError("too long")
+    return found
+
+
+_FIELDS: dict[str, Callable[[Any], Any]] = {
+    "text": _checked_text,
+    "reward": _checked_reward,
+    "done": bool,
+    "state": _checked_state,
+}
+_EVENTS = {
+    "begin": ["text"],
+    "call": ["text"],
+    "step": ["text", "reward", "done"],
+    "end": ["reward", "state"],
+    "close": [],
+}
+"""What comes of each order; of a step also the `end` where it is the last."""
 
 
 class EnvironmentProcess:
-    """The objects of an entry in a process; has the form of `functions.Function`.
+    """The objects of an entry in a process; a `Callee`.
 
     A call has one row, an order: a mapping with the `number` of the object, whose `do` is `begin`, `call`, `step`,
-    `end` or `close`, with the arguments of the method below that carries it out. The reply has what came of it as
-    RESULT.
+    `end` or `close`, with the arguments of the method below that carries it out. The value of the reply is what came of
+    it.
     """
 
     def __init__(self, place: str, factory: Callable[[], Any], interface: Interface, file: str | None) -> None:
         self.interface = interface
         self._place, self._factory, self._file = place, factory, file
-        self._shares = (interface.schema or {})["shares"] > 1
+        self._shares = interface.schema["shares"] > 1
         self._instances: dict[int, Any] = {}
         self._instance: Any = None
         """The object that the order under way is for."""
@@ -70,7 +134,7 @@ class EnvironmentProcess:
         """Random states of objects, where there may be several: what one draws does not depend on the others."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def score(self, call: RewardCall) -> Reply:
+    def reply(self, call: Call) -> Reply:
         """Carry out an order."""
         order = dict(call.inputs["order"][0])
         do, number = order.pop("do"), order.pop("number")
@@ -80,13 +144,13 @@ class EnvironmentProcess:
                 _restore_random(self._random.pop(number))
             if do not in ("begin", "close") and self._instance is None:
                 raise _Refused("was not reset")
-            return Reply([0.0], [None], {RESULT: [getattr(self, f"_{do}")(**order)]})
+            return Reply([getattr(self, f"_{do}")(**order)], [None])
         except _Refused as refusal:
             return failed(Failure("invalid", str(refusal)), 1)
         except WrongArguments as error:
             return failed(Failure("invalid", f"wrong arguments for {order['tool']}: {error}"), 1)
         except BaseException as error:  # a SystemExit of the class is no reason to end the process
-            trace = "".join(traceback.format_exception(error))[-20_000:]
+            trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
             # The model reads of a tool what it reads of other tools.
             told = describe(error, None) if do == "call" else f"raised {describe(error, self._file)}"
             return failed(Failure("raised", told, trace), 1, spent=isinstance(error, MemoryError))
@@ -96,9 +160,9 @@ class EnvironmentProcess:
                 if self._shares:
                     self._random[number] = _random_state()
 
-    async def score_async(self, call: RewardCall) -> Reply:
-        """`score`: a process has nothing to do beside its one object."""
-        return self.score(call)
+    async def reply_async(self, call: Call) -> Reply:
+        """`reply`: a process has nothing to do beside its one object."""
+        return self.reply(call)
 
     def _begin(self, columns: dict[str, Any], seed: int, observation: str | None, is_first: bool) -> dict[str, Any]:
         """Make an object and reset it: what it says, which must be the `observation` unless it is the first."""
@@ -129,9 +193,9 @@ class EnvironmentProcess:
     def _step(self, text: str, is_last: bool) -> dict[str, Any]:
         """Give a turn to the object; with the outcome where it is done, or the turn is the last."""
         observation, reward, done = _stepped(self._waited(self._instance.step(text)))
-        if reward is not None and finite(reward) is None:
+        if reward is not None and finite_reward(reward) is None:
             raise _Refused(f"returned the reward {reward!r:.100} from step: return a finite number or None")
-        found = {"text": observation, "reward": None if reward is None else finite(reward), "done": bool(done)}
+        found = {"text": observation, "reward": None if reward is None else finite_reward(reward), "done": bool(done)}
         return {**found, "end": self._end()} if done or is_last else found
 
     def _end(self) -> dict[str, Any]:
@@ -139,11 +203,11 @@ class EnvironmentProcess:
         reward = None
         if callable(getattr(self._instance, "get_reward", None)):
             reward = self._waited(self._instance.get_reward())
-            if reward is not None and finite(reward) is None:
+            if reward is not None and finite_reward(reward) is None:
                 raise _Refused(f"returned {reward!r:.100} from get_reward: return a finite number or None")
         is_own = not isinstance(self._instance, VerifiersRollout | openenv.OpenenvRollout)
         state = state_of(self._instance if is_own else self._instance.carried(), self._place)
-        return {"reward": None if reward is None else finite(reward), "state": state}
+        return {"reward": None if reward is None else finite_reward(reward), "state": state}
 
     def _close(self) -> None:
         """Close the object, if there is one; what closing raises changes nothing anymore."""
@@ -242,7 +306,7 @@ def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess
     }
     parameters = list(inspect.signature(methods["reset"]).parameters.values())[1:]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    interface = Interface([n for n in needed if n != "seed"], None, False, 1, schema=schema, replies="event")
+    interface = Interface([n for n in needed if n != "seed"], None, False, 1, schema=schema)
     return EnvironmentProcess(place, factory, interface, getattr(module, "__file__", None))
 
 

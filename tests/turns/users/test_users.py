@@ -14,11 +14,11 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.generation import Request
 from hybrid_grpo.model.loading import load_tokenizer
-from hybrid_grpo.turns import Conversations
 from hybrid_grpo.turns.conversation import Answer
+from hybrid_grpo.turns.conversations import Conversations
 from hybrid_grpo.turns.template import assistant_message, user_message
-from hybrid_grpo.turns.users import ModelUser, ScriptedUser, exchanged
-from hybrid_grpo.workers.users import UserEntry, load_user
+from hybrid_grpo.turns.users.functions import UserEntry, load_user
+from hybrid_grpo.turns.users.users import ModelUser, ScriptedUser, exchanged
 
 PLAYED = SUPPORT / "played_users.py"
 SCORING = ScoringConfig(workers=2)
@@ -229,7 +229,7 @@ def test_a_model_reads_the_conversation_from_the_other_side(model_folder, monkey
         asked.extend(request.prompt_ids for request in requests)
         return [[Completion([1], [0.0], "stop", " tea! ")] for _ in requests], None
 
-    monkeypatch.setattr("hybrid_grpo.turns.users.complete", complete)
+    monkeypatch.setattr("hybrid_grpo.turns.users.users.complete", complete)
     user = model_user(model_folder)
     user.load(torch.device("cpu"))
     tokenizer, conversations = began(model_config(model_folder), user, "llama3", *ROWS[:1])

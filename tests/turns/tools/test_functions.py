@@ -7,9 +7,8 @@ from paths import SUPPORT
 from hybrid_grpo.config import TrainConfig, build
 from hybrid_grpo.config.building import dump, to_dict
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.rewards.functions import RewardCall
-from hybrid_grpo.workers.replies import RESULT
-from hybrid_grpo.workers.tools import ToolEntry, load_tool
+from hybrid_grpo.turns.tools.functions import ToolEntry, load_tool
+from hybrid_grpo.workers.calls import Call
 
 ADD = f"{SUPPORT / 'tools.py'}:add"
 
@@ -18,8 +17,8 @@ def test_fixed_arguments_are_given_and_neither_told_nor_taken_from_the_model():
     tool = load_tool(ToolEntry(ADD, {"b": 40}), "rollout.tools[0]")
     told = tool.interface.schema["function"]["parameters"]
     assert (list(told["properties"]), told["required"]) == (["a"], ["a"])
-    replies = [tool.score(RewardCall({"arguments": [given]}, [0])) for given in ({"a": 2}, {"a": 2, "b": 3}, {})]
-    assert replies[0].extra == {RESULT: ["42"]}
+    replies = [tool.reply(Call({"arguments": [given]}, [0])) for given in ({"a": 2}, {"a": 2, "b": 3}, {})]
+    assert replies[0].values == ["42"]
     assert [reply.failures[0].message[:24] for reply in replies[1:]] == ["wrong arguments for add:"] * 2
 
 

@@ -18,8 +18,9 @@ from hybrid_grpo.generation import Request
 from hybrid_grpo.generation.journal import Journal
 from hybrid_grpo.rewards.loading import load_rewards
 from hybrid_grpo.rewards.scoring import Rewards
-from hybrid_grpo.turns import conversations_of, rewards_of
-from hybrid_grpo.workers.environments import EnvironmentEntry, load_environment
+from hybrid_grpo.turns.conversations import conversations_of
+from hybrid_grpo.turns.environments.instances import EnvironmentEntry, load_environment
+from hybrid_grpo.turns.rewards import rewards_of
 
 FILE = SUPPORT / "environments.py"
 NAMES = ["Counter", "Echo", "Wordle", "Owner", "Steps", "Gymnasium", "Bad"]

@@ -15,13 +15,12 @@ from hybrid_grpo.config import RolloutConfig, ScoringConfig, environment_rewards
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.batch import Message, Numbers, Prompt, Rollout
 from hybrid_grpo.data.episodes import Episode, Opening
-from hybrid_grpo.rewards.functions import Failure, Reply
-from hybrid_grpo.turns.calls import Call, Turn
+from hybrid_grpo.turns.calls import ToolCall, Turn
 from hybrid_grpo.turns.conversation import Answer, Conversation, Finish, Seconds
+from hybrid_grpo.turns.environments.instances import EnvironmentEntry
 from hybrid_grpo.turns.template import user_message
-from hybrid_grpo.workers.environments import EnvironmentEntry
+from hybrid_grpo.workers.calls import Failure, Reply
 from hybrid_grpo.workers.pool import Pool
-from hybrid_grpo.workers.replies import RESULT
 from hybrid_grpo.workers.seats import Seat
 
 _COLUMN = "environment"
@@ -100,7 +99,7 @@ class Environments:
         self._seats = pool.seats(config.tool_timeout_s, self._most if config.decoder == "paged" else None)
         self.kinds: dict[str, Kind] = {}
         for index, (name, interface) in enumerate(zip(named, pool.interfaces, strict=True)):
-            schema, reward = interface.schema or {}, environment_rewards(config)[name]
+            schema, reward = interface.schema, environment_rewards(config)[name]
             facts = schema["steps"], schema["silent"], schema["tools"]
             self.kinds[name] = Kind(reward, *facts, interface.required, index, schema["shares"])
         self._plays: dict[int, Play] = {}
@@ -146,7 +145,7 @@ class Environments:
         for prompt, seed, begun in zip(prompts, seeds, asked, strict=True):
             reply = None if begun is None else begun.result()
             failure = None if reply is None else reply.failures[0]
-            observation = reply.extra[RESULT][0]["text"] if reply is not None and failure is None else None
+            observation = reply.values[0]["text"] if reply is not None and failure is None else None
             openings.append(Opening(seed, prompt.text, observation, None if failure is None else failure.message))
             if failure is not None:
                 failed.append((prompt, failure))
@@ -193,7 +192,7 @@ class Environments:
             failure = reply.failures[0]
             if failure is not None:
                 play.fail(failure)
-            done(reply.extra[RESULT][0] if failure is None else None)
+            done(reply.values[0] if failure is None else None)
 
         play.seat.ask(dict(order), finish)
 
@@ -201,7 +200,9 @@ class Environments:
         """Names of the methods that a completion may call."""
         return self.kind(conversation.prompt).tool_names if conversation.prompt is not None else []
 
-    def call(self, conversation: Conversation, call: Call, done: Callable[[str | None, Failure | None], None]) -> None:
+    def call(
+        self, conversation: Conversation, call: ToolCall, done: Callable[[str | None, Failure | None], None]
+    ) -> None:
         """Call a method. `done` is told what it returned, or why it failed; the environment has failed only where its
         process is lost."""
         play = self._play(conversation)
@@ -212,7 +213,7 @@ class Environments:
             failure = reply.failures[0]
             if failure is not None and failure.kind in ("timeout", "died"):
                 play.fail(failure)
-            done(reply.extra[RESULT][0]["text"] if failure is None else None, failure)
+            done(reply.values[0]["text"] if failure is None else None, failure)
 
         play.seat.ask({"do": "call", "tool": call.name, "arguments": call.arguments}, finish)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.rewards.functions import Failure, Interface, Reply, RewardCall, failed
-from hybrid_grpo.workers.tools import Tool, ToolEntry, as_text, find_function, text_reply
+from hybrid_grpo.turns.tools.functions import Tool, ToolEntry, as_text, find_function, text_reply
+from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed
 
 MESSAGES = "messages"
 """The argument that is given the conversation."""
@@ -18,11 +18,15 @@ MESSAGES = "messages"
 class UserEntry(ToolEntry):
     """`rollout.user`, as worker processes are given it."""
 
+    def load(self, name: str) -> UserFunction:
+        """See `load_user`."""
+        return load_user(self, name)
+
 
 class UserFunction(Tool):
     """`f(messages, **columns) -> str | None`, which gets the columns that it has arguments for."""
 
-    def _called(self, call: RewardCall) -> Any:
+    def _called(self, call: Call) -> Any:
         given = call.inputs["arguments"][0]
         return self.function(**{name: value for name, value in given.items() if self.interface.accepts(name)})
 
@@ -52,6 +56,6 @@ def load_user(config: UserEntry, entry: str) -> UserFunction:
     )
     needed = [name for name in named if signature.parameters[name].default is inspect.Parameter.empty]
     columns = sorted({*needed} - {MESSAGES})
-    interface = Interface(columns, None if takes_any else named, inspect.iscoroutinefunction(plain), 1, replies="text")
+    interface = Interface(columns, None if takes_any else named, inspect.iscoroutinefunction(plain), 1)
     file = getattr(getattr(plain, "__code__", None), "co_filename", None)
     return UserFunction(config.function.rpartition(":")[2], function, signature, interface, file)

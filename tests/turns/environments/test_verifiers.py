@@ -7,10 +7,9 @@ from foreign_runs import train
 from paths import SUPPORT
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.rewards.environments import Carried, restored
-from hybrid_grpo.rewards.functions import RewardCall
-from hybrid_grpo.workers.environments import EnvironmentEntry, load_environment
-from hybrid_grpo.workers.replies import RESULT
+from hybrid_grpo.turns.environments.instances import EnvironmentEntry, load_environment
+from hybrid_grpo.workers.calls import Call
+from hybrid_grpo.workers.snapshots import Snapshot, restored
 
 vf = pytest.importorskip("verifiers")
 if not hasattr(vf, "load_environment"):
@@ -25,8 +24,8 @@ def process(name):
 
 def order(environment, do, **arguments):
     """What came of an order, or why it failed."""
-    reply = environment.score(RewardCall({"order": [{"do": do, **arguments}]}, [0]))
-    return reply.failures[0] or reply.extra[RESULT][0]
+    reply = environment.reply(Call({"order": [{"do": do, **arguments}]}, [0]))
+    return reply.failures[0] or reply.values[0]
 
 
 def play(environment, turns, *, most=9):
@@ -54,7 +53,7 @@ def test_its_own_loop_answers_ends_and_scores(name, turns, most, said, done, rew
         assert last["end"]["reward"] == pytest.approx(reward)
     if name == "load_environment":
         # Reward functions are given what the rubric found, and nothing of the environment, which has a whole data set.
-        [(attribute, metrics)] = vars(restored(Carried(last["end"]["state"]))).items()
+        [(attribute, metrics)] = vars(restored(Snapshot(last["end"]["state"]))).items()
         assert (attribute, metrics["share"], metrics["words"]) == ("metrics", *((1.0, 6) if done else (0.5, 3)))
 
 

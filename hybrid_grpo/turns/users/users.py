@@ -24,14 +24,13 @@ from hybrid_grpo.generation.rollout import attention_of, complete
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids
-from hybrid_grpo.rewards.functions import Failure, Reply, RewardCall, failed
 from hybrid_grpo.rewards.loading import worker_count
 from hybrid_grpo.turns.calls import Turn
 from hybrid_grpo.turns.conversation import Answer, Conversation, Seconds, call_numbers
 from hybrid_grpo.turns.template import user_message
+from hybrid_grpo.turns.users.functions import MESSAGES, UserEntry
+from hybrid_grpo.workers.calls import Call, Failure, Reply, failed
 from hybrid_grpo.workers.pool import Pool
-from hybrid_grpo.workers.replies import RESULT
-from hybrid_grpo.workers.users import MESSAGES, UserEntry
 
 _COLUMN = re.compile(r"\{(\w+)\}")
 
@@ -135,10 +134,10 @@ class ScriptedUser(User):
             if failure is not None:
                 self._failed(heard, failure)
             else:
-                self._said(heard, reply.extra[RESULT][0])
+                self._said(heard, reply.values[0])
 
         given = {**_columns(conversation), MESSAGES: _messages(conversation)}
-        self._call(RewardCall({"arguments": [given]}, [0])).add_done_callback(finish)
+        self._call(Call({"arguments": [given]}, [None])).add_done_callback(finish)
 
 
 class ModelUser(User):

@@ -9,10 +9,9 @@ from foreign_runs import train
 from paths import SUPPORT
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.rewards.environments import Carried, restored
-from hybrid_grpo.rewards.functions import RewardCall
-from hybrid_grpo.workers.environments import EnvironmentEntry, load_environment
-from hybrid_grpo.workers.replies import RESULT
+from hybrid_grpo.turns.environments.instances import EnvironmentEntry, load_environment
+from hybrid_grpo.workers.calls import Call
+from hybrid_grpo.workers.snapshots import Snapshot, restored
 
 pytest.importorskip("openenv", minversion="0.10")
 
@@ -52,8 +51,8 @@ def process(name):
 
 def order(environment, do, **arguments):
     """What came of an order, or why it failed."""
-    reply = environment.score(RewardCall({"order": [{"do": do, **arguments}]}, [0]))
-    return reply.failures[0].message if reply.failures[0] else reply.extra[RESULT][0]
+    reply = environment.reply(Call({"order": [{"do": do, **arguments}]}, [0]))
+    return reply.failures[0].message if reply.failures[0] else reply.values[0]
 
 
 def begin(environment, **columns):
@@ -116,7 +115,7 @@ def test_reward_functions_are_given_the_environment_itself_and_nothing_of_a_clie
         environment = process(name)
         begin(environment)
         end = order(environment, "step", text="bye", is_last=False)["end"]
-        assert getattr(restored(Carried(end["state"])), "letter", None) == letter
+        assert getattr(restored(Snapshot(end["state"])), "letter", None) == letter
 
 
 @pytest.mark.parametrize("name", ["Tools", "tools_client"])
@@ -142,7 +141,7 @@ def test_a_class_around_a_client_runs_as_in_trl():
     assert begin(environment) is None
     assert order(environment, "call", tool="echo", arguments={"message": "hey"}) == {"text": "hey"}
     state = order(environment, "end")["state"]
-    assert restored(Carried(state)).reward == pytest.approx(0.3)
+    assert restored(Snapshot(state)).reward == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(

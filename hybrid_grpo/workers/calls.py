@@ -1,0 +1,116 @@
+"""What a rank and its worker processes exchange: entries that are loaded, calls of them, and the replies.
+
+An `Entry` says what other people's code is: it is sent to the processes, loads a `Callee` there, and checks in the rank
+what came back. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Inputs = dict[str, list[Any]]
+"""Arguments of a call by name, each with one element per row."""
+Kind = Literal["raised", "invalid", "timeout", "died"]
+"""What went wrong."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a row of a call has no value."""
+
+    kind: Kind
+    message: str
+    """One line that continues a sentence which begins with the name of what was called."""
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, with any number of rows."""
+
+    inputs: Inputs
+    expected: list[Any]
+    """For each row, what `Entry.checked` holds its value against."""
+    step: int = 0
+    """Step of the run."""
+
+    def rows(self, rows: list[int]) -> Call:
+        """The same call for some of the rows."""
+        inputs = {name: [values[row] for row in rows] for name, values in self.inputs.items()}
+        return Call(inputs, [self.expected[row] for row in rows], self.step)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The result of one call."""
+
+    values: list[Any]
+    """One per row; None also where the row failed."""
+    failures: list[Failure | None]
+    """One per row."""
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    """By name, one per row: what the callee wants stored beside the values, in types that JSON has."""
+    spent: bool = False
+    """The process has run out of memory: another process should make the next call."""
+    whole: bool = False
+    """The call failed as a whole: some of its rows may be without fault."""
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    """Start and end of each time that the callee ran, in seconds by `time.perf_counter` of the rank."""
+
+
+def failed(failure: Failure, rows: int, *, spent: bool = False) -> Reply:
+    """The reply of a call that failed as a whole."""
+    return Reply([None] * rows, [failure] * rows, spent=spent, whole=rows > 1)
+
+
+@dataclass(frozen=True)
+class Interface:
+    """How a callee is to be called."""
+
+    required: list[str]
+    """Parameters without a default that `kwargs` does not give."""
+    accepted: list[str] | None
+    """Parameters that can be given by name; None where any can (**kwargs)."""
+    is_async: bool
+    batch_size: int | Literal["group", "all"]
+    """Rows of one call. `all`: all of a rank, possibly none, called by all ranks at the same time."""
+    instead: dict[str, str] = field(default_factory=dict)
+    """By required parameter, the input that can take its place."""
+    settings: list[str] = field(default_factory=list)
+    """Parameters that only `kwargs` gives, even if there is an input of the same name."""
+    schema: dict[str, Any] = field(default_factory=dict)
+    """What else an entry reports of what it has loaded, in types that JSON has."""
+
+    def accepts(self, name: str) -> bool:
+        """Whether the callee can be given an input of this name."""
+        return name not in self.settings and (self.accepted is None or name in self.accepted)
+
+
+class Callee(Protocol):
+    """What an entry has loaded, in the process that calls it."""
+
+    @property
+    def interface(self) -> Interface: ...
+
+    def reply(self, call: Call) -> Reply:
+        """Carry out a call. Whatever other people's code raises becomes a failure."""
+
+    async def reply_async(self, call: Call) -> Reply:
+        """`reply` where the interface is async."""
+
+
+class Entry(Protocol):
+    """What worker processes load. It is pickled, and its module needs no torch."""
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]:
+        """Fixed arguments. Variables of the environment that they name are left visible to the processes."""
+
+    def load(self, name: str) -> Callee:
+        """Load it, in a worker process; `name` names the entry in messages. Raises UserError where it cannot be."""
+
+    def checked(self, value: Any, expected: Any) -> Any:
+        """In the rank, the value of a row as others may handle it, made anew from what JSON gave. Raises ValueError or
+        TypeError where it is not such a value."""
