@@ -35,7 +35,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     plan = check_train(config, int(os.environ.get("WORLD_SIZE", "1")))
 
     from hybrid_grpo import engine
-    from hybrid_grpo.generation.attention import describe
+    from hybrid_grpo.generation.paged_attention import describe
     from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.folder import say
     from hybrid_grpo.run.memory.plan import shortage

@@ -15,14 +15,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hybrid_grpo.data.batch import Completion, Prompt
-from hybrid_grpo.generation.attention import Prefill, all_follow
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for, cached_forward
-from hybrid_grpo.generation.course import Course
 from hybrid_grpo.generation.decoder import Decoder
-from hybrid_grpo.generation.fused import fused
+from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.graphs import bytes_of, capture_on, reads_up_to
+from hybrid_grpo.generation.paged_attention import Prefill, all_follow
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.generation.scheduler import Finish, Group, OnFinish, OnStep, OnToken, Scheduler, Sequence, Turns
+from hybrid_grpo.generation.timeline import Timeline
 from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import adopt
 from hybrid_grpo.model.upload import upload
@@ -68,7 +68,7 @@ class Stats:
     """Keys and values in use at the fullest moment."""
     captures: int = 0
     """Forwards captured as CUDA graphs."""
-    course: Course | None = None
+    timeline: Timeline | None = None
     """What the decoder did from moment to moment; None where nothing was decoded, and of the fallback."""
 
 
@@ -114,17 +114,17 @@ class _Loop:
 
     def run(self, on_step: OnStep | None) -> Stats:
         schedule, cache = self.schedule, self.schedule.cache
-        self.stats.course = course = Course(schedule)
+        self.stats.timeline = timeline = Timeline(schedule)
         while schedule.busy:
             if on_step:
                 on_step()
             self._take_answers()
             self._admit()
-            course.look()
+            timeline.look()
             self._step()
             while len(self.in_flight) > self.decoder.lag or (self.in_flight and not schedule.active):
                 self._collect()
-        course.end()
+        timeline.end()
         assert cache.free == cache.pages - 1, "every page comes back"
         self.stats.preempted = schedule.preempted
         self.stats.captures = self.decoder.captures
@@ -273,7 +273,7 @@ def generate(
     geometry, capture, page = _prepared(model), capture_on(device), PAGE[device.type]
     if capture is not None:
         # Whether a fused step is right is found out here, while there is memory for it.
-        fused(model, PagedCache(geometry, 2, page, device))
+        fused_step(model, PagedCache(geometry, 2, page, device))
     beside = partial(_beside, model, geometry, device, capture is not None)
     new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, beside)
     if workspace is not None and capture is not None:
