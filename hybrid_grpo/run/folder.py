@@ -1,6 +1,5 @@
 """The folder of a run: who may write to it, what in it is damaged, and what the head of its config.yaml says."""
 
-import json
 import os
 import platform
 import shutil
@@ -16,6 +15,7 @@ from hybrid_grpo.config.secrets import masked_text
 from hybrid_grpo.model.ranks import from_first_rank, rank, world_size
 from hybrid_grpo.records.alarm_records import ALARMS_FILE
 from hybrid_grpo.records.files import replace_text, set_aside
+from hybrid_grpo.records.json_lines import parse_step
 from hybrid_grpo.records.lock import FolderLock
 from hybrid_grpo.records.write_failures import one_line
 
@@ -92,7 +92,7 @@ def set_aside_damaged(folder: Path, *, metrics: bool = False) -> list[str]:
     if alarms.is_file():
         # The last line may have been cut by a crash.
         lines = alarms.read_bytes().split(b"\n")[:-1]
-        whole = [line for line in lines if step_of(line) is not None]
+        whole = [line for line in lines if parse_step(line)]
         if len(whole) < len(lines):
             found.append(
                 _set_aside(alarms, f"{len(lines) - len(whole)} of its lines cannot be read, the others are kept")
@@ -103,15 +103,6 @@ def set_aside_damaged(folder: Path, *, metrics: bool = False) -> list[str]:
 
 def _set_aside(path: Path, why: str) -> str:
     return f"WARNING: {path}: {why}; it is kept as {set_aside(path).name}"
-
-
-def step_of(line: bytes) -> int | None:
-    """The step of a line of metrics or alarms; None where it cannot be read."""
-    try:
-        number = json.loads(line.decode())["step"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return number if type(number) is int else None
 
 
 def _provenance() -> dict[str, str]:

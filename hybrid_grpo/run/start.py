@@ -8,8 +8,9 @@ from pathlib import Path
 
 from hybrid_grpo.config import ModelRunConfig
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.records.json_lines import parse_step
 from hybrid_grpo.run.fingerprints import CODE
-from hybrid_grpo.run.folder import say, step_of
+from hybrid_grpo.run.folder import say
 from hybrid_grpo.run.saving.checkpoint import Checkpoint, Checkpoints
 from hybrid_grpo.run.saving.manifest import Damaged
 from hybrid_grpo.run.settings import changes, is_free
@@ -129,16 +130,20 @@ def lines_before(path: Path, step: int) -> list[str]:
     lines: list[str] = []
     last = -1
     for line in path.read_bytes().split(b"\n")[:-1] if path.is_file() else ():
-        number = step_of(line)
+        number = _step_of(line)
         if number is not None and last < number <= step:
             last = number
             lines.append(line.decode() + "\n")
     return lines
 
 
+def _step_of(line: bytes) -> int | None:
+    return (parse_step(line) or {}).get("step")
+
+
 def _damage(path: Path, lines: list[str], step: int) -> str:
     """What is wrong with a metrics.jsonl that has these lines up to a step; empty where nothing is."""
-    found = {step_of(line.encode()) for line in lines}
+    found = {_step_of(line.encode()) for line in lines}
     missing = [number for number in range(1, step + 1) if number not in found]
     if missing:
         return f"it lacks the numbers of step {', '.join(map(str, missing[:5]))}{', ...' if missing[5:] else ''}"
@@ -149,4 +154,4 @@ def _has_steps(path: Path) -> bool:
     """Whether metrics.jsonl has more than what is measured before the first step. A line that a crash or a full disk
     left incomplete is none; one that cannot be read is taken for a step."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else ()
-    return any(step_of(line) != 0 for line in lines)
+    return any(_step_of(line) != 0 for line in lines)

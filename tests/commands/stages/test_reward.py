@@ -21,7 +21,7 @@ from hybrid_grpo.commands.stages.reward import calibration_bins, calibration_err
 from hybrid_grpo.data.packing import pack_pairs
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.scalar_model import ScalarModel
-from hybrid_grpo.records.files import read_jsonl
+from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.rewards.models.reward_model import reward_model
 
 CPU = torch.device("cpu")
