@@ -20,7 +20,6 @@ LONG_FUNCTIONS = {
     "generation/fallback.py:generate",
     "generation/loop.py:generate",
     "model/kernels/gpu/sampling.py:_sample",
-    "rewards/remote/client.py:remote",
     "run/saving/checkpoint.py:save",
 }
 FEATURES = re.compile("critic|teacher|guest|ptx|curriculum", re.IGNORECASE)
