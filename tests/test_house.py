@@ -20,7 +20,6 @@ LONG_FUNCTIONS = {
     "generation/fallback.py:generate",
     "generation/loop.py:generate",
     "model/kernels/gpu/sampling.py:_sample",
-    "run/saving/checkpoint.py:save",
 }
 FEATURES = re.compile("critic|teacher|guest|ptx|curriculum", re.IGNORECASE)
 REGISTRATION = "config/features.py"

@@ -60,7 +60,7 @@ class EvalSet:
         return self.settings.rollout.longest(max(len(prompt.token_ids) for prompt in self.prompts))
 
     def own_prompts(self) -> list[Prompt]:
-        """This rank's share of the prompts, as they are completed: where they have environments, these are reset."""
+        """This rank's share of the prompts; environments are reset for them."""
         return self.opened(rank_share(self.prompts, rank(), world_size()))
 
     def requests(self, prompts: list[Prompt]) -> list[Request]:
@@ -73,7 +73,7 @@ class EvalSet:
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are chosen: the most probable, or from the softmax at the set's temperature."""
+        """Greedy, or from the softmax at the set's temperature."""
         rollout = self.settings.rollout
         greedy = sampling_of(rollout, self.stop_ids, greedy=True)
         return replace(greedy, temperature=rollout.temperature, top_p=rollout.top_p) if rollout.temperature else greedy
@@ -100,7 +100,7 @@ class EvalSet:
 
 @dataclass(frozen=True)
 class EvalResults:
-    """What came of a set's prompts on this rank."""
+    """The completions of a set on this rank, and their scores."""
 
     settings: HeldOut
     prompts: list[Prompt]
@@ -111,7 +111,7 @@ class EvalResults:
 
     @property
     def right_PG(self) -> torch.Tensor:
-        """bool, whether each completion is right; where its outcome failed it is not."""
+        """bool; a completion whose outcome function failed is not right."""
         right_B = self.scores.by_function[self.settings.outcome] >= self.settings.threshold
         return right_B.view(-1, self.settings.rollout.num_generations)
 
@@ -147,7 +147,7 @@ class EvalResults:
         return values
 
     def lines(self) -> list[dict[str, Any]]:
-        """What came of each prompt, for people and programs that look at single answers."""
+        """One record for each prompt, with its completions."""
         count = self.settings.rollout.num_generations
         rewards, rights = self.scores.reward_B.tolist(), self.right_PG.flatten().tolist()
         rows = [

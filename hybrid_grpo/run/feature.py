@@ -198,15 +198,6 @@ class Features:
         """Everything that they have in the shards of a checkpoint, their models included."""
         return [*self.models, *(feature.shards for feature in self._features if feature.shards is not None)]
 
-    @property
-    def exports(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-        """The further models to export, by their folders."""
-        return {folder: weights for feature in self._features for folder, weights in feature.exports.items()}
-
-    def checkpoint_bytes(self, weights: int) -> int:
-        """The size of their shards in a checkpoint, but for those of models."""
-        return sum(feature.checkpoint_bytes(weights) for feature in self._features)
-
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> dict[int, Completion]:
         """The completions that they give, by the keys of their random streams."""
         given: dict[int, Completion] = {}
@@ -259,11 +250,6 @@ class Features:
         for feature in self._with("gradient"):
             numbers |= feature.gradient(policy, beat)
         return numbers
-
-    def stepped(self) -> None:
-        """Tell them that the policy has made an optimizer step. Collective."""
-        for feature in self._features:
-            feature.stepped()
 
     def _with(self, method: str) -> list[Feature]:
         """Those that have a method of their own."""

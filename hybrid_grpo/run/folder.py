@@ -53,12 +53,11 @@ class RunFolder:
             raise UserError(refusal)
 
     def release(self) -> None:
-        """Leave the folder to other runs."""
         if self._lock is not None:
             self._lock.release()
 
     def discard(self) -> None:
-        """Leave the folder, and remove it where it was made for this run."""
+        """Release the folder, and remove it where it was made for this run."""
         self.release()
         if self._lock is not None and self._is_new:
             shutil.rmtree(self.path)
@@ -106,7 +105,6 @@ def _set_aside(path: Path, why: str) -> str:
 
 
 def _provenance() -> dict[str, str]:
-    """What the run is made with, by name."""
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": ", ".join([f"python {platform.python_version()}", *(f"{p} {version(p)}" for p in _PACKAGES)]),
@@ -116,7 +114,7 @@ def _provenance() -> dict[str, str]:
 
 
 def _git_commit() -> str:
-    """Commit of the git checkout that the package runs from; "none" where there is no checkout."""
+    """The commit that the package runs from; "none" outside a git checkout."""
     here = Path(__file__).parent
     commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
     try:

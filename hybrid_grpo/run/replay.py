@@ -31,7 +31,7 @@ TOLERANCE = 1e-6
 
 
 class LoggedSkips(Alarms):
-    """Let a step teach nothing where the run's alarms did so, by the lines of its metrics.jsonl."""
+    """Skips the updates that the run's alarms skipped, by the lines of its metrics.jsonl."""
 
     def __init__(self, logged: Mapping[int, Mapping[str, Any]]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class LossRecorder:
     def table(
         self, rollout: Rollout, first_group: int, advantages_BT: Tensor, num_iterations: int, text: TokenText
     ) -> pa.Table:
-        """The completions of this rank, once for each pass; see `token_table` for the arguments."""
+        """The completions of this rank, once for each pass; see `token_table`."""
         completions = token_table(rollout, first_group, advantages_BT, text)
         passes = []
         for iteration in range(1, num_iterations + 1):
@@ -95,7 +95,7 @@ class LossRecorder:
 
 
 def token_columns(batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, grpo: GrpoConfig) -> dict[str, Tensor | None]:
-    """What `micro_batch_loss` makes of the tokens of a micro-batch, [b, T] each, by the names of `SEEN`."""
+    """The columns `SEEN` of the tokens of a micro-batch, [b, T] each."""
     real_bT = batch.micro.mask_bT
     own_logp_bT = logp_bT if batch.old_logp_bT is None else batch.old_logp_bT
     old_logp_bT, own_bT = torch.where(batch.own_bT, own_logp_bT, batch.sampler_logp_bT), batch.own_bT
@@ -169,8 +169,8 @@ def _difference(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> str
 
 
 def same(made: float | None, logged: float | None) -> bool:
-    """Whether a number is the one that was logged but for rounding; see `TOLERANCE`. None stands for NaN, and for a
-    number that there is not."""
+    """Whether a number is the one that was logged, but for rounding; see `TOLERANCE`. None stands for NaN and for a
+    number that is absent."""
     if made is None or logged is None:
         return logged is None and (made is None or not math.isfinite(made))
     return abs(made - logged) <= TOLERANCE * max(1.0, abs(logged))

@@ -68,7 +68,7 @@ def changes(saved: dict[str, Any], config: ModelRunConfig) -> dict[str, str]:
 
 
 def is_free(setting: str, config: ModelRunConfig, saved: dict[str, Any] | None = None) -> bool:
-    """Whether a setting may differ from that of a checkpoint, which are `saved`; see `FREE`."""
+    """Whether a setting may differ from that of a checkpoint, whose settings are `saved`; see `FREE`."""
     each = [settings_of(config), saved or {}]
     if setting.startswith("alarms.") and any(_acts(settings.get(setting)) for settings in each):
         return False
@@ -84,7 +84,6 @@ def is_free(setting: str, config: ModelRunConfig, saved: dict[str, Any] | None =
 
 
 def _acts(alarm: Any, actions: tuple[str, ...] = ("skip", "roll_back")) -> bool:
-    """Whether an alarm, or one of `alarms.numbers`, decides what is learned."""
     if not isinstance(alarm, dict):
         return False
     return alarm.get("action") in actions or any(_acts(one, actions) for one in alarm.values())

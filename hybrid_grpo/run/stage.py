@@ -63,7 +63,7 @@ class Stage:
         return [*([] if self.shards is None else [self.shards]), *self.features.shards]
 
     def step(self, step: int) -> None:
-        """Make step k, counted from 1."""
+        """Make a step; the first is 1."""
         raise NotImplementedError
 
     def step_optimizer(self) -> None:
@@ -71,8 +71,8 @@ class Stage:
         self.meter.add("policy/lr", self.policy.lr)
         result = self.policy.step()
         self.meter.add("policy/grad_norm", result.grad_norm)
-        if result.applied:
-            self.features.stepped()
+        for feature in self.features if result.applied else ():
+            feature.stepped()
 
     def skips(self, step: int, measure: Callable[[], Numbers]) -> bool:
         """Whether alarms want nothing to be learned from a step whose rollout has these numbers. Collective."""

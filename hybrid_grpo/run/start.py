@@ -20,8 +20,6 @@ _ANOTHER = "another --run.name"
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts."""
-
     checkpoint: Checkpoint | None = None
     """What it goes on from; None: from the beginning."""
     lines: tuple[str, ...] = ()
@@ -33,7 +31,6 @@ class Start:
 
     @property
     def step(self) -> int:
-        """Steps that are done."""
         return self.checkpoint.manifest.step if self.checkpoint else 0
 
 
@@ -73,7 +70,6 @@ def find_start(config: ModelRunConfig, folder: Path, checkpoints: Checkpoints) -
 
 
 def _newest(folder: Path, checkpoints: Checkpoints) -> Checkpoint | None:
-    """The newest whole checkpoint of the run; None where nothing has been done yet."""
     checkpoint, passed_over = checkpoints.newest_whole()
     for damage in passed_over:
         say(f"WARNING: checkpoint {checkpoints.folder}/{damage}; it is passed over")
@@ -142,7 +138,7 @@ def _step_of(line: bytes) -> int | None:
 
 
 def _damage(path: Path, lines: list[str], step: int) -> str:
-    """What is wrong with a metrics.jsonl that has these lines up to a step; empty where nothing is."""
+    """What is wrong with a metrics.jsonl that has these lines up to a step; empty if it is whole."""
     found = {_step_of(line.encode()) for line in lines}
     missing = [number for number in range(1, step + 1) if number not in found]
     if missing:
@@ -151,7 +147,7 @@ def _damage(path: Path, lines: list[str], step: int) -> str:
 
 
 def _has_steps(path: Path) -> bool:
-    """Whether metrics.jsonl has more than what is measured before the first step. A line that a crash or a full disk
-    left incomplete is none; one that cannot be read is taken for a step."""
+    """Whether metrics.jsonl has more than the numbers before the first step. A line that a crash or a full disk left
+    incomplete does not count; one that cannot be read counts as a step."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else ()
     return any(_step_of(line) != 0 for line in lines)

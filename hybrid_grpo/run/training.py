@@ -4,7 +4,7 @@ import copy
 import gc
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class TrainingRun:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has made all its steps already, or lost its patience, and its model is written."""
+        """Whether the run has made all its steps, or lost its patience, and its model is written."""
         step, ended = self.start.step, self.start.step == self._steps or self._best.exhausted
         return self.start.checkpoint is not None and exported(self.folder / "model").get("step") == step and ended
 
@@ -121,7 +121,7 @@ class TrainingRun:
             self._run_folder.release()
 
     def _prepare(self, stage: Stage) -> int:
-        """Check the space on the disk and bring the stage to where the run starts; returns the steps done."""
+        """Check the disk space and bring the stage to where the run starts; returns the number of steps done."""
         if rank() == 0:
             with one_line(self.folder):
                 replace_text(self.folder / "deepspeed.json", json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
@@ -138,7 +138,6 @@ class TrainingRun:
         return done
 
     def _advance(self, stage: Stage, done: int, write_report: WriteReport) -> None:
-        """Make the steps after `done`, and export the model."""
         profiler = Profiler(self.config.log.profiled, self.folder / "profile")
         settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
         log_of = self.config.log, self.folder, self._steps, done or -1, settings, stage.policy.tokenizer
@@ -164,7 +163,7 @@ class TrainingRun:
             stage.policy.engine.print_communication()
 
     def _make_step(self, stage: Stage, step: int, profiler: Profiler, log: Log) -> None:
-        """Make a step. Where it cannot be finished, the run is saved as it was before it."""
+        """Make a step. If it cannot be finished, the run is saved as it was before it."""
         before = copy.deepcopy(self._states(stage))
         stage.trace.begin(step)
         try:
@@ -282,17 +281,16 @@ class TrainingRun:
             self.saver.save(stage, step, self._states(stage))
 
     def _keep_best(self, stage: Stage, step: int, values: dict[str, float]) -> None:
-        """Keep the weights of a step in `model_best/` where they are the best, and not in doubt."""
         if not self._alarms.diverged and (warning := self._best.take(stage.policy, step, values)):
             say(warning)
 
     def _export(self, stage: Stage, step: int) -> None:
         """Write the models of features, and then `model/`, whose presence means that the run is finished; each whole or
         not at all. Raises UserError where that fails."""
-        modes: dict[str, Callable[[], AbstractContextManager[None]]] = {**stage.features.exports, "model": nullcontext}
+        modes = [mode for feature in stage.features for mode in feature.exports.items()]
         model = self.folder
         try:
-            for name, mode in modes.items():
+            for name, mode in [*modes, ("model", nullcontext)]:
                 model = self.folder / name
                 with mode():
                     export(stage.policy, model, {"step": step})
@@ -314,7 +312,7 @@ class TrainingRun:
         return values
 
     def restore(self, stage: Stage) -> int:
-        """Bring a stage to the checkpoint that the run starts from, if there is one; returns the steps done."""
+        """Bring a stage to the checkpoint that the run starts from, if any; returns the number of steps done."""
         if self.start.checkpoint is None:
             return 0
         self._load(stage, self.start.checkpoint)
@@ -331,7 +329,6 @@ class TrainingRun:
         self._alarms.note, self._back_to = manifest.note, manifest.step if manifest.note else -1
 
     def _states(self, stage: Stage) -> dict[str, Any]:
-        """What a checkpoint holds beside the policy."""
         parts = {**stage.all_parts, "alarms": self._alarms}
         return {name: part.state_dict() for name, part in parts.items()}
 

@@ -31,7 +31,7 @@ HeadOf = Callable[[int, int], HeadFunction | None]
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that one micro-batch takes beside the weights and the gradients that are already complete."""
+    """Bytes that one micro-batch takes, beside the weights and the gradients that are already complete."""
 
     kept: int
     """What the layers keep for backward, at the moment the LM head begins."""
@@ -85,7 +85,6 @@ class DryRun:
             parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
 
     def training(self, micro: MicroBatch) -> Footprint:
-        """Forward and backward of a micro-batch."""
         with self._forward(micro, self._heads) as (tracker, marks, found):
             torch.stack([value_N.sum() for value_N in found]).sum().backward()
             kept, forward, head = (self._scale * mark for mark in marks)
@@ -148,7 +147,6 @@ class DryRun:
                 raise NeedsData(str(error)) from error
 
     def _more(self, micro: MicroBatch, heads: Sequence[HeadOf]) -> HeadFunction | None:
-        """What the head computes in addition for a micro-batch, or None."""
         vocabulary = self.model.config.get_text_config().vocab_size
         found = [more for head in heads if (more := head(len(micro.target_N), vocabulary)) is not None]
         if not found:
@@ -158,7 +156,7 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What has to be known of a model."""
+    """The sizes of a model that a plan needs."""
 
     parameters: int
     trained: int
@@ -186,7 +184,7 @@ def measure(
     *,
     on_gpu: bool,
 ) -> Sizes:
-    """The sizes of a model, without its weights, from its transformers configuration; `heads`: see `DryRun`."""
+    """The sizes of a model, computed without its weights; `heads`: see `DryRun`."""
     dry = DryRun(model_config, config.policy, config.lora, heads)
     parameters = list(dry.model.parameters())
     micro = largest_micro_batch(config, batch, prompt, packs=dry.packs, on_gpu=on_gpu)

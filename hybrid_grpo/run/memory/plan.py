@@ -50,8 +50,6 @@ _STATES = f"{_SHARDS}, engine.offload_optimizer"
 
 @dataclass(frozen=True)
 class Part:
-    """Memory that one thing takes."""
-
     name: str
     bytes: int
     remedy: str = ""
@@ -62,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Phase:
-    """The parts that exist at the same time."""
+    """Parts that are in memory at the same time."""
 
     name: str
     parts: tuple[Part, ...]
@@ -265,7 +263,6 @@ class Plan:
         return sum(part.bytes for part in self.held([part for part in parts if part.name != "keys and values"]))
 
     def reward_models(self, on_host: bool) -> Part:
-        """Weights of the reward models that are to be on the host, or on the device."""
         weights = sum(model.bytes_of(self.ranks) for model in self.models if model.on_host == on_host)
         return Part("reward models", weights, "rewards: kwargs zero_stage 3 or dtype")
 
@@ -308,7 +305,6 @@ class Plan:
         return Part("reference", self.dtype * self.n // self.ranks if loaded else 0, "grpo.beta 0, more ranks")
 
     def feature_parts(self, on_host: bool) -> list[Part]:
-        """What features hold on the host, or on the device."""
         return [feature.part(self, on_host) for feature in self.features]
 
     @property
@@ -389,5 +385,4 @@ def shortage(plan: Plan) -> str | None:
 
 
 def gib(bytes_: int) -> str:
-    """Bytes in GiB, with three digits."""
     return f"{bytes_ / 2**30:.1f}" if bytes_ >= 2**30 else f"{bytes_ / 2**30:.2f}"

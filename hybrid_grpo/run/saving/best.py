@@ -36,12 +36,11 @@ class Best:
 
     @property
     def exhausted(self) -> bool:
-        """Whether `eval.patience` evaluations were not better."""
+        """Whether the last `eval.patience` evaluations were not better."""
         return self._patience is not None and self._since >= self._patience
 
     @property
     def models(self) -> int:
-        """How many models the run writes."""
         return 1 if self._metric is None else 2
 
     def remember(self, lines: Iterable[str]) -> None:
@@ -50,8 +49,8 @@ class Best:
         self._since = sum(line.get(self._metric) is not None for line in later)
 
     def take(self, policy: TrainedModel, step: int, values: dict[str, float]) -> str:
-        """Look at the numbers of a step, and keep the weights where they are the best so far; returns a warning where
-        they cannot be written. Collective."""
+        """Keep the weights of a step where its numbers are the best so far; returns a warning where they cannot be
+        written. Collective."""
         value = values.get(self._metric or "", math.nan)
         if self._metric is None or math.isnan(value):
             return ""

@@ -35,12 +35,10 @@ class Saver:
 
     @property
     def is_on(self) -> bool:
-        """Whether checkpoints are written at all."""
         return bool(self._config.every or self._config.every_minutes)
 
     @property
     def newest(self) -> str:
-        """The newest checkpoint, in words."""
         return "there is none before it" if self.step is None else f"the newest is that of step {self.step}"
 
     def is_due(self, step: int, stage: Stage) -> bool:

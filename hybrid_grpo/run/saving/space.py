@@ -24,8 +24,9 @@ def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: in
     model = sum(size * p.element_size() for p, size in _sizes(stage.policy))
     trained = _trained(stage.policy)
     checkpoint = _STATE_BYTES * (trained + sum(map(_trained, stage.features.models)))
-    checkpoint += (model if stage.shards is not None else 0) + stage.features.checkpoint_bytes(trained)
-    models += len(stage.features.exports)
+    checkpoint += model if stage.shards is not None else 0
+    for feature in stage.features:
+        checkpoint, models = checkpoint + feature.checkpoint_bytes(trained), models + len(feature.exports)
     count = config.keep + 1 if config.every or config.every_minutes else 0
     # What a run that goes on has written already is replaced, not added.
     here = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
@@ -41,10 +42,9 @@ def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: in
 
 
 def _trained(model: TrainedModel | SavedModel) -> int:
-    """Weights that are trained."""
     return sum(size for p, size in _sizes(model) if p.requires_grad)
 
 
 def _sizes(model: TrainedModel | SavedModel) -> list[tuple[Any, int]]:
-    """The parameters of a model, each with its elements over all ranks."""
+    """The parameters of a model, each with its number of elements over all ranks."""
     return [(p, getattr(p, "ds_numel", p.numel())) for p in model.engine.engine.module.parameters()]

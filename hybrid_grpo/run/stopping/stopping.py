@@ -55,7 +55,7 @@ class Progress:
             self._board.listen([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 
     def expect_saving(self, seconds: float) -> None:
-        """Give a stop the time that saving is expected to take, unless a setting says how much."""
+        """Give a stop the time that saving is expected to take, unless `run.grace_s` is set."""
         if self._derives_grace:
             self._board.mine.grace_s = _GRACE_S + seconds
 
@@ -68,7 +68,6 @@ class Progress:
             raise RunInterrupted("stopped")
 
     def beat(self) -> None:
-        """Note a sign of life."""
         self._board.beat()
 
     def look(self) -> None:
@@ -83,13 +82,11 @@ class Progress:
         return self._watched and bool(all_reduce(asked, "max"))
 
     def why(self) -> str:
-        """Why the run stops. Collective."""
         cause = int(all_reduce(torch.tensor(self._board.mine.cause, device=self._device), "max"))
         named = {LAUNCHER_GONE: "the launcher has ended", TIME_OVER: "run.stop_after is over"}
         return named.get(cause) or signal.Signals(cause).name
 
     def asked(self) -> bool:
-        """Whether this rank was asked to stop."""
         if time.monotonic() > self._start + self._limit_s:
             self._board.ask(TIME_OVER)
         return bool(self._board.mine.asked)
