@@ -17,8 +17,6 @@ MOST_ENTRIES, MOST_LINES, MOST_FILE, MOST_FUNCTION = 16, 40_300, 400, 60
 LONG_FILES: set[str] = set()
 LONG_FUNCTIONS = {
     "config/rollout.py:_check",
-    "generation/fallback.py:generate",
-    "generation/loop.py:generate",
     "model/kernels/gpu/sampling.py:_sample",
 }
 FEATURES = re.compile("critic|teacher|guest|ptx|curriculum", re.IGNORECASE)
