@@ -110,8 +110,7 @@ class Feature:
 
     @property
     def exports(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
-        """Further models to export at the end: by the name of the folder, `model_...`, a mode in which the policy has
-        their weights."""
+        """Further models to export: by their folder, `model_...`, a mode in which the policy has their weights."""
         return {}
 
     @property

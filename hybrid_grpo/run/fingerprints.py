@@ -25,10 +25,6 @@ Fingerprints = Callable[[], dict[str, str]]
 """Takes the fingerprints of inputs, by their names in messages."""
 
 
-def none() -> dict[str, str]:
-    return {}
-
-
 def of_inputs(config: ModelRunConfig, tokenizer: Any, rows: Mapping[str, Iterable[Any]]) -> Fingerprints:
     """The fingerprints of all of a run's inputs; `rows` are dataclasses or plain values."""
     found: dict[str, str] = {}
@@ -63,9 +59,9 @@ def _plain(value: Any) -> Any:
 
 def _models(config: ModelRunConfig) -> dict[str, str]:
     models: dict[str, str | None] = {"policy.model": config.policy.model}
+    for feature in config.active_features:
+        models |= feature.models
     if isinstance(config, TrainConfig):
-        for feature in config.active_features:
-            models |= feature.models
         models["rollout.user_model"] = config.rollout.user_model
         for index, reward in enumerate(config.rewards):
             if reward.function in BUILTINS and isinstance(model := reward.kwargs.get("model"), str):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers, Rollout, TrainBatch
-from hybrid_grpo.grpo.loss import Objective, kl_penalty, micro_batch_loss, sampler_correction, surrogate
+from hybrid_grpo.grpo.loss import kl_penalty, micro_batch_loss, sampler_correction, surrogate
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.records.alarms.alarms import Alarms
 from hybrid_grpo.records.saved_rollouts import Key, SavedRow, key_of
@@ -46,12 +46,10 @@ class LoggedSkips(Alarms):
 
 
 class LossRecorder:
-    """Stands before the loss of micro-batches, and keeps what it is given of every token.
+    """The loss of micro-batches, which also keeps what it is given of every token: in `seen`, by the number of the pass
+    and the row of the rollout, the columns `SEEN`; those that need a reference are None without one.
 
     `policy` counts the optimizer steps, of which `num_minibatches` are a pass over the rollout.
-
-    Attributes:
-        seen: by the pass, from 1, and the row of the rollout: the columns `SEEN`; those without a reference are None.
     """
 
     def __init__(self, policy: TrainedModel, num_minibatches: int) -> None:
@@ -59,25 +57,16 @@ class LossRecorder:
         self.seen: dict[tuple[int, int], dict[str, list[float] | None]] = {}
 
     def __call__(
-        self,
-        batch: TrainBatch,
-        logp_bT: Tensor,
-        entropy_bT: Tensor,
-        grpo: GrpoConfig,
-        beta: float,
-        objective: Objective | None = None,
+        self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, grpo: GrpoConfig, *more: Any
     ) -> tuple[Tensor, Numbers]:
         if batch.micro.rows:
             iteration = 1 + (self._policy.optimizer_steps - self._start) // self._num_minibatches
-            columns = {
-                name: None if value_bT is None else value_bT.tolist()
-                for name, value_bT in token_columns(batch, logp_bT.detach(), entropy_bT.detach(), grpo).items()
-            }
-            for place, (row, length) in enumerate(
-                zip(batch.micro.rows, batch.micro.mask_bT.sum(1).tolist(), strict=True)
-            ):
+            found = token_columns(batch, logp_bT.detach(), entropy_bT.detach(), grpo)
+            columns = {name: None if value_bT is None else value_bT.tolist() for name, value_bT in found.items()}
+            lengths = batch.micro.mask_bT.sum(1).tolist()
+            for place, (row, length) in enumerate(zip(batch.micro.rows, lengths, strict=True)):
                 self.seen[iteration, row] = {name: v and v[place][:length] for name, v in columns.items()}
-        return micro_batch_loss(batch, logp_bT, entropy_bT, grpo, beta, objective)
+        return micro_batch_loss(batch, logp_bT, entropy_bT, grpo, *more)
 
     def table(
         self, rollout: Rollout, first_group: int, advantages_BT: Tensor, num_iterations: int, text: TokenText

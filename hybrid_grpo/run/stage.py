@@ -24,7 +24,7 @@ class HeldOutSet(Protocol):
 
 
 class Stage:
-    """A stage of training as a run sees it: something that makes steps, and has a state to save.
+    """A stage of training as a run sees it: it makes steps and has a state to save.
 
     Attributes:
         policy: what is trained.

@@ -22,7 +22,6 @@ from hybrid_grpo.records.profiler import Profiler
 from hybrid_grpo.records.sinks import Log
 from hybrid_grpo.records.step_trace import StepTrace
 from hybrid_grpo.records.write_failures import WriteFailed, one_line, why, write_prompts
-from hybrid_grpo.run import fingerprints
 from hybrid_grpo.run.fingerprints import CODE, Fingerprints
 from hybrid_grpo.run.folder import RunFolder, say
 from hybrid_grpo.run.saving.best import Best
@@ -47,9 +46,7 @@ class TrainingRun:
     fingerprints of what the run reads, which go into its checkpoints.
     """
 
-    def __init__(
-        self, parsed: Parsed[ModelRunConfig], facts: dict[str, str], inputs: Fingerprints = fingerprints.none
-    ) -> None:
+    def __init__(self, parsed: Parsed[ModelRunConfig], facts: dict[str, str], inputs: Fingerprints = dict) -> None:
         self.config = parsed.config
         run = parsed.config.run
         self._steps, self._inputs = run.steps, inputs
@@ -212,14 +209,11 @@ class TrainingRun:
     @contextmanager
     def _reported(self, write_report: WriteReport) -> Iterator[None]:
         """Write report.html after the block, also where the run is stopped. A run does not fail by it."""
+        stop: RunStopped | None = None
         try:
             yield
-        except RunStopped:
-            self._write_report(write_report)
-            raise
-        self._write_report(write_report)
-
-    def _write_report(self, write_report: WriteReport) -> None:
+        except RunStopped as error:
+            stop = error
         metrics = self.folder / "metrics.jsonl"
         # A run that could not write its first checkpoint has nothing to report, and has said why it ends.
         if rank() == 0 and metrics.exists() and metrics.stat().st_size:
@@ -228,6 +222,8 @@ class TrainingRun:
             except Exception as error:  # whatever it is, the run is whole without its report
                 again = f"hybrid-grpo report {self.folder} writes it again"
                 say(f"WARNING: report.html could not be written: {why(error, self.folder)}: {again}")
+        if stop is not None:
+            raise stop
 
     def _act(self, stage: Stage, step: int) -> None:
         """Do what the alarms of a step ask for. Raises RunStopped or RollBack."""

@@ -24,11 +24,8 @@ _NAME = "average"
 
 
 class MovingAverage:
-    """Average of the weights of `module`, which DeepSpeed's `optimizer` trains at ZeRO `stage`.
-
-    It starts as the weights of the module. After n updates, the weights of k updates ago have the coefficient
-    (1 - `decay`) * `decay`^k, and the first weights `decay`^n.
-    """
+    """Average of the weights of `module`, which DeepSpeed's `optimizer` trains at ZeRO `stage`. It starts as these
+    weights: after n updates they have the coefficient `decay`^n, those of k updates ago (1 - `decay`) * `decay`^k."""
 
     def __init__(self, module: nn.Module, optimizer: Any, stage: int, decay: float) -> None:
         self._layout = module, optimizer, stage

@@ -19,10 +19,8 @@ FOLDER = "model_best"
 
 
 class Best:
-    """The best evaluation by `eval.best` in the folder of a run; without that setting there is none. Collective.
-
-    `lines` are those of metrics.jsonl up to where the run goes on.
-    """
+    """The best evaluation by `eval.best` in the folder of a run; without that setting there is none. `lines` are those
+    of metrics.jsonl up to where the run goes on. Collective."""
 
     def __init__(self, config: EvalConfig | None, folder: Path, lines: Iterable[str] = ()) -> None:
         self._metric, self._patience = (config.best, config.patience) if config else (None, None)

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 STAGES = ("starting", "sampling", "scoring", "old_logp", "update", "evaluation", "saving", "export")
 RUNNING = -1
@@ -41,17 +42,13 @@ class Entry(ctypes.Structure):
     behind: int  # how likely the others wait for this rank: 0 (it waits itself) to 4
 
 
-_TYPES = {int: ctypes.c_int64, float: ctypes.c_double}
+_TYPES: dict[object, Any] = {int: ctypes.c_int64, float: ctypes.c_double}
 Entry._fields_ = [(name, _TYPES[kind]) for name, kind in Entry.__annotations__.items()]
 
 
 class Board:
-    """The entries of a run's ranks; those of other machines stay empty.
-
-    Args:
-        rank, world: this rank, and how many there are.
-        path: the file in memory that the processes share; None: a board of this process and its forks.
-    """
+    """The entries of a run's ranks; those of other machines stay empty. `path` is the file in memory that the processes
+    share; without one the board is that of this process and its forks."""
 
     def __init__(self, rank: int = 0, world: int = 1, path: Path | None = None) -> None:
         size = world * ctypes.sizeof(Entry)

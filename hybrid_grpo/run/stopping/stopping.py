@@ -25,12 +25,8 @@ _GRACE_S = 20.0
 
 
 class Progress:
-    """Where this rank is in its run, and whether it shall stop.
-
-    Args:
-        config: when the run stops by itself, and its limits; None: nobody watches and nobody asks.
-        device: where ranks exchange a number.
-    """
+    """Where this rank is in its run, and whether it must stop. Without a `config` nobody watches and nobody asks; ranks
+    exchange numbers on `device`."""
 
     def __init__(self, config: RunConfig | None = None, device: torch.device | None = None) -> None:
         self._board = Board() if config is None else this_board()
