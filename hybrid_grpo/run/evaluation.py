@@ -79,11 +79,8 @@ class EvalSet:
         return replace(greedy, temperature=rollout.temperature, top_p=rollout.top_p) if rollout.temperature else greedy
 
     def measure(self, policy: Policy, step: int, beat: Callable[[], None]) -> Numbers:
-        """The numbers of the set, with the policy as it is after a step; `beat` is called between tokens. Collective.
-
-        Raises:
-            RunStopped: a reward function fails too often before the first step.
-        """
+        """The numbers of the set, with the policy as it is after a step; `beat` is called between tokens. Raises
+        RunStopped where a reward function fails too often before the first step. Collective."""
         prompts = self.own_prompts()
         groups = policy.complete(self.requests(prompts), self.sampling, self.settings.rollout, on_step=beat)
         results = self.results(prompts, groups, step)

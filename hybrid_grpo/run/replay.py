@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers, Rollout, TrainBatch
-from hybrid_grpo.grpo.loss import kl_penalty, micro_batch_loss, sampler_correction, surrogate
+from hybrid_grpo.grpo.loss import Objective, kl_penalty, micro_batch_loss, sampler_correction, surrogate
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.records.alarms.alarms import Alarms
 from hybrid_grpo.records.saved_rollouts import Key, SavedRow, key_of
@@ -57,7 +57,13 @@ class LossRecorder:
         self.seen: dict[tuple[int, int], dict[str, list[float] | None]] = {}
 
     def __call__(
-        self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, grpo: GrpoConfig, *more: Any
+        self,
+        batch: TrainBatch,
+        logp_bT: Tensor,
+        entropy_bT: Tensor,
+        grpo: GrpoConfig,
+        beta: float,
+        objective: Objective | None = None,
     ) -> tuple[Tensor, Numbers]:
         if batch.micro.rows:
             iteration = 1 + (self._policy.optimizer_steps - self._start) // self._num_minibatches
@@ -66,7 +72,7 @@ class LossRecorder:
             lengths = batch.micro.mask_bT.sum(1).tolist()
             for place, (row, length) in enumerate(zip(batch.micro.rows, lengths, strict=True)):
                 self.seen[iteration, row] = {name: v and v[place][:length] for name, v in columns.items()}
-        return micro_batch_loss(batch, logp_bT, entropy_bT, grpo, *more)
+        return micro_batch_loss(batch, logp_bT, entropy_bT, grpo, beta, objective)
 
     def table(
         self, rollout: Rollout, first_group: int, advantages_BT: Tensor, num_iterations: int, text: TokenText
@@ -125,10 +131,8 @@ def in_saved_order(tables: Sequence[pa.Table], saved: Mapping[Key, SavedRow]) ->
 
 
 def compare(table: pa.Table, saved: Mapping[Key, SavedRow]) -> dict[str, Any]:
-    """How the completions of a replay differ from the saved ones, which are not empty; see `in_saved_order`.
-
-    Of those with the same tokens, `logp` and `advantage` are the largest differences of a token.
-    """
+    """How the completions of a replay differ from the saved ones, of which there are some; see `in_saved_order`. Of
+    those with the same tokens, `logp` and `advantage` are the largest differences of a token."""
     equal = ["prompt_ids", "token_ids", "finish"]
     names = ["row", "prompt_id", "epoch", "sample", *equal, "pieces", "logp", "advantage"]
     made = table.filter(pa.compute.equal(table["iteration"], 1)).select(names).to_pylist()

@@ -40,11 +40,9 @@ WriteReport = Callable[[Path], object]
 
 
 class TrainingRun:
-    """A run and its folder; raises UserError where the folder holds a run that is not to be resumed.
-
-    `facts` are lines for the head of config.yaml: the batch equation, what the data held. `inputs` takes the
-    fingerprints of what the run reads, which go into its checkpoints.
-    """
+    """A run and its folder; raises UserError where the folder holds a run that must not be resumed. `facts` are lines
+    for the head of config.yaml, as the batch equation; `inputs` takes the fingerprints of what the run reads, for its
+    checkpoints."""
 
     def __init__(self, parsed: Parsed[ModelRunConfig], facts: dict[str, str], inputs: Fingerprints = dict) -> None:
         self.config = parsed.config
@@ -91,12 +89,9 @@ class TrainingRun:
         return self.start.checkpoint is not None and exported(self.folder / "model").get("step") == step and ended
 
     def train(self, stage: Stage, write_report: WriteReport) -> None:
-        """Take a stage from the start or the newest checkpoint to the last step; then export the model and write the
-        report.
-
-        Raises RunStopped where a step could not be finished; the run is saved as it was before that step. Raises
-        RunInterrupted where the run was asked to stop; it is saved.
-        """
+        """Take a stage from its start or the newest checkpoint to the last step; then export the model and write the
+        report. Raises RunStopped where a step could not be finished (the run is saved as it was before it) and
+        RunInterrupted where the run was asked to stop (it is saved)."""
         stage.progress = Progress(self.config.run, stage.policy.engine.device)
         stage.trace = StepTrace(self.config.log, self._steps)
         try:
@@ -331,10 +326,8 @@ class TrainingRun:
 
 @contextmanager
 def loaded_objects_kept() -> Iterator[None]:
-    """Exclude the objects of libraries and models, which stay for the whole run, from garbage collection.
-
-    They are half a million: each full collection, of which 80 steps of the quickstart make 7, would take 0.3 s.
-    """
+    """Exclude the objects of libraries and models, which stay for the whole run, from garbage collection. They are
+    half a million: each full collection, of which 80 steps of the quickstart make 7, would take 0.3 s."""
     gc.collect()
     gc.freeze()
     try:

@@ -47,11 +47,8 @@ class NeedsData(Exception):
 
 
 class DryRun:
-    """A model of a transformers configuration on fake tensors, as the policy trains it.
-
-    `heads` give what the head computes in addition when the model is trained. Methods raise NeedsData where the model
-    cannot run without data.
-    """
+    """A model of a transformers configuration on fake tensors, as the policy trains it; `heads` give what its head
+    computes in addition then. Methods raise NeedsData where the model cannot run without data."""
 
     def __init__(self, model_config: Any, policy: PolicyConfig, lora: LoraConfig, heads: Sequence[HeadOf] = ()) -> None:
         self._heads = heads
@@ -123,11 +120,9 @@ class DryRun:
     def _forward(
         self, micro: MicroBatch, heads: Sequence[HeadOf] = ()
     ) -> Iterator[tuple[MemoryTracker, list[int], tuple[Tensor, ...]]]:
-        """A forward, with what `heads` add to it, and what follows in the block.
-
-        Gives the tracker, marks in bytes, and the model's outputs. The marks are what is alive when the LM head begins;
-        the most that was alive until then; and, once there was a backward, the most from there to its end in the head.
-        """
+        """A forward, with what `heads` add to it, and what follows in the block: gives the tracker, marks in bytes,
+        and the model's outputs. The marks are what is alive when the LM head begins; the most that was alive until
+        then; and, once there was a backward, the most from there to its end in the head."""
         marks: list[int] = []
 
         def at_head(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:

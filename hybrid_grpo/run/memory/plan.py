@@ -201,10 +201,8 @@ class Plan:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases of a step after the first, when all optimizer states exist, and the export.
-
-        The reference's and the sampler's scoring passes keep nothing for backward: they need less than the loss.
-        """
+        """The phases of a step after the first, when all optimizer states exist, and the export. The scoring passes of
+        the reference and the sampler keep nothing for backward: they need less than the loss."""
         kept = [self.gathered(), self.graphs(), self.cache()] if self.keeps else []
         fixed, micro = [*self.fixed(), *kept], self.sizes.training
         gradients, reduction = self.gradients(), self.reduction()

@@ -35,16 +35,9 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run.
-
-    Args:
-        keep: how many of the newest checkpoints are kept.
-        settings: those of the run, by dotted names; for the manifests.
-
-    Attributes:
-        inputs: fingerprints of what the run reads.
-        rollbacks: how often the run has gone back to one of them.
-    """
+    """The folder `checkpoints/` of a run. `keep` is how many of the newest are kept, `settings` are those of the run
+    for the manifests, `inputs` the fingerprints of what it reads, and `rollbacks` counts how often it has gone back to
+    one of them."""
 
     def __init__(self, folder: Path, keep: int, settings: dict[str, Any] | None = None) -> None:
         self.folder, self._keep, self._settings = folder, keep, settings or {}
@@ -90,11 +83,8 @@ class Checkpoints:
         return Checkpoint(folder, manifest)
 
     def save(self, engine: Engine, step: int, state: dict[str, Any], shards: Sequence[Shards] = ()) -> None:
-        """Write the checkpoint of `step`; `state` and `shards` are this rank's own.
-
-        Raises WriteFailed on all ranks where it cannot be written; the checkpoints before it then are as they were.
-        Collective.
-        """
+        """Write the checkpoint of `step`; `state` and `shards` are this rank's own. Raises WriteFailed on all ranks
+        where it cannot be written; earlier checkpoints then are as they were. Collective."""
         tag = f"step_{step:06d}"
         draft = self.folder / f"{_DRAFT}{tag}"
 

@@ -18,12 +18,8 @@ from hybrid_grpo.run.stage import Stage
 
 
 class Saver:
-    """Writes the checkpoints of a run of `steps` steps, as `config` asks for them.
-
-    Attributes:
-        checkpoints: those of the run.
-        step: step of the newest; None: there is none yet.
-    """
+    """Writes the checkpoints of a run of `steps` steps, as `config` asks for them; `step` is that of the newest, None
+    without one."""
 
     def __init__(
         self, config: CheckpointConfig, steps: int, folder: Path, settings: dict[str, Any], journal: Journal

@@ -15,12 +15,9 @@ _STATE_BYTES = 12
 
 
 def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: int = 1) -> int:
-    """The bytes of a checkpoint, of all ranks. Raises UserError where the checkpoints that are kept, one more while it
-    is written, and the exported models do not fit.
-
-    `models` is 2 where the best model is kept as well; those of features are added. Rollouts and metrics, which are
-    small beside these, are not counted.
-    """
+    """The bytes of a checkpoint, over all ranks. Raises UserError where the checkpoints that are kept, one more while
+    it is written, and the exported models do not fit: `models` of the run's own, and those of features. Rollouts and
+    metrics are small beside these."""
     model = sum(size * p.element_size() for p, size in _sizes(stage.policy))
     trained = _trained(stage.policy)
     checkpoint = _STATE_BYTES * (trained + sum(map(_trained, stage.features.models)))
