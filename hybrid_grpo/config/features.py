@@ -155,9 +155,14 @@ def registered() -> dict[str, type[FeatureConfig]]:
     return {folder: getattr(import_module(f"hybrid_grpo.features.{folder}.settings"), cls) for folder, cls in entries}
 
 
-def feature_sections() -> dict[str, type[FeatureConfig]]:
-    """The settings of the features that take part in training, by the name of their section."""
-    return {settings.section: settings for settings in registered().values() if settings.section}
+def feature_sections(method: str | None = None) -> dict[str, type[FeatureConfig]]:
+    """The settings of the features that take part in training, by the name of their section; with `method` only of
+    those whose settings have a method of this name of their own."""
+    return {
+        settings.section: settings
+        for settings in registered().values()
+        if settings.section and (method is None or method in vars(settings))
+    }
 
 
 def feature_commands() -> dict[str, tuple[str, str]]:
@@ -174,15 +179,11 @@ def feature_folders() -> list[Path]:
     return [Path(__file__).parent.parent / "features" / folder for folder in registered()]
 
 
-def with_feature_sections(*, needs_rollouts: bool) -> Callable[[ClassT], ClassT]:
-    """Class decorator, applied before `dataclass`: adds a field for the section of every registered feature that needs
-    rollouts, or of every one that does not."""
-
-    def add(cls: ClassT) -> ClassT:
-        for name, settings in feature_sections().items():
-            if settings.needs_rollouts == needs_rollouts:
-                cls.__annotations__[name] = settings
-                setattr(cls, name, field(default_factory=settings))
-        return cls
-
-    return add
+def with_feature_sections(cls: ClassT, method: str | None = None, *, needs_rollouts: bool | None = None) -> ClassT:
+    """Class decorator, applied before `dataclass`: adds a field for every section of `feature_sections`, or for those
+    of features that need rollouts, or do not."""
+    for name, settings in feature_sections(method).items():
+        if needs_rollouts in (None, settings.needs_rollouts):
+            cls.__annotations__[name] = settings
+            setattr(cls, name, field(default_factory=settings))
+    return cls

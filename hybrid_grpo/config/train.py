@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import model_validator
@@ -25,7 +26,7 @@ FeatureConfigT = TypeVar("FeatureConfigT", bound=FeatureConfig)
 
 
 @dataclass(frozen=True, config=SECTION)
-@with_feature_sections(needs_rollouts=False)
+@partial(with_feature_sections, needs_rollouts=False)
 class ModelRunConfig:
     """What every command with a model has."""
 
@@ -70,7 +71,7 @@ class ModelRunConfig:
 
 
 @dataclass(frozen=True, config=SECTION)
-@with_feature_sections(needs_rollouts=True)
+@partial(with_feature_sections, needs_rollouts=True)
 class TrainConfig(ModelRunConfig):
     """GRPO training. Registered features add their sections (see config/features.py)."""
 
