@@ -66,7 +66,8 @@ def measure(python: Path, seed: int, steps: int, tool_s: float | None) -> dict[s
         steps_s = [line["time/step_s"] for line in lines]
         theirs = json.loads(Path(place, "trl.json").read_text())
         models = [config.policy.model, Path(place, "lookup/model"), Path(place, "model")]
-        evaluate = ["-m", "hybrid_grpo", "eval", *settings, "--data.eval_path", held_out, "--policy.model"]
+        recipe = ["--config", Path(place, "lookup/config.yaml"), "--data.eval_path", held_out]
+        evaluate = ["-m", "hybrid_grpo", "eval", *recipe, "--policy.model"]
         said = [run(*evaluate, model).splitlines()[-1] for model in models]
         accuracy = [json.loads(line)["eval/heldout/accuracy"] for line in said]
     step_s, trl_step_s = mean(steps_s[1:]), mean(theirs["steps_s"][1:])

@@ -1,4 +1,4 @@
-"""The pretraining loss of a run: next-token prediction on texts, beside what the policy learns from its rollouts."""
+"""The pretraining loss of a run: next-token prediction on texts, in addition to learning from rollouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class PretrainingLoss(Feature):
     """`coef` times the mean cross-entropy of the tokens of a batch of texts (arXiv:2203.02155, equation 2).
 
-    Every optimizer step draws the next batch, in a seeded order that does not depend on the number of ranks. Raises
+    Each optimizer step draws the next batch, in a seeded order that does not depend on the number of ranks. Raises
     UserError as `read_texts` does.
     """
 
@@ -61,8 +61,8 @@ class PretrainingLoss(Feature):
         return self._loader
 
     def gradient(self, policy: Policy, beat: Callable[[], None]) -> Numbers:
-        """Add the gradient of the next batch to that of the coming optimizer step; returns the loss without its
-        coefficient. `beat` is called before each micro-batch. Collective."""
+        """Add the gradient of the next batch; returns the loss without its coefficient. `beat` is called before each
+        micro-batch. Collective."""
         rows = [row for row, _ in self._loader.next_batch()]
         parts = list(policy.learn([row[:1] for row in rows], [row[1:] for row in rows], beat, self._coef))
         tokens = sum(count for _, count in parts)

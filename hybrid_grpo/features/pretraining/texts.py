@@ -1,4 +1,4 @@
-"""Texts to predict token by token: read, tokenized, and cut into rows of bounded length."""
+"""Reads texts for next-token prediction, tokenizes them, and splits them into rows of bounded length."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ if TYPE_CHECKING:
 
 
 def read_texts(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[list[int]], str]:
-    """Rows of 2 to `max_tokens` tokens, of which the first is only read, and a line that says what was read.
+    """Rows of 2 to `max_tokens` tokens, the first of which is not predicted, and a line that says what was read.
 
-    A text starts as the tokenizer starts texts, and ends with end-of-sequence where the tokenizer has that token; a
-    longer one is cut into rows that follow each other. Raises UserError where a row has no text, or there is nothing
-    to predict.
+    A text ends with end-of-sequence if the tokenizer has that token; longer ones are split into consecutive rows.
+    Raises UserError if a row has no text, or there is nothing to predict.
     """
     source = Source(config.path, config.split, config.subset, config.limit, "ptx.path", "ptx.split")
     rows = read_rows(source)
@@ -32,12 +31,12 @@ def read_texts(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[l
         try:
             token_ids = [*tokenizer(text)["input_ids"], *end]
         except TypeError as error:
-            # The tokenizer says it of text that is not Unicode: a character of it is one half of a pair.
+            # Tokenizers raise this for text that is not Unicode: one with half of a surrogate pair.
             raise UserError(f"{where} cannot be tokenized: {error}") from error
         starts = range(0, len(token_ids), config.max_tokens)
         pieces += (token_ids[start : start + config.max_tokens] for start in starts)
-    # A single token at the end of a text follows nothing that is read with it.
+    # A single token at the end of a text has no context in its row.
     pieces = [piece for piece in pieces if len(piece) > 1]
-    refuse(not pieces, f"ptx.path {source}: no text has two tokens, so that there is nothing to predict: give others")
+    refuse(not pieces, f"ptx.path {source}: no text has two tokens, so there is nothing to predict: give others")
     tokens = sum(map(len, pieces))
     return pieces, f"{source}: {len(rows)} texts in {len(pieces)} rows of {tokens} tokens, weight {config.coef:g}"
