@@ -71,6 +71,8 @@ def test_a_step_can_be_read_in_an_afternoon():
             folder = name.rpartition("/")[0] if "/" in name else folder
             way.append(name if "/" in name or not folder else f"{folder}/{name}")
     assert len(way) > 10 and len(set(way)) == len(way) <= MOST_FILES_OF_A_STEP
+    absent = [name for name in way if name not in sources()]
+    assert not absent, f"CONTRIBUTING.md lists them, and they are not there: {absent}"
     assert lines({name: sources()[name] for name in way}) <= MOST_LINES_OF_A_STEP
 
 
