@@ -20,8 +20,8 @@ from hybrid_grpo.turns.conversation import Answer, Conversation, Finish, Seconds
 from hybrid_grpo.turns.environments.instances import EnvironmentEntry
 from hybrid_grpo.turns.template import user_message
 from hybrid_grpo.workers.calls import Failure, Reply
+from hybrid_grpo.workers.leases import Lease
 from hybrid_grpo.workers.pool import Pool
-from hybrid_grpo.workers.seats import Seat
 
 _COLUMN = "environment"
 """Column that chooses among several."""
@@ -57,7 +57,7 @@ class Play:
     """The environment of a completion under way."""
 
     kind: Kind
-    seat: Seat
+    lease: Lease
     steps: list[tuple[int, float]] = field(default_factory=list)
     """Rewards of turns, each with the number of tokens sampled up to its end."""
     total: float | None = None
@@ -96,7 +96,7 @@ class Environments:
         pool = self._pool = Pool(entries, 1, scoring)
         self._most = _most_processes(config)
         # Decoding with generate() goes on once all completions are answered: none may wait for the end of another.
-        self._seats = pool.seats(config.tool_timeout_s, self._most if config.decoder == "paged" else None)
+        self._leases = pool.leases(config.tool_timeout_s, self._most if config.decoder == "paged" else None)
         self.kinds: dict[str, Kind] = {}
         for index, (name, interface) in enumerate(zip(named, pool.interfaces, strict=True)):
             schema, reward = interface.schema, environment_rewards(config)[name]
@@ -136,10 +136,10 @@ class Environments:
                 asked.append(None)
                 continue
             free.acquire()
-            seat, future = self._seat(self.kind(prompt)), Future[Reply]()
+            lease, future = self._lease(self.kind(prompt)), Future[Reply]()
             future.add_done_callback(lambda _: free.release())
-            seat.ask(self._begin(prompt, Opening(seed, prompt.text), is_first=True), future.set_result)
-            seat.leave()
+            lease.ask(self._begin(prompt, Opening(seed, prompt.text), is_first=True), future.set_result)
+            lease.release()
             asked.append(future)
         openings, failed = [], []
         for prompt, seed, begun in zip(prompts, seeds, asked, strict=True):
@@ -160,8 +160,8 @@ class Environments:
             )
         return openings
 
-    def _seat(self, kind: Kind) -> Seat:
-        return self._seats.seat(kind.index, kind.shares)
+    def _lease(self, kind: Kind) -> Lease:
+        return self._leases.lease(kind.index, kind.shares)
 
     def _begin(self, prompt: Prompt, opening: Opening, *, is_first: bool) -> dict[str, Any]:
         columns = {name: v for name, v in prompt.columns.items() if name != _COLUMN or "" in self.kinds}
@@ -175,7 +175,7 @@ class Environments:
             prompt = conversation.prompt
             assert prompt is not None and prompt.opening is not None, "prompts are opened before they are completed"
             kind, why = self.kind(prompt), prompt.opening.failure
-            play = self._plays[conversation.key] = Play(kind, self._seat(kind), failure=why)
+            play = self._plays[conversation.key] = Play(kind, self._lease(kind), failure=why)
             if why is not None:
                 return play
             self._ask(play, self._begin(prompt, prompt.opening, is_first=False), lambda _: None)
@@ -194,7 +194,7 @@ class Environments:
                 play.fail(failure)
             done(reply.values[0] if failure is None else None)
 
-        play.seat.ask(dict(order), finish)
+        play.lease.ask(dict(order), finish)
 
     def tools(self, conversation: Conversation) -> list[str]:
         """Names of the methods that a completion may call."""
@@ -215,7 +215,7 @@ class Environments:
                 play.fail(failure)
             done(reply.values[0]["text"] if failure is None else None, failure)
 
-        play.seat.ask({"do": "call", "tool": call.name, "arguments": call.arguments}, finish)
+        play.lease.ask({"do": "call", "tool": call.name, "arguments": call.arguments}, finish)
 
     def has_failed(self, conversation: Conversation) -> bool:
         """Whether the environment of a completion has failed."""
@@ -264,13 +264,13 @@ class Environments:
         play = self._plays.pop(key, None)
         if play is None:
             return None
-        play.seat.leave()
+        play.lease.release()
         return play.episode
 
     def give_up(self) -> None:
         """Leave the environments of completions under way, which are given up."""
         for play in self._plays.values():
-            play.seat.leave()
+            play.lease.release()
         self._plays = {}
 
     def numbers(self, rollout: Rollout) -> Numbers:
