@@ -42,7 +42,7 @@ from hybrid_grpo.generation.decoder import Decoder
 from hybrid_grpo.model import attention
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.kernels import build, gpu
-from hybrid_grpo.model.kernels.gpu import launching
+from hybrid_grpo.model.kernels.gpu import launcher
 from hybrid_grpo.model.logprobs import token_logprobs
 
 ROWS, PAGE, PAGES_OF_A_SEQUENCE = 256, 256, 4
@@ -73,7 +73,7 @@ class Count(TorchDispatchMode):
         return out
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        """Stands in for `launching.launch`."""
+        """Stands in for `launcher.launch`."""
         self.kernels[kernel.__name__] += 1
         self.bytes[kernel.__name__] += math.prod(grid) * bytes_of_a_program(kernel, arguments, options)
 
@@ -126,7 +126,7 @@ def counted() -> Iterator[Count]:
             yield count
         finally:
             for module in modules:
-                module.launch = launching.launch
+                module.launch = launcher.launch
 
 
 def qwen(fake: FakeTensorMode) -> Any:
@@ -173,7 +173,7 @@ def measure() -> dict[str, float]:
     """All numbers of the budget."""
     # As on a GPU: the C kernels are out of reach, and the variable-length kernel is there.
     build.load = lambda: None
-    launching.on_gpu = lambda _: True
+    launcher.on_gpu = lambda _: True
     gpu.tried = gpu.proven = lambda *_, **__: True
     attention._half_on_gpu = lambda x: x.dtype == torch.bfloat16
     attention.flash_attn_varlen_func = None

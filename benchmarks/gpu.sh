@@ -81,7 +81,7 @@ part tests python -m pytest -m gpu -v -rs -p no:cacheprovider --junitxml="$work/
 # On a CPU the kernels are interpreted, which the other tests do.
 if [ -z "$toy" ]; then
     part kernels python -m pytest -q -p no:cacheprovider --junitxml="$work/kernels.xml" \
-        tests/model/kernels/gpu tests/generation/test_fused_gpu.py
+        tests/model/kernels/gpu tests/generation/test_gpu_step.py
 fi
 if [ -n "$toy" ]; then
     part decode_tiny python benchmarks/rollout.py --workload toy --repeats 1 --threads 1 \

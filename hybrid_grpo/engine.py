@@ -37,7 +37,7 @@ from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.model import shards
 from hybrid_grpo.model.hardware import refuse_idle_gpus, take_gpu
-from hybrid_grpo.model.kernels.compiling import one_at_a_time
+from hybrid_grpo.model.kernels.compilation_lock import one_at_a_time
 from hybrid_grpo.model.lora import Adapter
 from hybrid_grpo.model.ranks import (
     all_reduce,

@@ -27,7 +27,7 @@ from hybrid_grpo.model.loading import load_config, load_model, plain_attention, 
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.ranks import all_reduce, rank
-from hybrid_grpo.model.scalar import ScalarModel, load_scalar_model, scalar_config
+from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model, scalar_config
 from hybrid_grpo.model.view import meta_copy
 
 _COUNTERS = ("optimizer_steps", "skipped_steps", "lr_scale")

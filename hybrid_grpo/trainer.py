@@ -145,7 +145,7 @@ class Trainer(Stage):
         self.meter.spans += (spans := sampling_spans(start, self.policy.engine))
         captures = None if self.device.type == "cpu" else stats.captures
         self.meter.update(measure_sampling(rollout, spans, captures) | self.inputs.tool_numbers(rollout))
-        self.trace.decoded(stats.course)
+        self.trace.decoded(stats.timeline)
         return rollout
 
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:

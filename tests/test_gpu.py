@@ -11,12 +11,12 @@ from reward_models import make_reward_model
 from tiny_models import VOCABULARY, build, tiny_config
 
 from hybrid_grpo.data.packing import pack
-from hybrid_grpo.generation import GREEDY, Request, Sampling, Workspace, drawing, generate, graphs, stream_key
+from hybrid_grpo.generation import GREEDY, Request, Sampling, Workspace, categorical, generate, graphs, stream_key
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.generation.cache import Geometry, PagedCache
-from hybrid_grpo.generation.drawing import ONE, UNIT, Filters
-from hybrid_grpo.generation.fused import fused
-from hybrid_grpo.generation.fused_gpu import GpuStep
+from hybrid_grpo.generation.categorical import ONE, UNIT, Filters
+from hybrid_grpo.generation.fused_step import fused_step
+from hybrid_grpo.generation.gpu_step import GpuStep
 from hybrid_grpo.model import softmax
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
@@ -78,7 +78,7 @@ def test_the_kernels_of_sampling_and_the_head_compute_what_torch_does(dtype):
     device = torch.device("cuda", 0)
     for vocabulary in (29, 151_936):
         for filters in (Filters(0.7), Filters(1.2, 300, ONE * 9 // 10, UNIT // 1000)):
-            assert drawing._kernel_agrees(device, dtype, vocabulary, filters)
+            assert categorical._kernel_agrees(device, dtype, vocabulary, filters)
     assert softmax._kernel_agrees(device, dtype)
 
 
@@ -88,7 +88,7 @@ def test_the_kernels_of_sampling_and_the_head_compute_what_torch_does(dtype):
 def test_steps_of_llama_like_models_are_fused(architecture, dtype):
     model = view(architecture, dtype=dtype)
     cache = PagedCache(Geometry.of(model), 2, 256, torch.device("cuda", 0))
-    assert isinstance(fused(model, cache), GpuStep)
+    assert isinstance(fused_step(model, cache), GpuStep)
 
 
 def test_steps_in_float32_agree_with_the_cpu(folder, capsys):

@@ -18,12 +18,8 @@ LONG_FILES = {
     "run/run.py",
 }
 LONG_FUNCTIONS = {
-    "config/building.py:_one_line",
     "config/rollout.py:_check",
-    "generation/fallback.py:generate",
-    "generation/loop.py:generate",
     "model/kernels/gpu/sampling.py:_sample",
-    "rewards/remote/client.py:remote",
     "run/resuming.py:find_start",
     "run/run.py:_advance",
     "run/saving/checkpoint.py:save",

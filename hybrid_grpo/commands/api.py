@@ -8,7 +8,6 @@ returns. A mistake raises UserError: one line that names the setting and the way
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -17,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.config import GenerateConfig, PublishConfig, RewardStageConfig, SftConfig, TrainConfig
+from hybrid_grpo.config.building import refuse_unused
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.launching import adopt_rank
 from hybrid_grpo.config.parsing import ConfigT, Parsed, configure
 from hybrid_grpo.config.recipes import overlay, read_recipe
+from hybrid_grpo.records.json_lines import read_jsonl
 
 if TYPE_CHECKING:
     import pandas
@@ -45,8 +46,7 @@ class FinishedRun:
         """metrics.jsonl as a table: one row a step, one column a metric."""
         import pandas
 
-        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return pandas.DataFrame([json.loads(line) for line in lines])
+        return pandas.DataFrame(read_jsonl(self.folder / "metrics.jsonl"))
 
 
 def train(
@@ -137,6 +137,7 @@ def _configure(
     recipes = [config] if isinstance(config, str | Path) else config or []
     for recipe in recipes:
         settings = overlay(settings, read_recipe(Path(recipe)))
+    refuse_unused(cls, sections)
     settings = overlay(settings, sections)
     if model is not None:
         settings = overlay(settings, {"policy": {"model": str(model)}})

@@ -77,7 +77,7 @@ def _loaded(config: ChatConfig) -> tuple[Conversation, Answer]:
     from hybrid_grpo.data.conversation import Conversation
     from hybrid_grpo.generation import Request, stream_key
     from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
-    from hybrid_grpo.generation.streaming import TextStream
+    from hybrid_grpo.generation.text_stream import TextStream
     from hybrid_grpo.model.loading import check_prompt_ids, load_model
     from hybrid_grpo.model.lora import read_adapter, with_adapter
     from hybrid_grpo.run.sampling import Sampler

@@ -19,7 +19,8 @@ from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.config.recipes import read_recipe
-from hybrid_grpo.records.files import json_safe, read_jsonl, replace_text
+from hybrid_grpo.records.files import json_safe, replace_text
+from hybrid_grpo.records.json_lines import read_jsonl
 
 if TYPE_CHECKING:
     import pyarrow

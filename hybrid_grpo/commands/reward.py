@@ -22,11 +22,11 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     from hybrid_grpo.commands.stages.reward import RewardTrainer
     from hybrid_grpo.data.preferences import Preference, read_preferences
     from hybrid_grpo.data.sources import evaluation_source
-    from hybrid_grpo.generation.attention import describe
+    from hybrid_grpo.generation.paged_attention import describe
     from hybrid_grpo.model.files import check_files
     from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_tokenizer
     from hybrid_grpo.model.lora import check_lora
-    from hybrid_grpo.model.scalar import check_scalar, padding_token
+    from hybrid_grpo.model.scalar_model import check_scalar, padding_token
     from hybrid_grpo.policy import Scorer
     from hybrid_grpo.run.fingerprints import held_out_name, of_inputs
     from hybrid_grpo.run.run import Run

@@ -21,7 +21,7 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     from hybrid_grpo import engine
     from hybrid_grpo.commands.stages.sft import SftTrainer
     from hybrid_grpo.data.pairs import read_pairs
-    from hybrid_grpo.generation.attention import describe
+    from hybrid_grpo.generation.paged_attention import describe
     from hybrid_grpo.model.files import check_files
     from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_config, load_tokenizer
     from hybrid_grpo.model.lora import check_lora

@@ -12,7 +12,7 @@ from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.config.parsing import Parsed, parse
-from hybrid_grpo.records.files import read_jsonl
+from hybrid_grpo.records.json_lines import read_jsonl
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     plan = check_train(config, int(os.environ.get("WORLD_SIZE", "1")))
 
     from hybrid_grpo import engine
-    from hybrid_grpo.generation.attention import describe
+    from hybrid_grpo.generation.paged_attention import describe
     from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.memory.plan import shortage
     from hybrid_grpo.run.run import Run

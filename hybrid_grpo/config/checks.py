@@ -25,6 +25,7 @@ from hybrid_grpo.config.commands import (
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.held_out import check_best, held_out_sets
+from hybrid_grpo.config.model import PolicyConfig
 from hybrid_grpo.config.network import bearer_token, is_loopback
 from hybrid_grpo.config.places import check_model_folder, check_source, refuse_indivisible
 from hybrid_grpo.config.publishing import PublishOptionsConfig
@@ -106,9 +107,7 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
 
 def _check_run(config: TrainConfig, world_size: int) -> BatchPlan:
     """Refuse what cannot work here of the core's own settings; return the batch equation."""
-    _check_model(config)
-    config.engine.check(world_size)
-    check_data(config.data)
+    _check_training(config, world_size)
     if not config.rollout.environment:
         _check_rewards(config.rewards)
     sets = held_out_sets(config)
@@ -116,7 +115,6 @@ def _check_run(config: TrainConfig, world_size: int) -> BatchPlan:
     for held_out in sets:
         if held_out.rows is not None and (held_out.rows.path != "" or held_out.data.task is None):
             check_source(f"{held_out.setting}.path", held_out.rows.path)
-    _check_resume(config.run.resume)
     return batch_plan(config, world_size)
 
 
@@ -141,33 +139,19 @@ def check_sets(config: TrainConfig, world_size: int) -> None:
 
 def check_sft(config: SftConfig, world_size: int) -> None:
     """Refuse a supervised run that cannot work here."""
-    _check_stage(config, "sft.batch_size", config.sft.batch_size, world_size)
+    _check_training(config, world_size)
+    refuse_indivisible("sft.batch_size", config.sft.batch_size, world_size, "ranks")
 
 
 def check_reward(config: RewardStageConfig, world_size: int) -> None:
     """Refuse to train a reward model where it cannot work."""
-    _check_stage(config, "reward.batch_size", config.reward.batch_size, world_size)
-
-
-def _check_stage(config: ModelRunConfig, setting: str, batch_size: int, world_size: int) -> None:
-    _check_model(config)
-    config.engine.check(world_size)
-    check_data(config.data)
-    _check_resume(config.run.resume)
-    refuse_indivisible(setting, batch_size, world_size, "ranks")
-
-
-def _check_resume(resume: str) -> None:
-    refuse(
-        resume not in ("auto", "never") and not Path(resume).is_dir(),
-        f"run.resume {resume}: there is no such folder: give auto, never, or the folder of a checkpoint, as in"
-        " runs/NAME/checkpoints/step_000100",
-    )
+    _check_training(config, world_size)
+    refuse_indivisible("reward.batch_size", config.reward.batch_size, world_size, "ranks")
 
 
 def check_generate(config: GenerateConfig, world_size: int) -> None:
     """Refuse to generate where it cannot work."""
-    _check_model(config)
+    _check_policy(config.policy)
     output = config.generate.output
     if config.reads_stdin:
         refuse(world_size > 1, f"data.path is standard input, which {world_size} ranks cannot share: give a source")
@@ -179,7 +163,7 @@ def check_generate(config: GenerateConfig, world_size: int) -> None:
 
 def check_chat(config: ChatConfig, world_size: int) -> None:
     """Refuse to talk where it cannot work."""
-    _check_model(config)
+    _check_policy(config.policy)
     refuse(world_size > 1, f"chat is one process, and here are {world_size} ranks: start it without a launcher")
     adapter = config.chat.adapter
     refuse(
@@ -240,10 +224,10 @@ def check_serve(config: ServeRewardConfig) -> None:
         refuse(path is not None and not Path(path).is_file(), f"serve.{name} {path}: there is no such file")
 
 
-def _check_model(config: ModelRunConfig) -> None:
-    model, rank, folder = config.policy.model, config.lora.rank, config.run.dir
-    refuse(not model, "policy.model is not set: give a model folder or a hub name")
-    check_model_folder("policy.model", model)
+def _check_training(config: ModelRunConfig, world_size: int) -> None:
+    """What every stage of training needs."""
+    _check_policy(config.policy)
+    rank = config.lora.rank
     refuse(
         rank > 0 and find_spec("peft") is None,
         f"lora.rank {rank} needs peft, which is not installed: pip install 'hybrid_grpo[lora]'",
@@ -257,6 +241,23 @@ def _check_model(config: ModelRunConfig) -> None:
         config.log.wandb_view and not _is_installed("wandb_workspaces"),
         "log.wandb_view needs wandb-workspaces, which is not installed: pip install wandb-workspaces",
     )
+    _check_run_folder(config.run.dir)
+    config.engine.check(world_size)
+    check_data(config.data)
+    resume = config.run.resume
+    refuse(
+        resume not in ("auto", "never") and not Path(resume).is_dir(),
+        f"run.resume {resume}: there is no such folder: give auto, never, or the folder of a checkpoint, as in"
+        " runs/NAME/checkpoints/step_000100",
+    )
+
+
+def _check_policy(policy: PolicyConfig) -> None:
+    refuse(not policy.model, "policy.model is not set: give a model folder or a hub name")
+    check_model_folder("policy.model", policy.model)
+
+
+def _check_run_folder(folder: str) -> None:
     try:
         above = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
         refuse(not above.is_dir(), f"run.dir {folder}: {above} is a file, not a folder")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
@@ -12,12 +13,39 @@ from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.fields import SECTION, Count, Switch, Text
+from hybrid_grpo.config.model import PolicyConfig
 from hybrid_grpo.config.preferences import PairEvalConfig, RewardLoopConfig
 from hybrid_grpo.config.publishing import PublishOptionsConfig
 from hybrid_grpo.config.rewards import RewardList, ScoringConfig, ServeOptionsConfig
 from hybrid_grpo.config.rollout import RolloutConfig
+from hybrid_grpo.config.run import RunConfig
 from hybrid_grpo.config.train import ModelRunConfig, TrainConfig
 from hybrid_grpo.config.watching import WatchOptionsConfig
+
+_SEED = frozenset({"seed"})
+_MODEL = frozenset({"model", "dtype", "attn_implementation", "pickled_weights"})
+"""What loading a model takes of `policy`."""
+
+
+def all_but(section: type[Any], others: str) -> frozenset[str]:
+    """The names of a section's settings but for some."""
+    return frozenset(section.__dataclass_fields__) - frozenset(others.split())
+
+
+def in_part(**settings: frozenset[str]) -> Mapping[str, frozenset[str]]:
+    """Of sections that a command uses in part, the names of the settings that it uses."""
+    return settings
+
+
+class RecipeReader:
+    """A command that reads recipes for training, of which it uses a part.
+
+    Its configuration has the sections that it uses. The rest of a recipe is left aside; given on the command line or in
+    Python, a setting that the command does not use is refused (config/composition.py).
+    """
+
+    command = ""
+    used = in_part()
 
 
 def refuse_mixture(data: DataConfig, command: str) -> None:
@@ -45,7 +73,7 @@ class SftConfig(ModelRunConfig):
     sft: SftLoopConfig = field(default_factory=SftLoopConfig)
 
     @model_validator(mode="after")
-    def _check_sections(self) -> SftConfig:
+    def _check_agreement(self) -> SftConfig:
         refuse_mixture(self.data, "sft")
         for name in ("eval_path", "eval_split", "eval_limit"):
             refuse(
@@ -63,7 +91,7 @@ class RewardStageConfig(ModelRunConfig):
     eval: PairEvalConfig = field(default_factory=PairEvalConfig)
 
     @model_validator(mode="after")
-    def _check_sections(self) -> RewardStageConfig:
+    def _check_agreement(self) -> RewardStageConfig:
         data, default = self.data, DataConfig()
         for name, instead in (("max_prompt_tokens", "max_tokens"), ("completion_column", "chosen_column")):
             refuse(
@@ -115,16 +143,29 @@ class OutputConfig:
 
 
 @dataclass(frozen=True, config=SECTION)
-class GenerateConfig(TrainConfig):
-    """Completions of prompts, one JSON object a line. Takes the recipe of a training run; the sections that only
-    training has are without effect."""
+class GenerateConfig(RecipeReader):
+    """Completions of prompts, one JSON object a line, sampled as step 0 of a training run would sample them. Takes the
+    recipe of a training run, and leaves aside what only training uses."""
 
+    run: RunConfig = field(default_factory=RunConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
     data: DataConfig = field(default_factory=lambda: DataConfig(over_long="refuse"))
     """The prompts are those of `path` and `split`. Without a path and a task, or with `-`, they come from standard
     input: one a line, as text or as a JSON object with the columns of a data set."""
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(num_generations=1))
-    """All but `prompts_per_step` counts; temperature 0 takes the most probable tokens."""
+    """How completions are sampled; temperature 0 takes the most probable tokens."""
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    """Worker processes, which call tools and environments."""
     generate: OutputConfig = field(default_factory=OutputConfig)
+
+    command = "generate"
+    used = in_part(
+        run=_SEED,
+        policy=_MODEL,
+        data=all_but(DataConfig, "eval_path eval_split eval_limit completion_column shuffle"),
+        rollout=all_but(RolloutConfig, "prompts_per_step keep_cache"),
+        scoring=frozenset({"workers", "memory_gb", "secrets", "max_import_s"}),
+    )
 
     @property
     def reads_stdin(self) -> bool:
@@ -133,7 +174,7 @@ class GenerateConfig(TrainConfig):
         return isinstance(path, str) and (path == "-" or (path == "" and self.data.task is None))
 
     @model_validator(mode="after")
-    def _check_sections(self) -> GenerateConfig:
+    def _check_agreement(self) -> GenerateConfig:
         refuse_mixture(self.data, "generate")
         rollout = self.rollout
         refuse(
@@ -160,18 +201,29 @@ class ChatOptionsConfig:
 
 
 @dataclass(frozen=True, config=SECTION)
-class ChatConfig(TrainConfig):
+class ChatConfig(RecipeReader):
     """A conversation in the terminal: a line is a message, and the answer is shown while it is sampled. MODEL is the
     folder or hub name of a model, the folder of a run, or that of an adapter (its base model is the one that it names,
-    or `policy.model`). For a run the settings start from the run's own. Of all settings only those of sampling, the
-    chat template and `run.seed` count. Lines can also come from a pipe."""
+    or `policy.model`). For a run the settings start from the run's own. Lines can also come from a pipe."""
 
+    run: RunConfig = field(default_factory=RunConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     chat: ChatOptionsConfig = field(default_factory=ChatOptionsConfig)
-    sft: SftLoopConfig = field(default_factory=SftLoopConfig)
 
-    @model_validator(mode="after")
-    def _check_sections(self) -> ChatConfig:
-        return self  # nothing is trained
+    command = "chat"
+    used = in_part(
+        run=_SEED,
+        policy=_MODEL,
+        data=frozenset({"system_prompt", "chat_template", "chat_template_kwargs"}),
+        rollout=all_but(
+            RolloutConfig,
+            "prompts_per_step num_generations logprobs max_slots keep_cache tools environment tool_format max_turns"
+            " max_tool_tokens tool_timeout_s max_turn_calls environment_processes keep_history user user_model"
+            " user_prompt user_temperature user_stop",
+        ),
+    )
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -202,19 +254,31 @@ class ScoreOptionsConfig:
 
 
 @dataclass(frozen=True, config=SECTION)
-class ScoreConfig(TrainConfig):
+class ScoreConfig(RecipeReader):
     """Try reward functions on completions that exist already, without a model. FILE_OR_RUN is a file of rows with
     completions (anything that `data.path` takes, or `-` for JSON lines from standard input), or the folder of a run.
     A row of a file has a prompt, the column of `data.completion_column` with a text, or one with an `s` after that
     name with a list of texts, and columns for the functions; any recipe can be given. For a run, the settings start
-    from the run's own, and every line also has what the run's own functions had said."""
+    from the run's own, and every line also has the rewards that the run's own functions gave."""
 
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """The tokenizer, for functions that look at tokens."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """How the rows of a file are read."""
+    rewards: RewardList = field(default_factory=list)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """From which reward on a completion is right."""
     score: ScoreOptionsConfig = field(default_factory=ScoreOptionsConfig)
     """Where rewards go, and which of a run's steps are scored."""
 
-    @model_validator(mode="after")
-    def _check_sections(self) -> ScoreConfig:
-        return self  # of the recipe only the rewards, the columns and the making of advantages count
+    command = "score"
+    used = in_part(
+        policy=frozenset({"model"}),
+        data=frozenset({"task", "subset", "split", "limit", "prompt_column", "completion_column", "system_prompt"}),
+        scoring=all_but(ScoringConfig, "max_failed_frac max_wait_s"),
+        eval=frozenset({"threshold"}),
+    )
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -258,12 +322,15 @@ class PublishConfig:
 
 
 @dataclass(frozen=True, config=SECTION)
-class ServeRewardConfig:
-    """Reward functions as a service for other machines, by OpenRLHF's convention."""
+class ServeRewardConfig(RecipeReader):
+    """Reward functions as a service for other machines, by OpenRLHF's convention. Takes the recipe of a training run,
+    and serves its rewards."""
 
     rewards: RewardList = field(default_factory=list)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     serve: ServeOptionsConfig = field(default_factory=ServeOptionsConfig)
+
+    command = "serve-reward"
 
 
 @dataclass(frozen=True, config=SECTION)

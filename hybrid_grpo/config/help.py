@@ -6,11 +6,12 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from hybrid_grpo.config.building import bounds, sections, setting_names, type_name
 from hybrid_grpo.config.commands import SftConfig
+from hybrid_grpo.config.composition import setting_names, settings_of
 from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.config.rewards import RewardConfig
 from hybrid_grpo.config.train import TrainConfig
+from hybrid_grpo.config.types import bounds, fields_of, type_name
 
 _USUAL = """
     policy.model data.path data.task rewards run.name run.steps run.seed run.resume policy.lr policy.dtype
@@ -42,18 +43,18 @@ def _overview(cls: Any, command: str) -> Iterator[str]:
         yield from (f"  {name:33} {text}" for name, text in lines.items())
         yield ""
     yield "sections, each shown at length by --help SECTION:"
-    yield from (f"  {name:12} {_first_sentence(_meaning(cls, name))}" for name in sections(cls))
+    yield from (f"  {name:12} {_first_sentence(_meaning(cls, name))}" for name in fields_of(cls))
 
 
 def _section(cls: Any, section: str) -> Iterator[str]:
-    if section not in sections(cls):
-        raise UserError(f"there is no section {section}: {did_you_mean(section, sections(cls))}")
+    if section not in fields_of(cls):
+        raise UserError(f"there is no section {section}: {did_you_mean(section, fields_of(cls))}")
     yield textwrap.fill(f"{section}: {_meaning(cls, section)}", 100) + "\n"
     default = getattr(cls(), section)
     if section == "features":
         return
     of: Any = type(default) if dataclasses.is_dataclass(default) else RewardConfig
-    for key, hint in sections(of).items():
+    for key, hint in (settings_of(cls, section) or fields_of(of)).items():
         value = getattr(default, key, of.__dataclass_fields__[key].default)
         facts = [type_name(hint), bounds(hint), "" if value is dataclasses.MISSING else f"default {_spelled(value)}"]
         yield f"  {key}" if of is RewardConfig else f"  --{section}.{key}"
@@ -64,7 +65,7 @@ def _section(cls: Any, section: str) -> Iterator[str]:
 def _brief(cls: Any, name: str) -> str:
     section, _, key = name.partition(".")
     value = getattr(getattr(cls(), section), key, None)
-    meaning = _first_sentence(_meaning(sections(cls)[section], key) if key else _meaning(cls, section))
+    meaning = _first_sentence(_meaning(fields_of(cls)[section], key) if key else _meaning(cls, section))
     return f"{meaning} ({_spelled(value)})" if value not in (None, "") else meaning
 
 
@@ -73,7 +74,7 @@ def _meaning(of: Any, name: str) -> str:
     told = (
         cls.__pydantic_fields__[name].description for cls in of.__mro__ if name in vars(cls).get("__annotations__", ())
     )
-    return " ".join((next(told) or sections(of)[name].__doc__).split())
+    return " ".join((next(told) or fields_of(of)[name].__doc__).split())
 
 
 def _first_sentence(text: str) -> str:

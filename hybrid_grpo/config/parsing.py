@@ -6,13 +6,16 @@ import sys
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_origin
 
-from hybrid_grpo.config.building import build, dump, plain_types, sections, takes_mapping, unknown_setting
+from hybrid_grpo.config.building import ConfigT, build, dump, refuse_unused, used_part
+from hybrid_grpo.config.commands import RecipeReader
+from hybrid_grpo.config.complaints import unknown_setting
+from hybrid_grpo.config.composition import settings_of
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.help import help_text
 from hybrid_grpo.config.recipes import GivenTwice, Settings, check_text, overlay, read_recipe, read_value
 from hybrid_grpo.config.tasks import with_task
+from hybrid_grpo.config.types import fields_of, plain_types, takes_mapping
 
-ConfigT = TypeVar("ConfigT")
 AnyConfigT = TypeVar("AnyConfigT", covariant=True)
 
 
@@ -46,21 +49,26 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
             text = rest.pop(0)
             check_text(text, name)
         if name == "config":
-            recipe = read_recipe(Path(text))
-            for section in sections(cls).keys() & recipe.keys() - {"rewards", "features"}:
-                has_settings = isinstance(recipe[section], dict)
-                refuse(not has_settings, f"--config {text}: {section} must have settings below it, or be taken out")
-            given = overlay(given, recipe)
-        else:
-            try:
-                given = _with_option(given, name, hint, text)
-            except GivenTwice as error:
-                raise UserError(f"{name} {text}: {error.problem}") from None
+            given = overlay(given, _recipe(cls, text))
+            continue
+        try:
+            refuse_unused(cls, _with_option({}, name, hint, text))
+            given = _with_option(given, name, hint, text)
+        except GivenTwice as error:
+            raise UserError(f"{name} {text}: {error.problem}") from None
     parsed = configure(cls, given)
     if print_config:
         _print(parsed.yaml)
         sys.exit(0)
     return parsed
+
+
+def _recipe(cls: Any, file: str) -> Settings:
+    recipe = read_recipe(Path(file))
+    for section in fields_of(cls).keys() & recipe.keys() - {"rewards", "features"}:
+        has_settings = isinstance(recipe[section], dict)
+        refuse(not has_settings, f"--config {file}: {section} must have settings below it, or be taken out")
+    return recipe
 
 
 def _print(text: str) -> None:
@@ -75,8 +83,10 @@ def _print(text: str) -> None:
 
 
 def configure(cls: type[ConfigT], given: Settings) -> Parsed[ConfigT]:
-    """The configuration of nested mappings, over the recipe of the task that they name; raises UserError."""
-    config = build(cls, with_task(cls, given))
+    """The configuration from nested mappings, over the recipe of the task that they name. A command that reads recipes
+    leaves aside what it does not use. Raises UserError."""
+    settings = with_task(cls, given)
+    config = build(cls, used_part(cls, settings) if issubclass(cls, RecipeReader) else settings)
     return Parsed(config, dump(config))
 
 
@@ -94,9 +104,9 @@ def leading_argument(arguments: list[str], usage: str) -> tuple[str, list[str]]:
 def _setting_type(cls: Any, name: str) -> Any:
     """The type of a setting, of a whole section, or of an entry of a setting that is a mapping."""
     section, *path = name.split(".")
-    hint = sections(cls).get(section)
+    hint = fields_of(cls).get(section)
     if path and dataclasses.is_dataclass(hint):
-        hint = sections(hint).get(path.pop(0))
+        hint = settings_of(cls, section).get(path.pop(0))
         if path and takes_mapping(hint):
             return Any
     if hint is None or path:

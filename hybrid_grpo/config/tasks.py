@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.config.building import sections
-from hybrid_grpo.config.commands import ScoreConfig
+from hybrid_grpo.config.building import used_part
+from hybrid_grpo.config.composition import setting_names
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.importing import functions_of, import_place
 from hybrid_grpo.config.recipes import Settings, overlay, read_recipe
-from hybrid_grpo.config.train import TrainConfig
+from hybrid_grpo.config.types import fields_of
 
 Row = dict[str, Any]
 
@@ -96,23 +96,19 @@ def with_task(cls: Any, given: Settings) -> Settings:
     if isinstance(data, Mapping) and isinstance(data.get("mixture"), list):
         return {**given, "data": _with_sources(data)}
     name = data.get("task") if isinstance(data, Mapping) else None
-    if not isinstance(name, str) or "data" not in sections(cls):
+    if not isinstance(name, str):
         return given
-    task = task_settings(name)
-    below = {section: values for section, values in task.items() if section in sections(cls)}
-    if "eval" in below:
-        # Commands that evaluate no completions have fewer settings there.
-        foreign = sections(sections(TrainConfig)["eval"]).keys() - sections(sections(cls)["eval"]).keys()
-        below["eval"] = {key: value for key, value in below["eval"].items() if key not in foreign}
-    source = below.get("data", {}).get("path", "")
+    # Not every command evaluates completions, or calls reward functions.
+    below = used_part(cls, task_settings(name))
+    source = below.setdefault("data", {}).get("path", "")
     replaced: tuple[str, ...] = ()
-    if cls is ScoreConfig or (data.get("path") or source) != source:  # `score` reads its SOURCE
+    if "data.path" not in setting_names(cls) or (data.get("path") or source) != source:
         replaced = _SOURCE
-    elif data.get("eval_path") is not None or "eval" not in sections(cls):
+    elif data.get("eval_path") is not None or "eval" not in fields_of(cls):
         replaced = _HELD_OUT
-    below["data"] = {key: value for key, value in below.get("data", {}).items() if key not in replaced}
-    if given.get("rewards"):
-        below["eval"] = {key: value for key, value in below.get("eval", {}).items() if key not in _OUTCOME}
+    below["data"] = {key: value for key, value in below["data"].items() if key not in replaced}
+    if given.get("rewards") and "eval" in below:
+        below["eval"] = {key: value for key, value in below["eval"].items() if key not in _OUTCOME}
     return overlay(below, given)
 
 

@@ -17,7 +17,7 @@ from hybrid_grpo.config.fields import SECTION
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
-from hybrid_grpo.config.rewards import RewardList, ScoringConfig, reward_name
+from hybrid_grpo.config.rewards import RewardConfig, RewardList, ScoringConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig, environment_rewards
 from hybrid_grpo.config.run import CheckpointConfig, LogConfig, RunConfig
 
@@ -114,7 +114,7 @@ class TrainConfig(ModelRunConfig):
     @property
     def reward_names(self) -> list[str]:
         """Names of all rewards, those of functions first, then those of environments."""
-        return [*map(reward_name, self.rewards), *dict.fromkeys(environment_rewards(self.rollout).values())]
+        return names_of_rewards(self.rewards, self.rollout)
 
     @property
     def reward_weights(self) -> dict[str, float]:
@@ -122,65 +122,30 @@ class TrainConfig(ModelRunConfig):
         return dict.fromkeys(self.reward_names, 1.0) | {reward_name(reward): reward.weight for reward in self.rewards}
 
     @model_validator(mode="after")
-    def _check_sections(self) -> TrainConfig:
-        """What must agree between the sections. Commands that only read a recipe for training have checks of their
-        own, by overriding this: they may replace its rewards or its lengths."""
-        rollout, grpo, names = self.rollout, self.grpo, self.reward_names
-        ways = [f"or {section.replaces_groups}" for section in self.feature_configs if section.replaces_groups]
-        refuse(
-            rollout.num_generations < 2 and not any(feature.replaces_groups for feature in self.active_features),
-            f"rollout.num_generations {rollout.num_generations} makes no group: advantages need"
-            f" {', '.join(['2 or more', *ways])}",
-        )
+    def _check_training(self) -> TrainConfig:
+        self._check_groups()
         for section in self.feature_configs:
             section.check(self)
-        self._check_no_groups()
-        refuse(
-            rollout.temperature == 0,
-            "rollout.temperature 0 samples the same completion for a whole group: give a value above 0",
-        )
-        refuse(
-            self.lora.rank > 0 and grpo.ref_every > 0,
-            f"grpo.ref_every {grpo.ref_every} refreshes the reference, which with lora.rank is the model without"
-            " adapters: take out one of them",
-        )
-        refuse(
-            grpo.combine_rewards == "normalize" and len(names) == 1,
-            "grpo.combine_rewards normalize weighs rewards against each other, and rewards has one: set"
-            " grpo.combine_rewards to sum",
-        )
-        refuse(
-            grpo.mask_truncated and rollout.ignore_eos,
-            "grpo.mask_truncated leaves nothing to learn from where rollout.ignore_eos cuts every completion: set one"
-            " of them to false",
-        )
-        refuse(
-            grpo.overlong_buffer >= rollout.max_completion_tokens,
-            f"grpo.overlong_buffer {grpo.overlong_buffer} punishes every completion: set it below"
-            f" rollout.max_completion_tokens {rollout.max_completion_tokens}",
-        )
-        twice = next((name for name in names if names.count(name) > 1), None)
-        refuse(twice is not None, f"rewards: {twice} is also the name of an environment's reward: set `name` on one")
-        outcome = self.eval.outcome
-        refuse(
-            outcome is not None and outcome not in names,
-            f"eval.outcome {outcome!r} is not a reward of this run: {did_you_mean(outcome or '', names)}",
-        )
-        for reward in self.rewards:
-            for source in reward.sources:
-                refuse(
-                    source not in self.data.source_names,
-                    f"rewards: {reward_name(reward)} is for source {source}, which data.mixture does not have:"
-                    f" {did_you_mean(source, self.data.source_names)}",
-                )
+        self._check_alone()
+        _check_objective(self.grpo, self.rollout, self.lora, self.reward_names)
+        check_outcome(self.eval, self.reward_names)
+        _check_sources(self.rewards, self.data)
         if self.data.eval_path is None and self.data.eval_split is None:
             every = 0 if self.eval.sets else self.eval.every
             for setting, value in (("eval.every", every), ("data.eval_limit", self.data.eval_limit)):
                 refuse(bool(value), f"{setting} {value} needs held-out prompts: set data.eval_path or data.eval_split")
         return self
 
-    def _check_no_groups(self) -> None:
-        """Refuse settings about groups where a group is one completion."""
+    def _check_groups(self) -> None:
+        ways = [f"or {section.replaces_groups}" for section in self.feature_configs if section.replaces_groups]
+        refuse(
+            self.rollout.num_generations < 2 and not any(feature.replaces_groups for feature in self.active_features),
+            f"rollout.num_generations {self.rollout.num_generations} makes no group: advantages need"
+            f" {', '.join(['2 or more', *ways])}",
+        )
+
+    def _check_alone(self) -> None:
+        """Refuse settings about groups where each group is a single completion."""
         if self.rollout.num_generations > 1 or any(feature.gives_advantages for feature in self.active_features):
             return
         compares = ("baseline", "scale_rewards", "combine_rewards", "step_credit", "overlong_buffer", "kl_in")
@@ -191,3 +156,55 @@ class TrainConfig(ModelRunConfig):
                 f"grpo.{name} {str(value).lower()} is about rewards in a group, and rollout.num_generations 1 makes"
                 f" none: set rollout.num_generations to 2 or more, or take grpo.{name} out",
             )
+
+
+def names_of_rewards(rewards: list[RewardConfig], rollout: RolloutConfig) -> list[str]:
+    """Names of all rewards, those of functions first, then those of environments."""
+    return [*map(reward_name, rewards), *dict.fromkeys(environment_rewards(rollout).values())]
+
+
+def check_outcome(evaluation: EvalConfig, names: list[str]) -> None:
+    """Refuse an outcome that is not one of the rewards, and two rewards of one name."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    refuse(twice is not None, f"rewards: {twice} is also the name of an environment's reward: set `name` on one")
+    outcome = evaluation.outcome
+    refuse(
+        outcome is not None and outcome not in names,
+        f"eval.outcome {outcome!r} is not a reward of this run: {did_you_mean(outcome or '', names)}",
+    )
+
+
+def _check_objective(grpo: GrpoConfig, rollout: RolloutConfig, lora: LoraConfig, rewards: list[str]) -> None:
+    refuse(
+        rollout.temperature == 0,
+        "rollout.temperature 0 samples the same completion for a whole group: give a value above 0",
+    )
+    refuse(
+        lora.rank > 0 and grpo.ref_every > 0,
+        f"grpo.ref_every {grpo.ref_every} refreshes the reference, which with lora.rank is the model without"
+        " adapters: take out one of them",
+    )
+    refuse(
+        grpo.combine_rewards == "normalize" and len(rewards) == 1,
+        "grpo.combine_rewards normalize weighs rewards against each other, and rewards has one: set"
+        " grpo.combine_rewards to sum",
+    )
+    refuse(
+        grpo.mask_truncated and rollout.ignore_eos,
+        "grpo.mask_truncated leaves nothing to learn from where rollout.ignore_eos cuts every completion: set one of"
+        " them to false",
+    )
+    refuse(
+        grpo.overlong_buffer >= rollout.max_completion_tokens,
+        f"grpo.overlong_buffer {grpo.overlong_buffer} punishes every completion: set it below"
+        f" rollout.max_completion_tokens {rollout.max_completion_tokens}",
+    )
+
+
+def _check_sources(rewards: list[RewardConfig], data: DataConfig) -> None:
+    for reward, source in [(entry, source) for entry in rewards for source in entry.sources]:
+        refuse(
+            source not in data.source_names,
+            f"rewards: {reward_name(reward)} is for source {source}, which data.mixture does not have:"
+            f" {did_you_mean(source, data.source_names)}",
+        )

@@ -5,16 +5,15 @@ transformers' `generate()`. Rewards, and how weights get into the module, are th
 the names below, rollout.py (the configuration's `rollout` section) and, to estimate memory, cache.py and loop.py.
 """
 
-from hybrid_grpo.generation.course import Course
 from hybrid_grpo.generation.journal import Journal, complete_rest
 from hybrid_grpo.generation.loop import Request, Stats, generate
 from hybrid_grpo.generation.sampler import GREEDY, Sampling, stream_key
 from hybrid_grpo.generation.scheduler import OnFinish, OnStep, OnToken, Turns
+from hybrid_grpo.generation.timeline import Timeline
 from hybrid_grpo.generation.workspace import Workspace
 
 __all__ = [
     "GREEDY",
-    "Course",
     "Journal",
     "OnFinish",
     "OnStep",
@@ -22,6 +21,7 @@ __all__ = [
     "Request",
     "Sampling",
     "Stats",
+    "Timeline",
     "Turns",
     "Workspace",
     "complete_rest",

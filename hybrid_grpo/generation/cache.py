@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.model.ledger import Ledger
+from hybrid_grpo.model.memory_tracker import MemoryTracker
 from hybrid_grpo.model.upload import upload
 
 GPU_SHARE = 0.95
@@ -56,9 +56,9 @@ class Geometry:
         where a layer attends to other keys and values than it caches."""
         seen = _Seen(type(model).__name__)
         ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
-        with torch.no_grad(), Ledger((*model.parameters(), *model.buffers(), ids)) as ledger:
+        with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
             cached_forward(model.base_model, ids, ids, seen)
-        return cls(tuple(seen.shapes), seen.dtype, tuple(seen.asked), -(-ledger.peak // _PROBE_TOKENS))
+        return cls(tuple(seen.shapes), seen.dtype, tuple(seen.asked), -(-tracker.peak // _PROBE_TOKENS))
 
 
 def cached_forward(model: Any, ids: Tensor, positions: Tensor, batch: Any) -> Any:

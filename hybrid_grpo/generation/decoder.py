@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_grpo.generation.attention import all_follow, decode_step
 from hybrid_grpo.generation.cache import PagedCache
-from hybrid_grpo.generation.fused import fused
+from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.graphs import Capture, Graphs, read_for, reads_up_to, size_for, sizes_up_to
+from hybrid_grpo.generation.paged_attention import all_follow, decode_step
 from hybrid_grpo.generation.sampler import Sampler, Sampling
 from hybrid_grpo.generation.scheduler import Sequence
 from hybrid_grpo.model.upload import upload
@@ -31,7 +31,7 @@ class Decoder:
         self, model: Any, cache: PagedCache, sampling: Sampling, slots: int, width: int, capture: Capture | None = None
     ) -> None:
         self.cache, self._model, self._device = cache, model, cache.device
-        self._fused = fused(model, cache)
+        self._fused = fused_step(model, cache)
         self._state_4n = torch.zeros(4, slots, dtype=torch.int64, device=self._device)
         self._table_nw = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
         self._graphs = None if capture is None else Graphs(capture)

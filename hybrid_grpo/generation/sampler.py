@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybrid_grpo.generation.drawing import ONE, UNIT, Filters, sample
+from hybrid_grpo.generation.categorical import ONE, UNIT, Filters, sample
 from hybrid_grpo.model.kernels import decoding
 from hybrid_grpo.model.kernels.build import usable
 
@@ -81,7 +81,7 @@ class Sampler:
     def __call__(
         self, logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, seen_nV: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Choose one token of each row; see `drawing.sample`. It can be part of a CUDA graph.
+        """Choose one token of each row; see `categorical.sample`. It can be part of a CUDA graph.
 
         Args:
             logits_nV: any float type.

@@ -4,7 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_grpo.records.files import read_jsonl, replace_text
+from hybrid_grpo.records.files import replace_text
+from hybrid_grpo.records.json_lines import read_jsonl
 
 ALARMS_FILE = "alarms.jsonl"
 """One JSON object per alarm that went off: the fields of `AlarmRecord`."""

@@ -60,26 +60,6 @@ def sync_tree(folder: Path) -> None:
     sync(folder)
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; none where there is no file. An incomplete last line is left out.
-
-    Raises UserError, which names the file and the line, where a line is no JSON object.
-    """
-    if not path.exists():
-        return []
-    rows = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line, parse_constant=lambda _: None) if line.endswith(b"\n") else {}
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path} line {number} is not JSON ({error}): the file is damaged") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{path} line {number} is no JSON object: the file is damaged")
-            rows += [row] if line.endswith(b"\n") else []
-    return rows
-
-
 def cut_lines(path: Path, step: int) -> Path | None:
     """Cut a JSON-lines file after its lines up to a step, in place: at the first line that is of a later step, or not
     whole. Every line begins with its step. Where that line is not just the end of a file that a crash has cut, the file

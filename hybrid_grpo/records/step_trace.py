@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.data.batch import Rollout, Scores, TrainBatch
-from hybrid_grpo.generation import Course
+from hybrid_grpo.generation import Timeline
 from hybrid_grpo.model.ranks import world_size
 from hybrid_grpo.records.metrics.meter import Span
 
@@ -45,19 +45,19 @@ class StepTrace:
         if config is not None:
             self._on, self._every = config.details, config.histograms_every
         self._has_histograms = False
-        self._courses: list[Course] = []
+        self._timelines: list[Timeline] = []
         self._counts: dict[str, Tensor] = {}
 
     def begin(self, step: int) -> None:
         """A step begins."""
         due = self._every > 0 and (step % self._every == 0 or step in (1, self._steps))
         self._has_histograms = self._on and due
-        self._courses, self._counts = [], {}
+        self._timelines, self._counts = [], {}
 
-    def decoded(self, course: Course | None) -> None:
-        """Take the course of a rollout; None where nothing was decoded."""
-        if course is not None:
-            self._courses.append(course)
+    def decoded(self, timeline: Timeline | None) -> None:
+        """Take the timeline of a rollout; None where nothing was decoded."""
+        if timeline is not None:
+            self._timelines.append(timeline)
 
     def learned(self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor) -> None:
         """Count the tokens of a micro-batch by their entropy, and by their ratio where the policy may have moved since
@@ -89,7 +89,9 @@ class StepTrace:
         part: dict[str, Any] = {
             "stages": [[name, _time(begin - start), _time(end - start)] for begin, end, name in within]
         }
-        part["decoder"] = _moments(self._courses, start, max(8, _MOMENTS // world_size())) if self._courses else None
+        part["decoder"] = (
+            _moments(self._timelines, start, max(8, _MOMENTS // world_size())) if self._timelines else None
+        )
         if taken is not None:
             rollout, scores, advantage_B = taken
             part["prompts"] = _groups(rollout, scores)
@@ -162,17 +164,17 @@ def _groups(rollout: Rollout, scores: Scores) -> list[list[Any]]:
     ]
 
 
-def _moments(courses: list[Course], start: float, most: int) -> dict[str, Any]:
-    """The courses of a step's rollouts, one after the other, in at most so many moments; the last one is among them."""
-    at = list(chain.from_iterable(course.at for course in courses))
+def _moments(timelines: list[Timeline], start: float, most: int) -> dict[str, Any]:
+    """The timelines of a step's rollouts, joined, in at most `most` moments, the last one among them."""
+    at = list(chain.from_iterable(timeline.at for timeline in timelines))
     apart = -(-len(at) // most)
     kept = list(range(len(at)))[::-apart][::-1]
     line: dict[str, Any] = {"t": [_time(at[moment] - start) for moment in kept]}
     for name in ("decoding", "waiting", "queued"):
-        values = list(chain.from_iterable(getattr(course, name) for course in courses))
+        values = list(chain.from_iterable(getattr(timeline, name) for timeline in timelines))
         line[name] = [values[moment] for moment in kept]
-    line["slots"] = max(course.slots for course in courses)
-    line["pages_used_max"] = _short(max(course.pages_used_max for course in courses))
+    line["slots"] = max(timeline.slots for timeline in timelines)
+    line["pages_used_max"] = _short(max(timeline.pages_used_max for timeline in timelines))
     return line
 
 

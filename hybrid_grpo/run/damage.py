@@ -1,11 +1,11 @@
 """What is damaged in a run's folder and is not a checkpoint: it is renamed, and the run goes on without it."""
 
-import json
 import os
 from pathlib import Path
 
 from hybrid_grpo.records.alarm_records import ALARMS_FILE
 from hybrid_grpo.records.files import replace_text, set_aside
+from hybrid_grpo.records.json_lines import parse_step
 
 _FILES = (
     *("config.yaml", "deepspeed.json", "metrics.jsonl", "details.jsonl", ALARMS_FILE, "prompts.jsonl"),
@@ -31,7 +31,7 @@ def set_aside_damaged(folder: Path, *, numbers: bool = False) -> list[str]:
     if alarms.is_file():
         # The last line may have been cut by a crash.
         lines = alarms.read_bytes().split(b"\n")[:-1]
-        whole = [line for line in lines if _is_alarm(line)]
+        whole = [line for line in lines if parse_step(line)]
         if len(whole) < len(lines):
             said.append(_moved(alarms, f"{len(lines) - len(whole)} of its lines cannot be read, the others are kept"))
             replace_text(alarms, "".join(line.decode() + "\n" for line in whole))
@@ -40,10 +40,3 @@ def set_aside_damaged(folder: Path, *, numbers: bool = False) -> list[str]:
 
 def _moved(path: Path, why: str) -> str:
     return f"WARNING: {path}: {why}; it is kept as {set_aside(path).name}"
-
-
-def _is_alarm(line: bytes) -> bool:
-    try:
-        return type(json.loads(line.decode())["step"]) is int
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return False

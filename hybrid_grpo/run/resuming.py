@@ -13,6 +13,7 @@ from typing import Any
 from hybrid_grpo.config import ModelRunConfig, to_dict
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.features import feature_sections
+from hybrid_grpo.records.json_lines import parse_step
 from hybrid_grpo.run.fingerprints import CODE, REWARDS
 from hybrid_grpo.run.saving.checkpoint import Checkpoint, Checkpoints
 from hybrid_grpo.run.saving.manifest import Damaged
@@ -195,11 +196,7 @@ def lines_before(path: Path, step: int) -> list[str]:
 
 
 def _step_of(line: bytes) -> int | None:
-    try:
-        number = json.loads(line.decode())["step"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return number if type(number) is int else None
+    return (parse_step(line) or {}).get("step")
 
 
 def _damage(path: Path, lines: list[str], step: int) -> str:

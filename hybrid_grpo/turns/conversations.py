@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from hybrid_grpo.config import DataConfig, RolloutConfig, TrainConfig
+from hybrid_grpo.config import DataConfig, RolloutConfig
+from hybrid_grpo.config.composition import SamplingConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Completion, Message, Numbers, Prompt, Rollout
 from hybrid_grpo.generation import Request, stream_key
@@ -258,7 +259,7 @@ class Conversations:
         return numbers
 
 
-def conversations_of(config: TrainConfig, tokenizer: Any, ends: tuple[int, ...]) -> Conversations | None:
+def conversations_of(config: SamplingConfig, tokenizer: Any, ends: tuple[int, ...]) -> Conversations | None:
     """What answers the turns of completions that `ends` end; None where a completion is one turn. Raises UserError
     where those who answer, or the tokenizer, cannot be used."""
     rollout, data = config.rollout, config.data

@@ -14,11 +14,11 @@ from starlette.exceptions import HTTPException
 from hybrid_grpo.records.files import json_safe
 from hybrid_grpo.records.metrics.catalogue import describe, find
 from hybrid_grpo.records.metrics.charts import Chart, Curve, charts_of, is_noisy
+from hybrid_grpo.records.metrics.thinning import clip, present, smooth, thin
 from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.layers import time_layers
 from hybrid_grpo.watch.prompt_rewards import ORDERS
 from hybrid_grpo.watch.rollouts import Query, line_number, read_row, read_rows, rivals, search
-from hybrid_grpo.watch.thinning import clip, present, smooth, thin
 from hybrid_grpo.watch.tokens import read_tokens
 from hybrid_grpo.watch.trace_file import first_step, read_step
 from hybrid_grpo.watch.watched_run import AXES, WatchedRun, differing
@@ -265,9 +265,9 @@ def _alarms(run: WatchedRun) -> list[dict[str, Any]]:
     found = []
     for alarm in run.alarms() if steps.size else ():
         # An alarm is written before the numbers of its step.
-        ends = [min(int(steps.searchsorted(step)), steps.size - 1) for step in (alarm.first, alarm.last)]
+        ends = [min(int(steps.searchsorted(step)), steps.size - 1) for step in (alarm.since, alarm.step)]
         at = {axis: [float(x[end]) for end in ends] for axis, x in places.items()}
-        found.append({"run": run.name, "alarm": alarm.name, "message": alarm.message, "at": at})
+        found.append({"run": run.name, "alarm": alarm.alarm, "message": alarm.message, "at": at})
     return found
 
 

@@ -2,10 +2,8 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
-from hybrid_grpo.watch.growing_file import GrowingFile
-from hybrid_grpo.watch.records import last_lines, open_file, parse
+from hybrid_grpo.records.json_lines import GrowingFile, last_lines, open_file, parse_step
 from hybrid_grpo.watch.table import Table
 
 _LAST_LINES = 100
@@ -59,7 +57,7 @@ class MetricsFile:
         return changed or (self._lines.place > before and self._glimpse is None)
 
     def _take(self, line: bytes) -> None:
-        row = _row(line)
+        row = parse_step(line)
         if row is None or not self._append(row):
             self.damaged += 1
 
@@ -78,7 +76,7 @@ class MetricsFile:
 
 def last_row(path: Path) -> Row | None:
     """The last whole line of a file, without reading the rest; None where there is none."""
-    return next(filter(None, map(_row, last_lines(path)[: -_LAST_LINES - 1 : -1])), None)
+    return next(filter(None, map(parse_step, last_lines(path)[: -_LAST_LINES - 1 : -1])), None)
 
 
 def _glimpse(path: Path) -> Table:
@@ -100,7 +98,7 @@ def _glimpse(path: Path) -> Table:
 
 def _append_later(table: Table, line: bytes, last: float) -> float:
     """Append a line where it is a step after `last`; the last step of the table."""
-    row = _row(line)
+    row = parse_step(line)
     step = None if row is None else row["step"]
     if row is None or step is None or step <= last:
         return last
@@ -109,9 +107,3 @@ def _append_later(table: Table, line: bytes, last: float) -> float:
     except (TypeError, ValueError, OverflowError):
         return last
     return step
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    """The numbers of a line; None where it is none of metrics.jsonl."""
-    row = parse(line)
-    return row if row is not None and type(row.get("step")) is int else None

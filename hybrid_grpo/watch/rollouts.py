@@ -1,18 +1,21 @@
 """Completions of a run, found by what they say and what they were given. Files are read one at a time, newest first."""
 
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.watch.records import brief, number, open_file, parse, read_lines
+from hybrid_grpo.records.json_lines import open_file, parse, read_lines
 
 _STEP_BYTES, _STEP_LINES = 2**26, 2**17
 """Of a step's file, in which completions are compared."""
 SHOWN = 200
 """Characters of a text in the list."""
+_LETTERS = 200
+"""Of a text in the place of a number."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ def _fits(row: dict[str, Any], query: Query) -> bool:
 
 def summarize(row: dict[str, Any], step: int, offset: int, text: str = "") -> dict[str, Any]:
     """What the list says of a completion; of long texts the beginning, or what stands around `text`."""
-    numbers = {name: brief(row.get(name)) for name in ("group", "sample", "reward", "advantage", "length", "finish")}
+    numbers = {name: _brief(row.get(name)) for name in ("group", "sample", "reward", "advantage", "length", "finish")}
     prompt, completion = prompt_text(row.get("prompt")), str(row.get("completion", ""))
     return {
         "step": step,
@@ -162,3 +165,12 @@ def _around(text: str, wanted: str) -> str:
     at = text.casefold().find(wanted.casefold()) if wanted else 0
     start = 0 if at < SHOWN // 2 else at - SHOWN // 4
     return ("… " if start else "") + text[start : start + SHOWN] + (" …" if start + SHOWN < len(text) else "")
+
+
+def number(value: Any) -> float | None:
+    """A finite number; None for anything else."""
+    return value if type(value) in (int, float) and math.isfinite(value) else None
+
+
+def _brief(value: Any) -> str | float | None:
+    return value[:_LETTERS] if isinstance(value, str) else number(value)

@@ -4,9 +4,9 @@ A hundred thousand steps of two hundred metrics are 160 MB here, and gigabytes a
 """
 
 import numpy as np
-import numpy.typing as npt
 
-Column = npt.NDArray[np.float64]
+from hybrid_grpo.records.metrics.thinning import Column
+
 _ROWS = 1024
 """Rows of a block."""
 _MOST_NAMES, _LONGEST_NAME, _MOST_CELLS = 2000, 300, 2**27

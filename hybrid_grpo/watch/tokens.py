@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.records.files import json_safe
-from hybrid_grpo.watch.records import open_file
+from hybrid_grpo.records.json_lines import open_file
 
 _MOST_ROWS, _MOST_BYTES = 2**17, 2**28
 """Of a group of rows, which is read whole."""

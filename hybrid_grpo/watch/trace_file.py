@@ -9,12 +9,11 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from hybrid_grpo.watch.growing_file import GrowingFile
+from hybrid_grpo.records.json_lines import GrowingFile, Record, open_file, parse_step, read_lines
 from hybrid_grpo.watch.histograms import Histograms
 from hybrid_grpo.watch.prompt_rewards import PromptRewards
-from hybrid_grpo.watch.records import open_file, parse, read_lines
 
 _STEP = re.compile(rb'\{\s*"step":\s*(\d{1,9})\s*[,}]')
 _NEAR = 2**18
@@ -22,8 +21,6 @@ _NEAR = 2**18
 _END = 2**20
 _SECONDS = 0.5
 """After which a step is not looked for any more; it is found in milliseconds."""
-
-Trace = dict[str, Any]
 
 
 class TraceFile:
@@ -58,13 +55,13 @@ class TraceFile:
     def _take(self, line: bytes) -> None:
         # What follows is most of the line, and nothing of it is gathered.
         kept, cut, _ = line.partition(b'"stages":')
-        details = _parse(kept.rstrip(b", ") + b"}" if cut else line)
+        details = parse_step(kept.rstrip(b", ") + b"}" if cut else line)
         if details is not None:
             self.rewards.append(details["step"], details.get("prompts"))
             self.histograms.append(details["step"], details.get("histograms"))
 
 
-def read_step(path: Path, step: int | None) -> Trace | None:
+def read_step(path: Path, step: int | None) -> Record | None:
     """What was noted of the newest step that is not after `step` (None: of all); None where there is no such step."""
     deadline, found = time.monotonic() + _SECONDS, None
     try:
@@ -77,7 +74,7 @@ def read_step(path: Path, step: int | None) -> Trace | None:
                 found = line
     except OSError:
         return None
-    return None if found is None else _parse(found)
+    return None if found is None else parse_step(found)
 
 
 def _before(file: BinaryIO, size: int, step: int, deadline: float) -> int:
@@ -110,10 +107,3 @@ def _steps(file: BinaryIO, begin: int, deadline: float) -> Iterator[tuple[int, i
         match = _STEP.match(line) if line and line.endswith(b"\n") else None
         if line and match:
             yield offset, int(match[1]), line
-
-
-def _parse(line: bytes) -> Trace | None:
-    """The object of a line; None where it is none of details.jsonl."""
-    details = parse(line)
-    step = details.get("step") if details else None
-    return details if type(step) is int and 0 <= step < 2**31 else None

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,18 @@ import numpy as np
 import yaml
 
 from hybrid_grpo.config.recipes import load_yaml
-from hybrid_grpo.records.alarm_records import ALARMS_FILE
+from hybrid_grpo.records.alarm_records import ALARMS_FILE, AlarmRecord
 from hybrid_grpo.records.files import as_json, rollout_files
-from hybrid_grpo.records.metrics.catalogue import find
+from hybrid_grpo.records.json_lines import last_lines, open_file, parse_step
+from hybrid_grpo.records.metrics.catalogue import TIME_METRICS, TOKEN_METRICS, find
 from hybrid_grpo.records.metrics.charts import is_noisy
 from hybrid_grpo.watch.metrics_file import MetricsFile, Row, last_row
-from hybrid_grpo.watch.records import last_lines, number, open_file, parse
+from hybrid_grpo.watch.rollouts import number
 from hybrid_grpo.watch.table import Column, Table
 from hybrid_grpo.watch.trace_file import TraceFile
 
 AXES = ("step", "tokens", "hours")
 """What curves are drawn over: steps, tokens sampled (in a supervised run: trained on) so far, hours of work so far."""
-_TIMES = ("time/step_s", "time/eval_s", "time/checkpoint_s")
-_TOKENS = ("completion/sampled_tokens", "sft/tokens")
 _TELLING = (
     *("eval/[^/]+/accuracy", "reward/mean", "sft/loss", "reward_model/heldout_accuracy", "reward_model/loss"),
     *("completion/length_mean", "policy/entropy", "throughput/generated_tokens_per_s"),
@@ -48,18 +46,6 @@ _VERSIONS = itertools.count(time.time_ns() // 10**6)
 """Never the same again, so that a page also sees that a server or a folder is another one."""
 
 
-@dataclass(frozen=True)
-class Alarm:
-    """An alarm that went off."""
-
-    first: int
-    """The first step of what was seen."""
-    last: int
-    """The step at which it was said."""
-    name: str
-    message: str
-
-
 class WatchedRun:
     """A run's folder. Nothing is read before it is asked for, and numbers only as far as `refresh` has come."""
 
@@ -71,7 +57,7 @@ class WatchedRun:
         self._config: tuple[int, str, dict[str, Any]] = (0, "", {})
         self._rollouts: tuple[int, dict[int, Path]] = (0, {})
         self._tail: tuple[int, Row | None] = (-1, None)
-        self._alarms: tuple[int, list[Alarm]] = (-1, [])
+        self._alarms: tuple[int, list[AlarmRecord]] = (-1, [])
         self._file = MetricsFile(folder / "metrics.jsonl")
         self.trace = TraceFile(folder / "details.jsonl")
         self.version = next(_VERSIONS)
@@ -137,11 +123,13 @@ class WatchedRun:
             return steps
         # Of a glimpse, each row stands for all steps since the row before.
         gaps = np.diff(steps, prepend=steps[:1] - 1)
-        parts = np.nan_to_num([self.table.column(part) for part in (_TIMES if name == "hours" else _TOKENS)])
+        parts = np.nan_to_num(
+            [self.table.column(part) for part in (TIME_METRICS if name == "hours" else TOKEN_METRICS)]
+        )
         total: Column = np.cumsum(parts.sum(axis=0) * gaps)
         return total / 3600 if name == "hours" else total
 
-    def alarms(self) -> list[Alarm]:
+    def alarms(self) -> list[AlarmRecord]:
         """What the run has said of itself, in its words."""
         path = self.folder / ALARMS_FILE
         changed = _changed(path)
@@ -207,14 +195,14 @@ class WatchedRun:
         }
 
 
-def _alarm(line: bytes) -> Alarm | None:
-    """The alarm of a line; those of earlier versions have the step and the message only."""
-    said = parse(line) or {}
-    last, name, message = said.get("step"), said.get("alarm", ""), said.get("message")
-    first = said.get("since", last)
-    if type(first) is not int or type(last) is not int or not isinstance(name, str) or not isinstance(message, str):
+def _alarm(line: bytes) -> AlarmRecord | None:
+    """The alarm of a line; earlier versions wrote the step and the message only."""
+    found = parse_step(line) or {"step": None}
+    step, name, message = found["step"], found.get("alarm", ""), found.get("message")
+    since = found.get("since", step)
+    if type(since) is not int or not isinstance(name, str) or not isinstance(message, str):
         return None
-    return Alarm(first, last, name[:_LONGEST_NAME], message[:_LONGEST_VALUE])
+    return AlarmRecord(step, name[:_LONGEST_NAME], since, message[:_LONGEST_VALUE])
 
 
 def flat(settings: dict[str, Any], prefix: str = "", levels: int = _DEEPEST) -> dict[str, str]:

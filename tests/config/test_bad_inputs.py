@@ -126,7 +126,7 @@ SETTINGS = [
     ("watch train.jsonl", "train.jsonl is not a folder"),
     # Rewards
     ("--rewards=[", "rewards [ cannot be read as YAML"),
-    ("--rewards=3", "rewards: expected a list such as [{function: exact_match}], got 3"),
+    ("--rewards=3", "rewards: expected a list such as [{function: ...}], got 3"),
     ("--rewards=[3]", "rewards[0] 3 must be settings"),
     ("--rewards=[{}]", "rewards[0].function is not set"),
     ("--rewards=exact_match,exact_match", "two are named exact_match: set `name`"),

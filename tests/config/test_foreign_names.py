@@ -6,9 +6,11 @@ import pytest
 from paths import ROOT
 
 from hybrid_grpo.config import TrainConfig
-from hybrid_grpo.config.building import build, sections, setting_names
+from hybrid_grpo.config.building import build
+from hybrid_grpo.config.composition import setting_names
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.foreign_names import foreign_name, foreign_names
+from hybrid_grpo.config.types import fields_of
 from hybrid_grpo.records.metrics.catalogue import CATALOGUE
 
 PAGE = (ROOT / "docs/coming-from.md").read_text()
@@ -32,7 +34,7 @@ def test_the_page_has_the_same_settings_and_metrics_that_exist():
         assert foreign_names()[framework].items() <= rows.items()
         # What a feature that was taken out has left on the page is of no section.
         others = rows.keys() - foreign_names()[framework].keys()
-        assert not any(rows[theirs].split(".")[0] in sections(TrainConfig) for theirs in others)
+        assert not any(rows[theirs].split(".")[0] in fields_of(TrainConfig) for theirs in others)
         assert set(re.findall(r"\| `([^`]+)` \|$", metrics, re.M)) <= {metric.name for metric in CATALOGUE}
 
 

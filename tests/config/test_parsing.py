@@ -23,8 +23,8 @@ from hybrid_grpo.config import (
     dump,
     reward_name,
 )
-from hybrid_grpo.config.building import setting_names
 from hybrid_grpo.config.checks import check_reward
+from hybrid_grpo.config.composition import setting_names
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 
@@ -98,7 +98,7 @@ def test_null_is_a_value_of_optional_settings_only(user: User, setting: str) -> 
         ("data: {limit: none}", "data.limit: expected a whole number or null, got none"),
         ("log: {wandb: off}", "log.wandb: expected auto or online or offline or disabled, got False"),
         ("rollout: {stop_ids: 3}", "rollout.stop_ids: expected a list, got 3"),
-        ("rewards: 3", "rewards: expected a list such as [{function: exact_match}], got 3"),
+        ("rewards: 3", "rewards: expected a list such as [{function: ...}], got 3"),
         ("rewards: [3]", "rewards[0] 3 must be settings, as in {function: ...}"),
         ("rewards: [{function: a, weight: two}]", "rewards[0].weight: expected a finite number, got two"),
         ("rewards: [{function: a}, {function: b, weight: .nan}]", "rewards[1].weight: expected a finite number"),

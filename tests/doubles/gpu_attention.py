@@ -10,9 +10,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hybrid_grpo.generation import attention as decoding
+from hybrid_grpo.generation import paged_attention as decoding
 from hybrid_grpo.model import attention as training
-from hybrid_grpo.model.kernels.gpu.launching import proven
+from hybrid_grpo.model.kernels.gpu.launcher import proven
 
 _HALF = (torch.bfloat16, torch.float16)
 

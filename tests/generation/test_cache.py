@@ -9,7 +9,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import cache as cache_module
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for, cache_keyword
 from hybrid_grpo.model.attention import ATTENTION, Segments
-from hybrid_grpo.model.ledger import Ledger
+from hybrid_grpo.model.memory_tracker import MemoryTracker
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -66,9 +66,9 @@ def test_what_a_prefill_takes_is_measured_in_the_first_forward(architecture):
     model = build(config, ATTENTION)
     ids = torch.randint(60, (1, 200))
     batch = Segments([(0, 200)], [(0, 0)], ids.device)
-    with torch.no_grad(), Ledger((*model.parameters(), *model.buffers())) as ledger:
+    with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers())) as tracker:
         model.base_model(input_ids=ids, position_ids=torch.arange(200)[None], use_cache=False, batch=batch)
-    assert Geometry.of(model).reading == pytest.approx(ledger.peak / 200, rel=0.3)
+    assert Geometry.of(model).reading == pytest.approx(tracker.peak / 200, rel=0.3)
 
 
 def test_on_a_gpu_the_cache_leaves_room_for_a_prefill_the_logits_and_the_graphs(monkeypatch):

@@ -13,16 +13,16 @@ from tiny_models import ARCHITECTURES, VOCABULARY, build, tiny_config
 
 from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.generation import GREEDY, Request, Sampling, Workspace, generate, graphs, stream_key
-from hybrid_grpo.generation import attention as attentions
-from hybrid_grpo.generation import fused as fusing
+from hybrid_grpo.generation import fused_step as fusing
 from hybrid_grpo.generation import loop as loops
+from hybrid_grpo.generation import paged_attention as attentions
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.decoder import Decoder
 from hybrid_grpo.generation.graphs import GRAPH_BYTES, Graphs, bytes_of, capture_on, reads_up_to, size_for, sizes_up_to
 from hybrid_grpo.generation.scheduler import Sequence
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.kernels import gpu
-from hybrid_grpo.model.kernels.gpu import launching
+from hybrid_grpo.model.kernels.gpu import launcher
 
 STOPS = tuple(range(0, VOCABULARY, 7))
 EVERYTHING = {
@@ -152,11 +152,11 @@ def test_twelve_rollouts_capture_in_the_first_alone(monkeypatch, captures, dtype
 def test_the_fused_step_of_a_gpu_is_captured_too(monkeypatch, captures):
     """Its Triton kernels are interpreted, which is slow: one layer, two rollouts of a few steps, tokens by torch."""
     as_in_half_precision(monkeypatch)
-    monkeypatch.setattr(launching, "on_gpu", lambda _: True)
+    monkeypatch.setattr(launcher, "on_gpu", lambda _: True)
     # Whether it computes what the model does is another test's question.
     monkeypatch.setattr(fusing, "_agrees", lambda *_: True)
     monkeypatch.setattr(gpu, "proven", lambda what, *_, **__: what == "attention")
-    launch = cuda_graphs.kernel(launching.launch, writes=True)
+    launch = cuda_graphs.kernel(launcher.launch, writes=True)
     for module in (gpu.gate, gpu.norm, gpu.rotation):
         monkeypatch.setattr(module, "launch", launch)
     model = build(tiny_config("qwen2", layers=1), ATTENTION).to(torch.bfloat16)
@@ -169,7 +169,7 @@ def test_the_fused_step_of_a_gpu_is_captured_too(monkeypatch, captures):
         for parameter in model.parameters():
             parameter.mul_(1.5)
     assert seen == [2, 0] and captures.replays == 6
-    assert launching.launch in [function for function, *_ in captures.graphs[0].operations]
+    assert launcher.launch in [function for function, *_ in captures.graphs[0].operations]
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from hybrid_grpo.records.files import read_jsonl
+from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.records.profiler import STAGE, Profiler
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
-from hybrid_grpo.records.files import cut_lines, read_jsonl
+from hybrid_grpo.records.files import cut_lines
+from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.step_trace import BUCKETS, StepTrace, histogram, of_counts, trace_line
 
 

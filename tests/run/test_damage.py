@@ -4,7 +4,7 @@ import json
 
 from hybrid_grpo.config import LogConfig, RunConfig, TrainConfig
 from hybrid_grpo.config.parsing import Parsed
-from hybrid_grpo.records.files import read_jsonl
+from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.sinks import Log
 from hybrid_grpo.run.resuming import settings_of
 from hybrid_grpo.run.run import Run

@@ -10,9 +10,10 @@ import pytest
 from paths import SUPPORT
 
 from hybrid_grpo.config import TrainConfig
-from hybrid_grpo.config.building import build, setting_names
+from hybrid_grpo.config.building import build
+from hybrid_grpo.config.composition import setting_names
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.records.files import read_jsonl
+from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.run.resuming import FREE as FREE_SETTINGS
 from hybrid_grpo.run.resuming import find_start, settings_of
 from hybrid_grpo.run.saving.checkpoint import Checkpoints

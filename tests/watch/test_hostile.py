@@ -18,7 +18,8 @@ import pytest
 from paths import ROOT
 from starlette.datastructures import QueryParams
 
-from hybrid_grpo.watch import growing_file, records, rollouts, server
+from hybrid_grpo.records import json_lines
+from hybrid_grpo.watch import rollouts, server
 from hybrid_grpo.watch.answers import QUESTIONS, Answers
 from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.frozen import write_report
@@ -172,9 +173,8 @@ def test_every_question_is_answered_soon_and_in_bounds(tmp_path: Path, name: str
 
 
 def test_lines_that_are_too_long_are_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (records, growing_file):
-        monkeypatch.setattr(module, "LONGEST", 1000)
-    monkeypatch.setattr(growing_file, "_CHUNK", 300)
+    monkeypatch.setattr(json_lines, "LONGEST", 1000)
+    monkeypatch.setattr(json_lines, "_CHUNK", 300)
     put(
         tmp_path,
         "metrics.jsonl",

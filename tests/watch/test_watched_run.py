@@ -4,10 +4,11 @@ import shutil
 import pytest
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.records import json_lines
 from hybrid_grpo.records.alarm_records import AlarmRecord, write_alarm
-from hybrid_grpo.watch import growing_file, metrics_file
+from hybrid_grpo.watch import metrics_file
 from hybrid_grpo.watch.folders import Folders
-from hybrid_grpo.watch.watched_run import Alarm, WatchedRun, differing
+from hybrid_grpo.watch.watched_run import WatchedRun, differing
 
 
 def run_lines():
@@ -33,11 +34,11 @@ def test_alarms_are_told_in_the_words_of_the_run(make_run):
     folder = make_run("sick", run_lines())
     write_alarm(folder, AlarmRecord(7, "parity", 5, "the gap is wide", "stop"))
     run = opened(folder)
-    first = Alarm(5, 7, "parity", "the gap is wide")
+    first = AlarmRecord(7, "parity", 5, "the gap is wide")
     assert run.alarms() == [first]
     with (folder / "alarms.jsonl").open("a") as file:
         file.write('{"step": 20, "message": "held-out accuracy fell"}\n{"step": 3')
-    assert run.alarms() == [first, Alarm(20, 20, "", "held-out accuracy fell")]
+    assert run.alarms() == [first, AlarmRecord(20, "", 20, "held-out accuracy fell")]
     copied = shutil.copytree(run.folder, run.folder.parent / "copied")
     assert opened(copied).alarms() == run.alarms()
     (folder / "alarms.jsonl").write_text("damaged\n")
@@ -58,7 +59,7 @@ def test_axes_are_steps_tokens_and_hours_of_work(make_run, monkeypatch):
         "".join(json.dumps({"step": step, "completion/sampled_tokens": 100.0}) + "\n" for step in range(20_000))
     )
     monkeypatch.setattr(metrics_file, "_GLIMPSE_OVER", 10_000)
-    monkeypatch.setattr(growing_file, "_CHUNK", 1_000)
+    monkeypatch.setattr(json_lines, "_CHUNK", 1_000)
     run = WatchedRun("run", folder)
     run.refresh(0)
     assert run.share_read < 1

@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid_grpo.config.checks import check_data, check_output
-from hybrid_grpo.config.commands import SftLoopConfig, refuse_mixture
+from hybrid_grpo.config.commands import RecipeReader, all_but, in_part, refuse_mixture
+from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import SECTION
+from hybrid_grpo.config.model import PolicyConfig
 from hybrid_grpo.config.parsing import parse
-from hybrid_grpo.config.train import TrainConfig
 from hybrid_grpo.features.cleaning.settings import CleanConfig
 from hybrid_grpo.records.files import json_lines, reader_may_leave
 
@@ -26,17 +27,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, config=SECTION)
-class CheckDataConfig(TrainConfig):
-    """Look for faults in the training rows, print what was found, and write the rows that are kept. Loads no model.
-    Takes the recipe of `train` or `sft`; of its sections only `data` and the tokenizer of `policy.model` count."""
+class CheckDataConfig(RecipeReader):
+    """Look for faults in the training rows, print what was found, and write the rows that are kept. Loads no model, and
+    of `policy.model` only the tokenizer. Takes the recipe of `train` or `sft`."""
 
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     clean: CleanConfig = field(default_factory=CleanConfig)
-    sft: SftLoopConfig = field(default_factory=SftLoopConfig)
+
+    command = "data"
+    used = in_part(policy=frozenset({"model"}), data=all_but(DataConfig, "over_long shuffle"))
 
     @model_validator(mode="after")
-    def _check_sections(self) -> CheckDataConfig:
+    def _check_mixture(self) -> CheckDataConfig:
         refuse_mixture(self.data, "data")
-        return self  # nothing is trained
+        return self
 
 
 def run(arguments: list[str]) -> None:

@@ -17,7 +17,7 @@ from hybrid_grpo.data.batch import MicroBatch, Numbers, Rollout, Scores, TrainBa
 from hybrid_grpo.features.critic.gae import ValueTargets, critic_advantages, value_loss
 from hybrid_grpo.features.critic.settings import CriticConfig
 from hybrid_grpo.model.compatibility import check_compatible
-from hybrid_grpo.model.scalar import check_scalar
+from hybrid_grpo.model.scalar_model import check_scalar
 from hybrid_grpo.policy import Policy, Scorer
 from hybrid_grpo.run.feature import Feature, Scored
 from hybrid_grpo.run.inputs import RunInputs

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hybrid_grpo.config import GrpoConfig, LoraConfig, TrainConfig
 from hybrid_grpo.features.critic.settings import CriticConfig
-from hybrid_grpo.model.scalar import count_parameters
+from hybrid_grpo.model.scalar_model import count_parameters
 from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
 
 

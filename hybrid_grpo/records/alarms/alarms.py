@@ -11,7 +11,7 @@ from hybrid_grpo.config.errors import RunStopped, did_you_mean, refuse
 from hybrid_grpo.model.ranks import all_gather_objects, rank
 from hybrid_grpo.records.alarm_records import AlarmRecord
 from hybrid_grpo.records.alarms.symptoms import NON_FINITE, Sign, Symptoms, evaluated_sets
-from hybrid_grpo.records.files import read_jsonl
+from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.metrics.catalogue import CATALOGUE, find
 
 _CAUSES = {

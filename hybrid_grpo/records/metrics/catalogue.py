@@ -17,6 +17,10 @@ from hybrid_grpo.config.features import feature_folders
 Reduction = Literal["mean", "sum", "max", "min", "same", "rank_mean"]
 """How the values added during a step become one number; metrics.yaml explains each."""
 
+TIME_METRICS = ("time/step_s", "time/eval_s", "time/checkpoint_s")
+TOKEN_METRICS = ("completion/sampled_tokens", "sft/tokens")
+"""What the axes of hours and of tokens add up."""
+
 
 @dataclass(frozen=True)
 class Metric:

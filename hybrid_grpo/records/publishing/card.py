@@ -25,7 +25,7 @@ from hybrid_grpo.config.recipes import Dumper, read_recipe
 from hybrid_grpo.config.secrets import publishable, publishable_text
 from hybrid_grpo.config.tasks import READY_MADE, ready_made_settings
 from hybrid_grpo.records.exports import exported
-from hybrid_grpo.records.files import read_jsonl
+from hybrid_grpo.records.json_lines import read_jsonl
 
 _STAGES: dict[str, tuple[str, str, Any]] = {
     "grpo": ("train", "GRPO", TrainConfig),

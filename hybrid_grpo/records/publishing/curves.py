@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import jinja2
+import numpy as np
 
-from hybrid_grpo.records.metrics.catalogue import find
-from hybrid_grpo.records.metrics.charts import Chart, charts_of, is_noisy
+from hybrid_grpo.records.metrics.charts import Chart, charts_of
+from hybrid_grpo.records.metrics.thinning import Column, Points, present, smooth, thin
 
 _SECTIONS = ("Results", "Completions", "Policy")
 """Sections of charts.yaml whose charts are drawn."""
@@ -22,17 +21,15 @@ _WIDTH, _HEIGHT = 260, 120
 """Of the area of a chart in which curves run, in pixels."""
 _MOST_POINTS = 250
 
-Values = list[float | None]
 Line = dict[str, Any]
 """One line of metrics.jsonl."""
 
 
 def draw_curves(lines: list[Line]) -> str | None:
     """The curves of these lines of metrics.jsonl as SVG; None where there are not two steps to draw a line between."""
-    thinned = thin(lines, _MOST_POINTS) if lines else []
-    steps = [line["step"] for line in thinned]
-    known = list(dict.fromkeys(name for line in thinned for name, value in line.items() if value is not None))
-    panels = [_panel(chart, thinned) for chart in charts_of(known) if chart.section in _SECTIONS]
+    steps = np.array([line["step"] for line in lines], np.float64)
+    known = list(dict.fromkeys(name for line in lines for name, value in line.items() if value is not None))
+    panels = [_panel(chart, lines, steps) for chart in charts_of(known) if chart.section in _SECTIONS]
     panels = [panel for panel in panels if panel]
     if not panels:
         return None
@@ -40,64 +37,38 @@ def draw_curves(lines: list[Line]) -> str | None:
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     sizes = {"columns": _COLUMNS, "width": _WIDTH, "height": _HEIGHT}
-    return environment.get_template("curves.svg.j2").render(panels=panels, first=steps[0], last=steps[-1], **sizes)
+    ends = {"first": lines[0]["step"], "last": lines[-1]["step"]}
+    return environment.get_template("curves.svg.j2").render(panels=panels, **ends, **sizes)
 
 
-def _panel(chart: Chart, lines: list[Line]) -> dict[str, Any]:
+def _panel(chart: Chart, lines: list[Line], steps: Column) -> dict[str, Any]:
     """A chart with its curves as points in pixels; empty where no curve has two values, or none ever changes."""
-    steps = [line["step"] for line in lines]
-    columns = [(curve.label, [line.get(curve.name) for line in lines]) for curve in chart.curves]
-    drawn = [(label, values) for label, values in columns if sum(map(_is_number, values)) > 1]
-    if chart.compared:
-        drawn = [(label, _shares(values)) for label, values in drawn]
-    values = [value for _, values in drawn for value in values if _is_number(value)]
-    low, high = min(values, default=0.0), max(values, default=0.0)
+    columns = [(curve, np.array([line.get(curve.name) for line in lines], np.float64)) for curve in chart.curves]
+    drawn = [(curve.label, _thinned(steps, column, curve.noisy)) for curve, column in columns]
+    drawn = [(label, (x, _share(y) if chart.compared else y)) for label, (x, y) in drawn if len(y) > 1]
+    values = np.concatenate([y for _, (_, y) in drawn] or [np.zeros(1)])
+    low, high = float(values.min()), float(values.max())
     if low == high:
         return {}
     if chart.top is not None:
         low, high = 0.0, max(high, chart.top)
-    return {
-        "title": chart.title,
-        "unit": chart.unit,
-        "low": f"{low:.4g}",
-        "high": f"{high:.4g}",
-        "curves": [{"label": label, "points": _points(values, steps, low, high)} for label, values in drawn],
-    }
+
+    def in_pixels(x: Column, y: Column) -> list[tuple[float, float]]:
+        across, down = (x - steps[0]) / (steps[-1] - steps[0]), (high - y) / (high - low)
+        return [
+            (round(a * _WIDTH, 1), round(d * _HEIGHT, 1)) for a, d in zip(across.tolist(), down.tolist(), strict=True)
+        ]
+
+    curves = [{"label": label, "points": in_pixels(*points)} for label, points in drawn]
+    return {"title": chart.title, "unit": chart.unit, "low": f"{low:.4g}", "high": f"{high:.4g}", "curves": curves}
 
 
-def _shares(values: Values) -> Values:
+def _thinned(steps: Column, column: Column, noisy: bool) -> Points:
+    """The points of a curve; of a long and noisy one its moving average."""
+    x, y = present(steps, np.where(np.isfinite(column), column, np.nan))
+    return thin((x, smooth(y, 2 * len(y) // _MOST_POINTS) if noisy else y), _MOST_POINTS)
+
+
+def _share(y: Column) -> Column:
     """Each value as a share of the way from the lowest of them to the highest."""
-    numbers = [value for value in values if _is_number(value)]
-    low, high = min(numbers), max(numbers)
-    return [(value - low) / (high - low or 1.0) if _is_number(value) else None for value in values]
-
-
-def _points(values: Values, steps: list[int], low: float, high: float) -> list[tuple[float, float]]:
-    length = steps[-1] - steps[0]
-    return [
-        (round((step - steps[0]) / length * _WIDTH, 1), round((high - value) / (high - low) * _HEIGHT, 1))
-        for step, value in zip(steps, values, strict=True)
-        if _is_number(value)
-    ]
-
-
-def _is_number(value: float | None) -> TypeGuard[float]:
-    return value is not None and math.isfinite(value)
-
-
-def thin(lines: list[Line], limit: int) -> list[Line]:
-    """At most `limit` lines: the first, then runs of neighbours, their means averaged and their extremes kept."""
-    size = max(1, -(-(len(lines) - 1) // (limit - 1)))
-    return lines[:1] + [_merge(lines[start : start + size]) for start in range(1, len(lines), size)]
-
-
-def _merge(lines: list[Line]) -> Line:
-    merged: Line = {}
-    for name in dict.fromkeys(name for line in lines for name in line):
-        values = [line[name] for line in lines if line.get(name) is not None]
-        metric = find(name)
-        if values and metric is not None and is_noisy(metric):
-            merged[name] = {"max": max, "min": min}.get(metric.reduction, statistics.fmean)(values)
-        else:
-            merged[name] = values[-1] if values else None
-    return merged
+    return (y - y.min()) / (np.ptp(y) or 1.0)

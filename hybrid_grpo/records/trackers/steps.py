@@ -1,6 +1,7 @@
 """What a run's folder tells a tracker: an entry for each step, read as the files grow."""
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -8,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.records.alarm_records import ALARMS_FILE
-from hybrid_grpo.records.files import read_jsonl, rollout_files
+from hybrid_grpo.records.files import rollout_files
+from hybrid_grpo.records.json_lines import GrowingFile, parse_step, read_jsonl
+from hybrid_grpo.records.metrics.catalogue import TIME_METRICS, TOKEN_METRICS
 
 STEP, TOKENS, HOURS = AXES = ("progress/step", "progress/tokens", "progress/hours")
 """What curves are drawn over: the step, completion tokens sampled (`sft`: target tokens) since the run began, and hours
 of training, evaluation and checkpoints."""
 
-_TIMES = ("time/step_s", "time/eval_s", "time/checkpoint_s")
-_TOKENS = ("completion/sampled_tokens", "sft/tokens")
 _EACH, _OF_ALARM = 4, 32
 """Samples of each kind that are shown of a step, and of a step with an alarm."""
 
@@ -37,58 +38,51 @@ class TrackedStep:
     alarms: list[str] = field(default_factory=list)
 
 
-class Lines:
-    """The lines of a JSON-lines file that were added since the last look; one that is not whole yet is left."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
-
-    def __iter__(self) -> Iterator[Row]:
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset += len(line)
-                yield json.loads(line)
-
-
 class TrackedSteps:
-    """The entries of a run after the step `done`, each once, as its folder grows."""
+    """The steps of a run after the step `done`, each once, as its folder grows."""
 
     def __init__(self, folder: Path, done: int, histograms_every: int) -> None:
         """`histograms_every`: steps between histograms; 0: none."""
         self._rollouts, self._done, self._every = folder / "rollouts", done, histograms_every
-        self._numbers, self._alarms = Lines(folder / "metrics.jsonl"), Lines(folder / ALARMS_FILE)
-        self._said: dict[int, list[str]] = defaultdict(list)
+        self._numbers = GrowingFile(folder / "metrics.jsonl", self._take_numbers, lambda: None)
+        self._alarms = GrowingFile(folder / ALARMS_FILE, self._take_alarm, lambda: None)
+        self._unseen: list[tuple[int, dict[str, float]]] = []
+        self._messages: dict[int, list[str]] = defaultdict(list)
         self._tokens = self._seconds = 0.0
         self._last, self._drawn = done, -1
         """The last step that was read, and the last one with histograms."""
 
     def new(self) -> Iterator[TrackedStep]:
-        """The entries of the steps whose numbers were written since the last look."""
-        for line in self._numbers:
-            step = line.pop("step")
-            values = {name: float("nan") if value is None else value for name, value in line.items()}
-            self._tokens += sum(values.get(name, 0.0) for name in _TOKENS)
-            self._seconds += sum(values.get(name, 0.0) for name in _TIMES)
-            if step > self._done:
-                self._last = step
-                axes = dict(zip(AXES, (step, self._tokens, self._seconds / 3600), strict=True))
-                yield self._entry(step, {**values, **axes})
+        """The steps whose numbers were written since the last look."""
+        self._numbers.read(math.inf)
+        unseen, self._unseen = self._unseen, []
+        for step, values in unseen:
+            yield self._step(step, values)
 
     def unfinished(self) -> Iterator[TrackedStep]:
-        """Rollouts of a last step that could not be finished: it has no numbers."""
+        """A last step that could not be finished: it has rollouts and no numbers."""
         for step in rollout_files(self._rollouts):
             if step > self._last:
-                yield self._entry(step, {STEP: step})
+                yield self._step(step, {STEP: step})
 
-    def _entry(self, step: int, values: dict[str, float]) -> TrackedStep:
-        for alarm in self._alarms:  # written before the numbers of its step
-            self._said[alarm["step"]].append(alarm["message"])
-        alarms = self._said.pop(step, [])
+    def _take_numbers(self, line: bytes) -> None:
+        row = parse_step(line) or {}
+        step = row.pop("step", -1)
+        values = {name: math.nan if value is None else value for name, value in row.items()}
+        self._tokens += sum(values.get(name, 0.0) for name in TOKEN_METRICS)
+        self._seconds += sum(values.get(name, 0.0) for name in TIME_METRICS)
+        if step > self._done:
+            self._last = step
+            axes = dict(zip(AXES, (step, self._tokens, self._seconds / 3600), strict=True))
+            self._unseen.append((step, {**values, **axes}))
+
+    def _take_alarm(self, line: bytes) -> None:
+        if (alarm := parse_step(line)) is not None:
+            self._messages[alarm["step"]].append(alarm["message"])
+
+    def _step(self, step: int, values: dict[str, float]) -> TrackedStep:
+        self._alarms.read(math.inf)  # they are written before the numbers of their step
+        alarms = self._messages.pop(step, [])
         rows = read_jsonl(self._rollouts / f"step_{step:06d}.jsonl")
         due = bool(self._every) and (self._drawn < 0 or step - self._drawn >= self._every)
         if rows and due:

@@ -20,10 +20,10 @@ from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.generation.cache import Geometry
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.ledger import Ledger
 from hybrid_grpo.model.loading import training_attention, without_dropout
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
+from hybrid_grpo.model.memory_tracker import MemoryTracker
 
 HeadOf = Callable[[int, int], HeadFunction | None]
 """What the head computes in addition at a number of places, for a number of tokens of the vocabulary."""
@@ -86,10 +86,10 @@ class DryRun:
 
     def training(self, micro: MicroBatch) -> Footprint:
         """Forward and backward of a micro-batch."""
-        with self._forward(micro, self._heads) as (ledger, marks, found):
+        with self._forward(micro, self._heads) as (tracker, marks, found):
             torch.stack([value_N.sum() for value_N in found]).sum().backward()
             kept, forward, head = (self._scale * mark for mark in marks)
-            return Footprint(kept, head - kept, max(forward, self._scale * ledger.mark()) - kept)
+            return Footprint(kept, head - kept, max(forward, self._scale * tracker.mark()) - kept)
 
     @torch.no_grad()
     def reading(self, micro: MicroBatch) -> int:
@@ -123,27 +123,27 @@ class DryRun:
     @contextmanager
     def _forward(
         self, micro: MicroBatch, heads: Sequence[HeadOf] = ()
-    ) -> Iterator[tuple[Ledger, list[int], tuple[Tensor, ...]]]:
+    ) -> Iterator[tuple[MemoryTracker, list[int], tuple[Tensor, ...]]]:
         """A forward, with what `heads` add to it, and what follows in the block.
 
-        Gives the ledger, marks in bytes, and the model's outputs. The marks are what is alive when the LM head begins;
+        Gives the tracker, marks in bytes, and the model's outputs. The marks are what is alive when the LM head begins;
         the most that was alive until then; and, once there was a backward, the most from there to its end in the head.
         """
         marks: list[int] = []
 
         def at_head(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            marks.extend((ledger.live, ledger.mark()))
+            marks.extend((tracker.live, tracker.mark()))
             if inputs[0].requires_grad:
-                inputs[0].register_hook(lambda _: marks.append(ledger.mark()))
+                inputs[0].register_hook(lambda _: marks.append(tracker.mark()))
 
         # Attention keeps its masks with the micro-batch, where another run would find them.
         ids_bS, positions_bS, *others = deepcopy(micro).inputs
         if micro.segments is None:
             positions_bS = None  # A model counts the positions of padded rows by itself.
         hook = self.model.get_output_embeddings().register_forward_pre_hook(at_head)
-        with hook, self._fake, Ledger([*self.model.parameters(), *self.model.buffers()]) as ledger:
+        with hook, self._fake, MemoryTracker([*self.model.parameters(), *self.model.buffers()]) as tracker:
             try:
-                yield ledger, marks, self._scored(ids_bS, positions_bS, *others, 1.0, self._more(micro, heads))
+                yield tracker, marks, self._scored(ids_bS, positions_bS, *others, 1.0, self._more(micro, heads))
             except (RuntimeError, NotImplementedError, AssertionError, LookupError) as error:
                 raise NeedsData(str(error)) from error
 

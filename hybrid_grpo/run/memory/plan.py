@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import Workspace
-from hybrid_grpo.generation.attention import might_follow
 from hybrid_grpo.generation.cache import GPU_SHARE, prefill_that_fits
 from hybrid_grpo.generation.graphs import bytes_of, reads_up_to
 from hybrid_grpo.generation.loop import PAGE
+from hybrid_grpo.generation.paged_attention import might_follow
 from hybrid_grpo.model.hardware import CUDA_CONTEXT_BYTES, Hardware
 from hybrid_grpo.model.loading import load_config, parameters_of
 from hybrid_grpo.model.logprobs import HeadFunction

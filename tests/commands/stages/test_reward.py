@@ -20,8 +20,8 @@ from transformers import AutoModelForSequenceClassification
 from hybrid_grpo.commands.stages.reward import calibration_bins, calibration_error, pair_losses
 from hybrid_grpo.data.packing import pack_pairs
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.scalar import ScalarModel
-from hybrid_grpo.records.files import read_jsonl
+from hybrid_grpo.model.scalar_model import ScalarModel
+from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.rewards.models.reward_model import reward_model
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.packing import pack, pad
 from hybrid_grpo.features.critic.critic import Critic
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.scalar import ScalarModel, load_scalar_model
+from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model
 
 Seen = dict[str, Any]
 

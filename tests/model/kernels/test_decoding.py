@@ -7,9 +7,9 @@ from tiny_models import ARCHITECTURES, pair
 from torch import nn
 
 from hybrid_grpo.generation import GREEDY, Request, Sampling, generate
-from hybrid_grpo.generation.attention import DecodeStep, Prefill, masked_attention
 from hybrid_grpo.generation.cache import Geometry, PagedCache
-from hybrid_grpo.generation.fused import fused
+from hybrid_grpo.generation.fused_step import fused_step
+from hybrid_grpo.generation.paged_attention import DecodeStep, Prefill, masked_attention
 from hybrid_grpo.generation.sampler import Sampler
 from hybrid_grpo.model.kernels import build as kernels
 from hybrid_grpo.model.kernels import decoding
@@ -118,7 +118,7 @@ def cache_of(view):
 def test_a_step_is_fused_where_the_model_is_that_of_llama(architecture):
     view = pair(architecture)[1]
     with torch.inference_mode():
-        taken = fused(view, cache_of(view))
+        taken = fused_step(view, cache_of(view))
     assert (taken is not None) == (architecture in ("llama", "mistral", "qwen2", "qwen3"))
 
 
@@ -149,7 +149,7 @@ def test_a_model_that_only_looks_like_llama_is_left_alone(place):
         layer.mlp.positions = lambda: seen[-1]
         layer.mlp.forward = far_other.__get__(layer.mlp)
     with torch.inference_mode():
-        assert fused(view, cache_of(view)) is None
+        assert fused_step(view, cache_of(view)) is None
 
 
 @needs_compiler
@@ -157,7 +157,7 @@ def test_a_rotation_that_looks_at_the_whole_batch_is_not_fused():
     view = pair("llama")[1]
     view.model.rotary_emb.rope_type = "dynamic"
     with torch.inference_mode():
-        assert fused(view, cache_of(view)) is None
+        assert fused_step(view, cache_of(view)) is None
 
 
 @needs_compiler

@@ -13,7 +13,7 @@ from workshop import Workshop
 from hybrid_grpo.config import TrainConfig, build
 from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.records.alarms.alarms import Alarms, RollBack
-from hybrid_grpo.records.files import read_jsonl
+from hybrid_grpo.records.json_lines import read_jsonl
 
 GOOD = {"policy/loss": 0.1, "policy/grad_norm": 1.0, "policy/kl": 0.1, "policy/entropy": 2.0, "policy/ratio_max": 1.5}
 NAN_REWARDS = """

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 from xml.etree import ElementTree
 
-import pytest
-
-from hybrid_grpo.records.publishing.curves import draw_curves, thin
+from hybrid_grpo.records.publishing.curves import draw_curves
 
 LINES: list[dict[str, Any]] = [
     {"step": 0, "eval/heldout/accuracy": 0.125, "eval/hard/accuracy": 0.0, "eval/hard/reward_mean": 40.0},
@@ -37,15 +36,11 @@ def test_curves_are_the_numbers_of_the_run() -> None:
     assert draw_curves(LINES[:1]) is None and draw_curves([]) is None
 
 
-def test_thinning_keeps_the_ends_the_average_and_the_extremes() -> None:
-    lines: list[dict[str, Any]] = [
-        {"step": s, "reward/mean": float(s % 2), "completion/length_max": float(s)} for s in range(2001)
-    ]
-    lines[17]["eval/heldout/accuracy"] = 0.5
-    thinned = thin(lines, 1000)
-    assert len(thinned) <= 1000
-    assert thinned[0] == lines[0] and thinned[-1]["step"] == 2000
-    assert [line["completion/length_max"] for line in thinned] == [line["step"] for line in thinned]
-    assert sum(line["reward/mean"] for line in thinned) / len(thinned) == pytest.approx(0.5, abs=0.01)
-    assert [line["eval/heldout/accuracy"] for line in thinned if "eval/heldout/accuracy" in line] == [0.5]
-    assert thin(lines[:1000], 1000) == lines[:1000]
+def test_a_long_curve_has_few_points_and_a_spike_of_a_number_that_is_not_averaged() -> None:
+    lines = [{"step": s, "reward/mean": float(s % 2), "policy/lr": 1e-6 * (1 + (s == 1234))} for s in range(2001)]
+    picture = draw_curves(lines)
+    assert picture is not None
+    drawn = [line.split() for line in re.findall(r'points="([^"]*)"', picture)]
+    assert len(drawn) == 2 and all(len(line) < 500 for line in drawn)
+    assert max(float(point.split(",")[1]) for point in drawn[1]) == 120.0
+    assert [point for point in drawn[1] if point.endswith(",0.0")] == ["160.4,0.0"]

@@ -152,7 +152,7 @@ REFUSED = {
     "neither": ({"labels": ["x"]}, 422, "neither `query` nor `completions`"),
     "uneven": ({"query": ["a"], "prompts": ["a", "b"]}, 422, "same length"),
     "no texts": ({"query": [7]}, 422, "query must be texts"),
-    "a prompt that is not there": ({"query": ["abc"], "prompts": ["x"]}, 422, "does not hold its prompt"),
+    "a prompt that is not there": ({"query": ["abc"], "prompts": ["x"]}, 422, "does not contain its prompt"),
     "a lost column": ({"query": ["abc"]}, 422, "exact_match needs answer"),
     "bad chats": ({"completions": ["a"], "prompts": [[1]], "answer": ["x"]}, 422, "lists of messages"),
     "bad ids": ({"completions": ["a"], "completion_ids": [["x"]], "answer": ["x"]}, 422, "whole numbers"),

@@ -17,7 +17,7 @@ from workshop import Workshop
 from hybrid_grpo.config import RunConfig
 from hybrid_grpo.config.errors import RunInterrupted
 from hybrid_grpo.config.fields import duration_seconds
-from hybrid_grpo.records.files import read_jsonl
+from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.run.stopping import leftovers, stopping, watcher
 from hybrid_grpo.run.stopping.board import TIME_OVER, Board
 

@@ -4,7 +4,7 @@ Triton comes with torch's builds for GPUs; without it torch computes everything.
 check, run once on the device, shows that it computes what torch does; see `tried`.
 """
 
-from hybrid_grpo.model.kernels.gpu.launching import proven, tried, triton, usable
+from hybrid_grpo.model.kernels.gpu.launcher import proven, tried, triton, usable
 
 if triton is not None:
     from hybrid_grpo.model.kernels.gpu import gate, norm, rotation, sampling, softmax

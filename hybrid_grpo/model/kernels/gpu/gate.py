@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_grpo.model.kernels.gpu.launching import launch
+from hybrid_grpo.model.kernels.gpu.launcher import launch
 
 _BLOCK = 1024
 

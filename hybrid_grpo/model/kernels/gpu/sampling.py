@@ -1,11 +1,11 @@
-"""Drawing tokens on a GPU: one program reads a row of logits. generation/drawing.py defines what it computes."""
+"""Drawing tokens on a GPU: one program reads a row of logits. generation/categorical.py defines what it computes."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_grpo.model.kernels.gpu.launching import launch
+from hybrid_grpo.model.kernels.gpu.launcher import launch
 
 _BLOCK = 4096
 _SEARCH_BLOCK = 1024
@@ -179,7 +179,7 @@ def sample(
     least_weight: int,
     greedy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `generation.drawing.sample`; the last five arguments are the fields of its `Filters`."""
+    """See `generation.categorical.sample`; the last five arguments are the fields of its `Filters`."""
     n, vocabulary = logits_nV.shape
     token_n, logp_n = key_n.new_empty(n), torch.empty(n, dtype=torch.float32, device=logits_nV.device)
     kept_logp_n = torch.empty_like(logp_n)

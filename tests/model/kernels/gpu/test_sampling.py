@@ -8,8 +8,8 @@ import torch
 from distributions import assert_follows, probabilities
 from gpu_kernels import CASES, DEVICE, DTYPES
 
-from hybrid_grpo.generation import drawing, stream_key
-from hybrid_grpo.generation.drawing import ONE, UNIT, Filters, in_torch
+from hybrid_grpo.generation import categorical, stream_key
+from hybrid_grpo.generation.categorical import ONE, UNIT, Filters, in_torch
 from hybrid_grpo.model.kernels.gpu import sampling
 
 
@@ -95,6 +95,6 @@ def test_a_kernel_that_disagrees_is_not_used(monkeypatch):
         return logits_nV.argmin(-1), *torch.zeros(2, len(logits_nV))
 
     case = (torch.device(DEVICE), torch.bfloat16, 500, Filters(1.2, 300, ONE * 9 // 10, UNIT // 1000))
-    assert drawing._kernel_agrees(*case)
+    assert categorical._kernel_agrees(*case)
     monkeypatch.setattr(sampling, "sample", wrong)
-    assert not drawing._kernel_agrees(*case)
+    assert not categorical._kernel_agrees(*case)

@@ -62,11 +62,11 @@ def test_tiles_add_up_to_the_softmax_and_its_gradient(case, seeded):
 
 def test_the_head_with_kernels_is_the_head_without(monkeypatch):
     """Through `token_logprobs`, with a soft cap and several tiles, in float32, gradients of all parts."""
-    from hybrid_grpo.model.kernels.gpu import launching
+    from hybrid_grpo.model.kernels.gpu import launcher
     from hybrid_grpo.model.logprobs import LogitShape, token_logprobs
 
     def run(kernels):
-        monkeypatch.setattr(launching, "on_gpu", lambda _: kernels)
+        monkeypatch.setattr(launcher, "on_gpu", lambda _: kernels)
         softmax.gpu.proven.cache_clear()
         generator = torch.Generator().manual_seed(0)
         hidden, weight, bias = (

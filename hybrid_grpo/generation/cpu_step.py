@@ -1,4 +1,4 @@
-"""A decode step as one call of the kernel in decoding.c: float32 on a CPU, for models that `fused` recognises."""
+"""A decode step as one call of the kernel in decoding.c: float32 on a CPU, for models that `fused_step` recognises."""
 
 import ctypes
 from typing import Any

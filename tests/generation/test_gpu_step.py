@@ -9,11 +9,11 @@ from tiny_models import ARCHITECTURES, VOCABULARY, build, pair, tiny_config
 from hybrid_grpo.generation import Request, Sampling, generate, stream_key
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.generation.cache import Geometry, PagedCache
-from hybrid_grpo.generation.fused import fused
-from hybrid_grpo.generation.fused_gpu import GpuStep
+from hybrid_grpo.generation.fused_step import fused_step
+from hybrid_grpo.generation.gpu_step import GpuStep
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.kernels import gpu
-from hybrid_grpo.model.kernels.gpu import launching
+from hybrid_grpo.model.kernels.gpu import launcher
 
 pytestmark = pytest.mark.usefixtures("torch_only")
 
@@ -25,9 +25,9 @@ def kernels(monkeypatch):
 
     def launch(kernel, grid, *arguments, **options):
         launched.append(kernel.__name__)
-        launching.launch(kernel, grid, *arguments, **options)
+        launcher.launch(kernel, grid, *arguments, **options)
 
-    monkeypatch.setattr(launching, "on_gpu", lambda _: True)
+    monkeypatch.setattr(launcher, "on_gpu", lambda _: True)
     for module in (gpu.gate, gpu.norm, gpu.rotation, gpu.sampling, gpu.softmax):
         monkeypatch.setattr(module, "launch", launch)
     return launched
@@ -40,9 +40,9 @@ def cache_of(view):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @torch.inference_mode()
 def test_a_step_is_fused_where_the_model_is_that_of_llama(architecture, kernels):
-    """Fused means that both ways gave the same logits, to 1e-4 of their size: `fused` compares them."""
+    """Fused means that both ways gave the same logits, to 1e-4 of their size: `fused_step` compares them."""
     view = pair(architecture)[1].to(DEVICE)
-    step = fused(view, cache_of(view))
+    step = fused_step(view, cache_of(view))
     assert isinstance(step, GpuStep) == (architecture in ("llama", "mistral", "qwen2", "qwen3"))
 
 
@@ -51,8 +51,8 @@ def test_a_kernel_with_other_results_or_without_a_compiler_is_left_with_one_warn
     monkeypatch.setattr(gpu.gate, "silu_times", lambda gate, up: gate * up)
     view = pair("llama")[1].to(DEVICE)
     with pytest.warns(UserWarning, match="decoding LlamaForCausalLM does without a Triton kernel, slower: its results"):
-        assert fused(view, cache_of(view)) is None
-    assert fused(view, cache_of(view)) is None
+        assert fused_step(view, cache_of(view)) is None
+    assert fused_step(view, cache_of(view)) is None
 
     def failing(*_):
         raise RuntimeError("Failed to find C compiler\nPlease specify one")
@@ -60,7 +60,7 @@ def test_a_kernel_with_other_results_or_without_a_compiler_is_left_with_one_warn
     monkeypatch.setattr(gpu.gate, "silu_times", failing)
     view = pair("llama")[1].to(DEVICE)
     with pytest.warns(UserWarning, match="slower: Failed to find C compiler$"):
-        assert fused(view, cache_of(view)) is None
+        assert fused_step(view, cache_of(view)) is None
 
 
 @pytest.mark.parametrize(("architecture", "filters"), [("qwen2", {}), ("qwen3", {"top_k": 20, "top_p": 0.9})])
@@ -79,12 +79,12 @@ def test_the_decode_loop_with_kernels_is_the_one_without(architecture, filters, 
         groups, _ = generate(model, requests, Sampling(4, **filters))
         return {(row, *c.token_ids[: i + 1]): c.logp[i] for row, (c,) in enumerate(groups) for i in range(4)}
 
-    assert isinstance(fused(model, PagedCache(Geometry.of(model), 2, 256, torch.device(DEVICE))), GpuStep)
+    assert isinstance(fused_step(model, PagedCache(Geometry.of(model), 2, 256, torch.device(DEVICE))), GpuStep)
     kernels.clear()
     fast = logp_of_the_first_tokens()
     assert {"_sample", "_add_norm", "_rotate_and_store", "_silu_times"} == set(kernels)
     steps = kernels.count("_sample")
-    monkeypatch.setattr(launching, "on_gpu", lambda _: False)
+    monkeypatch.setattr(launcher, "on_gpu", lambda _: False)
     kernels.clear()
     slow = logp_of_the_first_tokens()
     assert not kernels and steps >= 4

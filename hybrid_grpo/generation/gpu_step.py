@@ -1,4 +1,4 @@
-"""A decode step with Triton kernels between the matrix products, for models that `fused` recognises.
+"""A decode step with Triton kernels between the matrix products, for models that `fused_step` recognises.
 
 A transformers layer launches about 40 kernels for one token of each sequence, most of them on vectors that a GPU reads
 in a microsecond. Here it is twelve: norms take the residual with them, and rotation writes the cache.
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-from hybrid_grpo.generation.attention import DecodeStep
 from hybrid_grpo.generation.cache import PagedCache
+from hybrid_grpo.generation.paged_attention import DecodeStep
 from hybrid_grpo.model.kernels import gpu
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 
-from hybrid_grpo.generation.attention import decode_step
 from hybrid_grpo.generation.cache import PagedCache
-from hybrid_grpo.generation.fused_cpu import CpuStep, fitting, weights
-from hybrid_grpo.generation.fused_gpu import GpuStep
+from hybrid_grpo.generation.cpu_step import CpuStep, fitting, weights
+from hybrid_grpo.generation.gpu_step import GpuStep
+from hybrid_grpo.generation.paged_attention import decode_step
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.build import usable
 
@@ -37,7 +37,7 @@ step that leaves anything out differs by as much as the logits themselves."""
 _agreed: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
-def fused(model: Any, cache: PagedCache) -> CpuStep | GpuStep | None:
+def fused_step(model: Any, cache: PagedCache) -> CpuStep | GpuStep | None:
     """The fused decode step of a model whose weights are whole; None: use the model's own forward."""
     parameters = list(model.parameters())
     on_gpu = gpu.usable(*parameters)

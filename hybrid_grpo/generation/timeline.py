@@ -1,4 +1,4 @@
-"""The course of decoding: how many sequences were decoded, waited and stood in line, from moment to moment.
+"""The timeline of decoding: how many sequences were decoded, waited and stood in line, from moment to moment.
 
 Only the host's own lists are looked at, so nothing waits for a GPU.
 """
@@ -12,7 +12,7 @@ POINTS = 64
 """Most moments that are kept, however long it takes."""
 
 
-class Course:
+class Timeline:
     """What a scheduler was seen to do, at moments that are equally far from each other but for the length of a step.
 
     Every step is a moment at first. Whenever there are `POINTS` of them, every other one is dropped, and from there on

@@ -12,7 +12,7 @@ from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.packing import pack_pairs, pad_pairs
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.scalar import ScalarModel, check_scalar, load_scalar_model, padding_token, scalar_config
+from hybrid_grpo.model.scalar_model import ScalarModel, check_scalar, load_scalar_model, padding_token, scalar_config
 
 PAIRS = [([5, 9, 3, 8, 8, 1, 7, 2, 4, 6, 11], [5, 9, 3, 8, 8, 1, 20]), ([7, 0], [7, 0, 0]), ([30] * 9, [31, 30])]
 """The second text of a pair ends where the first goes on, or ends in token 0, which padding has too; the last have no

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hybrid_grpo.model.kernels.compiling import compiling
+from hybrid_grpo.model.kernels.compilation_lock import compilation_lock
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_a_lock_of_a_killed_compiler_is_not_waited_for(kernels_of, tmp_path, lef
         (tmp_path / "a_kernel.owner").write_text("12345")
     else:
         os.utime(kernels_of, (0, 0))
-    with compiling("a_kernel"):
+    with compilation_lock("a_kernel"):
         assert not kernels_of.exists()
     assert not (tmp_path / "a_kernel.owner").read_text()
 
@@ -38,8 +38,8 @@ def test_a_compiler_at_work_is_waited_for_and_only_by_those_who_need_its_kernel(
     code = f"""
 import sys, time
 from pathlib import Path
-from hybrid_grpo.model.kernels.compiling import compiling
-with compiling("a_kernel"):
+from hybrid_grpo.model.kernels.compilation_lock import compilation_lock
+with compilation_lock("a_kernel"):
     Path({str(kernels_of)!r}).touch()
     print("compiling", flush=True)
     sys.stdin.read()
@@ -51,10 +51,10 @@ with compiling("a_kernel"):
         assert other.stdin and other.stdout
         while other.stdout.readline() != "compiling\n":
             assert other.poll() is None
-        with compiling("another_kernel"):
+        with compilation_lock("another_kernel"):
             pass
         entered = []
-        waiting = threading.Thread(target=lambda: entered.append(compiling("a_kernel").__enter__()))
+        waiting = threading.Thread(target=lambda: entered.append(compilation_lock("a_kernel").__enter__()))
         waiting.start()
         waiting.join(0.5)
         assert not entered and kernels_of.exists()

@@ -1,20 +1,20 @@
 """Curves for a screen: as many points as it can show, extremes kept, and moving averages."""
 
 import numpy as np
+import numpy.typing as npt
 
-from hybrid_grpo.watch.table import Column
-
-Curve = tuple[Column, Column]
+Column = npt.NDArray[np.float64]
+Points = tuple[Column, Column]
 """Places on the axis, ascending, and the values there; [points] both."""
 
 
-def present(x: Column, y: Column) -> Curve:
+def present(x: Column, y: Column) -> Points:
     """The points that have a place and a value."""
     kept = ~(np.isnan(x) | np.isnan(y))
     return x[kept], y[kept]
 
 
-def clip(curve: Curve, low: float, high: float) -> Curve:
+def clip(curve: Points, low: float, high: float) -> Points:
     """The points in [low, high], and one more on either side, so that lines enter from there."""
     x, y = curve
     start = max(0, int(np.searchsorted(x, low, "left")) - 1)
@@ -22,7 +22,7 @@ def clip(curve: Curve, low: float, high: float) -> Curve:
     return x[start:end], y[start:end]
 
 
-def thin(curve: Curve, points: int) -> Curve:
+def thin(curve: Points, points: int) -> Points:
     """At most about `points` points: neighbours share a bucket, of which the lowest and the highest stay.
 
     The first and the last point stay too, so that a curve begins and ends where it does.

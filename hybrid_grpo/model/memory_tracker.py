@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Ledger(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Bytes of all storages that are alive but those of `known` tensors, and the most there were since `mark`."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:

@@ -21,7 +21,7 @@ _COMPILE_SECONDS = 600
 
 
 @contextlib.contextmanager
-def compiling(kernel: str) -> Iterator[None]:
+def compilation_lock(kernel: str) -> Iterator[None]:
     """Inside, no other process of hybrid_grpo compiles this kernel.
 
     torch compiles under a lock that is the existence of a file: a process that is killed leaves it behind, and torch
@@ -62,7 +62,7 @@ def one_at_a_time(compile_and_load: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(compile_and_load)
     def guarded(builder: Any, *args: Any, **kwargs: Any) -> Any:
-        with compiling(builder.name):
+        with compilation_lock(builder.name):
             return compile_and_load(builder, *args, **kwargs)
 
     return guarded

@@ -1,0 +1,122 @@
+"""One line about a setting that cannot be: what it is called, what is wrong, and the way out."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+
+from hybrid_grpo.config.commands import RecipeReader
+from hybrid_grpo.config.composition import is_unused, setting_names
+from hybrid_grpo.config.errors import UserError, did_you_mean
+from hybrid_grpo.config.fields import LIMITS
+from hybrid_grpo.config.foreign_names import foreign_name
+from hybrid_grpo.config.types import bounds, example, fields_of, plain_types, type_name
+
+
+def complaint(error: ValidationError, cls: Any) -> str:
+    """The first of pydantic's errors about a configuration of this class."""
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, UserError):
+        return str(cause)
+    place = _located(first["loc"], cls)
+    if place.hint is None:
+        return _unknown_place(place, first["input"], cls)
+    if first["type"] == "value_error":
+        return f"{place.name} {cause}"
+    return _wrong_value(place, first["type"], first["input"], first.get("ctx", {}))
+
+
+def unknown_setting(name: str, cls: Any) -> str:
+    """The message for a setting that the command does not have. The most likely meant are another framework's name
+    for one of ours, the same name in another section, and a similar name in this section, in this order."""
+    if issubclass(cls, RecipeReader) and is_unused(cls, name):
+        return f"{name} is a setting of training, which {cls.command} does not use: take it out"
+    section, _, last = name.rpartition(".")
+    names = setting_names(cls)
+    foreign = foreign_name(name, names)
+    if foreign is not None:
+        return f"there is no setting {name}: {foreign}"
+    same = [known for known in names if known.rpartition(".")[2] == last]
+    alike = get_close_matches(section, [known.rpartition(".")[0] for known in same], n=1)
+    same = [f"{alike[0]}.{last}"] if alike else same
+    if same:
+        return f"there is no setting {name}: did you mean {' or '.join(same)}?"
+    near = [known for known in names if known.startswith(f"{section}.")]
+    return f"there is no setting {name}: {did_you_mean(name, near or list(fields_of(cls)))}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where in a configuration an error is."""
+
+    name: str
+    """As users write it: `rewards[0].weight`."""
+    hint: Any
+    """The type of the value there; None where there is no such setting."""
+    owner: Any
+    """The dataclass that has the setting, or lacks it."""
+    rest: Sequence[int | str]
+    """What pydantic says beyond that: parts of a value that users do not name."""
+
+
+def _located(path: Sequence[int | str], cls: Any) -> _Place:
+    """Walk along the path of an error, from the configuration through the types of its parts."""
+    name, hint, owner, rest = "", cls, cls, list(path)
+    while rest:
+        options = [plain for plain in plain_types(hint) if plain is not type(None)]
+        if len(options) > 1:  # pydantic names the option that it tried
+            tried = str(rest[0]).partition("[")[0]
+            options = [plain for plain in options if getattr(get_origin(plain) or plain, "__name__", "") == tried]
+            if not options or len(rest) == 1:
+                break
+            rest.pop(0)
+        part = options[0]
+        if dataclasses.is_dataclass(part):
+            step = str(rest.pop(0))
+            name, owner, hint = f"{name}.{step}".lstrip("."), part, fields_of(part).get(step)
+            if hint is None:
+                break
+        elif get_origin(part) is list and dataclasses.is_dataclass(plain_types(get_args(part)[0])[0]):
+            name, hint = f"{name}[{rest.pop(0)}]", get_args(part)[0]
+        elif get_origin(part) is dict:
+            entry, is_key = get_args(part)[1], rest[1:] == ["[key]"]
+            of_settings = dataclasses.is_dataclass(plain_types(entry)[0]) and not is_key
+            name = f"{name}{'.' if of_settings else ' '}{rest.pop(0)}"
+            if is_key:
+                break
+            hint = entry
+        else:
+            break
+    return _Place(name, hint, owner, rest)
+
+
+def _unknown_place(place: _Place, value: Any, cls: Any) -> str:
+    name, depth = place.name, place.name.count(".")
+    if place.owner is not cls and (depth > 1 or "[" in name):
+        return f"there is no setting {name}: {did_you_mean(name.rpartition('.')[2], fields_of(place.owner))}"
+    while isinstance(value, Mapping) and value:  # a section that there is not, with its first setting
+        key, value = next(iter(value.items()))
+        name = f"{name}.{key}"
+    return unknown_setting(name, cls)
+
+
+def _wrong_value(place: _Place, kind: str, value: Any, context: Mapping[str, Any]) -> str:
+    name, hint = place.name, place.hint
+    if kind == "missing" and not place.rest:
+        return f"{name} is not set: give one"
+    if kind == "string_too_short":
+        in_list = bool(place.rest) and isinstance(place.rest[0], int)
+        return f"{name} {'has an empty text:' if in_list else 'is empty: give a value or'} take it out"
+    if kind == "less_than_equal" and context["le"] in LIMITS:
+        return f"{name} {value} must be {context['le']:.16g} or less"
+    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        words = [word for plain in plain_types(hint) if get_origin(plain) is Literal for word in get_args(plain)]
+        return f"{name} {value} must be {' or '.join([bounds(hint), *words])}"
+    if kind == "dataclass_type":
+        of = next(plain for plain in plain_types(hint) if dataclasses.is_dataclass(plain))
+        return f"{name} {value!r} must be settings, as in {example(of)}"
+    expected = "a finite number" if kind == "finite_number" else type_name(hint)
+    return f"{name}: expected {expected}, got {'nothing' if value == '' else value}"

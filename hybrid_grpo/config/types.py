@@ -1,0 +1,74 @@
+"""The types of settings, taken apart and put into words: for help, and for messages about wrong values."""
+
+import dataclasses
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from hybrid_grpo.config.fields import LIMITS
+
+_WORDS = {float: "a finite number", int: "a whole number", str: "text", bool: "true or false", Any: "text"}
+
+
+def fields_of(cls: Any) -> dict[str, Any]:
+    """The type of every field of a dataclass: of a section its settings, of a configuration its sections."""
+    return get_type_hints(cls, include_extras=True)
+
+
+def plain_types(hint: Any) -> list[Any]:
+    """The alternatives of a type, without annotations."""
+    if get_origin(hint) is Annotated:
+        return plain_types(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return [plain for option in get_args(hint) for plain in plain_types(option)]
+    return [hint]
+
+
+def takes_mapping(hint: Any) -> bool:
+    """Whether a setting has entries of its own."""
+    return any(get_origin(plain) is dict or dataclasses.is_dataclass(plain) for plain in plain_types(hint))
+
+
+def type_name(hint: Any) -> str:
+    """What a setting takes, in words."""
+    return " or ".join(word for plain in plain_types(hint) for word in _words(plain))
+
+
+def _words(plain: Any) -> list[str]:
+    origin = get_origin(plain)
+    if origin is Literal:
+        return [str(word) for word in get_args(plain)]
+    if origin is list:
+        (entry,) = plain_types(get_args(plain)[0])[:1]
+        return [f"a list such as [{example(entry)}]" if dataclasses.is_dataclass(entry) else "a list"]
+    others: dict[Any, str] = {type(None): "null", tuple: "[number, number]", dict: "a mapping", **_WORDS}
+    word = "settings" if dataclasses.is_dataclass(plain) else others.get(origin or plain)
+    return [word] if word else []
+
+
+def example(cls: Any) -> str:
+    """How the settings of a dataclass begin in YAML."""
+    return f"{{{next(iter(fields_of(cls)))}: ...}}"
+
+
+def bounds(hint: Any) -> str:
+    """The bounds of a number: `greater than 0`, `1 or greater`, `in (0, 1]`; empty where it has none."""
+    low = high = None
+    for mark in _marks(hint):
+        low = mark if isinstance(mark, (Gt, Ge)) else low
+        high = mark if isinstance(mark, (Lt, Le)) else high
+    if isinstance(high, Le) and high.le in LIMITS:
+        high = None
+    least = low.gt if isinstance(low, Gt) else low.ge if isinstance(low, Ge) else None
+    most = high.lt if isinstance(high, Lt) else high.le if isinstance(high, Le) else None
+    if least is not None and most is not None:
+        return f"in {'(' if isinstance(low, Gt) else '['}{least}, {most}{')' if isinstance(high, Lt) else ']'}"
+    if least is not None:
+        return f"greater than {least}" if isinstance(low, Gt) else f"{least} or greater"
+    return ""
+
+
+def _marks(hint: Any) -> list[Any]:
+    own = list(hint.__metadata__) if get_origin(hint) is Annotated else []
+    return own + [mark for option in get_args(hint) if get_origin(hint) is not Literal for mark in _marks(option)]

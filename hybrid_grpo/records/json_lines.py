@@ -1,0 +1,192 @@
+"""Reading JSON lines: whole files of a run, files that are still being written, and files of strangers.
+
+`read_jsonl` refuses a damaged file. Everything else here is for watching: whatever a file holds, it is read within
+bounds, and lines that are not what they should be are passed over.
+"""
+
+import errno
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hybrid_grpo.config.errors import UserError
+
+LONGEST = 8 * 2**20
+"""Bytes of a line; longer ones are left out."""
+_DEEPEST = 50
+_END = 2**20
+_CHUNK = 2**18
+_MARK = 512
+"""Bytes before the place that has been read to. Where they have changed, the file is another one."""
+
+Record = dict[str, Any]
+
+
+def read_jsonl(path: Path) -> list[Record]:
+    """The objects of a file of a run; none where there is no file. An incomplete last line is left out.
+
+    Raises UserError, which names the file and the line, where a line is not a JSON object.
+    """
+    if not path.exists():
+        return []
+    rows = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line, parse_constant=lambda _: None) if line.endswith(b"\n") else {}
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{path} line {number} is not JSON ({error}): the file is damaged") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{path} line {number} is not a JSON object: the file is damaged")
+            rows += [row] if line.endswith(b"\n") else []
+    return rows
+
+
+def parse(line: bytes) -> Record | None:
+    """The object of a line; None where it is not one, or deeper than a run writes. NaN becomes None, and integers that
+    are too large for a browser become floats."""
+    if line[:1] not in (b"{", b" "):
+        return None
+    try:
+        record = _DECODER.decode(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and not _is_deep(record, line) else None
+
+
+def parse_step(line: bytes) -> Record | None:
+    """`parse` of a line that belongs to a step; None where it does not."""
+    record = parse(line)
+    step = record.get("step") if record else None
+    return record if type(step) is int and 0 <= step < 2**31 else None
+
+
+def _is_deep(record: Any, line: bytes) -> bool:
+    if line.count(b"{") + line.count(b"[") <= _DEEPEST:
+        return False
+    level = [record]
+    for _ in range(_DEEPEST):
+        inside = (below for one in level for below in (one.values() if isinstance(one, dict) else one))
+        level = [below for below in inside if isinstance(below, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def _whole(digits: str) -> int | float:
+    return int(digits) if len(digits) < 16 else float(digits)
+
+
+_DECODER = json.JSONDecoder(parse_int=_whole, parse_constant=lambda _: None)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file to read it. Raises OSError also for what is not a plain file: a pipe would wait for its writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
+    return open(descriptor, "rb")
+
+
+def read_lines(file: BinaryIO, begin: int) -> Iterator[tuple[int, bytes | None]]:
+    """Offset and content of each line from a byte on. A line longer than `LONGEST` comes in parts: first None, then
+    empty ones. The rest of a line that begins before `begin` is empty too."""
+    file.seek(max(0, begin - 1))
+    is_rest = begin > 0 and file.read(1) != b"\n"
+    while line := file.readline(LONGEST):
+        is_whole = line.endswith(b"\n")
+        is_long = len(line) == LONGEST and not is_whole
+        yield begin, b"" if is_rest else None if is_long else line
+        is_rest = (is_rest or is_long) and not is_whole
+        begin += len(line)
+
+
+def last_lines(path: Path) -> list[bytes]:
+    """Whole lines from the last megabyte of a file; none where it cannot be read. The first may be a part of one."""
+    try:
+        with open_file(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _END))
+            return file.read(_END).split(b"\n")[:-1]
+    except OSError:
+        return []
+
+
+class GrowingFile:
+    """Reads a file line by line as it is written, each line once.
+
+    A resumed run cuts the file and goes on writing, and a folder may be replaced by another: `on_restart` is called
+    then, and the lines are read again from the first. A last line without its end is left until it is whole. A line
+    longer than `LONGEST` is read as an empty one.
+    """
+
+    def __init__(self, path: Path, on_line: Callable[[bytes], None], on_restart: Callable[[], None]) -> None:
+        self.path = path
+        self._on_line, self._on_restart = on_line, on_restart
+        self._begin()
+
+    def _begin(self) -> None:
+        self.size = 0
+        """Bytes of the file when it was last looked at."""
+        self.place = 0
+        """Bytes that have been read."""
+        self._caught_up = True
+        self._mark = b""
+        self._in_long_line = False
+
+    @property
+    def share_read(self) -> float:
+        """Share of the file that has been read; 1 where no whole line is left."""
+        return 1.0 if self._caught_up else min(0.999, self.place / self.size)
+
+    def check(self) -> bool:
+        """Look whether the file is another one than before, or gone, so that it is read again from the beginning."""
+        try:
+            with open_file(self.path) as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(self.place - len(self._mark))
+                changed = size < self.place or file.read(len(self._mark)) != self._mark
+        except OSError:  # there is none (any more)
+            size, changed = 0, self.size > 0
+        if changed:
+            self._begin()
+            self._on_restart()
+        self.size = size
+        return changed
+
+    def read(self, seconds: float) -> None:
+        """Read the lines that were added, for about `seconds` at most."""
+        deadline = time.monotonic() + seconds
+        try:
+            with open_file(self.path) as file:
+                while not (caught_up := not self._read_chunk(file)) and time.monotonic() < deadline:
+                    pass
+        except OSError:
+            return
+        self._caught_up = caught_up
+
+    def _read_chunk(self, file: BinaryIO) -> bool:
+        """Read some whole lines, or a part of one that is too long; False where there are none."""
+        file.seek(self.place)
+        chunk = file.read(_CHUNK)
+        if b"\n" not in chunk:
+            chunk += file.read(LONGEST - len(chunk))
+        begin, end = 0, chunk.rfind(b"\n") + 1
+        if self._in_long_line:
+            begin = chunk.find(b"\n") + 1
+            self._in_long_line = not begin
+            end = end or len(chunk)
+        elif not end and len(chunk) >= LONGEST:
+            self._in_long_line = True
+            self._on_line(b"")
+            begin = end = len(chunk)
+        for line in chunk[begin:end].splitlines() if not self._in_long_line else ():
+            self._on_line(line)
+        self.place += end
+        self._mark = (self._mark + chunk[:end])[-_MARK:]
+        self.size = max(self.size, self.place)
+        return end > 0

@@ -1,0 +1,95 @@
+"""Commands that read the recipe of a training run: what they use of it, what they leave aside, what they refuse."""
+
+from typing import Any
+
+import pytest
+from user import User
+
+from hybrid_grpo.config import (
+    ChatConfig,
+    GenerateConfig,
+    ScoreConfig,
+    ServeRewardConfig,
+    SftConfig,
+    TrainConfig,
+    build,
+    dump,
+)
+from hybrid_grpo.config.building import refuse_unused
+from hybrid_grpo.config.composition import is_unused, setting_names
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.config.types import fields_of
+
+READERS = [ChatConfig, GenerateConfig, ScoreConfig, ServeRewardConfig]
+
+
+@pytest.mark.parametrize("cls", READERS)
+def test_the_stored_settings_of_a_run_can_be_read_and_given_are_those_that_the_command_has(
+    user: User, cls: Any
+) -> None:
+    run = build(TrainConfig, {"run": {"seed": 7, "steps": 3}, "data": {"system_prompt": "Sort."}, "rewards": ["f"]})
+    parsed = parse(cls, ["--config", user.yaml(dump(run))], cls.command)
+    for name in setting_names(cls):
+        section, _, key = name.partition(".")
+        if name in setting_names(TrainConfig):
+            of_run, of_command = getattr(run, section), getattr(parsed.config, section)
+            assert (getattr(of_command, key) == getattr(of_run, key)) if key else of_command == of_run
+    # What is printed is what is used.
+    again = parse(cls, ["--config", user.yaml(parsed.yaml)], cls.command)
+    assert again.config == parsed.config and "steps: 3" not in parsed.yaml
+
+
+@pytest.mark.parametrize("cls", READERS)
+def test_what_a_command_does_not_use_is_refused_where_it_is_asked_for(cls: Any) -> None:
+    others = [name for training in (TrainConfig, SftConfig) for name in setting_names(training) if is_unused(cls, name)]
+    assert len(others) > 100 and not set(others) & set(setting_names(cls))
+    for name in others:
+        expected = f"{name} is a setting of training, which {cls.command} does not use: take it out"
+        with pytest.raises(UserError) as refused:
+            parse(cls, [f"--{name}=1"], cls.command)
+        assert str(refused.value) == expected
+        section, _, key = name.partition(".")
+        with pytest.raises(UserError) as refused:
+            refuse_unused(cls, {section: {key: 1}})
+        assert str(refused.value) in (expected, expected.replace(name, section))
+
+
+def test_a_whole_section_may_be_given_without_what_is_not_used() -> None:
+    rollout = parse(GenerateConfig, ["--rollout={temperature: 0.5}"], "generate").config.rollout
+    assert (rollout.temperature, rollout.num_generations) == (0.5, 1)
+    with pytest.raises(UserError, match=r"^rollout.prompts_per_step is a setting of training, which generate does not"):
+        parse(GenerateConfig, ["--rollout={temperature: 0.5, prompts_per_step: 3}"], "generate")
+
+
+@pytest.mark.parametrize("cls", READERS)
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        ("polcy: {lr: 1}", "there is no setting polcy.lr: "),
+        ("checkpoint: {evry: 3}", "there is no setting checkpoint.evry: did you mean checkpoint.every"),
+        ("sft: {batch_sise: 3}", "there is no setting sft.batch_sise: did you mean sft.batch_size?"),
+    ],
+)
+def test_a_recipe_with_a_name_that_training_does_not_have_is_refused(
+    user: User, cls: Any, recipe: str, says: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        parse(cls, ["--config", user.yaml(recipe)], cls.command)
+    assert str(refused.value).startswith(says)
+
+
+def test_training_leaves_nothing_aside(user: User) -> None:
+    for cls, recipe in ((TrainConfig, "sft: {batch_size: 3}"), (SftConfig, "grpo: {beta: 0.1}")):
+        with pytest.raises(UserError, match="there is no setting"):
+            parse(cls, ["--config", user.yaml(recipe)], "train")
+
+
+def test_rewards_of_a_task_are_served(user: User) -> None:
+    config = parse(ServeRewardConfig, ["--config", user.yaml("data: {task: gsm8k}")], "serve-reward").config
+    assert [reward.function for reward in config.rewards] == ["numeric_answer"]
+
+
+def test_a_command_has_the_settings_that_it_needs() -> None:
+    assert len(setting_names(ChatConfig)) < 60 and len(setting_names(ScoreConfig)) < 30
+    assert not {"grpo", "checkpoint", "engine", "lora", "guard"} & {name for cls in READERS for name in fields_of(cls)}
