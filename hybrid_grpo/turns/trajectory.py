@@ -14,7 +14,7 @@ Finish = Literal["stop", "length"]
 
 
 @dataclass(eq=False)
-class Conversation:
+class Trajectory:
     """A completion under way."""
 
     key: int
@@ -86,10 +86,10 @@ class Partner(Protocol):
     def example(self, content: str) -> Message:
         """A message such as it gives, with this content: shows whether a chat template has a place for it."""
 
-    def takes(self, conversation: Conversation, turn: Turn) -> bool:
+    def takes(self, trajectory: Trajectory, turn: Turn) -> bool:
         """Whether a turn is for it."""
 
-    def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
+    def answer(self, trajectory: Trajectory, turn: Turn, done: Callable[[Answer], None]) -> None:
         """Begin to answer a turn that it takes. `done` is told the answer once, in whatever thread."""
 
     def numbers(self, rollout: Rollout) -> Numbers:
