@@ -1,4 +1,4 @@
-"""Conversations of a model with those who answer its turns, as the decoder asks for them between the turns."""
+"""The partners of the model together, as the decoder asks them for answers between turns."""
 
 from __future__ import annotations
 
@@ -32,19 +32,18 @@ _ANSWERS_KEPT = 1024
 
 
 class Partners:
-    """Answers the turns of completions with what the partners of the model say; has the form of `Turns`.
+    """Answers the turns of completions; implements the decoder's `Turns`.
 
-    A turn that no partner takes ends its completion, and with it its environment, if it has one. The answers to
-    different completions come as they are ready, without any influence on what the completions become.
+    The first partner that takes a turn answers it. A turn that none takes ends its completion, and the environment of
+    the completion, if it has one. The order in which answers are ready has no influence on what completions become.
 
     Args:
-        partners: who answers; the first that takes a turn.
-        tools: the partner that the model calls by name; None where the model has no tools.
-        openings: of prompts that have environments; None where they have none.
-        user: the one of the partners that plays the user; None where nobody does.
+        partners: in the order in which they are asked.
+        openings: of prompts that have environments.
+        user: the partner that plays the user.
         tokenizer, variables, stop_ids: see `Between`.
 
-    Raises UserError where the tokenizer cannot express what partners say, or the calls of tools.
+    Raises UserError where the chat template has no place for what partners say, or for calls of tools.
     """
 
     def __init__(
@@ -77,17 +76,16 @@ class Partners:
         self._under_way: dict[int, Trajectory] = {}
         self._answers: queue.SimpleQueue[tuple[Trajectory, int, Answer]] = queue.SimpleQueue()
         self._frames: dict[tuple[Any, ...], int] = {}
-        self._given: dict[bytes, tuple[list[Message], list[int]]] = {}
+        self._tokenized: dict[bytes, tuple[list[Message], list[int]]] = {}
         self._waited_s = 0.0
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """What the model is told of its tools."""
+        """JSON schemas of the tools."""
         return self.tools.schemas if self.tools is not None else []
 
     @property
     def tool_names(self) -> list[str]:
-        """Names of the tools."""
         return self.tools.names if self.tools is not None else []
 
     def load(self, device: torch.device) -> None:
@@ -103,8 +101,8 @@ class Partners:
             self.environments.check(prompts)
 
     def opened(self, prompts: list[Prompt], step: int | str) -> list[Prompt]:
-        """The prompts as they are completed in a step, or in a held-out set: with what their environments say at the
-        beginning, which depends on (run seed, step, prompt)."""
+        """Prompts with the initial observations of their environments, which are functions of (run seed, step, prompt);
+        `step` may also name a held-out set."""
         if self._openings is None:
             return prompts
         # numpy and Gymnasium take seeds of 32 bits.
@@ -122,8 +120,8 @@ class Partners:
             self.environments.give_up()
 
     def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
-        """See `Turns`. A completion whose last turn calls a tool, or would be answered by a user, without room for
-        another turn is cut."""
+        """See `Turns`. A completion is cut where its last turn calls a tool, or would be answered by a user, and there is
+        no room for another turn."""
         trajectory = self._trajectory(key)
         trajectory.sampled += len(turn_ids)
         has_turns = trajectory.turns + 1 < self._config.max_turns
@@ -145,7 +143,7 @@ class Partners:
         return self._ends(self._trajectory(key), "length")
 
     def _ends(self, trajectory: Trajectory, finish: Finish) -> Finish | None:
-        """How a completion ends; None where its environment ends before."""
+        """How a completion ends; None where its environment has to end first."""
         if self.environments is None:
             return finish
         self.environments.end(trajectory, finish, partial(self._take, trajectory, trajectory.turns))
@@ -178,7 +176,7 @@ class Partners:
                 if patience_s and not ready:
                     start_s = time.perf_counter()
                     try:
-                        # The decoder is idle, so every conversation that waits for a model is in one batch.
+                        # The decoder is idle: every trajectory that waits for a model is in one batch.
                         if isinstance(self.user, ModelUser):
                             self.user.speak(self._under_way)
                         trajectory, turn, answer = self._answers.get(timeout=patience_s)
@@ -197,38 +195,38 @@ class Partners:
                 if finish := self._ends(trajectory, "stop"):
                     ready.append((trajectory.key, finish))
                 continue
-            given = self._written(trajectory, answer.messages)
+            observation = self._written(trajectory, answer.messages)
             if self.environments is None:
-                ready.append((trajectory.key, given))
+                ready.append((trajectory.key, observation))
             elif self.environments.has_failed(trajectory):
                 self._ends(trajectory, "stop")
-            elif not self._fits(trajectory, given):
+            elif not self._fits(trajectory, observation):
                 # The decoder would end the completion without its environment.
                 self._ends(trajectory, "length")
             else:
-                trajectory.given += len(given)
-                ready.append((trajectory.key, given))
+                trajectory.observed += len(observation)
+                ready.append((trajectory.key, observation))
 
-    def _fits(self, trajectory: Trajectory, given: list[int]) -> bool:
+    def _fits(self, trajectory: Trajectory, observation: list[int]) -> bool:
         """Whether an answer leaves room to sample after it."""
         request = self._requests[trajectory.key]
-        read = len(request.prompt_ids) + trajectory.sampled + trajectory.given
-        return request.most is None or read + len(given) < request.most
+        read = len(request.prompt_ids) + trajectory.sampled + trajectory.observed
+        return request.most is None or read + len(observation) < request.most
 
     def _written(self, trajectory: Trajectory, messages: list[Message]) -> list[int]:
         """The tokens of messages that answer a turn, each cut to its share of `max_tool_tokens`."""
-        # Completions of a group often hear the same, and a template takes longer than a decode step.
-        said = sha256(json.dumps([trajectory.last, messages]).encode()).digest()  # answers may have a megabyte
-        if said not in self._given:
-            if len(self._given) >= _ANSWERS_KEPT:
-                self._given.clear()
+        # Completions of a group often get the same answer, and a template takes longer than a decode step.
+        digest = sha256(json.dumps([trajectory.last, messages]).encode()).digest()  # answers may have a megabyte
+        if digest not in self._tokenized:
+            if len(self._tokenized) >= _ANSWERS_KEPT:
+                self._tokenized.clear()
             room = self._config.max_tool_tokens - self._frame(trajectory.last, messages)
             share = max(0, room // len(messages))
             shortened = [{**m, "content": self._between.cut(m["content"], share)} for m in messages]
-            self._given[said] = shortened, self._between.ids(trajectory.last, shortened)
-        shortened, given = self._given[said]
+            self._tokenized[digest] = shortened, self._between.ids(trajectory.last, shortened)
+        shortened, ids = self._tokenized[digest]
         trajectory.messages += map(dict, shortened)
-        return list(given)
+        return list(ids)
 
     def _frame(self, last: int, messages: list[Message]) -> int:
         """Tokens of the template around the contents of these messages."""
@@ -242,7 +240,7 @@ class Partners:
         trajectory = self._under_way.pop(key, None)
         before = trajectory.messages if trajectory is not None else []
         if completion.turns == sum(message["role"] == "assistant" for message in before):
-            # The last turn was heard by a partner, and the completion ended with it.
+            # A partner answered the last turn by ending the completion.
             before = before[: max(k for k, message in enumerate(before) if message["role"] == "assistant")]
         episode = self.environments.episode(key) if self.environments is not None else None
         calls = tuple(sorted(trajectory.calls)) if trajectory is not None else ()
@@ -260,8 +258,8 @@ class Partners:
 
 
 def partners_of(config: SamplingConfig, tokenizer: Any, ends: tuple[int, ...]) -> Partners | None:
-    """What answers the turns of completions that `ends` end; None where a completion is one turn. Raises UserError
-    where those who answer, or the tokenizer, cannot be used."""
+    """The partners that the settings name; None where a completion is one turn. Raises UserError where one of them, or
+    the tokenizer, cannot be used. `ends` are the tokens that end a turn."""
     rollout, data = config.rollout, config.data
     if not rollout.has_turns:
         return None
@@ -298,7 +296,7 @@ def partners_of(config: SamplingConfig, tokenizer: Any, ends: tuple[int, ...]) -
 
 
 def with_tools(data: DataConfig, partners: Partners | None) -> DataConfig:
-    """The settings of data whose prompts tell the model of its tools, and are all chats."""
+    """The settings of data whose prompts, all of them chats, describe the tools to the model."""
     if partners is None:
         return data
     variables = dict(data.chat_template_kwargs)
