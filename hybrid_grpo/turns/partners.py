@@ -120,8 +120,8 @@ class Partners:
             self.environments.give_up()
 
     def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
-        """See `Turns`. A completion is cut where its last turn calls a tool, or would be answered by a user, and there is
-        no room for another turn."""
+        """See `Turns`. A completion is cut where its last turn calls a tool, or would be answered by a user, and there
+        is no room for another turn."""
         trajectory = self._trajectory(key)
         trajectory.sampled += len(turn_ids)
         has_turns = trajectory.turns + 1 < self._config.max_turns
