@@ -27,10 +27,10 @@ from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.model import ranks
 from hybrid_grpo.records.alarm_records import forget_alarms
 from hybrid_grpo.records.alarms.alarms import RollBack
-from hybrid_grpo.records.files import as_json, cut_lines, replace_text, rollout_files
+from hybrid_grpo.records.files import TRACE_FILE, as_json, cut_lines, replace_text, rollout_files
 from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.metrics.catalogue import describe
-from hybrid_grpo.records.step_trace import TRACE_FILE, trace_line
+from hybrid_grpo.records.step_trace import trace_line
 from hybrid_grpo.records.tokens import TokenText, joined, token_table, write_table
 from hybrid_grpo.records.trackers.process import TrackerProcess, start_trackers
 from hybrid_grpo.records.write_failures import one_line

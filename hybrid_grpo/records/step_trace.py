@@ -19,8 +19,6 @@ from hybrid_grpo.generation import Timeline
 from hybrid_grpo.model.ranks import world_size
 from hybrid_grpo.records.metrics.meter import Span
 
-TRACE_FILE = "details.jsonl"
-"""In a run's folder: one JSON object per step."""
 BUCKETS = 20
 """Most buckets of a histogram."""
 _FINE = 1024
