@@ -119,8 +119,8 @@ class AlarmsConfig:
             )
             refuse(
                 alarm.action == "skip" and name not in SKIPPABLE,
-                f"{setting}: action skip is for {', '.join(SKIPPABLE)}, whose numbers are known before the update: set it"
-                " to say, stop or roll_back",
+                f"{setting}: action skip is for {', '.join(SKIPPABLE)}, whose numbers are known before the update: set"
+                " it to say, stop or roll_back",
             )
         return self
 
